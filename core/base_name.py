@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
+
+from ..memory.files.error import AdapterFormatError, shown
+from ..memory.files.format import AdapterManifest
 
 
 def short_name(name: str) -> str:
@@ -21,3 +26,18 @@ def names_of(model: Path, served: str | None) -> frozenset[str]:
         saved_from = None
     names = (str(model), str(model.resolve()), served, saved_from)
     return frozenset(short_name(name) for name in names if name and isinstance(name, str))
+
+
+def with_base(manifest: AdapterManifest, names: Collection[str], *, strict: bool) -> AdapterManifest:
+    """The manifest with whether the adapter says that it was trained on another model than the one of these names.
+
+    strict: raise AdapterFormatError for such an adapter.
+    """
+    if manifest.base_model is None or short_name(manifest.base_model) in names:
+        return manifest
+    if strict:
+        base = shown(manifest.base_model)
+        raise AdapterFormatError(
+            f"{manifest.path}: was trained on {base}, which is not the model that is served (strict_base)"
+        )
+    return replace(manifest, names_other_base=True)

@@ -13,7 +13,7 @@ from typing import Any
 from ..graphs.runner import StepMode
 from ..memory.adapters.reclaimer import Reclaimer
 from ..memory.adapters.store import AdapterStore, UnknownAdapter
-from ..memory.files.error import AdapterFormatError, LoadFailure, shown
+from ..memory.files.error import LoadFailure
 from ..memory.files.format import AdapterManifest
 from ..memory.files.identity import with_effect
 from ..memory.host.image import HostImage
@@ -25,11 +25,12 @@ from ..memory.pages.shadow import ShadowPages
 from ..memory.transfers.swapped_kv import SwappedKv
 from ..memory.transfers.transfer import ExecutorLost
 from .ahead import StepAhead
-from .base_name import names_of, short_name
+from .base_name import names_of, with_base
 from .config import EngineConfig
 from .engine_stats import AccountStats, EngineStats
 from .executors.alone import run_rows_alone
 from .executors.base import Executor, ModelInfo
+from .kv_events import KvEvents
 from .merging import Merging
 from .modes import Modes, mode_policy
 from .quarantine import Quarantined, adapter_directories, register_directories
@@ -81,6 +82,7 @@ class Engine:
         self.store = AdapterStore(self.pool, executor.adapters, images, order, costs, executor.layout.page_bytes, clock)
         self.prefix = PrefixCache(self.pool, order, costs, self.block_tokens)
         self.store.on_gone = self.prefix.drop_version
+        self.kv_events: KvEvents | None = None
         shadow = ShadowPages(self.pool, order)
         self.reclaimer = Reclaimer(self.pool, order, self.store, self.prefix, shadow)
         self.merging = Merging(executor.shadow, self.reclaimer, self.store, clock)
@@ -308,6 +310,8 @@ class Engine:
             wrong_step_seconds=modes.wrong_seconds if modes else 0.0,
             num_steps_leaving_out=modes.num_left_out if modes else 0,
             num_steps_ahead=self._ahead.num_ahead if self._ahead else 0,
+            num_kv_events=self.kv_events.num_recorded if self.kv_events else 0,
+            num_dropped_kv_events=self.kv_events.num_dropped if self.kv_events else 0,
         )
 
     def accounts(self) -> list[AccountStats]:
@@ -334,14 +338,7 @@ class Engine:
     def inspect_adapter(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
         """Read and check an adapter's configuration and the headers of its weights, as `check_adapter` does."""
         manifest = self.executor.adapters.inspect(path, roots)
-        if manifest.base_model is None or short_name(manifest.base_model) in self._base_names:
-            return manifest
-        if self.config.strict_base:
-            base = shown(manifest.base_model)
-            raise AdapterFormatError(
-                f"{path}: was trained on {base}, which is not the model that is served (strict_base)"
-            )
-        return replace(manifest, names_other_base=True)
+        return with_base(manifest, self._base_names, strict=self.config.strict_base)
 
     def check_weights(self, manifest: AdapterManifest, image: HostImage | None = None) -> AdapterManifest:
         """Read and check the weights of an adapter that was inspected; the manifest with whether they change nothing.
@@ -399,6 +396,11 @@ class Engine:
     def unmerge(self) -> None:
         """Have steps compute with the model's own weights again."""
         self.merging.unmerge()
+
+    def record_kv_events(self) -> KvEvents:
+        """Record from now on which blocks enter and leave the prefix cache, which must be empty."""
+        self.kv_events = self.prefix.listener = KvEvents(self.store)
+        return self.kv_events
 
     def reclaim_idle(self) -> int:
         """Evict every idle adapter and unused prefix block; returns the pages freed."""

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from ..memory.adapters.adapter import check_name
-from ..memory.adapters.store import AdapterStore
 from ..memory.files.error import AdapterFormatError, shown
 from ..memory.files.format import CONFIG_FILE, STEM, WEIGHTS_FILE, AdapterManifest, is_adapter_dir
 from ..memory.host.limited_threads import LimitedThreads, NoAnswer, NoThreadLeft
@@ -22,6 +22,14 @@ MAX_STUCK = 8
 
 #: Stamp of a directory, which changes when somebody mends the adapter in it.
 Stamp = tuple[tuple[int, int, int, int] | None, ...]
+
+
+class AdapterNames(Protocol):
+    """What adapters are registered in: an engine's store, or a cluster's catalog."""
+
+    def register(self, name: str, source: AdapterManifest, /) -> object: ...
+    def unregister(self, name: str, /) -> object: ...
+    def __contains__(self, name: str, /) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +65,7 @@ def adapter_directories(directory: Path) -> list[Path]:
 
 
 def register_directories(
-    store: AdapterStore,
+    store: AdapterNames,
     inspect: Callable[[Path], AdapterManifest],
     named: Iterable[tuple[str, Path]],
     *,

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, Field, StrictBool
 from starlette.requests import Request
@@ -22,14 +21,10 @@ from ..memory.files.error import AdapterFormatError, shown
 from ..memory.files.format import STEM
 from ..memory.host.limited_threads import NoThreadLeft
 from .adapter_loads import AdapterLoads, LoadTimedOut
+from .backend import AdapterState, Backend
 from .errors import DISK_FAULTS, ApiError, Body, clipped, read_body, validated
 from .executors import PoolFull
 from .settings import AdapterName, Settings
-from .worker import EngineWorker
-
-if TYPE_CHECKING:
-    from ..core.engine import Engine
-    from ..memory.adapters.adapter import Adapter
 
 audit = logging.getLogger("chorus.audit")
 
@@ -126,52 +121,11 @@ class AdapterRoots:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """An adapter as it was between two steps; written out elsewhere, so that no step waits for thousands of them."""
-
-    adapter: Adapter
-    tier: str
-    pages: int
-    references: int
-    pinned: bool
-    credit: float | None
-
-    @classmethod
-    def of(cls, engine: Engine, adapter: Adapter) -> _Seen:
-        store = engine.store
-        pinned = store.is_pinned(adapter)
-        credit = None if engine.modes is None else engine.modes.credit(adapter)
-        return cls(
-            adapter, store.tier(adapter).value, len(adapter.pages), adapter.references - pinned, pinned, credit
-        )  # fmt: skip
-
-    def body(self, request: Request) -> dict[str, Any]:
-        manifest, base = self.adapter.manifest, self.adapter.manifest.base_model
-        return {
-            "name": self.adapter.name,
-            "version": self.adapter.version,
-            "rank": manifest.rank,
-            "target_modules": list(manifest.targets),
-            "tier": self.tier,
-            "pages": self.pages,
-            "references": self.references,
-            "pinned": self.pinned,
-            "credit": self.credit,
-            "path": shown_path(manifest.path, request),
-            "content_hash": manifest.content_hash,
-            "no_effect": manifest.no_effect,
-            "stem": None if manifest.stem == STEM else manifest.stem,
-            "base_model": base if base is None or base[0] != "/" else shown_path(Path(base), request),
-            "names_other_base": manifest.names_other_base,
-        }
-
-
 class AdapterApi:
     """Routes by which clients see and change the adapters."""
 
-    def __init__(self, worker: EngineWorker, settings: Settings, loads: AdapterLoads) -> None:
-        self._worker = worker
+    def __init__(self, worker: Backend, settings: Settings, loads: AdapterLoads) -> None:
+        self._book = worker.adapters
         self._settings = settings
         self._roots = AdapterRoots(settings.loadable_from)
         self._loads = loads
@@ -179,13 +133,8 @@ class AdapterApi:
     # --- our own ---
 
     async def list_all(self, request: Request) -> Response:
-        seen, quarantined, stats = await self._call(
-            lambda engine: (
-                [_Seen.of(engine, engine.store.get(name)) for name in engine.store.names()],
-                list(engine.quarantine.values()),
-                engine.stats(),
-            )
-        )
+        listing = await asyncio.wrap_future(self._book.listing())
+        stats = listing.stats
         weights = {
             "mode_policy": self._settings.mode_policy,
             "mode": stats.mode.value,
@@ -195,24 +144,25 @@ class AdapterApi:
         }
         hide = request.app.state.private_paths.hide
         broken = [
-            {"name": one.name, "path": shown_path(one.path, request), "reason": hide(one.reason)} for one in quarantined
+            {"name": one.name, "path": shown_path(one.path, request), "reason": hide(one.reason)}
+            for one in listing.quarantined
         ]
-        data = [one.body(request) for one in seen]
+        data = [_body(one, request) for one in listing.adapters]
         return JSONResponse({"object": "list", "data": data, "quarantined": broken, "weights": weights})
 
     async def show(self, request: Request) -> Response:
         name = request.path_params["name"]
         try:
-            seen = await self._call(lambda engine: _Seen.of(engine, engine.store.get(name)))
+            seen = await asyncio.wrap_future(self._book.state(name))
         except UnknownAdapter:
             raise _unknown(name, None) from None
-        return JSONResponse(seen.body(request))
+        return JSONResponse(_body(seen, request))
 
     async def add(self, request: Request) -> Response:
         """Registers an adapter, or replaces one; 201 or 200."""
         asked = await self._read(AddAdapter, request)
         seen, replaced = await self._load(request, asked.name, asked.path, "name", "path", replace=True)
-        return JSONResponse(seen.body(request), status_code=200 if replaced else 201)
+        return JSONResponse(_body(seen, request), status_code=200 if replaced else 201)
 
     async def remove(self, request: Request) -> Response:
         """Removes an adapter: when the last request that holds it has ended, or with `?force=true` at once."""
@@ -230,12 +180,12 @@ class AdapterApi:
             if asked.pinned:
                 await self._pin(name)
             else:
-                await self._call(lambda engine: engine.unpin_adapter(name))
-            seen = await self._call(lambda engine: _Seen.of(engine, engine.store.get(name)))
+                await asyncio.wrap_future(self._book.unpin(name))
+            seen = await asyncio.wrap_future(self._book.state(name))
         except UnknownAdapter:
             raise _unknown(name, None) from None
         audit.info("%s %s adapter %s", request.state.caller, "pinned" if asked.pinned else "unpinned", name)
-        return JSONResponse(seen.body(request))
+        return JSONResponse(_body(seen, request))
 
     # --- vLLM's ---
 
@@ -262,7 +212,7 @@ class AdapterApi:
 
     async def _load(
         self, request: Request, name: str, path: str, name_field: str, path_field: str, *, replace: bool
-    ) -> tuple[_Seen, bool]:
+    ) -> tuple[AdapterState, bool]:
         """The adapter once requests may use it, and whether it took another's place."""
         self._roots.require()
         if self._settings.is_reserved(name):
@@ -271,7 +221,7 @@ class AdapterApi:
         find = partial(self._roots.find, path, path_field)
         try:
             load = self._loads.load(name, find, self._roots.roots, replace=replace, by=request.state.caller)
-            adapter, replaced = await asyncio.wrap_future(load)
+            return await asyncio.wrap_future(load)
         except AdapterFormatError as error:
             if getattr(error.__cause__, "errno", None) in DISK_FAULTS:
                 message = f"{error}; try again later"
@@ -288,14 +238,13 @@ class AdapterApi:
             raise ApiError(504, str(error), code="load_timed_out") from None
         except (PoolFull, NoThreadLeft) as error:
             raise ApiError(503, f"{error}; try again later", code="loads_busy") from None
-        return await self._call(lambda engine: _Seen.of(engine, adapter)), replaced
 
     async def _pin(self, name: str) -> None:
         """Pin an adapter once it has been read."""
         seconds = self._settings.adapter_load_seconds
         try:
             async with asyncio.timeout(seconds):
-                while not await self._call(lambda engine: engine.pin_adapter(name)):
+                while not await asyncio.wrap_future(self._book.pin(name)):
                     await asyncio.sleep(PIN_SECONDS)
         except InvalidRequest as error:
             raise ApiError(400, str(error), param="pinned", code="no_room_to_pin") from None
@@ -310,9 +259,7 @@ class AdapterApi:
         """Remove an adapter; returns how many requests were ended for it."""
         self._roots.require()
         try:
-            adapter, ended = await self._call(
-                lambda engine: (engine.store.get(name), engine.remove_adapter(name, force=force))
-            )
+            adapter, ended = await asyncio.wrap_future(self._book.remove(name, force=force))
         except UnknownAdapter:
             raise _unknown(name, field) from None
         audit.info(
@@ -321,8 +268,26 @@ class AdapterApi:
         )  # fmt: skip
         return ended
 
-    async def _call(self, function: Any) -> Any:
-        return await asyncio.wrap_future(self._worker.call(function))
+
+def _body(one: AdapterState, request: Request) -> dict[str, Any]:
+    manifest, base = one.manifest, one.manifest.base_model
+    return {
+        "name": one.name,
+        "version": one.version,
+        "rank": manifest.rank,
+        "target_modules": list(manifest.targets),
+        "tier": one.tier,
+        "pages": one.pages,
+        "references": one.references,
+        "pinned": one.pinned,
+        "credit": one.credit,
+        "path": shown_path(manifest.path, request),
+        "content_hash": manifest.content_hash,
+        "no_effect": manifest.no_effect,
+        "stem": None if manifest.stem == STEM else manifest.stem,
+        "base_model": base if base is None or base[0] != "/" else shown_path(Path(base), request),
+        "names_other_base": manifest.names_other_base,
+    }
 
 
 def shown_path(path: Path, request: Request) -> str:

@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ..core.quarantine import Quarantined, Stamp, is_as_registered, report, stamp_of
-from ..memory.adapters.adapter import Tier
 from ..memory.files.error import AdapterFormatError
 from ..memory.files.identity import with_content
 from ..memory.host.image import HostImage
 from ..memory.host.limited_threads import LimitedThreads, NoAnswer, NoThreadLeft
+from .backend import AdapterState, Backend
+from .engine_adapters import MOST_OVERFLOWS
 from .errors import EngineUnavailable
-from .worker import EngineWorker
 
 if TYPE_CHECKING:
-    from ..core.engine import Engine
     from ..memory.files.format import AdapterManifest
 
 log = logging.getLogger(__name__)
@@ -38,9 +37,6 @@ HASH_SHARE = 1 / 8
 """Of the time, at most, in which adapters are read for their hash."""
 
 
-MOST_OVERFLOWS = 3
-"""Requests that may end for logits that are not finite before one has ended well; then the adapter is set aside."""
-
 BATCH = 64
 """Quarantined directories that one thread looks at; where one hangs, the rest of these wait with it."""
 
@@ -51,8 +47,9 @@ class AdapterKeeper:
     places: directories below which the files of what is tried again must lie.
     """
 
-    def __init__(self, worker: EngineWorker, seconds: float, places: Sequence[Path] = ()) -> None:
+    def __init__(self, worker: Backend, seconds: float, places: Sequence[Path] = ()) -> None:
         self._worker = worker
+        self._book = worker.adapters
         self._places = tuple(place.resolve() for place in places)
         self._seconds = seconds
         self._threads = LimitedThreads("adapter-keeper", 4)
@@ -84,8 +81,7 @@ class AdapterKeeper:
     # -- quarantine
 
     def _try_again(self) -> None:
-        everything = self._call(lambda engine: list(engine.quarantine.values()))
-        quarantined = [one for one in everything if one.can_mend]
+        quarantined = [one for one in self._book.quarantined().result() if one.can_mend]
         for first in range(0, len(quarantined), BATCH):
             batch = quarantined[first : first + BATCH]
             stamps = self._beside(partial(_stamps_of, batch))
@@ -103,9 +99,9 @@ class AdapterKeeper:
         except AdapterFormatError as error:
             log.warning("adapter %s changed, but is not served: %s", one.name, error)
             again = replace(one, reason=str(error), stamp=stamp)
-            self._call(partial(_keep, again))
+            self._book.keep_aside(again).result()
             return
-        if manifest is not None and self._call(partial(_release, one.name, manifest, image)):
+        if manifest is not None and self._book.release(one.name, manifest, image).result():
             audit.info("adapter %s has changed and is served now: content %s", one.name, manifest.content_hash)
             report(one.name, manifest)
 
@@ -113,9 +109,9 @@ class AdapterKeeper:
 
     def _hash_some(self) -> None:
         """Hash for a share of the time until the next turn is due."""
-        manifests = self._call(self._unhashed)
         began = time.monotonic()
-        for name, version, manifest in manifests:
+        for one in self._unhashed():
+            name, version, manifest = one.name, one.version, one.manifest
             if self._stopped.is_set() or time.monotonic() - began > TURN_SECONDS:
                 return
             start = time.monotonic()
@@ -126,7 +122,7 @@ class AdapterKeeper:
             else:
                 if known is None:
                     self._hopeless.add(version)
-                elif self._call(partial(_note, name, version, known)) and known.no_effect and not manifest.no_effect:
+                elif self._book.note(name, version, known).result() and known.no_effect and not manifest.no_effect:
                     report(name, known)
             self._stopped.wait((time.monotonic() - start) * (1 / HASH_SHARE - 1))
 
@@ -145,7 +141,10 @@ class AdapterKeeper:
         """
         log.warning("adapter %s can't be read: %s", name, error)
         is_broken = manifest.no_effect is None and not isinstance(error.__cause__, OSError)
-        if not is_broken or self._call(partial(_set_aside, self._quarantined(name, manifest, str(error)), version)):
+        if (
+            not is_broken
+            or self._book.set_aside(self._quarantined(name, manifest, str(error)), version, in_use=False).result()
+        ):
             self._hopeless.add(version)
 
     def _quarantined(self, name: str, manifest: AdapterManifest, reason: str) -> Quarantined:
@@ -157,21 +156,14 @@ class AdapterKeeper:
     def _set_aside_overflowing(self) -> None:
         """Into quarantine with adapters whose weights are finite, and what is computed with them is not."""
         reason = f"its logits were not finite in its first {MOST_OVERFLOWS} requests; train it again, or scale it down"
-        for name, version, manifest in self._call(_overflowing):
-            self._call(partial(_set_aside, self._quarantined(name, manifest, reason), version, in_use=True))
+        for one in self._book.overflowing().result():
+            aside = self._quarantined(one.name, one.manifest, reason)
+            self._book.set_aside(aside, one.version, in_use=True).result()
 
-    def _unhashed(self, engine: Engine) -> list[tuple[str, int, AdapterManifest]]:
-        adapters = (engine.store.get(name) for name in engine.store.names())
-        return [
-            (adapter.name, adapter.version, adapter.manifest)
-            for adapter in adapters
-            if adapter.manifest.content_hash is None and adapter.version not in self._hopeless
-        ]
+    def _unhashed(self) -> list[AdapterState]:
+        return [one for one in self._book.unhashed().result() if one.version not in self._hopeless]
 
     # -- common
-
-    def _call(self, function: Callable[[Engine], T]) -> T:
-        return self._worker.call(function).result()
 
     def _beside(self, function: Callable[[], T]) -> T | None:
         """The result; None when it takes too long."""
@@ -184,50 +176,3 @@ class AdapterKeeper:
 
 def _stamps_of(quarantined: list[Quarantined]) -> list[Stamp]:
     return [stamp_of(one.path) for one in quarantined]
-
-
-def _keep(one: Quarantined, engine: Engine) -> None:
-    """Still in quarantine, on the engine's thread, unless it was replaced meanwhile."""
-    if one.name in engine.quarantine:
-        engine.quarantine[one.name] = one
-
-
-def _overflowing(engine: Engine) -> list[tuple[str, int, AdapterManifest]]:
-    adapters = (engine.store.get(name) for name in engine.store.names())
-    return [(one.name, one.version, one.manifest) for one in adapters if (one.num_overflows or 0) >= MOST_OVERFLOWS]
-
-
-def _set_aside(one: Quarantined, version: int, engine: Engine, *, in_use: bool = False) -> bool:
-    """Into quarantine, on the engine's thread, unless it was replaced meanwhile; False to ask again later.
-
-    in_use: one that has been loaded, too; else it has turned out to be whole.
-    """
-    store = engine.store
-    if one.name not in store or store.get(one.name).version != version:
-        return True
-    adapter = store.get(one.name)
-    tier = store.tier(adapter)
-    on_disk = tier in (Tier.DISK, Tier.FAILED)
-    if not in_use and (tier is Tier.LOADING or (adapter.requests and on_disk)):
-        return False
-    if on_disk or in_use:
-        store.unregister(one.name)
-        engine.quarantine[one.name] = one
-        audit.warning("adapter %s is not served any more: %s", one.name, one.reason)
-    return True
-
-
-def _release(name: str, manifest: AdapterManifest, image: HostImage, engine: Engine) -> bool:
-    """Out of quarantine, on the engine's thread; False when it was removed or replaced meanwhile."""
-    if engine.quarantine.pop(name, None) is None or name in engine.store:
-        return False
-    engine.store.register(name, manifest, image)
-    return True
-
-
-def _note(name: str, version: int, manifest: AdapterManifest, engine: Engine) -> bool:
-    """Keep what was found out about a version, if it still is the current one."""
-    if name not in engine.store or engine.store.get(name).version != version:
-        return False
-    engine.store.get(name).manifest = manifest
-    return True

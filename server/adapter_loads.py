@@ -11,19 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ..core.quarantine import report
-from ..core.requests.sampling_params import InvalidRequest
-from ..memory.files.error import AdapterFormatError, shown
+from ..memory.adapters.store import UnknownAdapter
+from ..memory.files.error import shown
 from ..memory.files.identity import open_unchanged, with_content
 from ..memory.host.image import HostImage
 from ..memory.host.limited_threads import LimitedThreads
 from ..memory.host.reads import SLOW_SECONDS
 from .adapter_keeper import AdapterKeeper
+from .backend import AdapterState, Backend
 from .executors import DaemonPool
-from .worker import EngineWorker
 
 if TYPE_CHECKING:
-    from ..core.engine import Engine
-    from ..memory.adapters.adapter import Adapter
     from ..memory.files.format import AdapterManifest
 
 log = logging.getLogger(__name__)
@@ -54,7 +52,7 @@ class AdapterLoads:
     adapter may be mended. What was loaded is looked after from `start` to `stop`: see `AdapterKeeper`.
     """
 
-    def __init__(self, worker: EngineWorker, seconds: float, places: Sequence[Path] = ()) -> None:
+    def __init__(self, worker: Backend, seconds: float, places: Sequence[Path] = ()) -> None:
         self._worker = worker
         self._seconds = seconds
         self._pool = DaemonPool("loads", threads=MAX_LOAD_THREADS, max_waiting=MAX_LOADS - MAX_LOAD_THREADS)
@@ -80,7 +78,7 @@ class AdapterLoads:
         *,
         replace: bool = True,
         by: str = HERE,
-    ) -> Future[tuple[Adapter, bool]]:
+    ) -> Future[tuple[AdapterState, bool]]:
         """Load the directory that `find` gives; the adapter once requests may use it, and if it took another's place.
 
         find: asks the disk, so it runs beside the engine, too. roots: directories below which its files must lie; none:
@@ -107,14 +105,14 @@ class AdapterLoads:
         roots: Sequence[Path],
         replace: bool,
         by: str,
-    ) -> tuple[Adapter, bool]:
+    ) -> tuple[AdapterState, bool]:
         if before is not None:
             wait([before])
         directory = self._beside(find)
-        if not replace and self._worker.call(lambda engine: name in engine.store).result():
+        if not replace and self._is_there(name):
             raise FileExistsError(name)
         manifest, image = self._beside(partial(self._check, directory, roots))
-        adapter, replaced = self._worker.call(partial(_swap, name, manifest, image, replace)).result()
+        adapter, replaced = self._worker.adapters.put(name, manifest, image, replace=replace).result()
         audit.info(
             "%s %s adapter %s: version %d, content %s, from %s",
             by, "replaced" if replaced else "added", name, adapter.version, manifest.content_hash,
@@ -122,6 +120,12 @@ class AdapterLoads:
         )  # fmt: skip
         report(name, manifest)
         return adapter, replaced
+
+    def _is_there(self, name: str) -> bool:
+        try:
+            return self._worker.adapters.state(name).result() is not None
+        except UnknownAdapter:
+            return False
 
     def _check(self, directory: Path, roots: Sequence[Path]) -> tuple[AdapterManifest, HostImage]:
         """The adapter that is to be swapped in, as it is on the disk at the end of the check, and its weights."""
@@ -141,28 +145,3 @@ class AdapterLoads:
             return future.result()
         finally:
             del future  # an error's frames would hold it, and it the error
-
-
-def _swap(
-    name: str, manifest: AdapterManifest, image: HostImage, replace: bool, engine: Engine
-) -> tuple[Adapter, bool]:
-    """Register what was checked, on the engine's thread, with its weights. FileExistsError unless it may replace."""
-    replaced = name in engine.store
-    if replaced and not replace:
-        raise FileExistsError(name)
-    was_pinned = replaced and engine.store.is_pinned(engine.store.get(name))
-    adapter = engine.store.register(name, manifest, image)
-    if was_pinned:
-        _pin_again(name, engine)
-    engine.quarantine.pop(name, None)
-    return adapter, replaced
-
-
-def _pin_again(name: str, engine: Engine) -> None:
-    """Pin the new version of a pinned adapter, where there is room beside the old one that may still run."""
-    try:
-        pinned, reason = engine.pin_adapter(name), "it is still being read"
-    except (InvalidRequest, AdapterFormatError) as error:
-        pinned, reason = False, str(error)
-    if not pinned:
-        log.warning("adapter %s was pinned, its new version is not: %s", name, reason)

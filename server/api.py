@@ -11,12 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from .. import __version__
+from .backend import Backend
 from .errors import EngineUnavailable, JsonResponse, no_model
 from .executors import DaemonPool
 from .gate import Gate
 from .metrics import EngineView, Metrics, accounts_text
 from .settings import Settings
-from .worker import EngineWorker
 
 SCRAPE_SECONDS = 2.0
 """Seconds that a scrape waits for the engine before it shows what the previous one saw."""
@@ -25,7 +25,7 @@ SCRAPE_SECONDS = 2.0
 class Api:
     """Health, version, metrics and models."""
 
-    def __init__(self, worker: EngineWorker, settings: Settings, gate: Gate, scrapes: DaemonPool) -> None:
+    def __init__(self, worker: Backend, settings: Settings, gate: Gate, scrapes: DaemonPool) -> None:
         self._worker = worker
         self._gate = gate
         self._scrapes = scrapes
@@ -33,6 +33,8 @@ class Api:
         self._view = EngineView()
         self._scraping: asyncio.Task[bytes] | None = None
         self.metrics = Metrics(lambda: worker.stats, lambda: self._view, settings.base_name)
+        if worker.collector is not None:
+            self.metrics.registry.register(worker.collector)
         self._started = int(time.time())
 
     async def health(self, request: Request) -> Response:
@@ -72,7 +74,7 @@ class Api:
 
     async def _scrape(self) -> bytes:
         with suppress(TimeoutError, EngineUnavailable):
-            self._view = await asyncio.wait_for(asyncio.wrap_future(self._worker.call(EngineView.of)), SCRAPE_SECONDS)
+            self._view = await asyncio.wait_for(asyncio.wrap_future(self._worker.view()), SCRAPE_SECONDS)
             self.metrics.forget_all_but(self._view.names)
         return await self._scrapes.run(self.metrics.render)  # beside the loop: a thousand adapters take a while
 
@@ -87,9 +89,7 @@ class Api:
         raise no_model(name)
 
     async def _model_cards(self) -> list[dict[str, object]]:
-        adapters = await asyncio.wrap_future(
-            self._worker.call(lambda engine: [engine.store.get(name) for name in engine.store.names()])
-        )
+        listing = await asyncio.wrap_future(self._worker.adapters.listing())
         base = self._settings.base_name
 
         def card(name: str, root: str, parent: str | None) -> dict[str, object]:
@@ -99,5 +99,5 @@ class Api:
 
         return [
             card(base, self._settings.model.name, None),
-            *({**card(one.name, one.manifest.path.name, base), "rank": one.rank} for one in adapters),
+            *({**card(one.name, one.manifest.path.name, base), "rank": one.manifest.rank} for one in listing.adapters),
         ]

@@ -18,6 +18,7 @@ from .adapter_api import AdapterApi
 from .adapter_loads import AdapterLoads
 from .addresses import Networks
 from .api import Api
+from .backend import Backend
 from .doors import Doors, GuardedRoute, RequestId
 from .errors import (
     ApiError,
@@ -33,23 +34,30 @@ from .gate import Gate
 from .generation_api import GenerationApi
 from .hosts import Hosts
 from .keys import KeyWatch, Right
+from .kv_publisher import KvPublisher
 from .sampling_defaults import SamplingDefaults
 from .settings import Settings
 from .text_api import TextApi
 from .tokenizer import Tokenizer
 from .watchdog import Watchdog
-from .worker import EngineWorker
 
 log = logging.getLogger(__name__)
 
 STOP_SECONDS = 1.0
 
 
-def create_app(worker: EngineWorker, tokenizer: Tokenizer, settings: Settings, defaults: SamplingDefaults) -> Starlette:
+def create_app(
+    worker: Backend,
+    tokenizer: Tokenizer,
+    settings: Settings,
+    defaults: SamplingDefaults,
+    kv_publisher: KvPublisher | None = None,
+) -> Starlette:
     """An app over a started worker, which it stops at its own end. Its state has `gate`, `worker`, `executors`
     and `key_watch`.
 
-    defaults: what requests sample with where they say nothing. RuntimeError when no more threads can be started.
+    defaults: what requests sample with where they say nothing. kv_publisher: runs as long as the app.
+    RuntimeError when no more threads can be started.
     """
     gate, executors = Gate(max(settings.max_held_body_bytes, 2 * settings.max_body_bytes)), Executors()
     keys = settings.client_keys()
@@ -73,6 +81,8 @@ def create_app(worker: EngineWorker, tokenizer: Tokenizer, settings: Settings, d
             loads.stop()
             watchdog.stop()
             key_watch.stop()
+            if kv_publisher is not None:
+                kv_publisher.stop()
             try:
                 await executors.stop.run(worker.stop, STOP_SECONDS)
             except Exception as error:
@@ -117,6 +127,7 @@ def create_app(worker: EngineWorker, tokenizer: Tokenizer, settings: Settings, d
             Middleware(
                 Doors, routes=routes, keys=keys, hosts=hosts, proxies=Networks(settings.trusted_proxies or ()),
                 origins=origins, gate=gate, tenant_header=settings.tenant_header,
+                tenant_gateways=None if settings.tenant_gateways is None else Networks(settings.tenant_gateways),
             ),
         ],
         lifespan=lifespan,
@@ -127,6 +138,8 @@ def create_app(worker: EngineWorker, tokenizer: Tokenizer, settings: Settings, d
         watchdog.start()
         key_watch.start()
         loads.start()
+        if kv_publisher is not None:
+            kv_publisher.start()
     except BaseException:
         watchdog.stop()
         key_watch.stop()

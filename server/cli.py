@@ -7,13 +7,16 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import NoReturn
 
 from .. import __version__
 from ..core.config import EngineConfig
 from ..core.requests.sampling_params import InvalidRequest
-from . import profile
+from . import adapters_command, profile
+from .adapters_command import CommandError
 from .checks import LaunchError, check_access, check_model
+from .cluster.router import POLICIES
 from .errors import EngineUnavailable, GenerationFailed
 from .exits import leave
 from .flags import Parser, UsageError, add_settings, read_settings
@@ -35,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
-    except (LaunchError, PullError, EngineUnavailable, GenerationFailed) as error:
+    except (LaunchError, PullError, CommandError, EngineUnavailable, GenerationFailed) as error:
         print(f"chorus: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -53,6 +56,14 @@ def make_parser() -> Parser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, help_text, add_flags, run in (
         ("serve", "serve a model and its adapters over HTTP", _serve_flags, _serve),
+        ("cluster", "serve a model with many replicas behind one address", _cluster_flags, _cluster),
+        ("replica", "be a replica of a cluster, which `chorus cluster` starts", _replica_flags, _replica),
+        (
+            "adapters",
+            "show and change the adapters of a server that runs",
+            adapters_command.add_flags,
+            adapters_command.run,
+        ),
         ("demo", "watch the adapters of a model answer side by side", _demo_flags, _demo),
         ("generate", "print a model's answer to a prompt", _generate_flags, _generate),
         ("profile", "measure what steps and adapter loads cost on this machine", _profile_flags, _profile),
@@ -87,18 +98,99 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
+    settings = _serve_settings(arguments)
+    from .launch import serve
+
+    return serve(settings)
+
+
+def _serve_settings(arguments: argparse.Namespace) -> Settings:
     if arguments.model_argument is not None:
         if "setting_model" in arguments:
-            raise UsageError("chorus serve: error: the model is given twice, as MODEL and as --model; leave one out")
+            raise UsageError(
+                f"chorus {arguments.command}: error: the model is given twice, as MODEL and as --model; leave one out"
+            )
         arguments.setting_model = arguments.model_argument
     settings = read_settings(arguments)
     _log_to_stderr(settings.log_level)
     check_model(settings)
     check_access(settings)
     print(f"chorus {__version__}: starting {settings.base_name}, which takes a while", file=sys.stderr, flush=True)
-    from .launch import serve
+    return settings
 
-    return serve(settings)
+
+# --- cluster ---
+
+
+def _cluster_flags(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="cluster_command", metavar="COMMAND", required=True)
+    up = commands.add_parser("up", help="start replicas on this machine and serve them over HTTP")
+    front = commands.add_parser("front", help="be one of several fronts, which `chorus cluster up` starts")
+    for command in (up, front):
+        command.add_argument("--replicas", type=_positive, default=2, metavar="N", help="replicas (default: 2)")
+        command.add_argument(
+            "--policy", choices=POLICIES, default="affinity", help="which replica gets a request (default: affinity)"
+        )
+    up.add_argument("--fronts", type=_positive, default=1, metavar="N", help="processes that serve HTTP (default: 1)")
+    up.add_argument(
+        "--registry", type=Path, metavar="FILE",
+        help="SQLite file that keeps the adapters that are added over HTTP; default: they last as long as the cluster",
+    )  # fmt: skip
+    _serve_flags(up)
+    up.set_defaults(run_cluster=_cluster_up)
+    front.add_argument("--directory", type=Path, required=True, metavar="DIR", help="where the cluster's sockets are")
+    front.add_argument("--index", type=int, required=True, metavar="N", help="number of this front")
+    front.set_defaults(run_cluster=_cluster_front)
+    registry = commands.add_parser("registry", help="be a cluster's registry, which `chorus cluster up` starts")
+    for name in ("file", "socket", "secret-file"):
+        registry.add_argument(f"--{name}", required=True, metavar="FILE")
+    registry.set_defaults(run_cluster=_cluster_registry)
+
+
+def _cluster(arguments: argparse.Namespace) -> int:
+    return arguments.run_cluster(arguments)
+
+
+def _cluster_up(arguments: argparse.Namespace) -> int:
+    settings = _serve_settings(arguments)
+    from .cluster.up import Plan, up
+
+    given = {name.removeprefix("setting_"): value for name, value in vars(arguments).items() if "setting_" in name}
+    return up(Plan(arguments.replicas, arguments.fronts, arguments.policy, arguments.registry), settings, given)
+
+
+def _cluster_front(arguments: argparse.Namespace) -> int:
+    from .cluster.processes import ClusterDirectory
+    from .cluster.up import Plan, front
+
+    _log_to_stderr("info")
+    plan = Plan(arguments.replicas, policy=arguments.policy)
+    return front(ClusterDirectory(arguments.directory), arguments.index, plan)
+
+
+def _cluster_registry(arguments: argparse.Namespace) -> int:
+    from .cluster import child, registry
+
+    child.end_with_parent()
+    return registry.main(
+        ["--file", arguments.file, "--socket", arguments.socket, "--secret-file", arguments.secret_file]
+    )
+
+
+def _replica_flags(parser: argparse.ArgumentParser) -> None:
+    for name, text in (
+        ("socket", "unix socket to listen on"),
+        ("secret-file", "file with the secret that fronts must have"),
+        ("settings", "file with the settings, as JSON"),
+    ):
+        parser.add_argument(f"--{name}", type=Path, required=True, metavar="FILE", help=text)
+
+
+def _replica(arguments: argparse.Namespace) -> int:
+    from .cluster import replica_process
+
+    _log_to_stderr("warning")
+    return replica_process.run(arguments.socket, arguments.secret_file, arguments.settings)
 
 
 # --- demo ---

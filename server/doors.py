@@ -29,6 +29,12 @@ READING = ("GET", "HEAD", "OPTIONS")
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
+FAIRNESS_HEADER = "x-llm-d-inference-fairness-id"
+"""Header in which llm-d's gateways name the flow that a request belongs to."""
+
+WITHIN = "|"
+"""Between a key's tenant and what a gateway names within it; no tenant's name has it."""
+
 
 class GuardedRoute(Route):
     """A route for one method, and the right that it asks for."""
@@ -63,7 +69,7 @@ class RequestId:
 class Doors:
     """Middleware that refuses, in OpenAI's error shape, what must not come in.
 
-    Routes find in `request.state` the `tenant` to be fair to: whom the tenant header names, where one is configured,
+    Routes find in `request.state` the `tenant` to be fair to: the one that the tenant header names, where one counts,
     else the key's tenant, or without a key the address that the request came from; `caller`: the last two, for the log;
     `identity`, None at an open route without a key; and `sees_paths`: whether it may be told where files lie on this
     machine.
@@ -79,12 +85,18 @@ class Doors:
         origins: Collection[str],
         gate: Gate,
         tenant_header: str | None = None,
+        tenant_gateways: Networks | None = None,
     ) -> None:
-        """proxies: may name the client in X-Forwarded-For. tenant_header: header that may name the tenant."""
+        """proxies: may name the client in X-Forwarded-For. tenant_header: header that may name the tenant.
+
+        tenant_gateways: the only peers whose tenant header counts; in a request with a key it names a part of the key's
+        tenant, so that no client takes on the name of another's. None: every client's counts, for any tenant.
+        """
         self._app = app
         self._routes = routes
         self._proxies = proxies
-        self._tenant_header = tenant_header
+        self._tenant_header = tenant_header or (FAIRNESS_HEADER if tenant_gateways is not None else None)
+        self._gateways = tenant_gateways
         self._keys = keys
         self._hosts = hosts
         self._origins = origins
@@ -98,12 +110,15 @@ class Doors:
         answer = _Answer(send)
         try:
             headers = Headers(scope=scope)
+            peer = (scope.get("client") or ("",))[0]
             self._find_client(scope, headers)
             identity = self._admit(scope, headers)
-            named = self._named_tenant(headers)
+            named = self._named_tenant(headers, peer)
             known = identity or Identity(may_change_adapters=False, sees_tenants=False)
             caller = known.tenant or place_of((scope.get("client") or ("",))[0])
             tenant = named or caller
+            if named and known.tenant and self._gateways is not None:
+                tenant = f"{known.tenant}{WITHIN}{named}"
             scope.setdefault("state", {}).update(
                 tenant=tenant,
                 caller=caller,
@@ -166,9 +181,11 @@ class Doors:
                            code="unsupported_media_type")  # fmt: skip
         return identity
 
-    def _named_tenant(self, headers: Headers) -> str:
-        """Return the tenant that a request's header names, or "" where none may or does."""
-        name = headers.get(self._tenant_header, "") if self._tenant_header is not None else ""
+    def _named_tenant(self, headers: Headers, peer: str) -> str:
+        """Return the tenant that a request's header names, or "" where none may or does. peer: it sent the request."""
+        if self._tenant_header is None or (self._gateways is not None and peer not in self._gateways):
+            return ""
+        name = headers.get(self._tenant_header, "")
         if name and not TENANT.fullmatch(name):
             raise ApiError(
                 400,

@@ -16,8 +16,8 @@ from .detokenizer import TextStream
 from .errors import EngineUnavailable, GenerationFailed
 
 if TYPE_CHECKING:
+    from .backend import Backend
     from .metrics import Metrics
-    from .worker import EngineWorker
 
 
 TURN_SECONDS = 0.0005
@@ -140,7 +140,7 @@ class Generation:
 
     def __init__(
         self,
-        worker: EngineWorker,
+        worker: Backend,
         choices: Sequence[Choice],
         *,
         id: str,

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from ..core.requests.request import Request as EngineRequest
 from ..core.requests.sampling_params import InvalidRequest, NotServed, Seeds
+from .backend import Backend
 from .chat_request import ChatCompletionRequest
 from .completion_request import CompletionRequest
 from .errors import ApiError, as_api_error, client_gone, no_model, read_body, too_long
@@ -28,7 +29,6 @@ from .sampling_defaults import SamplingDefaults
 from .settings import Settings
 from .sse import DONE, EventStream, event, long_event, while_connected
 from .tokenizer import Tokenizer
-from .worker import EngineWorker
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class GenerationApi:
 
     def __init__(
         self,
-        worker: EngineWorker,
+        worker: Backend,
         tokenizer: Tokenizer,
         settings: Settings,
         defaults: SamplingDefaults,

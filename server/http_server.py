@@ -16,10 +16,10 @@ import uvicorn
 from starlette.applications import Starlette
 
 from .acceptor import Acceptor
+from .backend import Backend
 from .connections import Connections
 from .executors import Executors
 from .gate import Gate
-from .worker import EngineWorker
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         self.exit_code = 0
         self.gate: Gate = app.state.gate
-        self.worker: EngineWorker = app.state.worker
+        self.worker: Backend = app.state.worker
         self.executors: Executors = app.state.executors
         self.connections = connections
         self._grace = grace

@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,11 +21,13 @@ from starlette.applications import Starlette
 
 from ..core.config import EngineConfig
 from .app import create_app
+from .backend import Backend
 from .checks import LaunchError, check_access, check_model
 from .connections import Connections
 from .exits import DEADLINE_SECONDS, ExitDeadline
 from .http_protocol import HttpConnection
 from .http_server import LISTEN_BACKLOG, HttpServer
+from .kv_publisher import kv_publisher_of
 from .sampling_defaults import SamplingDefaults
 from .settings import LoraModule, Settings
 from .tokenizer import Tokenizer
@@ -49,6 +51,8 @@ MIN_CONNECTIONS = 16
 
 SWITCH_SECONDS = 0.0005
 
+OpenBackend = Callable[[Settings], tuple[Backend, Tokenizer]]
+
 
 def load(settings: Settings) -> tuple[EngineWorker, Tokenizer]:
     """A started worker and the tokenizer of its model; raises LaunchError for what can't be loaded."""
@@ -70,10 +74,11 @@ def _build_engine(config: EngineConfig, modules: Sequence[LoraModule] = ()) -> E
     return Engine.from_config(config, modules=modules)
 
 
-def bind(host: str, port: int, send_seconds: float = 20.0) -> socket.socket:
+def bind(host: str, port: int, send_seconds: float = 20.0, *, shares_port: bool = False) -> socket.socket:
     """A bound socket; raises LaunchError when the address is taken or not ours.
 
     send_seconds: for which a client may take nothing of what it was sent, before the system ends its connection.
+    shares_port: with other processes that say so, too, among which the system spreads connections.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -82,6 +87,8 @@ def bind(host: str, port: int, send_seconds: float = 20.0) -> socket.socket:
         raise LaunchError(f"can't listen on {host}: {error.strerror}") from None
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shares_port:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # connections inherit all of these
         if sys.platform == "linux":
             bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(1000 * send_seconds)))
@@ -98,14 +105,14 @@ def url_of(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def build_app(settings: Settings) -> Starlette:
-    """The app that serves what the settings name."""
+def build_app(settings: Settings, open_backend: OpenBackend | None = None) -> Starlette:
+    """The app that serves what the settings name. open_backend: what computes its answers; default: `load`."""
     try:
         defaults = SamplingDefaults.read(settings.model) if settings.generation_config == "auto" else SamplingDefaults()
     except ValueError as error:
         raise LaunchError(str(error)) from None
-    worker, tokenizer = load(settings)
-    names = worker.call(lambda engine: engine.store.names()).result()
+    worker, tokenizer = (open_backend or load)(settings)
+    names = [one.name for one in worker.adapters.listing().result().adapters]
     if taken := [name for name in names if settings.is_reserved(name)]:
         worker.stop()
         raise LaunchError(
@@ -113,7 +120,7 @@ def build_app(settings: Settings) -> Starlette:
         )
     log.info("serving %s and %d adapters", settings.base_name, len(names))
     try:
-        return create_app(worker, tokenizer, settings, defaults)
+        return create_app(worker, tokenizer, settings, defaults, kv_publisher_of(worker, settings))
     except RuntimeError as error:
         worker.stop()
         raise LaunchError(f"can't serve {settings.model}: {error}") from error
@@ -168,12 +175,18 @@ def take_short_turns() -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
 
 
-def serve(settings: Settings) -> int:
-    """Serves until it is told to end; the exit code, 1 when the engine broke down."""
+def serve(
+    settings: Settings,
+    open_backend: OpenBackend | None = None,
+    *,
+    shares_port: bool = False,
+    on_listening: Callable[[], None] = lambda: None,
+) -> int:
+    """Serves until it is told to end; the exit code, 1 when the engine broke down. See `build_app` and `bind`."""
     check_model(settings)
     warning = check_access(settings)
-    with bind(settings.host, settings.port, settings.send_seconds) as bound:
-        app = build_app(settings)
+    with bind(settings.host, settings.port, settings.send_seconds, shares_port=shares_port) as bound:
+        app = build_app(settings, open_backend)
         take_short_turns()
         if settings.api_key_file is not None or settings.admin_key_file is not None:  # else it ends the process
             signal.signal(signal.SIGHUP, lambda *_: app.state.key_watch.reload())
@@ -183,6 +196,7 @@ def serve(settings: Settings) -> int:
         ExitDeadline(settings.grace_seconds + DEADLINE_SECONDS).start()
         bound.listen(LISTEN_BACKLOG)  # from now on no client is refused, though the first may wait a moment
         log.info("listening on %s", url_of(bound))
+        on_listening()
         server = http_server(app, settings)
         server.run(sockets=[bound])
     return server.exit_code

@@ -27,7 +27,7 @@ from .launch import load
 from .settings import Settings
 
 if TYPE_CHECKING:
-    from .worker import EngineWorker
+    from .backend import Backend
 
 Prompt = str | Sequence[int]
 """Text, or the tokens of one."""
@@ -155,7 +155,7 @@ class LLM:
     @property
     def adapters(self) -> list[str]:
         """Names of the registered adapters, sorted."""
-        return self._worker.call(lambda engine: engine.store.names()).result()
+        return [one.name for one in self._worker.adapters.listing().result().adapters]
 
     def load_adapter(self, name: str, path: str | Path) -> None:
         """Register a PEFT directory under a name, or replace one: answers in progress finish with the old version.
@@ -167,7 +167,7 @@ class LLM:
 
     def unload_adapter(self, name: str, *, force: bool = False) -> None:
         """Forget an adapter; answers in progress finish with it or, with `force`, end with an error."""
-        self._worker.call(lambda engine: engine.remove_adapter(name, force=force)).result()
+        self._worker.adapters.remove(name, force=force).result()
 
     # -- life
 
@@ -223,7 +223,7 @@ class LLM:
 class _Batch:
     """The choices of one call, at most `IN_FLIGHT` of them in the engine."""
 
-    def __init__(self, worker: EngineWorker, choices: Sequence[Choice]) -> None:
+    def __init__(self, worker: Backend, choices: Sequence[Choice]) -> None:
         self._worker = worker
         self._outputs: queue.SimpleQueue[RequestOutput | BaseException] = queue.SimpleQueue()
         self._to_come = iter(choices)

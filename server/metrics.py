@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter as Counts
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -14,6 +13,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ..memory.adapters.adapter import Tier
+from .adapter_metrics import AdapterView, adapter_families
+from .metric_families import ENGINE, MODEL_LABELS, label, with_samples
 
 if TYPE_CHECKING:
     from ..core.engine import Engine
@@ -28,10 +29,6 @@ MAX_MODEL_SERIES = 1000
 
 OTHERS = "(others)"
 
-ENGINE = "0"
-"""vLLM's number of an engine; there is one here."""
-
-
 MAX_TIER_SERIES = 1000
 """Most adapters that get a series of their own; resident ones come first."""
 
@@ -42,33 +39,12 @@ _SHOWN = (Tier.DEVICE, Tier.LOADING, Tier.HOST)
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterView:
-    """An adapter that is not only on disk. load_seconds: how long its latest load took; None while unknown.
-
-    credit: for having given way to others; None where the policy of modes keeps none.
-    """
-
-    name: str
-    tier: Tier
-    rank: int
-    pinned: bool
-    load_seconds: float | None
-    credit: float | None
-
-    @classmethod
-    def of(cls, engine: Engine, name: str, tier: Tier) -> AdapterView:
-        adapter = engine.store.get(name)
-        credit = None if engine.modes is None else engine.modes.credit(adapter)
-        return cls(name, tier, adapter.rank, engine.store.is_pinned(adapter), adapter.load_seconds, credit)
-
-
-@dataclass(frozen=True, slots=True)
 class EngineView:
     """A snapshot, taken between two steps.
 
     names: all adapters that are registered. adapters: those that are not only on disk. tier_counts: how many adapters
-    are in each tier. running, waiting: adapters of running and of waiting requests; at most `max_adapters` can run at
-    once.
+    are in each tier; num_loadable: how many more adapters of average size could be resident without evicting one.
+    running, waiting: adapters of running and of waiting requests; at most `max_adapters` can run at once.
     num_quarantined: adapters that are not served because something is wrong with them. accounts: tenants, or adapters,
     with requests in progress.
     """
@@ -76,6 +52,7 @@ class EngineView:
     names: frozenset[str] = frozenset()
     adapters: list[AdapterView] = field(default_factory=list)
     tier_counts: dict[str, int] = field(default_factory=dict)
+    num_loadable: int = 0
     running: list[str] = field(default_factory=list)
     waiting: list[str] = field(default_factory=list)
     max_adapters: int = 0
@@ -96,6 +73,7 @@ class EngineView:
             adapters=[AdapterView.of(engine, name, tier) for name, tier in shown[:MAX_TIER_SERIES]],
             block_tokens=engine.block_tokens,
             tier_counts={tier.value: counts[tier] for tier in Tier},
+            num_loadable=store.num_loadable,
             running=running,
             waiting=waiting,
             max_adapters=config.max_adapters_per_step or config.max_num_seqs,
@@ -103,19 +81,6 @@ class EngineView:
             accounts=engine.accounts(),
         )
 
-
-def label(name: str) -> str:
-    """A name as a label's value: what UTF-8 does not have is written as an escape."""
-    return name.encode("utf-8", "backslashreplace").decode()
-
-
-def listed(names: Iterable[str]) -> str:
-    """Names joined by commas, as gateways split them: a comma in a name is %2C, a per cent sign %25."""
-    return ",".join(label(name).replace("%", "%25").replace(",", "%2C") for name in names)
-
-
-_MODEL = ("model_name", "engine")
-"""Labels of vLLM's series."""
 
 _STATS = (
     (GaugeMetricFamily, "num_running", "requests_running", "num_requests_running", "Requests in the running batch"),
@@ -158,6 +123,9 @@ _STATS = (
      "Tokens looked up in the prefix cache"),
     (CounterMetricFamily, "num_prefix_hit_tokens", "prefix_hit_tokens", "prefix_cache_hits",
      "Tokens whose KV the prefix cache had"),
+    (CounterMetricFamily, "num_kv_events", "kv_events", "", "Blocks that were told to routers as cached or gone"),
+    (CounterMetricFamily, "num_dropped_kv_events", "kv_events_dropped", "",
+     "Blocks that were not told, because the publisher lagged"),
 )  # fmt: skip
 """Fields of the engine's stats, each with our name and the one under which gateways made for vLLM look for it."""
 
@@ -179,7 +147,7 @@ class Metrics:
             "chorus_requests", "Requests ended, by how", ("model", "finish_reason"), registry=registry
         )
         self._all_requests = Counter(
-            "vllm:request_success", "Requests ended", (*_MODEL, "finished_reason"), registry=registry
+            "vllm:request_success", "Requests ended", (*MODEL_LABELS, "finished_reason"), registry=registry
         )
         self._prompt_tokens = _Tokens("prompt_tokens", "prompt_tokens", "Prompt tokens of accepted requests", self)
         self._generated_tokens = _Tokens("generated_tokens", "generation_tokens", "Tokens generated", self)
@@ -256,8 +224,8 @@ class _Tokens(Collector):
     def collect(self) -> Iterator[Metric]:
         (ours,) = self._ours.collect()
         yield ours
-        theirs = CounterMetricFamily(self._gateway_name, ours.documentation, labels=_MODEL)
-        yield _with(theirs, (self._everything, self._total))
+        theirs = CounterMetricFamily(self._gateway_name, ours.documentation, labels=MODEL_LABELS)
+        yield with_samples(theirs, (self._everything, self._total))
 
 
 class _Seconds(Collector):
@@ -273,7 +241,7 @@ class _Seconds(Collector):
         (ours,) = self._ours.collect()
         yield ours
         theirs = Metric(self._gateway_name, ours.documentation, ours.type)
-        labels = dict(zip(_MODEL, self._everything, strict=True))
+        labels = dict(zip(MODEL_LABELS, self._everything, strict=True))
         for sample in ours.samples:
             name = sample.name.replace(ours.name, self._gateway_name)
             theirs.add_sample(name, {**labels, **sample.labels}, sample.value)
@@ -295,29 +263,29 @@ class _EngineCollector(Collector):
             value = getattr(stats, counted)
             yield family(f"chorus_{name}", text, value)
             if gateway_name:
-                yield _with(family(f"vllm:{gateway_name}", text, labels=_MODEL), (self._everything, value))
+                yield with_samples(family(f"vllm:{gateway_name}", text, labels=MODEL_LABELS), (self._everything, value))
         pages = (("free", stats.num_free_pages), ("kv", stats.num_kv_pages), ("adapter", stats.num_adapter_pages),
                  ("cached", stats.num_cached_pages), ("shadow", stats.num_shadow_pages))  # fmt: skip
-        yield _with(
+        yield with_samples(
             GaugeMetricFamily("chorus_pages", "Pages of the arena, by what is in them", labels=("kind",)),
             *(((kind,), count) for kind, count in pages),
         )
-        yield _with(
+        yield with_samples(
             GaugeMetricFamily("chorus_merged_adapter", "1 for the adapter in the weights", labels=("adapter",)),
             *(((label(name),), 1) for name in (stats.merged_adapter,) if name is not None),
         )
         for noun in ("requests", "adapters", "tokens"):
             value = getattr(stats.last_step, f"num_{noun}") if stats.last_step is not None else 0
             yield GaugeMetricFamily(f"chorus_last_step_{noun}", f"Different {noun} in the latest step", value)
-        yield from _adapters(view)
+        yield from adapter_families(view, self._everything)
         room = stats.num_pages - stats.num_adapter_pages
         usage = "Share of the pages that adapters leave which hold running requests' KV; 1 is all"
-        yield _with(
-            GaugeMetricFamily("vllm:kv_cache_usage_perc", usage, labels=_MODEL),
+        yield with_samples(
+            GaugeMetricFamily("vllm:kv_cache_usage_perc", usage, labels=MODEL_LABELS),
             (self._everything, stats.num_kv_pages / room if room > 0 else 1.0),
         )
         cache = ("engine", "block_size", "num_gpu_blocks", "cache_dtype")
-        yield _with(
+        yield with_samples(
             GaugeMetricFamily("vllm:cache_config_info", "The KV cache", labels=cache),
             ((ENGINE, str(view.block_tokens), str(stats.num_pages), "auto"), 1),
         )
@@ -336,47 +304,3 @@ def accounts_text(view: EngineView, tenant: str | None = None) -> bytes:
         for each in accounts:
             gauge.labels(label(each.name)).set(getattr(each, attribute))
     return generate_latest(registry)
-
-
-def _adapters(view: EngineView) -> Iterator[Metric]:
-    yield GaugeMetricFamily(
-        "chorus_adapters_quarantined", "Adapters that are not served, see /v1/adapters", view.num_quarantined
-    )
-    yield _with(
-        GaugeMetricFamily("chorus_adapters", "Adapters, by where their bytes are", labels=("tier",)),
-        *(((tier,), count) for tier, count in view.tier_counts.items()),
-    )
-    yield _with(
-        GaugeMetricFamily(
-            "chorus_adapter_tier", "1 for the tier of an adapter that is not only on disk", labels=("adapter", "tier")
-        ),
-        *(((label(one.name), one.tier.value), 1) for one in view.adapters),
-    )
-    for name, text, values in (
-        ("rank", "Rank of an adapter that is not only on disk", [one.rank for one in view.adapters]),
-        ("pinned", "1 if it is kept resident", [int(one.pinned) for one in view.adapters]),
-        ("load_seconds", "How long its latest load from host memory took", [one.load_seconds for one in view.adapters]),
-        ("credit", "What it has for giving way to merged adapters", [one.credit for one in view.adapters]),
-    ):
-        yield _with(
-            GaugeMetricFamily(f"chorus_adapter_{name}", text, labels=("adapter",)),
-            *(((label(one.name),), value) for one, value in zip(view.adapters, values, strict=True)
-              if value is not None),
-        )  # fmt: skip
-    yield _with(
-        GaugeMetricFamily(
-            "vllm:lora_requests_info",
-            "Adapters in use, in vLLM's words; the value is the time",
-            labels=("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
-        ),
-        ((str(view.max_adapters), listed(view.running), listed(view.waiting)), time.time()),
-    )
-
-
-def _with(
-    family: GaugeMetricFamily | CounterMetricFamily, *samples: tuple[Sequence[str], float]
-) -> GaugeMetricFamily | CounterMetricFamily:
-    """The family with its samples: values of its labels, and the sample's own."""
-    for labels, value in samples:
-        family.add_metric(labels, value)
-    return family

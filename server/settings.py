@@ -127,6 +127,28 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         description="request header that names the tenant, for a gateway that speaks for several; whoever has a key "
         "may then speak for any. Default: each key is a tenant and, without keys, each address",
     )
+    tenant_gateways: Texts = Field(
+        default=None,
+        description="addresses and networks, with commas between, of gateways: only their tenant header counts, which "
+        "is llm-d's x-llm-d-inference-fairness-id unless --tenant-header names another; of a request with a key it "
+        "names a part of the key's tenant. They must overwrite that header where clients send it. Default: with "
+        "--tenant-header every client's counts, else none",
+    )
+    kv_events_endpoint: str | None = Field(
+        default=None,
+        pattern=r"^(tcp|ipc|inproc)://\S+$",
+        description="where to publish, over ZMQ as vLLM does, which blocks of KV are cached, for routers; such as "
+        "tcp://127.0.0.1:5557. It listens where the address is '*', or one of this machine's loopback, else connects "
+        "to a subscriber. Prompts can be read from the events. Default: nothing is published",
+    )
+    kv_events_replay_endpoint: str | None = Field(
+        default=None,
+        pattern=r"^(tcp|ipc|inproc)://\S+$",
+        description="where subscribers ask for KV events that they have missed, such as tcp://127.0.0.1:5558",
+    )
+    kv_events_topic: str = Field(
+        default="", max_length=256, description="topic of the KV events; llm-d reads kv@ADDRESS:PORT@MODEL"
+    )
     max_connections: int | None = Field(
         default=None, ge=16, description="most open connections; default: what the limit of descriptors leaves room for"
     )
@@ -166,7 +188,7 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     def _sizes_have_units(cls, size: Any) -> Any:
         return read_size(size) if isinstance(size, str) else size
 
-    @field_validator("allowed_hosts", "cors_origins", "trusted_proxies", mode="before")
+    @field_validator("allowed_hosts", "cors_origins", "trusted_proxies", "tenant_gateways", mode="before")
     @classmethod
     def _split_commas(cls, texts: Any) -> Any:
         return [part.strip() for part in texts.split(",") if part.strip()] if isinstance(texts, str) else texts
@@ -176,6 +198,12 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     def _proxies_are_addresses(cls, proxies: list[str] | None) -> list[str]:
         Networks(proxies or ())
         return proxies or []
+
+    @field_validator("tenant_gateways")
+    @classmethod
+    def _gateways_are_addresses(cls, gateways: list[str] | None) -> list[str] | None:
+        Networks(gateways or ())
+        return gateways
 
     @field_validator("api_key", "admin_key", mode="before")
     @classmethod

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ..core.requests.sampling_params import InvalidRequest
+from .backend import Backend
 from .chat_request import ChatCompletionRequest
 from .errors import validated
 from .generation_api import GenerationApi
@@ -17,7 +18,6 @@ from .json_text import encode
 from .limits import RequestLimits, check_json
 from .openai import Name
 from .tokenizer import Tokenizer
-from .worker import EngineWorker
 
 
 class TextToTokens(BaseModel):
@@ -65,7 +65,7 @@ def tokenize_request(body: bytes, limits: RequestLimits) -> TextToTokens | ChatT
 class TextApi:
     """vLLM's /tokenize and /detokenize."""
 
-    def __init__(self, worker: EngineWorker, tokenizer: Tokenizer, generation: GenerationApi) -> None:
+    def __init__(self, worker: Backend, tokenizer: Tokenizer, generation: GenerationApi) -> None:
         self._worker = worker
         self._tokenizer = tokenizer
         self._generation = generation

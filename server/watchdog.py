@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .worker import EngineWorker
+    from .backend import Backend
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class Watchdog:
 
     def __init__(
         self,
-        worker: EngineWorker,
+        worker: Backend,
         stall_seconds: float,
         give_up_seconds: float,
         clock: Callable[[], float] = time.monotonic,

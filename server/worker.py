@@ -7,19 +7,26 @@ import atexit
 import itertools
 import logging
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..core.requests.record import NotHere
 from ..core.requests.types import FinishReason, RequestOutput
 from ..memory.pages.pool import IntegrityError
 from ..memory.transfers.transfer import ExecutorLost
+from .backend import SHUTTING_DOWN, OnOutput
+from .engine_adapters import EngineAdapters
 from .errors import EngineUnavailable
+from .metrics import EngineView
+from .subscribers import Subscribers
 
 if TYPE_CHECKING:
+    from prometheus_client.registry import Collector
+
     from ..core.engine import Engine
     from ..core.engine_stats import EngineStats
     from ..core.executors.base import ModelInfo
@@ -30,9 +37,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-OnOutput = Callable[[RequestOutput], None]
-
-SHUTTING_DOWN = "the server is shutting down"
 
 MAX_FAILED_STEPS = 5
 """Steps that may fail one after another before the engine counts as broken."""
@@ -47,11 +51,14 @@ class EngineWorker:
     ends the requests.
     """
 
+    collector: Collector | None = None
+
     def __init__(self, build: Callable[[], Engine]) -> None:
         """`build` makes the engine; it is called on the worker's thread, the only one that ever touches the engine
         (but for `check_adapter` and `check_weights`).
         """
         self._build = build
+        self.adapters = EngineAdapters(self.call)
         self.progress: int | None = None
         """Number that changes with every step, and while adapters are being read; None while there is nothing to do."""
         self.stalled: str | None = None
@@ -61,9 +68,8 @@ class EngineWorker:
         self._wake = threading.Condition()
         self._inbox: list[Callable[..., None]] = []
         self._stopping = False
-        self._tellers = threading.RLock()  # held to change the subscribers, which a watchdog may end, too
-        self._subscribers: dict[str, tuple[OnOutput, asyncio.AbstractEventLoop | None]] = {}
-        self._given_up: list[str] = []  # requests that were ended without the engine's knowing
+        self._subscribers = Subscribers()
+        self._given_up: deque[str] = deque()  # requests that were ended without the engine's knowing
         self._failed_steps = 0
         self._thread = threading.Thread(target=self._run, name="chorus-engine", daemon=True)
         self._started: Future[None] = Future()
@@ -112,10 +118,8 @@ class EngineWorker:
         """
         with self._wake:
             calls, self._inbox = self._inbox, []
-        with self._tellers:
-            ended = list(self._subscribers)
-            self._given_up += ended
-            self._end_all(FinishReason.ABORT, reason)
+        ended, _ = self._subscribers.end_all(FinishReason.ABORT, reason)
+        self._given_up.extend(ended)
         for call in calls:
             call(reason)
         return len(ended) + len(calls)
@@ -129,6 +133,12 @@ class EngineWorker:
         outputs of a step reach a loop in one go.
         """
         return self._enqueue(partial(self._submit, request, on_output, loop))
+
+    def resume(
+        self, record: Mapping[str, Any], on_output: OnOutput, loop: asyncio.AbstractEventLoop | None = None
+    ) -> Future[NotHere | None]:
+        """Gives a request to the engine that another process exported, as `submit` does; NotHere as `Engine.resume`."""
+        return self._enqueue(partial(self._resume, record, on_output, loop))
 
     def check_room(self, tenant: str, adapter_name: str | None, count: int) -> None:
         """Raises Overloaded when `count` more requests would not be accepted now, before they are made."""
@@ -144,6 +154,9 @@ class EngineWorker:
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
         """Runs `function(engine)` between two steps."""
         return self._enqueue(lambda: function(self._engine))
+
+    def view(self) -> Future[EngineView]:
+        return self.call(EngineView.of)
 
     def check_adapter(self, path: Path, roots: Sequence[Path] = (), image: HostImage | None = None) -> AdapterManifest:
         """Reads and checks an adapter on the caller's thread, beside the steps. Raises AdapterFormatError.
@@ -264,11 +277,10 @@ class EngineWorker:
 
     def _forget_given_up(self) -> None:
         """Tell the engine of requests that ended while it hung."""
-        with self._tellers:
-            given_up, self._given_up = self._given_up, []
+        given_up = self._given_up
         log.warning("the engine answers again; aborting %d requests that were ended meanwhile", len(given_up))
-        for request_id in given_up:
-            self._engine.abort(request_id)
+        while given_up:
+            self._engine.abort(given_up.popleft())
         self._refresh_stats()
 
     def _has_work(self) -> bool:
@@ -291,7 +303,7 @@ class EngineWorker:
         self._failed_steps += 1
         reason = f"the engine failed while this request was running: {type(error).__name__}"
         try:
-            for request_id in list(self._subscribers):
+            for request_id in self._subscribers.ids():
                 self._engine.abort(request_id)
             stuck = self._engine.has_work()
         except ExecutorLost:
@@ -313,51 +325,24 @@ class EngineWorker:
         if request.id in self._subscribers:
             raise ValueError(f"there is a request {request.id} already")
         self._engine.add_request(request)
-        with self._tellers:
-            self._subscribers[request.id] = (on_output, loop)
+        self._subscribers.add(request.id, on_output, loop)
+
+    def _resume(
+        self, record: Mapping[str, Any], on_output: OnOutput, loop: asyncio.AbstractEventLoop | None
+    ) -> NotHere | None:
+        request = self._engine.resume(record)
+        if isinstance(request, NotHere):
+            return request
+        self._subscribers.add(request.id, on_output, loop)
+        return None
 
     def _abort(self, request_id: str) -> bool:
-        with self._tellers:
-            self._subscribers.pop(request_id, None)
+        self._subscribers.discard(request_id)
         return self._engine.abort(request_id)
 
     def _end_all(self, reason: FinishReason, message: str) -> None:
-        with self._tellers:
-            self._deliver([RequestOutput(i, (), finish_reason=reason, error=message) for i in self._subscribers])
+        self._subscribers.end_all(reason, message)
 
     def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
-        batches: dict[asyncio.AbstractEventLoop | None, list[tuple[OnOutput, RequestOutput]]] = defaultdict(list)
-        with self._tellers:
-            for output in outputs:
-                subscriber = self._subscribers.get(output.request_id)
-                if subscriber is None:
-                    continue
-                if output.finish_reason is not None:
-                    del self._subscribers[output.request_id]
-                on_output, loop = subscriber
-                batches[loop].append((on_output, output))
-        for loop, batch in batches.items():
-            if loop is None:
-                _hand_over(batch)
-                continue
-            try:
-                loop.call_soon_threadsafe(_hand_over, batch)
-            except RuntimeError:  # the loop was closed: nobody is there to want these requests
-                self._orphaned([output.request_id for _, output in batch])
-
-    def _orphaned(self, request_ids: list[str]) -> None:
-        """Abort requests whose receivers are gone; off the engine's thread, have it done by the next turn."""
-        if threading.current_thread() is self._thread:
-            for request_id in request_ids:
-                self._abort(request_id)
-            return
-        with self._tellers:
-            self._given_up += request_ids
-
-
-def _hand_over(batch: list[tuple[OnOutput, Any]]) -> None:
-    for on_output, output in batch:
-        try:
-            on_output(output)
-        except Exception:
-            log.exception("a receiver of request %s's output failed", output.request_id)
+        for request_id in self._subscribers.deliver(outputs):
+            self._abort(request_id)

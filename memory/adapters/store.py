@@ -249,6 +249,12 @@ class AdapterStore:
         return adapter in self._pinned
 
     @property
+    def num_loadable(self) -> int:
+        """Adapters of the registered ones' average size that fit into pages which are free, or cached KV."""
+        num_pages = sum(adapter.num_pages for adapter in self._current.values())
+        return self._pool.num_unused * len(self._current) // num_pages if num_pages else self._pool.num_unused
+
+    @property
     def num_pinned_pages(self) -> int:
         return sum(len(adapter.pages) for adapter in self._pinned) if self._pinned else 0
 

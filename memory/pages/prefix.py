@@ -9,6 +9,7 @@ another scope's blocks.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 from .eviction import EvictionOrder, RestoreCosts
 from .pool import PageKind, PagePool
@@ -42,6 +43,14 @@ class Root(Block):
         self.scope = scope
 
 
+class BlockListener(Protocol):
+    """Is called for blocks that become known, each after its parent, and for those that are forgotten, by page."""
+
+    def stored(self, version: int, scope: Hashable, block: Block) -> None: ...
+
+    def removed(self, page: int) -> None: ...
+
+
 class PrefixCache:
     """Full blocks that are known, and those of them that are evictable.
 
@@ -58,6 +67,7 @@ class PrefixCache:
         self._block_tokens = block_tokens
         self._roots: dict[int, dict[Hashable, Root]] = {}
         self.by_page: dict[int, Block] = {}
+        self.listener: BlockListener | None = None
         self.num_hit_tokens = 0
         self.num_query_tokens = 0
 
@@ -126,6 +136,8 @@ class PrefixCache:
         block = parent.children[key] = Block(parent, key, page)
         self.by_page[page] = block
         self._pool.keep(page)
+        if self.listener is not None:
+            self.listener.stored(version, scope, block)
         return block
 
     def evict(self, block: Block) -> None:
@@ -174,6 +186,8 @@ class PrefixCache:
     def _forget(self, block: Block) -> None:
         del self.by_page[block.page]
         self._pool.forget(block.page)
+        if self.listener is not None:
+            self.listener.removed(block.page)
 
     def _offer(self, block: Block) -> None:
         """Make a block evictable if it is an unused leaf."""

@@ -67,6 +67,16 @@ class LaunchedServer:
     def num_threads(self) -> int:
         return len(os.listdir(f"/proc/{self.pid}/task"))
 
+    def children(self, word: str) -> list[int]:
+        """Process ids of its children with a word in their command line, sorted."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError, ValueError):
+                pid, status = int(entry.name), (entry / "stat").read_text().rpartition(")")[2].split()
+                if int(status[1]) == self.pid and status[0] != "Z" and word in _command_line(pid):
+                    found.append(pid)
+        return sorted(found)
+
     def descriptors(self) -> list[str]:
         """Targets of its open descriptors, such as `socket:[4711]`."""
         links = []
@@ -84,6 +94,10 @@ class LaunchedServer:
         return code
 
 
+def _command_line(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+
+
 def stop(process: subprocess.Popen[str]) -> int:
     """Ask a server to end, unless it has; its exit code."""
     if process.poll() is None:
@@ -96,9 +110,11 @@ def stop(process: subprocess.Popen[str]) -> int:
 
 
 @contextmanager
-def launched(flags: Sequence[str], descriptors: int | None = None) -> Iterator[LaunchedServer]:
-    """`chorus serve` on a free port, which is told to end when this thread does, whatever ends it. Raises LoadError if
-    it does not start.
+def launched(
+    flags: Sequence[str], descriptors: int | None = None, command: Sequence[str] = ("serve",)
+) -> Iterator[LaunchedServer]:
+    """`chorus serve`, or another command, on a free port. It is told to end when this thread does, whatever ends that.
+    Raises LoadError if it does not start.
 
     descriptors: most that it may have open.
     """
@@ -111,9 +127,9 @@ def launched(flags: Sequence[str], descriptors: int | None = None) -> Iterator[L
         if descriptors is not None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
 
-    command = [sys.executable, "-m", f"{__package__.split('.')[0]}.server", "serve", "--port", "0", *flags]
+    words = [sys.executable, "-m", f"{__package__.split('.')[0]}.server", *command, "--port", "0", *flags]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
         preexec_fn=prepare,
     ) as process:  # fmt: skip
         try:

@@ -29,6 +29,7 @@ from chorus.memory.adapters.adapter import Tier
 from chorus.memory.pages.pool import IntegrityError
 from chorus.server.app import create_app
 from chorus.server.http_server import HttpServer
+from chorus.server.kv_publisher import kv_publisher_of
 from chorus.server.launch import bind, http_server, url_of
 from chorus.server.sampling_defaults import SamplingDefaults
 from chorus.server.settings import Settings
@@ -49,6 +50,7 @@ class FakeStore:
     def __init__(self, names: list[str]) -> None:
         self.tiers = dict.fromkeys(sorted(names), Tier.DISK)
         self.pinned: set[str] = set()
+        self.num_loadable = 7
 
     def names(self) -> list[str]:
         return list(self.tiers)
@@ -327,7 +329,7 @@ def live_server(
     usual = {"model": "/models/base", "max_prompts": 8, "grace_seconds": 2}
     named = {"max_body_bytes": max_body_bytes, "adapter_roots": adapter_roots}
     chosen = Settings(**{**usual, **named, **(settings or {})})
-    app = create_app(worker, tokenizer, chosen, defaults or SamplingDefaults())
+    app = create_app(worker, tokenizer, chosen, defaults or SamplingDefaults(), kv_publisher_of(worker, chosen))
     with bind("127.0.0.1", 0, chosen.send_seconds) as bound:
         server = http_server(app, chosen)
         served, loops = wrap(app), []

@@ -243,6 +243,34 @@ def test_a_gateway_names_the_tenant_in_a_header(start, fake_engine):
     assert fake_engine.asked[-1].tenant == "at-127.0.0.1", "no header names one where none is configured"
 
 
+FAIRNESS = "x-llm-d-inference-fairness-id"
+
+
+def test_a_trusted_gateway_names_a_part_of_the_key_s_tenant(start, fake_engine, tmp_path):
+    path = tmp_path / "keys"
+    path.write_text(f"{KEY} support\n{OTHER} research\n")
+    live = start(fake_engine, settings={"api_key_file": path, "tenant_gateways": "127.0.0.1"})
+    for key, name in ((KEY, "flow-1"), (OTHER, "flow-1"), (KEY, "research"), (KEY, "")):
+        headers = {"authorization": f"Bearer {key}", FAIRNESS: name}
+        assert live.client.post("/v1/completions", json=OK, headers=headers).status_code == 200
+    tenants = [asked.tenant for asked in fake_engine.asked]
+    assert tenants == ["support|flow-1", "research|flow-1", "support|research", "support"]
+    forged = {"authorization": f"Bearer {KEY}", FAIRNESS: "research|flow-1"}
+    assert error_of(live.client.post("/v1/completions", json=OK, headers=forged), 400) == "invalid_tenant"
+
+
+def test_only_the_gateway_s_word_counts(start, fake_engine):
+    elsewhere = start(fake_engine, settings={"tenant_gateways": ["192.0.2.0/24"]})
+    through_proxy = {FAIRNESS: "flow-1", "x-forwarded-for": "192.0.2.7"}  # not the client's network counts
+    assert elsewhere.client.post("/v1/completions", json=OK, headers=through_proxy).status_code == 200
+    assert fake_engine.asked[-1].tenant == "at-192.0.2.7"
+    start(fake_engine).client.post("/v1/completions", json=OK, headers={FAIRNESS: "flow-1"})
+    assert fake_engine.asked[-1].tenant == "at-127.0.0.1"
+    named = start(fake_engine, settings={"tenant_gateways": ["127.0.0.1"], "tenant_header": "X-Tenant"})
+    named.client.post("/v1/completions", json=OK, headers={FAIRNESS: "flow-1", "X-Tenant": "acme"})
+    assert fake_engine.asked[-1].tenant == "acme"
+
+
 def test_an_admin_key_alone_guards_the_adapters_alone(start, fake_engine):
     live = start(fake_engine, settings={"admin_key": [ADMIN]})
     assert live.post(model="base", prompt="ok").status_code == 200

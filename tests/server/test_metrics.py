@@ -128,6 +128,27 @@ def test_lora_requests_info_as_gateways_read_it(start, fake_engine):
     assert abs(float(value) - time.time()) < 60
 
 
+def test_residency_as_routers_read_it(start, fake_engine):
+    live = start(fake_engine)
+    fake_engine.store.tiers |= {"alice": Tier.DEVICE, "bob": Tier.HOST, "carol": Tier.LOADING, "a,b": Tier.DEVICE}
+    fake_engine.store.pinned.add("alice")
+    lines = live.client.get("/metrics").text.splitlines()
+    base = 'engine="0",model_name="base"'
+    loaded = "vllm:lora_adapter_loaded"
+    assert [line for line in lines if line.startswith(f"{loaded}{{")] == [
+        f'{loaded}{{adapter_name="alice",engine="0",level="gpu",model_name="base",pinned="true",rank="4"}} 1.0',
+        f'{loaded}{{adapter_name="a,b",engine="0",level="gpu",model_name="base",pinned="false",rank="4"}} 1.0',
+        f'{loaded}{{adapter_name="bob",engine="0",level="cpu",model_name="base",pinned="false",rank="4"}} 1.0',
+    ]
+    assert f"vllm:num_gpu_loaded_lora_adapters{{{base}}} 2.0" in lines
+    assert f"vllm:max_gpu_lora_adapters{{{base}}} 9.0" in lines
+
+
+def test_residency_is_told_before_any_adapter_is_loaded(start, make_engine):
+    lines = start(make_engine([])).client.get("/metrics").text.splitlines()
+    assert 'vllm:num_gpu_loaded_lora_adapters{engine="0",model_name="base"} 0.0' in lines
+
+
 def test_a_comma_in_a_name_does_not_split_what_gateways_read(start, fake_engine):
     names = ["a,b", "c=d", 'e"f', "g%h", "i\nj", "k\udce9"]
     fake_engine.adapter_load = lambda: (names, [])

@@ -33,7 +33,7 @@ class ReplicaState:
     longest_tokens: of the one that has most.
     free_tokens: tokens whose KV finds room, in pages that are free or that nobody uses. resident: names of the adapters
     in the arena; on_host: of those that need not be read from the disk. disk_seconds, link_seconds: until a read, or a
-    copy to the device, that were asked for now would begin.
+    copy to the device, that were asked for now would begin. name: the same for a replica that was restarted.
     """
 
     max_num_seqs: int
@@ -53,6 +53,7 @@ class ReplicaState:
     on_host: Container[str] = frozenset()
     disk_seconds: float = 0.0
     link_seconds: float = 0.0
+    name: str = ""
 
     def add(self, rank: int) -> None:
         """A request came."""

@@ -768,3 +768,16 @@ def test_the_rest_of_a_read_is_expected_by_what_reads_take_and_by_its_own_pace(
     assert memory.store.loads.seconds_left(adapter, patience=0.02) == math.inf, "nobody knows before its first layer"
     memory.images.peek(adapter).publish(1)
     assert memory.store.loads.seconds_left(adapter, patience=0.02) == pytest.approx(left)
+
+
+def test_how_many_more_fit_counts_free_pages_and_cached_kv(store, pool, use):
+    assert store.num_loadable == 10  # nothing is registered: a page each
+    a, _ = register(store, a="four", b="two")
+    assert store.num_loadable == 3  # of 3 pages on average
+    use(a)  # idle, but resident: it would have to be evicted
+    assert store.num_loadable == 2
+    kv = pool.allocate(3, PageKind.KV)
+    assert store.num_loadable == 1
+    pool.keep(kv[0])
+    pool.release(kv)
+    assert pool.count(PageKind.CACHED) == 1 and store.num_loadable == 2

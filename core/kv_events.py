@@ -1,0 +1,88 @@
+"""KV events: which blocks entered and left the prefix cache, on their way to the thread that publishes them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from typing import NamedTuple
+
+from ..memory.adapters.adapter import Adapter
+from ..memory.adapters.store import AdapterStore
+from ..memory.pages.pool import PagePool
+from ..memory.pages.prefix import BASE_VERSION, Block
+
+MAX_EVENTS = 1 << 17
+"""Events that wait to be published. They take some 50 MB, and a step of 1,024 tokens brings 64 of them."""
+
+
+class Stored(NamedTuple):
+    """A block that became known. parent: its parent's page, None for the first of a prompt.
+
+    adapter, version, content_hash: of the adapter that it was computed with, None and 0 for the base model.
+    scope: whom it is shared with.
+    """
+
+    page: int
+    parent: int | None
+    tokens: tuple[int, ...]
+    adapter: str | None
+    version: int
+    content_hash: str | None
+    scope: Hashable
+
+
+class KvEvents:
+    """Events between two threads: the engine's adds them and never waits, the publisher's takes them.
+
+    When the publisher lags by `most` events, further ones are dropped until it has taken all, so that what it is given
+    is a gapless beginning, and then, behind a loss that it is told of, a gapless beginning anew.
+    """
+
+    def __init__(self, store: AdapterStore, most: int = MAX_EVENTS) -> None:
+        self._store = store
+        self._most = most
+        self._events: deque[Stored | int] = deque()
+        self._is_losing = False
+        self._adapters: dict[int, Adapter] = {}  # by version
+        self.num_recorded = 0
+        self.num_dropped = 0
+
+    # --- the engine's thread ---
+
+    def stored(self, version: int, scope: Hashable, block: Block) -> None:
+        """Record a block that became known, after its parent."""
+        if self._has_room():
+            adapter = None if version == BASE_VERSION else self._adapter(version)
+            name, content_hash = (None, None) if adapter is None else (adapter.name, adapter.manifest.content_hash)
+            parent = None if block.parent is None or block.parent.page == PagePool.DUMMY else block.parent.page
+            self._events.append(Stored(block.page, parent, block.tokens, name, version, content_hash, scope))
+
+    def removed(self, page: int) -> None:
+        """Record that the block in a page was forgotten."""
+        if self._has_room():
+            self._events.append(page)
+
+    def _has_room(self) -> bool:
+        if self._is_losing or len(self._events) >= self._most:
+            self._is_losing = True
+            self.num_dropped += 1
+            return False
+        self.num_recorded += 1
+        return True
+
+    def _adapter(self, version: int) -> Adapter:
+        if version not in self._adapters:  # those that are gone are forgotten on this occasion
+            self._adapters = {adapter.version: adapter for adapter in self._store.versions()}
+        return self._adapters[version]
+
+    # --- the publisher's thread ---
+
+    def take(self) -> tuple[list[Stored | int], bool]:
+        """All events so far, a page for a block that was forgotten; and whether further ones were lost behind them."""
+        lost = (
+            self._is_losing
+        )  # asked first: once it is set nothing is added, so all that is there came before the loss
+        events = [self._events.popleft() for _ in range(len(self._events))]
+        if lost:
+            self._is_losing = False
+        return events, lost

@@ -1,0 +1,222 @@
+"""The catalog of a front: adapters by name, resolved here and nowhere else, so that no replica serves a stale one."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+from ...core.quarantine import Quarantined
+from ...core.requests.sampling_params import InvalidRequest, NotServed
+from ...memory.adapters.adapter import check_name
+from ...memory.adapters.store import UnknownAdapter
+from ..backend import AdapterListing, AdapterState
+
+if TYPE_CHECKING:
+    from ...core.engine_stats import EngineStats
+    from ...memory.files.format import AdapterManifest
+    from ...memory.host.image import HostImage
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One version of a name."""
+
+    name: str
+    version: int
+    manifest: AdapterManifest
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What the catalog asks of the replicas; any thread may call it.
+
+    end_users: ends the requests of a name and returns how many. retire, revive: a content is no name's any more, or
+    one's again. tier_of: where a content's bytes are, on whichever replica has them nearest. overflowing: contents to
+    set aside.
+    """
+
+    end_users: Callable[[str], Future[int]]
+    retire: Callable[[str], None]
+    revive: Callable[[str], None]
+    tier_of: Callable[[str | None], str]
+    overflowing: Callable[[], set[str]]
+    stats: Callable[[], EngineStats]
+
+
+class Catalog:
+    """An `AdapterBook` of a cluster. `register`, `unregister` and `in` are those of a store, for the start."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._lock = threading.RLock()
+        self._entries: dict[str, Entry] = {}
+        self._versions = itertools.count(1)
+        self.quarantine: dict[str, Quarantined] = {}
+
+    # --- the start, and requests ---
+
+    def register(self, name: str, manifest: AdapterManifest) -> Entry:
+        """Make a manifest the adapter of a name, for requests to come. AdapterFormatError for what is no name."""
+        check_name(name)
+        with self._lock:
+            before = self._entries.get(name)
+            entry = self._entries[name] = Entry(name, next(self._versions), manifest)
+            self.quarantine.pop(name, None)
+            self._left(before)
+            if manifest.content_hash is not None:
+                self._cluster.revive(manifest.content_hash)
+        return entry
+
+    def unregister(self, name: str) -> Entry:
+        with self._lock:
+            entry = self._get(name)
+            del self._entries[name]
+            self._left(entry)
+        return entry
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def entries(self) -> list[Entry]:
+        """All names, sorted."""
+        with self._lock:
+            return [self._entries[name] for name in sorted(self._entries)]
+
+    def find(self, name: str) -> Entry:
+        """What a request's adapter is now. Raises InvalidRequest, as an engine does."""
+        entry = self._entries.get(name)
+        if entry is not None:
+            return entry
+        if (aside := self.quarantine.get(name)) is not None:
+            raise NotServed("model", f"adapter {name!r} is not served: {aside.reason}")
+        raise InvalidRequest("model", f"adapter {name!r} is not registered")
+
+    def names_of(self, content_hash: str) -> list[str]:
+        with self._lock:
+            return [one.name for one in self._entries.values() if one.manifest.content_hash == content_hash]
+
+    # --- AdapterBook ---
+
+    def listing(self) -> Future[AdapterListing]:
+        states = [self._state(one) for one in self.entries()]
+        return done(AdapterListing(states, list(self.quarantine.values()), self._cluster.stats()))
+
+    def state(self, name: str) -> Future[AdapterState]:
+        return self._try(lambda: self._state(self._get(name)))
+
+    def put(
+        self, name: str, manifest: AdapterManifest, image: HostImage | None, *, replace: bool
+    ) -> Future[tuple[AdapterState, bool]]:
+        def put() -> tuple[AdapterState, bool]:
+            with self._lock:
+                replaced = name in self._entries
+                if replaced and not replace:
+                    raise FileExistsError(name)
+                return self._state(self.register(name, manifest)), replaced
+
+        return self._try(put)
+
+    def remove(self, name: str, *, force: bool) -> Future[tuple[AdapterState, int]]:
+        try:
+            state = self._state(self.unregister(name))
+        except UnknownAdapter as error:
+            return failed(error)
+        if not force:
+            return done((state, 0))
+        result: Future[tuple[AdapterState, int]] = Future()
+        self._cluster.end_users(name).add_done_callback(lambda ended: result.set_result((state, ended.result())))
+        return result
+
+    def pin(self, name: str) -> Future[bool]:
+        return failed(InvalidRequest("pin", "adapters can't be pinned in a cluster: each replica keeps what it uses"))
+
+    def unpin(self, name: str) -> Future[None]:
+        return self._try(lambda: self._get(name) and None)
+
+    def unhashed(self) -> Future[list[AdapterState]]:
+        with self._lock:
+            return done([self._state(one) for one in self._entries.values() if one.manifest.content_hash is None])
+
+    def quarantined(self) -> Future[list[Quarantined]]:
+        with self._lock:
+            return done(list(self.quarantine.values()))
+
+    def note(self, name: str, version: int, manifest: AdapterManifest) -> Future[bool]:
+        with self._lock:
+            entry = self._entries.get(name)
+            if entry is None or entry.version != version:
+                return done(False)
+            self._entries[name] = replace(entry, manifest=manifest)
+            return done(True)
+
+    def overflowing(self) -> Future[list[AdapterState]]:
+        contents = self._cluster.overflowing()
+        with self._lock:
+            found = [one for one in self._entries.values() if one.manifest.content_hash in contents]
+        return done([self._state(one) for one in found])
+
+    def set_aside(self, one: Quarantined, version: int, *, in_use: bool) -> Future[bool]:
+        with self._lock:
+            entry = self._entries.get(one.name)
+            if entry is not None and entry.version == version:
+                self.unregister(one.name)
+                self.quarantine[one.name] = one
+        return done(True)
+
+    def keep_aside(self, one: Quarantined) -> Future[None]:
+        with self._lock:
+            if one.name in self.quarantine:
+                self.quarantine[one.name] = one
+        return done(None)
+
+    def release(self, name: str, manifest: AdapterManifest, image: HostImage | None) -> Future[bool]:
+        with self._lock:
+            if self.quarantine.pop(name, None) is None or name in self._entries:
+                return done(False)
+            self.register(name, manifest)
+        return done(True)
+
+    # --- common ---
+
+    def _get(self, name: str) -> Entry:
+        entry = self._entries.get(name)
+        if entry is None:
+            raise UnknownAdapter(f"adapter {name!r} is not registered")
+        return entry
+
+    def _left(self, entry: Entry | None) -> None:
+        """A version is no name's any more; its content may still be another's."""
+        content = None if entry is None else entry.manifest.content_hash
+        if content is not None and not self.names_of(content):
+            self._cluster.retire(content)
+
+    def _state(self, entry: Entry) -> AdapterState:
+        tier = self._cluster.tier_of(entry.manifest.content_hash)
+        return AdapterState(entry.name, entry.version, entry.manifest, tier, 0, 0, pinned=False)
+
+    @staticmethod
+    def _try(function: Callable[[], T]) -> Future[T]:
+        try:
+            return done(function())
+        except (UnknownAdapter, FileExistsError, ValueError) as error:
+            return failed(error)
+
+
+def done(result: T) -> Future[T]:
+    """A future that has ended."""
+    future: Future[T] = Future()
+    future.set_result(result)
+    return future
+
+
+def failed(error: Exception) -> Future:
+    """A future that has ended with an error."""
+    future: Future = Future()
+    future.set_exception(error)
+    return future

@@ -1,0 +1,121 @@
+"""A process that is kept running: started, watched, and started again with back-off when it ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+log = logging.getLogger(__name__)
+
+FIRST_BACK_OFF, LAST_BACK_OFF = 0.1, 30.0
+"""Seconds until a child that ended is started again: at first, and after it ended again and again."""
+
+STEADY_SECONDS = 60.0
+"""Seconds that a child must have run for the back-off to begin anew."""
+
+
+class Child:
+    """A `chorus` command as a process, and the thread that keeps it running. It ends when this process does."""
+
+    def __init__(self, name: str, arguments: Sequence[str]) -> None:
+        self.name = name
+        self._command = [sys.executable, "-m", f"{(__package__ or 'chorus').partition('.')[0]}.server", *arguments]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._trouble: str | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"chorus-child-{name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def trouble(self) -> str | None:
+        """Why it will not be there: its first process ended by itself."""
+        return self._trouble
+
+    def signal(self, number: int) -> None:
+        """Send the process a signal, if there is one. SIGTERM has it drain, and then it is started again."""
+        process = self._process
+        if process is not None and process.poll() is None:
+            process.send_signal(number)
+
+    def finish(self) -> None:
+        """Send SIGTERM and start no other; see `join`."""
+        self._stopping.set()
+        self.signal(signal.SIGTERM)
+
+    def stop(self) -> None:
+        """End the process at once, by the end of its input, and start no other; see `join`."""
+        self._stopping.set()
+        self._close_input()
+
+    def join(self, seconds: float) -> None:
+        """Wait for the end, and force it after so many seconds."""
+        if not self._thread.is_alive():
+            return
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            self.signal(signal.SIGKILL)
+            self._thread.join()
+
+    def _run(self) -> None:
+        back_off, is_first = FIRST_BACK_OFF, True
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            status = self._run_once()
+            if self._stopping.is_set():
+                return
+            if is_first and status != 0:
+                self._trouble = f"{self.name} could not start ({_how(status)}); its messages are above"
+            is_first = False
+            if time.monotonic() - began > STEADY_SECONDS or status == 0:
+                back_off = FIRST_BACK_OFF
+            log.warning("%s ended (%s); it is started again in %g s", self.name, _how(status), back_off)
+            self._stopping.wait(back_off)
+            back_off = min(LAST_BACK_OFF, 2 * back_off)
+
+    def _run_once(self) -> int:
+        try:
+            # its input is never written to: it ends with this process, however that ends
+            self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, env=_environment())
+        except OSError as error:
+            log.error("%s can't be started: %s", self.name, error)
+            return 127
+        if self._stopping.is_set():
+            self._close_input()
+        status = self._process.wait()
+        self._close_input()
+        return status
+
+    def _close_input(self) -> None:
+        process = self._process
+        if process is not None and process.stdin is not None:
+            process.stdin.close()
+
+
+def end_with_parent() -> None:
+    """End this process when its parent has ended, however that was: then its standard input does."""
+
+    def wait() -> None:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, name="chorus-parent", daemon=True).start()
+
+
+def _how(status: int | None) -> str:
+    if status is not None and status < 0:
+        return f"signal {signal.Signals(-status).name}"
+    return f"exit status {status}"
+
+
+def _environment() -> dict[str, str]:
+    """This process's, without keys: fronts have them from a file, and replicas have no use for them."""
+    keys = "CHORUS_API_KEY", "CHORUS_ADMIN_KEY"
+    return {name: value for name, value in os.environ.items() if not name.startswith(keys)}

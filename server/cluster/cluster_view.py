@@ -1,0 +1,49 @@
+"""What a front's metrics tell of its adapters, from the reports of its replicas."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from ...memory.adapters.adapter import Tier
+from ..adapter_metrics import AdapterView
+from ..metrics import MAX_TIER_SERIES, EngineView
+from . import totals
+from .catalog import Catalog
+from .link import Link
+
+_NEAREST = (Tier.DEVICE, Tier.LOADING, Tier.HOST, Tier.FAILED)
+
+
+def tier_of(links: Sequence[Link], content_hash: str | None) -> str:
+    """Tier of a content at the replica that has it nearest."""
+    if content_hash is None:
+        return Tier.DISK.value
+    tiers = {link.report.tiers.get(content_hash) for link in links if link.report is not None}
+    return next((tier.value for tier in _NEAREST if tier.value in tiers), Tier.DISK.value)
+
+
+def overflowing(links: Sequence[Link]) -> set[str]:
+    """Contents with which no request has had finite logits on some replica."""
+    return {one for link in links if link.report is not None for one in link.report.overflowing}
+
+
+def view_of(links: Sequence[Link], catalog: Catalog) -> EngineView:
+    """A snapshot, as of one engine."""
+    reports = [link.report for link in links if link.report is not None]
+    hellos = [link.hello for link in links if link.hello is not None]
+    entries = catalog.entries()
+    tiers = {one.name: Tier(tier_of(links, one.manifest.content_hash)) for one in entries}
+    counts = Counter(tiers.values())
+    near = [one for one in entries if tiers[one.name] is not Tier.DISK][:MAX_TIER_SERIES]
+    return EngineView(
+        names=frozenset(tiers),
+        adapters=[AdapterView(one.name, tiers[one.name], one.manifest.rank, False, None, None) for one in near],
+        tier_counts={tier.value: counts[tier] for tier in Tier},
+        running=sorted({name for report in reports for name in report.running}),
+        waiting=sorted({name for report in reports for name in report.waiting}),
+        max_adapters=sum(hello.max_adapters for hello in hellos),
+        block_tokens=hellos[0].block_tokens if hellos else 0,
+        num_quarantined=len(catalog.quarantine),
+        accounts=totals.accounts(links),
+    )

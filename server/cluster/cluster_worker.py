@@ -1,0 +1,350 @@
+"""A cluster as the app sees it: the same `Backend` as an engine's worker, with replicas behind sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ...core.base_name import names_of, with_base
+from ...core.model.config import ModelConfig
+from ...core.quarantine import adapter_directories, register_directories
+from ...core.requests.record import to_record
+from ...core.requests.types import FinishReason, RequestOutput
+from ...core.scheduling.overload import Overloaded
+from ...memory.files.error import AdapterFormatError, LoadFailure
+from ...memory.files.format import AdapterManifest, inspect_adapter
+from ...memory.files.identity import with_content
+from ..backend import SHUTTING_DOWN, OnOutput
+from ..errors import EngineUnavailable
+from ..executors import DaemonPool, PoolFull
+from ..metrics import EngineView
+from ..subscribers import Subscribers
+from . import totals
+from .catalog import Catalog, Cluster, Entry, done, failed
+from .cluster_metrics import ClusterCollector
+from .cluster_view import overflowing, tier_of, view_of
+from .dispatcher import Dispatcher
+from .link import Link
+from .registered_catalog import RegisteredCatalog
+from .router import Policy
+
+if TYPE_CHECKING:
+    from ...core.engine_stats import EngineStats
+    from ...core.executors.base import ModelInfo
+    from ...core.requests.request import Request
+    from ...memory.host.image import HostImage
+    from ..settings import Settings
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LOOK_SECONDS = 0.5
+"""Seconds between looks at requests that wait for a replica."""
+
+HASH_THREADS = 4
+MAX_HASHES = 1024
+
+
+class ClusterWorker:
+    """Runs links and dispatcher on an event loop of its own thread; all methods may be called from any thread."""
+
+    progress: int | None = None  # replicas that hang are found by their links
+    stalled: str | None = None
+
+    def __init__(
+        self,
+        links: Sequence[Link],
+        policy: Policy,
+        settings: Settings,
+        on_stop: Callable[[], None] = lambda: None,
+        registry: Path | None = None,
+    ) -> None:
+        """on_stop: called at the end of `stop`, once. registry: socket of the registry that several fronts share."""
+        self.links = links
+        self.failure: str | None = None
+        self._settings = settings
+        self._on_stop = on_stop
+        self._subscribers = Subscribers()
+        self.dispatcher = Dispatcher(links, policy, self._deliver, settings.give_up_seconds)
+        self.dispatcher.on_change = self._changed
+        self.collector = ClusterCollector(self.dispatcher)
+        cluster = Cluster(
+            self._end_users, partial(self._soon, self.dispatcher.retire), partial(self._soon, self.dispatcher.revive),
+            partial(tier_of, links), partial(overflowing, links), lambda: self.stats,
+        )  # fmt: skip
+        self._registry = registry
+        self.adapters = Catalog(cluster) if registry is None else RegisteredCatalog(cluster, self.check_adapter)
+        self._has_copy = registry is None  # of the registry's names
+        self._config = ModelConfig.read(settings.model)
+        self._base_names = names_of(settings.model, settings.base_name)
+        self._hashes = DaemonPool("cluster-hash", HASH_THREADS, MAX_HASHES)
+        self._change = threading.Condition()
+        self._gone = totals.NOTHING
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="chorus-cluster", daemon=True)
+        self._stopping = False
+        self._model: ModelInfo  # once a replica has been there
+
+    # --- life ---
+
+    def start(self) -> None:
+        """Begin to connect, and register the adapters of the start; see `wait_until_ready`.
+
+        AdapterFormatError for an adapter that can't be served where the settings say that it stops the start.
+        """
+        settings = self._settings
+        found = [] if settings.adapters is None else adapter_directories(settings.adapters)
+        self.adapters.quarantine |= register_directories(
+            self.adapters, self._inspect, [*((path.name, path) for path in found), *settings.lora_modules],
+            strict=settings.strict_adapters, seconds=settings.adapter_load_seconds,
+        )  # fmt: skip
+        self._thread.start()
+
+    def wait_until_ready(self, trouble: Callable[[], str | None] = lambda: None) -> None:
+        """Return once all replicas are there. EngineUnavailable with `trouble`'s text as soon as it has one."""
+        with self._change:
+            while not (self._has_copy and all(link.is_up for link in self.links)):
+                if (text := trouble()) is not None:
+                    raise EngineUnavailable(text)
+                self._change.wait(0.1)
+
+    def stop(self, timeout: float | None = 10.0) -> None:
+        with self._change:
+            if self._stopping:
+                return
+            self._stopping = True
+        self.failure = self.failure or SHUTTING_DOWN
+        self.give_up(SHUTTING_DOWN)
+        if self._thread.is_alive():
+            self._soon(self._loop.stop)
+            self._thread.join(timeout)
+        self._on_stop()
+
+    def give_up(self, reason: str) -> int:
+        ended, _ = self._subscribers.end_all(FinishReason.ABORT, reason)
+        self._soon(self.dispatcher.end_all)
+        return len(ended)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        tasks = [self._loop.create_task(link.run(self)) for link in self.links]
+        tasks.append(self._loop.create_task(self._look()))
+        tasks.append(self._loop.create_task(self._follow_registry()))
+        try:
+            self._loop.run_forever()
+            for task in tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        finally:
+            self._loop.close()
+
+    async def _follow_registry(self) -> None:
+        if self._registry is None or not isinstance(self.adapters, RegisteredCatalog):
+            return
+        client = self.adapters.follow(self._registry, self.links[0].secret)
+        try:
+            await client.wait_for_copy()
+            self._has_copy = True
+            self._changed()
+            await self._loop.create_future()
+        finally:
+            await client.stop()
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            try:
+                self.dispatcher.look()
+            except Exception:
+                log.exception("looking after waiting requests failed")
+
+    # --- Backend ---
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._model
+
+    @property
+    def stats(self) -> EngineStats:
+        """The sum over the replicas; requests that wait at the front count as waiting."""
+        here = totals.total([self._gone, *(link.stats for link in self.links if link.stats is not None)])
+        return totals.with_waiting(here, self.dispatcher.ledger.num_waiting)
+
+    @property
+    def healthy(self) -> bool:
+        return self.failure is None and any(link.takes_requests for link in self.links)
+
+    @property
+    def trouble(self) -> str | None:
+        return self.failure or (None if self.healthy else "no replica is there; they are being started")
+
+    def submit(
+        self, request: Request, on_output: OnOutput, loop: asyncio.AbstractEventLoop | None = None
+    ) -> Future[None]:
+        if self.failure is not None:
+            return failed(EngineUnavailable(self.failure))
+        accepted: Future[None] = Future()
+        if request.adapter_name is None:
+            self._add(request, None, on_output, loop, accepted)
+            return accepted
+        try:
+            entry = self.adapters.find(request.adapter_name)
+            if entry.manifest.content_hash is not None:
+                self._add(request, entry, on_output, loop, accepted)
+            else:  # it has not been asked for before
+                self._hashes.submit(self._hash_and_add, request, entry, on_output, loop, accepted)
+        except (ValueError, PoolFull) as error:
+            return failed(error)
+        return accepted
+
+    def abort(self, request_id: str) -> Future[bool]:
+        self._subscribers.discard(request_id)
+        return self._call(self.dispatcher.abort, request_id, otherwise=False)
+
+    def check_room(self, tenant: str, adapter_name: str | None, count: int) -> None:
+        if self._settings.max_waiting is None:
+            return
+        most = self._settings.max_waiting * len(self.links)
+        unstarted = self.dispatcher.ledger.unstarted
+        waiting = sum(unstarted.copy().values()) + count - 1
+        if waiting >= most:
+            raise Overloaded(f"{waiting} generations wait, the queues hold {most}; try again later", 1.0)
+        own = unstarted[tenant] + count - 1
+        if tenant and waiting >= most // 2 and own >= most - waiting:  # new tenants are to find room
+            text = f"{own} of your generations wait, and the queues have room for {most - waiting} of all clients"
+            raise Overloaded(f"{text}; try again later", 1.0)
+
+    def view(self) -> Future[EngineView]:
+        return done(view_of(self.links, self.adapters))
+
+    def check_adapter(self, path: Path, roots: Sequence[Path] = (), image: HostImage | None = None) -> AdapterManifest:
+        """Have the replicas check the weights, too, and keep them under their hash."""
+        if self.failure is not None:
+            raise EngineUnavailable(self.failure)
+        manifest = with_content(self._inspect(path, roots))
+        content = manifest.content_hash
+        if content is not None:
+            self._load_everywhere(content, path)
+        return manifest
+
+    def check_weights(self, manifest: AdapterManifest) -> AdapterManifest:
+        """Nothing: the replicas check the weights when they load them."""
+        return manifest
+
+    # --- events of links, on the loop ---
+
+    def on_up(self, link: Link) -> None:
+        if link.hello is not None:
+            self._model = link.hello.model
+        self.dispatcher.on_up(link)
+
+    def on_frame(self, link: Link, frame: Any) -> None:
+        self.dispatcher.on_frame(link, frame)
+
+    def on_down(self, link: Link, *, stuck: bool) -> None:
+        if link.stats is not None:
+            self._gone = totals.total((self._gone, totals.counted(link.stats)))
+        self.dispatcher.on_down(link, stuck=stuck)
+
+    # --- common ---
+
+    def _inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
+        manifest = inspect_adapter(path, self._config.module_dims, self._config.num_layers, roots)
+        return with_base(manifest, self._base_names, strict=self._settings.strict_base)
+
+    def _hash_and_add(
+        self, request: Request, entry: Entry, on_output: OnOutput, loop: asyncio.AbstractEventLoop | None,
+        accepted: Future[None],
+    ) -> None:  # fmt: skip
+        try:
+            known = with_content(entry.manifest)
+        except AdapterFormatError as error:
+            self._subscribers.add(request.id, on_output, loop)
+            accepted.set_result(None)
+            end = RequestOutput(request.id, (), FinishReason.ERROR, error=str(error), failure=error.failure)
+            self._deliver([end])
+            return
+        except Exception as error:
+            accepted.set_exception(error)
+            return
+        self.adapters.note(entry.name, entry.version, known)
+        self._add(request, Entry(entry.name, entry.version, known), on_output, loop, accepted)
+        if known.content_hash is not None and not self.adapters.names_of(known.content_hash):
+            self._soon(self.dispatcher.retire, known.content_hash)  # it was replaced meanwhile
+
+    def _add(
+        self, request: Request, entry: Entry | None, on_output: OnOutput, loop: asyncio.AbstractEventLoop | None,
+        accepted: Future[None],
+    ) -> None:  # fmt: skip
+        record = to_record(request, time.monotonic())
+        path, rank = None, 0
+        if entry is not None:
+            record["content_hash"], path, rank = entry.manifest.content_hash, entry.manifest.path, entry.manifest.rank
+        self._subscribers.add(request.id, on_output, loop)
+        arrival = request.arrival_time or time.monotonic()
+        self._soon(self.dispatcher.add, record, path, rank, arrival, accepted)
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        for request_id in self._subscribers.deliver(outputs):
+            self.abort(request_id)
+
+    def _end_users(self, name: str) -> Future[int]:
+        reason = f"adapter {name!r} was removed"
+        return self._call(self.dispatcher.end_users, name, reason, LoadFailure.REMOVED, otherwise=0)
+
+    def _load_everywhere(self, content_hash: str, path: Path) -> None:
+        """Return once every replica that is up has loaded an adapter, or could not and another one has.
+
+        AdapterFormatError when none could; EngineUnavailable when none is up.
+        """
+        self._call(self._load, content_hash, path, otherwise=None).result()
+        with self._change:
+            while any(link.is_up and content_hash in link.loading for link in self.links):
+                self._change.wait(0.1)
+                if self.failure is not None:
+                    raise EngineUnavailable(self.failure)
+        if any(content_hash in link.loaded for link in self.links):
+            return
+        for link in self.links:
+            if (failure := link.failed.get(content_hash)) is not None:
+                error = AdapterFormatError(failure[1])
+                error.failure = LoadFailure(failure[0])
+                raise error
+        raise EngineUnavailable("no replica is there to check the adapter; try again later")
+
+    def _load(self, content_hash: str, path: Path) -> None:
+        for link in self.links:
+            link.load(content_hash, path)
+
+    def _changed(self) -> None:
+        with self._change:
+            self._change.notify_all()
+
+    def _soon(self, function: Callable[..., Any], *arguments: Any) -> None:
+        with suppress(RuntimeError):  # the loop was closed
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _call(self, function: Callable[..., T], *arguments: Any, otherwise: T) -> Future[T]:
+        """Run a function on the loop. otherwise: its result where that has ended."""
+        result: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(function(*arguments))
+            except Exception as error:
+                result.set_exception(error)
+
+        try:
+            self._loop.call_soon_threadsafe(run)
+        except RuntimeError:
+            result.set_result(otherwise)
+        return result

@@ -1,0 +1,181 @@
+"""The ledger of a front: its open requests, where each runs, and what its client has received. No I/O.
+
+A request's `life` counts its placements and stands in every row about it, so that a row of an earlier placement, such
+as one of A in A → B → A, is told from the current one's and dropped. All that another replica needs to go on is the
+record: prompt, tokens received, seed and parameters (`core.requests.record`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MAX_DEATHS = 2
+"""Replicas that may die while they run a request; it ends with an error then, as it may be what kills them."""
+
+
+@dataclass(slots=True, eq=False)
+class OpenRequest:
+    """A request that has not ended. replica: where it runs; None while it waits at the front.
+
+    record: see `core.requests.record`; `tokens` are the prompt's and all that the client was sent. kind: of the
+    replicas that drew them, which alone may go on with them; None before the first. is_taken: whether the replica has
+    accepted it. is_started: whether a token came in this life.
+    """
+
+    id: str
+    record: dict[str, Any]
+    life: int = 0
+    replica: Hashable | None = None
+    kind: Hashable | None = None
+    deaths: int = 0
+    is_taken: bool = False
+    is_started: bool = False
+
+    @property
+    def content_hash(self) -> str | None:
+        return self.record["content_hash"]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.record["num_prompt_tokens"]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.record["tokens"]) - self.record["num_prompt_tokens"]
+
+
+class Ledger:
+    """Open requests by id. Each is in exactly one place: at the front, in the order of arrival, or at one replica."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, OpenRequest] = {}
+        self._at: dict[Hashable | None, dict[str, OpenRequest]] = {None: {}}
+        self.unstarted: Counter[str] = Counter()
+        """Requests of each tenant without a token."""
+        self.num_moves = 0
+        """Placements of requests that had been placed before."""
+        self.num_stale = 0
+        """Rows that were dropped because they were of an earlier life."""
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._open
+
+    def get(self, request_id: str) -> OpenRequest | None:
+        return self._open.get(request_id)
+
+    def waiting(self) -> list[OpenRequest]:
+        """Requests that wait at the front, those with tokens first: their clients have begun to read."""
+        waiting = list(self._at[None].values())
+        waiting.sort(key=lambda request: request.num_output_tokens == 0)
+        return waiting
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._at[None])
+
+    def at(self, replica: Hashable) -> Iterator[OpenRequest]:
+        """Requests at a replica."""
+        return iter(self._at.get(replica, {}).values())
+
+    def num_at(self, replica: Hashable) -> int:
+        return len(self._at.get(replica, ()))
+
+    def add(self, record: dict[str, Any]) -> OpenRequest:
+        """A new request, which waits. ValueError if its id is in use."""
+        request_id = record["id"]
+        if request_id in self._open:
+            raise ValueError(f"there is a request {request_id} already")
+        request = self._open[request_id] = self._at[None][request_id] = OpenRequest(request_id, record)
+        self.unstarted[record["tenant"]] += 1
+        return request
+
+    def place(self, request: OpenRequest, replica: Hashable, kind: Hashable) -> int:
+        """Give a waiting request to a replica; returns its life there."""
+        if request.life:
+            self.num_moves += 1
+        self._put(request, replica)
+        request.life += 1
+        if not request.num_output_tokens:
+            request.kind = kind
+        return request.life
+
+    def take(self, request_id: str, life: int) -> OpenRequest | None:
+        """Note that the replica has accepted a request; None if the row is stale."""
+        request = self._current(request_id, life)
+        if request is not None:
+            request.is_taken = True
+        return request
+
+    def receive(self, request_id: str, life: int, tokens: Sequence[int], *, last: bool) -> OpenRequest | None:
+        """Note tokens that came, and the end; None if the row is stale and nothing of it may reach the client."""
+        request = self._current(request_id, life)
+        if request is None:
+            return None
+        request.is_taken = True
+        if tokens:
+            self._start(request)
+            request.is_started = True
+            request.record["tokens"].extend(tokens)
+        if last:
+            self.remove(request_id)
+        return request
+
+    def give_back(self, request_id: str, life: int) -> OpenRequest | None:
+        """A replica refused a request: it waits again; None if the row is stale."""
+        request = self._current(request_id, life)
+        if request is not None:
+            self._put(request, None)
+        return request
+
+    def take_back(self, request: OpenRequest) -> None:
+        """Have a request wait again, whose replica is to abort it; what that still sends is stale at the next place."""
+        self._put(request, None)
+
+    def lose(self, replica: Hashable) -> list[OpenRequest]:
+        """A replica died: its requests wait again, but for those that have now seen `MAX_DEATHS` replicas die, which
+        are removed and returned.
+        """
+        ended = []
+        for request in list(self._at.get(replica, {}).values()):
+            request.deaths += 1
+            self._put(request, None)
+            if request.deaths >= MAX_DEATHS:
+                ended.append(self.remove(request.id) or request)
+        return ended
+
+    def remove(self, request_id: str) -> OpenRequest | None:
+        """Forget a request that has ended; None if it is unknown."""
+        request = self._open.pop(request_id, None)
+        if request is not None:
+            self._start(request)
+            del self._at[request.replica][request_id]
+        return request
+
+    def _current(self, request_id: str, life: int) -> OpenRequest | None:
+        request = self._open.get(request_id)
+        if request is None:  # it has ended, or was aborted
+            return None
+        if request.replica is None or request.life != life:
+            self.num_stale += 1
+            return None
+        return request
+
+    def _start(self, request: OpenRequest) -> None:
+        """Before its first token, or its end."""
+        if not request.num_output_tokens:
+            tenant = request.record["tenant"]
+            self.unstarted[tenant] -= 1
+            if not self.unstarted[tenant]:
+                del self.unstarted[tenant]
+
+    def _put(self, request: OpenRequest, replica: Hashable | None) -> None:
+        del self._at[request.replica][request.id]
+        self._at.setdefault(replica, {})[request.id] = request
+        request.replica = replica
+        request.is_taken = request.is_started = False

@@ -1,0 +1,158 @@
+"""A front's connection to one replica: it is opened again whenever it ends, until the front does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any, Protocol
+
+from ...core.engine_stats import EngineStats
+from .identity import Identity
+from .replica import FROM_REPLICA
+from .report import Hello, Report
+from .stream import FrameStream, connect
+from .wire import Frame, Malformed, WireError
+
+log = logging.getLogger(__name__)
+
+FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.02, 0.5
+"""Seconds between tries to connect: at first, and after many."""
+
+
+class LinkEvents(Protocol):
+    """What a link tells, on its loop."""
+
+    def on_up(self, link: Link) -> None: ...
+    def on_frame(self, link: Link, frame: Frame) -> None: ...
+    def on_down(self, link: Link, *, stuck: bool) -> None:
+        """The connection has ended, and with it what the replica ran for this front. stuck: it did not say anything."""
+        ...
+
+
+class Link:
+    """A replica as a front sees it; what it holds is of the current connection.
+
+    loaded: content hashes of adapters that are registered there; loading: of those that it was told to load, and
+    failed: why it could not, as a `LoadFailure` and a text.
+    """
+
+    def __init__(self, name: str, socket: Path, secret: bytes, silent_seconds: float) -> None:
+        """silent_seconds: after which a replica that says nothing counts as dead; it reports once a second."""
+        self.name = name
+        self._socket = socket
+        self.secret = secret
+        self._silent_seconds = silent_seconds
+        self._stream: FrameStream | None = None
+        self.pid: int | None = None
+        """Process id of the replica that was connected last."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was of a connection."""
+        self.hello: Hello | None = None
+        self.report: Report | None = None
+        self.draining = False
+        self.loaded: set[str] = set()
+        self.loading: set[str] = set()
+        self.failed: dict[str, tuple[str, str]] = {}
+        self.resident: frozenset[str] = frozenset()
+        self.on_host: frozenset[str] = frozenset()
+
+    @property
+    def is_up(self) -> bool:
+        return self.hello is not None
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.hello is not None and not self.draining
+
+    @property
+    def identity(self) -> Identity | None:
+        return None if self.hello is None else self.hello.identity
+
+    @property
+    def stats(self) -> EngineStats | None:
+        return None if self.report is None else self.report.stats
+
+    def send(self, kind: str, *fields: Any) -> None:
+        """Queue a frame; what a dead replica is sent is lost, as `on_down` will tell."""
+        if self._stream is not None:
+            try:
+                self._stream.send(kind, *fields)
+            except WireError as error:
+                log.warning("replica %s: %s", self.name, error)
+                self._stream.close()
+
+    def load(self, content_hash: str, path: Path) -> None:
+        """Have the replica register an adapter, unless it has, or does."""
+        if self.is_up and content_hash not in self.loaded and content_hash not in self.loading:
+            self.loading.add(content_hash)
+            self.failed.pop(content_hash, None)
+            self.send("load", content_hash, str(path))
+
+    def forget(self, content_hash: str) -> None:
+        """Have the replica unregister an adapter."""
+        self.failed.pop(content_hash, None)
+        if content_hash in self.loaded:
+            self.loaded.discard(content_hash)
+            self.send("forget", content_hash)
+
+    def note_report(self, report: Report) -> None:
+        self.report = report
+        self.draining = report.draining
+        self.resident = frozenset(one for one, tier in report.tiers.items() if tier in ("device", "loading"))
+        self.on_host = frozenset(one for one, tier in report.tiers.items() if tier == "host") | self.resident
+
+    async def run(self, events: LinkEvents) -> None:
+        """Keep the connection open, until cancelled."""
+        retry = FIRST_RETRY_SECONDS
+        while True:
+            try:
+                self._stream = await connect(self._socket, self.secret, FROM_REPLICA)
+            except OSError as error:  # WireError among them
+                if isinstance(error, WireError):
+                    log.warning("replica %s: %s: %s", self.name, type(error).__name__, error)
+                await asyncio.sleep(retry)
+                retry = min(LAST_RETRY_SECONDS, 2 * retry)
+                continue
+            retry = FIRST_RETRY_SECONDS
+            stuck = False
+            try:
+                await self._talk(self._stream, events)
+            except TimeoutError:
+                stuck = True
+                log.error("replica %s has said nothing for %g s", self.name, self._silent_seconds)
+            except OSError as error:
+                log.warning("replica %s: %s: %s", self.name, type(error).__name__, error)
+            finally:
+                self._stream.close()
+                self._stream = None
+                if self.is_up:
+                    self.hello = None  # it takes no requests; what it reported last is still there to count
+                    events.on_down(self, stuck=stuck)
+                self.reset()
+            await asyncio.sleep(retry)
+
+    async def _talk(self, stream: FrameStream, events: LinkEvents) -> None:
+        while True:
+            async with asyncio.timeout(self._silent_seconds):
+                frame = await stream.read()
+            if frame is None:
+                return
+            try:
+                if frame.kind == "hello":
+                    (data,) = frame.fields
+                    self.hello = Hello.from_wire(data)
+                    self.pid = self.hello.pid
+                    events.on_up(self)
+                elif self.hello is None:
+                    raise Malformed(f"a replica began with {frame.kind}")
+                elif frame.kind == "stats":
+                    (data,) = frame.fields
+                    self.note_report(Report.from_wire(data))
+                    events.on_frame(self, frame)
+                else:
+                    events.on_frame(self, frame)
+            except (TypeError, ValueError) as error:
+                raise Malformed(f"a frame {frame.kind} can't be read: {error!r}") from None

@@ -1,0 +1,259 @@
+"""The registry of a cluster: a process that owns what the adapters' names mean, and tells every front of each change.
+
+A front sends `subscribe` once and gets a copy, in parts, and then each change. It answers each with `seen`, and a write
+is done when all fronts have seen it: none of them begins a request with the old content from then on. A peer that
+breaks the protocol loses its connection and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .registry_store import RegistryError, RegistryFull, RegistryStore, check_entry
+from .stream import FrameStream, accept, read_secret
+from .wire import Frame, Malformed, WireError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+TO_REGISTRY = ("subscribe", "seen", "put", "remove")
+FROM_REGISTRY = ("copy", "changed", "removed", "done", "failed")
+
+MAX_REQUEST_BYTES = 64 << 10
+"""Largest payload of a front's frame: a name, a path and little else."""
+
+MAX_COPY_BYTES = 16 << 20
+"""Largest payload of the registry's frame."""
+
+COPY_PART = 1000
+"""Entries in a part of a copy: each at most 5 KB, most of it its path."""
+
+MAX_WRITES = 1024
+"""Writes that are not done yet; further ones are refused."""
+
+SEEN_SECONDS = 45.0
+"""Seconds that a front may take to act on a change, which may be to have an adapter read from a disk; then it loses its
+connection, and the write does not wait for it."""
+
+FIRST_WRITE_SECONDS = 2.0
+"""Seconds after the start in which nothing is written, so that the fronts of the last run come back first: one that has
+not would not see the change, and go on with the old content. They try again every `RETRY_SECONDS` at the latest."""
+
+INVALID, EXISTS, UNKNOWN, FULL, UNWRITABLE, BUSY = "invalid", "exists", "unknown", "full", "unwritable", "busy"
+"""Reasons for which a write fails."""
+
+
+class Registry:
+    """Serves one store to fronts; on one event loop, whose thread never waits for the disk."""
+
+    def __init__(self, store: RegistryStore, secret: bytes, first_write_seconds: float = FIRST_WRITE_SECONDS) -> None:
+        self._store = store
+        self._secret = secret
+        self._disk = ThreadPoolExecutor(1, "chorus-registry")
+        self._fronts: dict[FrameStream, int] = {}  # subscribed ones, and the generation that each has seen
+        self._news = asyncio.Condition()
+        self._writing = asyncio.Lock()  # one change at a time, so that all fronts see them in one order
+        self._open_at = asyncio.get_running_loop().time() + first_write_seconds
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection, for `asyncio.start_unix_server`."""
+        try:
+            stream = await accept(reader, writer, self._secret, TO_REGISTRY, MAX_REQUEST_BYTES)
+        except (WireError, OSError) as error:
+            log.warning("a connection to the registry was refused: %s", error)
+            return
+        reason = None
+        try:
+            while (frame := await stream.read()) is not None:
+                await self._take(stream, frame)
+        except WireError as error:
+            reason = str(error)
+            log.warning("a front's connection to the registry ends: %s", error)
+        except OSError as error:
+            log.info("a front's connection to the registry broke: %s", error)
+        finally:
+            await self._forget(stream, reason)
+
+    async def close(self) -> None:
+        """End all connections and close the file; changes that have begun are finished."""
+        async with self._writing:
+            for stream in list(self._fronts):
+                await self._forget(stream, "the registry ends")
+            for task in self._tasks:
+                task.cancel()
+            await self._on_disk(self._store.close)
+            self._disk.shutdown(wait=False)
+
+    async def _take(self, stream: FrameStream, frame: Frame) -> None:
+        kind, fields = frame
+        if kind == "subscribe" and not fields and stream not in self._fronts:
+            await self._subscribe(stream)
+        elif kind == "seen" and len(fields) == 1 and type(fields[0]) is int and stream in self._fronts:
+            if not self._fronts[stream] <= fields[0] <= self._store.generation:
+                raise Malformed(f"a front has seen generation {fields[0]}, which was not its next")
+            self._fronts[stream] = fields[0]
+            async with self._news:
+                self._news.notify_all()
+        elif kind in ("put", "remove") and fields and type(fields[0]) is int:
+            if len(self._tasks) >= MAX_WRITES:
+                self._send(stream, "failed", fields[0], BUSY, f"{MAX_WRITES} writes wait already; try again")
+                return
+            # not awaited: the writer, which is a front too, has to be read to have seen its own change
+            task = asyncio.get_running_loop().create_task(self._write(stream, kind, fields[0], fields[1:]))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        else:
+            raise Malformed(f"a front sent {kind} with {len(fields)} fields, or not in its place")
+
+    async def _subscribe(self, stream: FrameStream) -> None:
+        async with self._writing:  # between two changes
+            entries, generation = self._store.entries(), self._store.generation
+            for first in range(0, max(1, len(entries)), COPY_PART):
+                part = [list(entry) for entry in entries[first : first + COPY_PART]]
+                stream.send("copy", self._store.identity, generation, part, first + COPY_PART >= len(entries))
+            self._fronts[stream] = generation
+
+    async def _write(self, stream: FrameStream, kind: str, call: int, fields: list[Any]) -> None:
+        """Make a change, have all fronts see it, and answer."""
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(max(0.0, self._open_at - loop.time()))
+        try:
+            answer = await (self._put(fields) if kind == "put" else self._remove(fields))
+        except (ValueError, KeyError, FileExistsError, RegistryError) as error:
+            failure, text = _reason(error)
+            self._send(stream, "failed", call, failure, text)
+            return
+        await self._wait_until_seen(answer[0])
+        self._send(stream, "done", call, *answer)
+
+    async def _put(self, fields: list[Any]) -> tuple[int, bool]:
+        if len(fields) != 2 or not isinstance(fields[0], list) or type(fields[1]) is not bool:
+            raise ValueError("put has an adapter's fields, and whether it may replace another")
+        entry, replace = check_entry(fields[0]), fields[1]
+        async with self._writing:
+            existed = self._store.get(entry.name) is not None
+            made = await self._on_disk(lambda: self._store.put(entry, replace=replace))
+            self._tell("changed", list(made))
+        log.info("adapter %s is %s since generation %d", made.name, made.content_hash, made.generation)
+        return made.generation, existed
+
+    async def _remove(self, fields: list[Any]) -> tuple[int, bool]:
+        if len(fields) != 1 or not isinstance(fields[0], str):
+            raise ValueError("remove has a name")
+        async with self._writing:
+            generation = await self._on_disk(lambda: self._store.remove(fields[0]))
+            self._tell("removed", generation, fields[0])
+        log.info("adapter %s was removed with generation %d", fields[0], generation)
+        return generation, True
+
+    async def _wait_until_seen(self, generation: int) -> None:
+        """Return once no front is left that knows less; one that takes too long loses its connection."""
+        async with self._news:
+            try:
+                async with asyncio.timeout(SEEN_SECONDS):
+                    await self._news.wait_for(lambda: all(seen >= generation for seen in self._fronts.values()))
+                    return
+            except TimeoutError:
+                slow = [stream for stream, seen in self._fronts.items() if seen < generation]
+        for stream in slow:
+            log.warning("a front has not seen generation %d and loses its connection", generation)
+            await self._forget(stream, f"this front has not seen generation {generation} in time")
+
+    def _tell(self, kind: str, *fields: Any) -> None:
+        for stream in list(self._fronts):
+            self._send(stream, kind, *fields)
+
+    def _send(self, stream: FrameStream, kind: str, *fields: Any) -> None:
+        try:
+            stream.send(kind, *fields)
+        except (WireError, OSError) as error:
+            log.warning("a front's connection to the registry ends: %s", error)
+            stream.close()  # its reader finds out, and forgets it
+
+    async def _forget(self, stream: FrameStream, reason: str | None) -> None:
+        self._fronts.pop(stream, None)
+        stream.close(reason)
+        async with self._news:
+            self._news.notify_all()
+
+    async def _on_disk(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._disk, function)
+
+
+def _reason(error: Exception) -> tuple[str, str]:
+    name = str(error.args[0]) if error.args else ""
+    if isinstance(error, KeyError):
+        return UNKNOWN, f"adapter {name!r} is not registered"
+    if isinstance(error, FileExistsError):
+        return EXISTS, f"adapter {name!r} is registered already"
+    return FULL if isinstance(error, RegistryFull) else UNWRITABLE if isinstance(
+        error, RegistryError
+    ) else INVALID, name
+
+
+async def serve(
+    file: Path,
+    socket: Path,
+    secret: bytes,
+    ready: Callable[[], None] = lambda: None,
+    first_write_seconds: float = FIRST_WRITE_SECONDS,
+) -> None:
+    """Serve a file on a unix socket, in a directory of this user's alone, until the task is cancelled.
+
+    RegistryError for a file that can't be used, OSError for the socket. `ready` is called once fronts may connect.
+    """
+    registry, server = Registry(RegistryStore(file), secret, first_write_seconds), None
+    try:
+        socket.unlink(missing_ok=True)  # of a registry that was killed: the file's lock says that it does not run
+        server = await asyncio.start_unix_server(registry.handle, socket)
+        socket.chmod(0o600)
+        ready()
+        await asyncio.get_running_loop().create_future()
+    finally:
+        if server is not None:
+            server.close()
+        await registry.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The registry's process: it prints `ready` and ends by SIGTERM."""
+    parser = argparse.ArgumentParser(prog="chorus registry", description="Serve a cluster's registry of adapters.")
+    parser.add_argument("--file", type=Path, required=True, help="SQLite file, made where there is none")
+    parser.add_argument("--socket", type=Path, required=True, help="unix socket to listen on")
+    parser.add_argument("--secret-file", type=Path, required=True, help="file with the cluster's secret")
+    parser.add_argument("--first-write-seconds", type=float, default=FIRST_WRITE_SECONDS, help=argparse.SUPPRESS)
+    given = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    async def run() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        await serve(
+            given.file, given.socket, read_secret(given.secret_file), lambda: print("ready", flush=True),
+            given.first_write_seconds,
+        )  # fmt: skip
+
+    try:
+        asyncio.run(run())
+    except asyncio.CancelledError:
+        return 0
+    except (RegistryError, OSError, ValueError) as error:
+        print(f"chorus registry: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

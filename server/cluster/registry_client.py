@@ -1,0 +1,268 @@
+"""A front's copy of the registry, and its way to change it.
+
+The copy follows the registry's changes; while the registry is away it stays as it is, so that requests are routed all
+the same, and changes are refused with 503.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import MappingProxyType
+
+from ..errors import ApiError
+from .registry import EXISTS, FROM_REGISTRY, INVALID, MAX_COPY_BYTES, UNKNOWN
+from .registry_store import Entry, check_entry
+from .stream import FrameStream, Refused, connect
+from .wire import Frame, Malformed, WireError
+
+log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 0.5
+"""Seconds until the registry is looked for again at the latest; below its `FIRST_WRITE_SECONDS`."""
+
+WRITE_SECONDS = 60.0
+"""Seconds that a change may take, with all fronts' having seen it."""
+
+Change = tuple[str, Entry | None]
+"""A name, and what it means now; None for nothing."""
+
+Adopt = Callable[[str, Entry | None], Awaitable[None]]
+"""Has the front act on a change. Once it returns, no request begins with what the name meant before."""
+
+_STATUS = {INVALID: 400, EXISTS: 409, UNKNOWN: 404}
+
+
+class RegistryAway(ApiError):
+    """The registry does not answer, so nothing can be changed."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(503, message, code="registry_unavailable", retry_after=1)
+
+
+class RegistryRefusal(ApiError):
+    """The registry does not make a change."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(_STATUS.get(reason, 503), message, code=f"registry_{reason}")
+        self.reason = reason
+
+
+class RegistryCopy:
+    """The registry's content as of a generation; frames are applied in the order in which they came.
+
+    changes: those that were applied; the owner takes them away.
+    """
+
+    def __init__(self) -> None:
+        self.changes: deque[Change] = deque()
+        self._entries: dict[str, Entry] = {}
+        self._coming: dict[str, Entry] | None = {}  # of a copy whose last part has not come
+        self.identity: str | None = None
+        self.generation = 0
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """What each name means."""
+        return MappingProxyType(self._entries)
+
+    def begin(self) -> None:
+        """A connection is new: its first frames are a copy."""
+        self._coming = {}
+
+    def apply(self, frame: Frame) -> bool:
+        """Take a frame; True once its generation is this copy's. Malformed for what does not follow."""
+        try:
+            if frame.kind == "copy":
+                return self._take_part(*frame.fields)
+            if self._coming is not None:
+                raise Malformed(f"the registry sent {frame.kind} before its copy was whole")
+            if frame.kind == "changed":
+                (fields,) = frame.fields
+                entry = check_entry(fields)
+                self._follow(entry.generation, entry.name, entry)
+            else:
+                generation, name = frame.fields
+                if not isinstance(name, str) or name not in self._entries:
+                    raise Malformed("the registry removed a name that it had not told")
+                self._follow(generation, name, None)
+        except (ValueError, TypeError) as error:
+            raise Malformed(f"the registry sent {frame.kind} that can't be read: {error}") from None
+        return True
+
+    def _follow(self, generation: int, name: str, now: Entry | None) -> None:
+        if generation != self.generation + 1:
+            raise Malformed(f"the registry sent generation {generation!r} behind {self.generation}")
+        self.generation = generation
+        self._set(name, now)
+
+    def _take_part(self, identity: str, generation: int, entries: list[object], is_last: bool) -> bool:
+        if self._coming is None:
+            raise Malformed("the registry sent a second copy")
+        if not isinstance(identity, str) or type(generation) is not int or not isinstance(entries, list):
+            raise Malformed("the registry's copy has fields of other types")
+        for fields in entries:
+            entry = check_entry(fields if isinstance(fields, list) else ())
+            if entry.generation > generation or entry.name in self._coming:
+                raise Malformed("the registry's copy contradicts itself")
+            self._coming[entry.name] = entry
+        if not is_last:
+            return False
+        if self.identity == identity and generation < self.generation:
+            log.warning("the registry went back from generation %d to %d; was its file restored from a backup?",
+                        self.generation, generation)  # fmt: skip
+        coming, self._coming = self._coming, None
+        self.identity, self.generation = identity, generation
+        for name in [*coming, *(self._entries.keys() - coming.keys())]:
+            self._set(name, coming.get(name))
+        return True
+
+    def _set(self, name: str, now: Entry | None) -> None:
+        if self._entries.get(name) == now:
+            return
+        if now is None:
+            del self._entries[name]
+        else:
+            self._entries[name] = now
+        self.changes.append((name, now))
+
+
+class RegistryClient:
+    """Keeps a copy up to date over one connection, which is made again whenever it breaks; on one event loop.
+
+    The registry is told that a change was seen once `adopt` has returned for it, which so has `SEEN_SECONDS`. An error
+    of it is logged: the front has to see to it that it serves nothing under the name then.
+    """
+
+    def __init__(self, socket: Path, secret: bytes, adopt: Adopt | None = None) -> None:
+        self._socket = socket
+        self._secret = secret
+        self._adopt = adopt
+        self.copy = RegistryCopy()
+        self._stream: FrameStream | None = None  # once the copy is whole
+        self._calls: dict[int, asyncio.Future[tuple[int, bool]]] = {}
+        self._numbers = itertools.count(1)
+        self._first = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    async def wait_for_copy(self) -> None:
+        """Return once there is a copy to route from."""
+        await self._first.wait()
+
+    @property
+    def is_connected(self) -> bool:
+        return self._stream is not None
+
+    async def put(self, entry: Entry, *, replace: bool = True) -> tuple[int, bool]:
+        """Register what a name means; its generation, and whether it meant something before. On return all fronts know.
+
+        RegistryAway; RegistryRefusal.
+        """
+        return await self._write("put", list(entry), replace)
+
+    async def remove(self, name: str) -> int:
+        """Forget a name; the generation of that. Raises what `put` does."""
+        return (await self._write("remove", name))[0]
+
+    async def _write(self, kind: str, *fields: object) -> tuple[int, bool]:
+        stream = self._stream
+        if stream is None:
+            raise RegistryAway(
+                "the cluster's registry does not answer, so adapters can't be changed; those that are known are served"
+            )
+        number = next(self._numbers)
+        done = self._calls[number] = asyncio.get_running_loop().create_future()
+        try:
+            stream.send(kind, number, *fields)
+            async with asyncio.timeout(WRITE_SECONDS):
+                return await done
+        except (TimeoutError, WireError, OSError):
+            raise RegistryAway(
+                "the cluster's registry went away before it answered; look whether the change was made, or try again"
+            ) from None
+        finally:
+            del self._calls[number]
+
+    async def _run(self) -> None:
+        told = None  # of what has been logged: once, until it is another trouble
+        while True:
+            trouble = await self._follow()
+            if trouble != told:
+                log.warning("the registry is away: %s", trouble)
+                told = trouble
+            await asyncio.sleep(RETRY_SECONDS * random.uniform(0.5, 1))
+
+    async def _follow(self) -> str:
+        """One connection, to its end; the reason for that."""
+        stream = None
+        try:
+            stream = await connect(self._socket, self._secret, FROM_REGISTRY, MAX_COPY_BYTES)
+            self.copy.begin()
+            stream.send("subscribe")
+            while (frame := await stream.read()) is not None:
+                await self._take(stream, frame)
+            return "it ended the connection"
+        except Refused as error:
+            return str(error)
+        except WireError as error:
+            if stream is not None:
+                stream.close(str(error))
+            return str(error)
+        except OSError as error:
+            return f"{error.strerror or error} ({self._socket})"
+        finally:
+            self._stream = None
+            for done in self._calls.values():
+                if not done.done():
+                    done.set_exception(ConnectionResetError("the registry went away"))
+            if stream is not None:
+                stream.close()
+
+    async def _take(self, stream: FrameStream, frame: Frame) -> None:
+        if frame.kind not in ("done", "failed"):
+            if self.copy.apply(frame):
+                await self._adopt_all()
+                stream.send("seen", self.copy.generation)
+                self._stream = stream
+                self._first.set()
+            return
+        self._end_call(frame)
+
+    async def _adopt_all(self) -> None:
+        """Have the front act on what was applied; what is left when this is cut short is acted on the next time."""
+        while self.copy.changes:
+            name, now = self.copy.changes[0]
+            if self._adopt is not None:
+                try:
+                    await self._adopt(name, now)
+                except Exception:
+                    log.exception("the registry's change of adapter %s could not be followed", name)
+            self.copy.changes.popleft()
+
+    def _end_call(self, frame: Frame) -> None:
+        """Hand a write its answer."""
+        number, *rest = frame.fields or (None,)
+        done = self._calls.get(number) if type(number) is int else None
+        if len(rest) != 2 or type(number) is not int:
+            raise Malformed(f"the registry sent {frame.kind} with {len(frame.fields)} fields")
+        if done is None or done.done():
+            return  # its caller has given up
+        if frame.kind == "done":
+            done.set_result((int(rest[0]), bool(rest[1])))
+        else:
+            done.set_exception(RegistryRefusal(str(rest[0]), str(rest[1])))

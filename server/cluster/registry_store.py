@@ -1,0 +1,182 @@
+"""The cluster's adapters in a SQLite file: what each name means, since which generation.
+
+Generations count the changes of one file, removals included, and never go back: a name that is registered again has a
+higher one than before. A change is on the disk when the method that made it returns.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import sqlite3
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...memory.adapters.adapter import check_name
+from ...memory.files.directory import MAX_PATH_BYTES
+from ...memory.files.error import AdapterFormatError
+
+APPLICATION_ID = 0x43485253
+"""SQLite's `application_id` of these files, CHRS."""
+
+MIGRATIONS = (
+    """
+    CREATE TABLE adapters (
+        name TEXT PRIMARY KEY, content_hash TEXT NOT NULL, path TEXT NOT NULL, generation INTEGER NOT NULL,
+        rank INTEGER NOT NULL, bytes INTEGER NOT NULL, pinned INTEGER NOT NULL
+    ) STRICT;
+    CREATE TABLE registry (identity TEXT NOT NULL, generation INTEGER NOT NULL) STRICT;
+    """,
+)
+"""What brings a file of the schema's version `i` to version `i + 1`; version 0 is an empty file."""
+
+MAX_ADAPTERS = 100_000
+"""Most adapters of a cluster: a front's copy of so many takes 100 MB."""
+
+MAX_RANK = 1 << 16
+MAX_ADAPTER_BYTES = 1 << 48
+
+_HASH = re.compile(r"[0-9a-f]{64}")
+
+
+class RegistryError(RuntimeError):
+    """The registry's file can't be used; the message names it and says why."""
+
+
+class RegistryFull(ValueError):
+    """There is no room for one more adapter."""
+
+
+class Entry(NamedTuple):
+    """What a name means. generation: of the change that made it mean this. bytes: of the adapter's files."""
+
+    name: str
+    content_hash: str
+    path: str
+    generation: int
+    rank: int
+    bytes: int
+    pinned: bool
+
+
+def check_entry(fields: Sequence[Any]) -> Entry:
+    """An entry of fields that a peer sent, in `Entry`'s order. ValueError for what no entry has."""
+    if len(fields) != len(Entry._fields):
+        raise ValueError(f"an adapter has {len(Entry._fields)} fields, not {len(fields)}")
+    name, content_hash, path, generation, rank, num_bytes, pinned = fields
+    try:
+        check_name(name if isinstance(name, str) else "")
+    except AdapterFormatError as error:
+        raise ValueError(str(error)) from None
+    if not isinstance(content_hash, str) or not _HASH.fullmatch(content_hash):
+        raise ValueError("content_hash is no SHA-256 in hexadecimal digits")
+    if not isinstance(path, str) or not os.path.isabs(path) or "\0" in path or len(os.fsencode(path)) > MAX_PATH_BYTES:
+        raise ValueError(f"path is no absolute path of at most {MAX_PATH_BYTES} bytes")
+    for what, value, most in (
+        ("generation", generation, 1 << 62), ("rank", rank, MAX_RANK), ("bytes", num_bytes, MAX_ADAPTER_BYTES),
+    ):  # fmt: skip
+        if type(value) is not int or not 0 <= value <= most:
+            raise ValueError(f"{what} is no integer from 0 to {most}")
+    if type(pinned) is not bool:
+        raise ValueError("pinned is no boolean")
+    return Entry(name, content_hash, path, generation, rank, num_bytes, pinned)
+
+
+class RegistryStore:
+    """The file of one registry, which it holds alone; not for several threads at once.
+
+    Raises RegistryError when the file is another program's, of a newer schema, damaged, or held by another registry.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._db = sqlite3.connect(path, timeout=1, isolation_level=None, check_same_thread=False)
+        except sqlite3.Error as error:
+            raise RegistryError(f"the registry's file {path} can't be opened: {error}") from None
+        try:
+            self._open()
+        except sqlite3.Error as error:
+            self._db.close()
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
+                raise RegistryError(f"the registry's file {path} is held by another registry") from None
+            raise RegistryError(f"the registry's file {path} can't be used: {error}") from None
+        except BaseException:
+            self._db.close()
+            raise
+
+    def _open(self) -> None:
+        db = self._db
+        owner, version = self._pragma("application_id"), self._pragma("user_version")
+        is_new = not owner and not version and db.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,)
+        if not is_new and owner != APPLICATION_ID:
+            raise RegistryError(f"{self._path} is another program's database; give the registry a file of its own")
+        if version > len(MIGRATIONS):
+            raise RegistryError(
+                f"{self._path} has schema {version}, written by a newer Chorus; this one reads up to {len(MIGRATIONS)}"
+            )
+        db.execute("PRAGMA locking_mode = EXCLUSIVE")  # of another registry, and so of no use to one
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = FULL")  # a commit has reached the disk, not only the system
+        db.execute("BEGIN IMMEDIATE")  # takes the lock, for good
+        for number in range(version, len(MIGRATIONS)):
+            for statement in MIGRATIONS[number].split(";"):
+                db.execute(statement)
+        if is_new:
+            db.execute("INSERT INTO registry VALUES (?, 0)", (secrets.token_hex(16),))
+        db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        db.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
+        db.execute("COMMIT")
+        self.identity, self.generation = db.execute("SELECT identity, generation FROM registry").fetchone()
+        self._entries = {row[0]: Entry._make((*row[:6], bool(row[6]))) for row in db.execute("SELECT * FROM adapters")}
+
+    def _pragma(self, name: str) -> int:
+        return self._db.execute(f"PRAGMA {name}").fetchone()[0]
+
+    def close(self) -> None:
+        self._db.close()
+
+    def entries(self) -> list[Entry]:
+        return list(self._entries.values())
+
+    def get(self, name: str) -> Entry | None:
+        return self._entries.get(name)
+
+    def put(self, entry: Entry, *, replace: bool = True) -> Entry:
+        """Make a name mean this from now on; the entry with its generation.
+
+        FileExistsError for a name that it may not `replace`; RegistryFull.
+        """
+        if not replace and entry.name in self._entries:
+            raise FileExistsError(entry.name)
+        if len(self._entries) >= MAX_ADAPTERS and entry.name not in self._entries:
+            raise RegistryFull(f"the cluster has {MAX_ADAPTERS} adapters; remove some")
+        made = entry._replace(generation=self.generation + 1)
+        self._commit("INSERT OR REPLACE INTO adapters VALUES (?, ?, ?, ?, ?, ?, ?)", made)
+        self._entries[made.name] = made
+        return made
+
+    def remove(self, name: str) -> int:
+        """Forget a name; the generation of that. KeyError if it is not registered."""
+        if name not in self._entries:
+            raise KeyError(name)
+        self._commit("DELETE FROM adapters WHERE name = ?", (name,))
+        del self._entries[name]
+        return self.generation
+
+    def _commit(self, statement: str, values: tuple[Any, ...]) -> None:
+        """Run a change and count it, both or neither."""
+        db, generation = self._db, self.generation + 1
+        try:
+            db.execute("BEGIN IMMEDIATE")
+            db.execute(statement, values)
+            db.execute("UPDATE registry SET generation = ?", (generation,))
+            db.execute("COMMIT")
+        except sqlite3.Error as error:
+            with suppress(sqlite3.Error):
+                db.execute("ROLLBACK")
+            raise RegistryError(f"the registry's file {self._path} can't be written: {error}") from None
+        self.generation = generation

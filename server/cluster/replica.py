@@ -1,0 +1,302 @@
+"""A replica: an engine's worker behind a socket, which any number of fronts share.
+
+It knows adapters by the hash of their content, under which they are registered here. What a front has sent ends with
+the front's connection; a peer that breaks the protocol loses its connection and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...core.requests.record import NotHere
+from ...core.requests.sampling_params import InvalidRequest
+from ...core.requests.types import RequestOutput
+from ...memory.files.error import AdapterFormatError, LoadFailure
+from ...memory.files.identity import open_unchanged, with_content
+from ...memory.host.image import HostImage
+from ..engine_adapters import MOST_OVERFLOWS
+from ..errors import EngineUnavailable
+from ..executors import DaemonPool, PoolFull
+from .report import Hello, Report
+from .rows import to_row
+from .stream import FrameStream, accept
+from .wire import Frame, Malformed, WireError
+
+if TYPE_CHECKING:
+    from ...core.engine import Engine
+    from ...memory.files.format import AdapterManifest
+    from ..worker import EngineWorker
+
+log = logging.getLogger(__name__)
+
+TO_REPLICA = ("submit", "abort", "load", "forget", "drain")
+FROM_REPLICA = ("hello", "taken", "refused", "out", "loaded", "stats")
+
+REPORT_SECONDS = 0.1
+"""Seconds between two reports of a replica that works."""
+
+IDLE_REPORTS = 10
+"""Reports that one without work leaves out, but for the last."""
+
+LOAD_THREADS = 2
+MAX_LOADS = 1 << 16
+
+MALFORMED = "malformed"
+NOT_HERE = "not_here"
+DRAINING = "draining"
+BROKEN = "broken"
+"""Reasons of a refusal, beside the names of wrong fields."""
+
+
+class WrongContent(AdapterFormatError):
+    """The directory does not hold the adapter that it was said to."""
+
+    failure = LoadFailure.CHANGED
+
+
+class Replica:
+    """Serves fronts. worker: a started one. hello: what it is. roots: directories below which adapters must lie."""
+
+    def __init__(self, worker: EngineWorker, hello: Hello, secret: bytes, roots: Sequence[Path]) -> None:
+        self.worker = worker
+        self.draining = False
+        self._secret = secret
+        self._roots = tuple(roots)
+        self._hello = hello.to_wire()
+        self._fronts: set[_Front] = set()
+        self._loads = DaemonPool("replica-loads", threads=LOAD_THREADS, max_waiting=MAX_LOADS)
+        self._loading: dict[str, asyncio.Future[None]] = {}
+        self._loaded: set[str] = set()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve a front that has connected, until it goes; the callback of `asyncio.start_unix_server`."""
+        with suppress(asyncio.CancelledError):  # at the process's end, which asyncio would log as an error
+            await self._serve(reader, writer)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            stream = await accept(reader, writer, self._secret, TO_REPLICA)
+        except (WireError, OSError) as error:
+            log.warning("a connection was refused: %s: %s", type(error).__name__, error)
+            return
+        front = _Front(self, stream)
+        self._fronts.add(front)
+        try:
+            stream.send("hello", self._hello)
+            await front.run()
+        except (WireError, OSError) as error:
+            log.warning("a front's connection ends: %s: %s", type(error).__name__, error)
+            stream.close(f"{type(error).__name__}: {error}")
+        finally:
+            self._fronts.discard(front)
+            front.end()
+
+    async def report(self) -> None:
+        """Tell the fronts how the replica is, again and again."""
+        count, seen = 0, None
+        while True:
+            await asyncio.sleep(REPORT_SECONDS)
+            count += 1
+            stats = self.worker.stats
+            if (stats, self.draining) == seen and count % IDLE_REPORTS:
+                continue
+            seen = stats, self.draining
+            try:
+                about = await asyncio.wrap_future(self.worker.call(_about))
+            except EngineUnavailable:
+                return
+            for front in list(self._fronts):
+                front.send("stats", Report(stats, front.num_open, self.draining, **about).to_wire())
+
+    def drain(self) -> None:
+        """Take no more requests; the fronts move those that run."""
+        self.draining = True
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(front.num_open for front in self._fronts)
+
+    def load(self, content_hash: str, path: Path) -> asyncio.Future[None]:
+        """Register the adapter of this content that lies at a path. Errors: AdapterFormatError, PoolFull."""
+        loop = asyncio.get_running_loop()
+        if content_hash in self._loaded:
+            done = loop.create_future()
+            done.set_result(None)
+            return done
+        loading = self._loading.get(content_hash)
+        if loading is None:
+            loading = self._loading[content_hash] = asyncio.ensure_future(self._load(content_hash, path))
+            loading.add_done_callback(lambda _: self._loading.pop(content_hash, None))
+        return loading
+
+    async def _load(self, content_hash: str, path: Path) -> None:
+        manifest, image = await self._loads.run(partial(self._read, content_hash, path))
+        await asyncio.wrap_future(self.worker.adapters.put(content_hash, manifest, image, replace=True))
+        self._loaded.add(content_hash)
+
+    def _read(self, content_hash: str, path: Path) -> tuple[AdapterManifest, HostImage]:
+        image = HostImage()
+        manifest = with_content(self.worker.check_adapter(path, self._roots, image))
+        if manifest.content_hash != content_hash:
+            raise WrongContent(f"{path}: holds another adapter by now; register it again")
+        with open_unchanged(manifest):
+            return manifest, image
+
+    def forget(self, content_hash: str) -> None:
+        """Unregister an adapter that no front has a request for; requests that hold it finish with it."""
+        if content_hash in self._loaded:
+            self._loaded.discard(content_hash)
+            self.worker.adapters.remove(content_hash, force=False)
+
+
+class _Front:
+    """One front's connection, and the requests that it has sent."""
+
+    def __init__(self, replica: Replica, stream: FrameStream) -> None:
+        self._replica = replica
+        self._worker = replica.worker
+        self._stream = stream
+        self._loop = asyncio.get_running_loop()
+        self._open: dict[str, int] = {}  # lives
+        self._rows: list[list[Any]] = []
+        self._step: list[int] | None = None
+        self._handlers: dict[str, Callable[..., None]] = {
+            "submit": self._submit, "abort": self._abort, "load": self._load, "forget": self._forget,
+            "drain": replica.drain,
+        }  # fmt: skip
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    async def run(self) -> None:
+        """Obey the front until it closes the connection."""
+        while (frame := await self._stream.read()) is not None:
+            self._obey(frame)
+
+    def send(self, kind: str, *fields: Any) -> None:
+        try:
+            self._stream.send(kind, *fields)
+        except WireError as error:
+            self._stream.close(str(error))
+
+    def end(self) -> None:
+        """Abort what the front has sent."""
+        for request_id in self._open:
+            self._worker.abort(request_id)
+        self._open.clear()
+        self._stream.close()
+
+    def _obey(self, frame: Frame) -> None:
+        try:
+            self._handlers[frame.kind](*frame.fields)
+        except (TypeError, ValueError, KeyError) as error:
+            raise Malformed(f"a frame {frame.kind} can't be read: {error!r}") from None
+
+    def _submit(self, record: Mapping[str, Any], life: int) -> None:
+        request_id = record["id"]
+        _check_text(request_id)
+        if not isinstance(life, int):
+            raise TypeError("a life is no number")
+        if request_id in self._open:
+            raise ValueError(f"request {request_id} is open here")
+        _check_tokens(record["tokens"])
+        if self._replica.draining:
+            self.send("refused", request_id, life, DRAINING, "the replica is about to end")
+            return
+        self._open[request_id] = life
+        future = self._worker.resume(record, partial(self._put, life), self._loop)
+        future.add_done_callback(partial(self._call_soon, self._answer, request_id, life))
+
+    def _call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:  # the loop has ended, and the process with it
+            log.debug("an answer came after the end")
+
+    def _answer(self, request_id: str, life: int, future: Future[NotHere | None]) -> None:
+        error = future.exception()
+        if error is None and future.result() is None:
+            self.send("taken", request_id, life)
+            return
+        if self._open.get(request_id) == life:
+            del self._open[request_id]
+        if error is None:
+            reason, text = NOT_HERE, "no adapter of this content is registered here"
+        elif isinstance(error, InvalidRequest):
+            reason, text = f"field:{error.field}", str(error)
+        elif isinstance(error, EngineUnavailable):
+            reason, text = BROKEN, str(error)
+        else:
+            log.warning("a record was refused: %r", error)
+            reason, text = MALFORMED, f"the record can't be read: {error!r}"
+        self.send("refused", request_id, life, reason, text)
+
+    def _put(self, life: int, output: RequestOutput) -> None:
+        """Take an output, on the loop; all of a step leave in one frame, as they are handed over in one turn."""
+        if output.finish_reason is not None and self._open.get(output.request_id) == life:
+            del self._open[output.request_id]
+        if not self._rows:
+            self._loop.call_soon(self._flush)
+        self._rows.append(to_row(output, life))
+        if output.step is not None:
+            self._step = list(output.step)
+
+    def _flush(self) -> None:
+        rows, self._rows = self._rows, []
+        self.send("out", self._step, rows)
+
+    def _abort(self, request_id: str) -> None:
+        _check_text(request_id)
+        if self._open.pop(request_id, None) is not None:
+            self._worker.abort(request_id)
+
+    def _load(self, content_hash: str, path: str) -> None:
+        _check_text(content_hash)
+        _check_text(path)
+        future = self._replica.load(content_hash, Path(path))
+        future.add_done_callback(partial(self._loaded, content_hash))
+
+    def _loaded(self, content_hash: str, future: asyncio.Future[None]) -> None:
+        error = None if future.cancelled() else future.exception()
+        if error is None:
+            self.send("loaded", content_hash, None, None)
+            return
+        known = isinstance(error, AdapterFormatError | PoolFull | EngineUnavailable)
+        if not known:
+            log.error("loading an adapter failed", exc_info=error)
+        failure = error.failure if isinstance(error, AdapterFormatError) else LoadFailure.UNREADABLE
+        self.send("loaded", content_hash, failure.value, str(error) if known else "the replica's log says why")
+
+    def _forget(self, content_hash: str) -> None:
+        _check_text(content_hash)
+        self._replica.forget(content_hash)
+
+
+def _check_text(value: Any) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.40} is no text")
+
+
+def _check_tokens(tokens: Any) -> None:
+    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+        raise TypeError("tokens are no list of numbers")
+
+
+def _about(engine: Engine) -> dict[str, Any]:
+    """What a report tells beside the counts, on the engine's thread."""
+    store = engine.store
+    near = list(store.near())
+    running, waiting = engine.adapter_load()
+    return {
+        "tiers": {one.name: store.tier(one).value for one in near},
+        "overflowing": [one.name for one in near if (one.num_overflows or 0) >= MOST_OVERFLOWS],
+        "running": running, "waiting": waiting, "accounts": engine.accounts(),
+    }  # fmt: skip

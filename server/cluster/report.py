@@ -1,0 +1,94 @@
+"""Reports of a replica to its fronts: what it is, and how it is."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from ...core.engine_stats import AccountStats, EngineStats
+from ...core.executors.base import ModelInfo
+from ...core.requests.types import StepInfo
+from ...graphs.runner import StepMode
+from .identity import Identity, identity_of
+from .wire import Malformed
+
+if TYPE_CHECKING:
+    from ...core.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A replica's first words."""
+
+    identity: Identity
+    model: ModelInfo
+    max_num_seqs: int
+    max_adapters: int
+    block_tokens: int
+    pid: int
+
+    @classmethod
+    def of(cls, engine: Engine, pid: int) -> Hello:
+        config = engine.config
+        most = config.max_adapters_per_step or config.max_num_seqs
+        return cls(identity_of(engine), engine.model, config.max_num_seqs, most, engine.block_tokens, pid)
+
+    def to_wire(self) -> dict[str, Any]:
+        return {
+            "identity": self.identity.to_wire(),
+            "model": [self.model.vocab_size, self.model.max_model_len, list(self.model.eos_token_ids)],
+            "max_num_seqs": self.max_num_seqs, "max_adapters": self.max_adapters, "block_tokens": self.block_tokens,
+            "pid": self.pid,
+        }  # fmt: skip
+
+    @classmethod
+    def from_wire(cls, data: Any) -> Hello:
+        """Malformed for what `to_wire` does not give."""
+        try:
+            vocab, length, ends = data["model"]
+            model = ModelInfo(int(vocab), int(length), tuple(map(int, ends)))
+            counts = (int(data[name]) for name in ("max_num_seqs", "max_adapters", "block_tokens", "pid"))
+            return cls(Identity.from_wire(data["identity"]), model, *counts)
+        except (TypeError, ValueError, KeyError) as error:
+            raise Malformed(f"a replica's hello can't be read: {error!r}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A replica at one moment.
+
+    num_yours: requests of the front that it is sent to. tiers: of adapters that are not only on disk, by content hash.
+    running, waiting: names of adapters. overflowing: content hashes of adapters to set aside.
+    """
+
+    stats: EngineStats
+    num_yours: int = 0
+    draining: bool = False
+    tiers: dict[str, str] = field(default_factory=dict)
+    running: list[str] = field(default_factory=list)
+    waiting: list[str] = field(default_factory=list)
+    accounts: list[AccountStats] = field(default_factory=list)
+    overflowing: list[str] = field(default_factory=list)
+
+    def to_wire(self) -> dict[str, Any]:
+        stats = asdict(self.stats)
+        stats["last_step"] = None if self.stats.last_step is None else list(self.stats.last_step)
+        stats["mode"] = self.stats.mode.value
+        accounts = [[one.name, one.num_running, one.num_waiting, one.standing] for one in self.accounts]
+        plain = {name: getattr(self, name) for name in _PLAIN}
+        return {"stats": stats, "accounts": accounts, **plain}
+
+    @classmethod
+    def from_wire(cls, data: Any) -> Report:
+        """Malformed for what `to_wire` does not give."""
+        try:
+            stats = {**data["stats"]}
+            stats["last_step"] = None if stats["last_step"] is None else StepInfo(*stats["last_step"])
+            stats["mode"] = StepMode(stats["mode"])
+            accounts = [AccountStats(*one) for one in data["accounts"]]
+            return cls(EngineStats(**stats), accounts=accounts, **{name: data[name] for name in _PLAIN})
+        except (TypeError, ValueError, KeyError) as error:
+            raise Malformed(f"a replica's report can't be read: {error!r}") from None
+
+
+_PLAIN = [one.name for one in fields(Report) if one.name not in ("stats", "accounts")]

@@ -1,0 +1,42 @@
+"""Adapter affinity: requests of one adapter go where it is, or where all of them would go, while loads stay even."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from .replica_state import ReplicaState, Routed
+
+SLACK = 1.25
+"""Requests that a replica may have over the mean before its adapters' requests spill over (Mirrokni et al., "Consistent
+Hashing with Bounded Loads", 2016, whose factor is 1 + ε).
+"""
+
+FREE_REQUESTS = 2
+"""Requests that any replica may have, whatever the mean: with little to do affinity costs nothing."""
+
+
+class Affinity:
+    """The least loaded replica that holds the adapter, else the first by rendezvous hash that is not overloaded.
+
+    Overloaded is one without room, or with more than `SLACK` times the mean of requests. The base model's requests, and
+    those for which every replica is overloaded, go where the fewest requests are.
+    """
+
+    def __call__(self, request: Routed, replicas: Sequence[ReplicaState]) -> int | None:
+        adapter = request.adapter
+        everywhere = range(len(replicas))
+        if adapter is not None:
+            mean = sum(replica.num_requests for replica in replicas) / len(replicas)
+            most = max(FREE_REQUESTS, SLACK * mean)
+            fit = [i for i in everywhere if replicas[i].num_requests < most and replicas[i].has_room(request)]
+            if holders := [i for i in fit if adapter in replicas[i].resident]:
+                return min(holders, key=lambda i: replicas[i].num_requests)
+            if fit:
+                return max(fit, key=lambda i: rendezvous(adapter, replicas[i].name))
+        return min(everywhere, key=lambda i: replicas[i].num_requests)
+
+
+def rendezvous(adapter: str, replica: str) -> bytes:
+    """Weight of a replica for an adapter; the highest wins. A replica that goes moves only its own adapters."""
+    return hashlib.blake2b(f"{adapter}\0{replica}".encode(), digest_size=8).digest()

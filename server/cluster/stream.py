@@ -1,0 +1,171 @@
+"""A connection that carries frames between two processes that share a secret, over asyncio's streams.
+
+Whoever connects is the client. Both sides send a nonce; then the client proves that it has the secret, and after it the
+server: HMAC-SHA256 of the role and both nonces. Until then a frame has at most `OPENING_BYTES`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from .wire import MAX_BYTES, Frame, FrameReader, FrameWriter, Malformed, OtherVersion, WireError
+
+OPENING_BYTES = 4096
+"""Largest payload of a peer that has not yet proved that it has the secret."""
+
+OPENING_SECONDS = 10.0
+"""Seconds that the opening may take."""
+
+MAX_UNSENT_BYTES = 128 << 20
+"""Bytes that may wait for a peer that does not read; then its connection ends."""
+
+READ_BYTES = 256 << 10
+SECRET_BYTES = 32
+
+_OPENING = ("greet", "proof", "bye")
+
+
+class WrongSecret(WireError):
+    """The peer does not have this process's secret."""
+
+
+class Refused(WireError):
+    """The peer ended the connection and said why."""
+
+
+class PeerStuck(WireError):
+    """The peer does not read what it is sent."""
+
+
+class FrameStream:
+    """An open connection. One task reads; any code on the loop may send."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, frames: FrameReader, out: FrameWriter
+    ) -> None:
+        """Use `connect` or `accept`, which open the connection."""
+        self._reader = reader
+        self._writer = writer
+        self._frames = frames
+        self._out = out
+
+    async def read(self) -> Frame | None:
+        """The next frame, None once the peer has closed the connection between two frames.
+
+        Raises WireError for what is no frame, Refused for the peer's reason, ConnectionError when the connection broke.
+        """
+        while (frame := self._frames.next_frame()) is None:
+            data = await self._reader.read(READ_BYTES)
+            if not data:
+                self._frames.close()
+                return None
+            self._frames.feed(data)
+        if frame.kind == "bye":
+            raise Refused(f"the peer ended the connection: {frame.fields[0] if frame.fields else 'no reason given'}")
+        return frame
+
+    def send(self, kind: str, *fields: Any) -> None:
+        """Queue a frame. PeerStuck when too much waits already; FrameTooLarge; what is sent to a dead peer is lost."""
+        if self._writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            raise PeerStuck(f"the peer has left {MAX_UNSENT_BYTES} bytes unread")
+        self._writer.write(self._out.frame(kind, *fields))
+
+    async def drain(self) -> None:
+        """Wait until the peer has read most of what it was sent."""
+        await self._writer.drain()
+
+    def close(self, reason: str | None = None) -> None:
+        """End the connection. reason: what the peer is told."""
+        if reason is not None and not self._writer.is_closing():
+            self._writer.write(self._out.frame("bye", reason[:1000]))
+        self._writer.close()
+
+    async def open(self, secret: bytes, *, is_client: bool, max_bytes: int) -> None:
+        """Prove to each other that both have the secret; see `connect` and `accept`."""
+        ours, role, other = (
+            secrets.token_bytes(SECRET_BYTES),
+            *(("client", "server") if is_client else ("server", "client")),
+        )
+        self.send("greet", ours)
+        theirs = await self._opening_field("greet")
+        proof = hmac.digest(secret, role.encode() + ours + theirs, "sha256")
+        expected = hmac.digest(secret, other.encode() + theirs + ours, "sha256")
+        if is_client:
+            self.send("proof", proof)
+        if not hmac.compare_digest(await self._opening_field("proof"), expected):
+            raise WrongSecret("the peer does not have this cluster's secret")
+        if not is_client:
+            self.send("proof", proof)
+        self._frames.max_bytes = max_bytes
+
+    async def _opening_field(self, kind: str) -> bytes:
+        frame = await self.read()
+        if frame is None:
+            raise WireError("the peer ended the connection while it was opened")
+        if frame.kind != kind or len(frame.fields) != 1 or not isinstance(frame.fields[0], bytes):
+            raise Malformed(f"the peer sent {frame.kind} where {kind} was to come")
+        if len(frame.fields[0]) != SECRET_BYTES:
+            raise Malformed(f"{kind} has {len(frame.fields[0])} bytes, not {SECRET_BYTES}")
+        return frame.fields[0]
+
+
+async def connect(path: Path, secret: bytes, kinds: Collection[str], max_bytes: int = MAX_BYTES) -> FrameStream:
+    """A connection to the server behind a unix socket. OSError when nothing listens; WireError, as `accept`."""
+    reader, writer = await asyncio.open_unix_connection(str(path))
+    return await _opened(reader, writer, secret, kinds, max_bytes, is_client=True)
+
+
+async def accept(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, kinds: Collection[str],
+    max_bytes: int = MAX_BYTES,
+) -> FrameStream:  # fmt: skip
+    """A connection that a client has made, in the callback of `asyncio.start_unix_server`.
+
+    Raises the WireError that says what is wrong with the peer, which has been told; the connection is closed then.
+    """
+    return await _opened(reader, writer, secret, kinds, max_bytes, is_client=False)
+
+
+async def _opened(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, kinds: Collection[str], max_bytes: int,
+    *, is_client: bool,
+) -> FrameStream:  # fmt: skip
+    frames = FrameReader({*kinds, *_OPENING}, OPENING_BYTES)
+    stream = FrameStream(reader, writer, frames, FrameWriter(max_bytes))
+    try:
+        async with asyncio.timeout(OPENING_SECONDS):
+            await stream.open(secret, is_client=is_client, max_bytes=max_bytes)
+    except TimeoutError:
+        stream.close("the opening took too long")
+        raise WireError(f"the peer did not open the connection within {OPENING_SECONDS:g} s") from None
+    except BaseException as error:
+        # a peer of another version can't read the reason; it finds out by itself
+        stream.close(
+            str(error) if isinstance(error, WireError) and not isinstance(error, OtherVersion | Refused) else None
+        )
+        raise
+    return stream
+
+
+def new_secret(path: Path) -> bytes:
+    """Write a new secret into a new file that only this user may read; returns it."""
+    secret = secrets.token_bytes(SECRET_BYTES)
+    path.touch(mode=0o600, exist_ok=False)
+    path.write_text(secret.hex())
+    return secret
+
+
+def read_secret(path: Path) -> bytes:
+    """The secret in a file: 64 hexadecimal digits. ValueError, without what is there, unless it is one."""
+    try:
+        secret = bytes.fromhex(path.read_text().strip())
+    except ValueError:
+        secret = b""
+    if len(secret) != SECRET_BYTES:
+        raise ValueError(f"{path} holds no secret: {2 * SECRET_BYTES} hexadecimal digits are needed")
+    return secret

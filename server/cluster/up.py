@@ -1,0 +1,150 @@
+"""A cluster of this machine: one front in this process, or several in processes of their own, and what they need."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..backend import Backend
+from ..checks import LaunchError, check_model
+from ..exits import DEADLINE_SECONDS
+from ..flags import read_settings
+from ..launch import bind, serve, url_of
+from ..settings import Settings
+from ..tokenizer import Tokenizer
+from .child import end_with_parent
+from .cluster_worker import ClusterWorker
+from .link import Link
+from .processes import ClusterDirectory, Processes
+from .router import POLICIES
+
+log = logging.getLogger(__name__)
+
+READY_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A cluster's size. policy: a name of `POLICIES`. registry: its file; None: none is needed, or a temporary one."""
+
+    replicas: int = 2
+    fronts: int = 1
+    policy: str = "affinity"
+    registry: Path | None = None
+
+
+def up(plan: Plan, settings: Settings, given: dict[str, Any]) -> int:
+    """Serve a cluster until told to end; the exit code. given: the settings of flags, by name, for fronts."""
+    check_model(settings)
+    if plan.fronts == 1:
+        return serve(settings, partial(_open_one, plan))
+    return _supervise(plan, settings, given)
+
+
+def front(directory: ClusterDirectory, index: int, plan: Plan) -> int:
+    """Be one of several fronts of a cluster, until told to end."""
+    end_with_parent()
+    settings = read_settings(Namespace(**json.loads(directory.given_file.read_text())))
+    logging.getLogger("chorus").setLevel(settings.log_level.upper())
+    ready = directory.ready_file(index)
+    ready.unlink(missing_ok=True)
+    return serve(settings, partial(_open_front, directory, plan), shares_port=True, on_listening=ready.touch)
+
+
+def _open_one(plan: Plan, settings: Settings) -> tuple[Backend, Tokenizer]:
+    """Start all but fronts; the backend's `stop` ends it."""
+    # until the server takes the signal over: its default would leave the children to find out by themselves
+    signal.signal(signal.SIGTERM, _interrupt)
+    processes = Processes(plan.replicas, settings, plan.registry)
+    try:
+        registry = None if plan.registry is None else processes.directory.registry_socket
+        return _open(processes.directory, plan, settings, registry, processes.kill, processes.trouble, processes.stop)
+    except BaseException:
+        processes.stop()
+        raise
+
+
+def _open_front(directory: ClusterDirectory, plan: Plan, settings: Settings) -> tuple[Backend, Tokenizer]:
+    return _open(directory, plan, settings, directory.registry_socket, _kill, lambda: None, lambda: None)
+
+
+def _open(
+    directory: ClusterDirectory,
+    plan: Plan,
+    settings: Settings,
+    registry: Path | None,
+    kill: Callable[[Link], None],
+    trouble: Callable[[], str | None],
+    on_stop: Callable[[], None],
+) -> tuple[Backend, Tokenizer]:
+    """Connect to a cluster's processes. Raises LaunchError."""
+    try:
+        links = directory.links(plan.replicas, settings.give_up_seconds)
+        worker = ClusterWorker(links, POLICIES[plan.policy](), settings, on_stop=on_stop, registry=registry)
+        worker.dispatcher.on_stuck = kill
+        tokenizer = Tokenizer.load(settings.model)
+        worker.start()
+        worker.wait_until_ready(trouble)
+    except Exception as error:
+        log.debug("starting failed", exc_info=True)
+        raise LaunchError(f"can't serve {settings.model}: {error}") from error
+    return worker, tokenizer
+
+
+def _supervise(plan: Plan, settings: Settings, given: dict[str, Any]) -> int:
+    """Keep the processes of a cluster with several fronts running, until told to end."""
+    told = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: told.set())
+    with bind(settings.host, settings.port, settings.send_seconds, shares_port=True) as bound:  # it never listens
+        processes = Processes(plan.replicas, settings, plan.registry, several_fronts=True)
+        try:
+            directory = processes.directory
+            directory.given_file.touch(mode=0o600)
+            flags = {**given, **_keys(settings), "port": str(bound.getsockname()[1])}
+            directory.given_file.write_text(json.dumps({f"setting_{name}": value for name, value in flags.items()}))
+            processes.start_fronts(plan.fronts, _arguments(plan))
+            while not processes.fronts_ready and not told.wait(READY_POLL_SECONDS):
+                if (text := processes.trouble()) is not None:
+                    raise LaunchError(f"can't serve {settings.model}: {text}")
+            if not told.is_set():
+                log.info("listening on %s", url_of(bound))
+            told.wait()
+            processes.drain_fronts(settings.grace_seconds + 2 * DEADLINE_SECONDS)
+        finally:
+            processes.stop()
+    return 0
+
+
+def _keys(settings: Settings) -> dict[str, Any]:
+    """Settings about keys, as flags: the environment that names them is not handed on."""
+    keys = {name: [key.get_secret_value() for key in getattr(settings, name)] for name in ("api_key", "admin_key")}
+    files = {name: getattr(settings, name) for name in ("api_key_file", "admin_key_file")}
+    told = {**keys, **{name: str(path.absolute()) for name, path in files.items() if path is not None}}
+    return {name: value for name, value in told.items() if value}
+
+
+def _arguments(plan: Plan) -> list[str]:
+    """Flags of a front's process."""
+    return ["--replicas", str(plan.replicas), "--policy", plan.policy]
+
+
+def _kill(link: Link) -> None:
+    """End a replica that is another process's child, which starts it again."""
+    if link.pid is not None:
+        with suppress(ProcessLookupError):
+            os.kill(link.pid, signal.SIGKILL)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt

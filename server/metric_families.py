@@ -1,0 +1,32 @@
+"""Families of Prometheus' series: how they are labelled and filled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+MODEL_LABELS = ("model_name", "engine")
+"""Labels of vLLM's series."""
+
+ENGINE = "0"
+"""vLLM's number of an engine; there is one here."""
+
+
+def label(name: str) -> str:
+    """A name as a label's value: what UTF-8 does not have is written as an escape."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names joined by commas, as gateways split them: a comma in a name is %2C, a per cent sign %25."""
+    return ",".join(label(name).replace("%", "%25").replace(",", "%2C") for name in names)
+
+
+def with_samples(
+    family: GaugeMetricFamily | CounterMetricFamily, *samples: tuple[Sequence[str], float]
+) -> GaugeMetricFamily | CounterMetricFamily:
+    """The family with its samples: values of its labels, and the sample's own."""
+    for labels, value in samples:
+        family.add_metric(labels, value)
+    return family

@@ -1,0 +1,88 @@
+"""KV events: what is told of the prefix cache is what is in it."""
+
+from __future__ import annotations
+
+import pytest
+
+from chorus.core.kv_events import KvEvents, Stored
+from chorus.memory.pages.prefix import Root
+
+PROMPT = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20] * 7
+
+
+@pytest.fixture
+def gqa(subject):
+    return subject("gqa")
+
+
+class Mirror:
+    """Follows events: a block's tokens from the prompt's beginning, and its adapter, by page."""
+
+    def __init__(self, events):
+        self.events = events
+        self.blocks = {}
+
+    def follow(self):
+        events, lost = self.events.take()
+        for event in events:
+            if isinstance(event, Stored):
+                before = () if event.parent is None else self.blocks[event.parent][1]
+                assert event.page not in self.blocks
+                self.blocks[event.page] = (event.adapter, before + event.tokens)
+            else:
+                del self.blocks[event]
+        return lost
+
+
+def cached(engine):
+    """What the prefix cache holds, in the words of `Mirror`."""
+    names = {adapter.version: adapter.name for adapter in engine.store.versions()}
+
+    def line(block):
+        return () if isinstance(block, Root) else line(block.parent) + block.tokens
+
+    def root(block):
+        return block if isinstance(block, Root) else root(block.parent)
+
+    return {page: (names.get(root(block).version), line(block)) for page, block in engine.prefix.by_page.items()}
+
+
+def test_without_a_listener_nothing_is_recorded(gqa, drive):
+    driver = drive(gqa)
+    driver.run("a", "r2-qv", PROMPT, max_tokens=4)
+    assert driver.engine.prefix.listener is None and driver.engine.stats().num_kv_events == 0
+
+
+def test_events_tell_what_the_prefix_cache_holds(gqa, drive):
+    few = {name: gqa.adapters[name] for name in ("r2-qv", "r1-all")}
+    driver = drive(gqa, num_pages=12, adapters=few)
+    mirror = Mirror(driver.engine.record_kv_events())
+    for number, (adapter, tail) in enumerate([(None, []), ("r2-qv", []), (None, [7] * 9), ("r1-all", []), (None, [8])]):
+        driver.run(str(number), adapter, PROMPT + tail, max_tokens=6)
+        assert not mirror.follow()
+        assert mirror.blocks == cached(driver.engine) != {}
+    engine = driver.engine
+    assert engine.stats().num_kv_events > len(mirror.blocks), "some were evicted"
+    engine.store.register("r1-all", gqa.adapters["r1-all"])  # a new version: the old one's blocks go
+    assert not mirror.follow()
+    assert mirror.blocks == cached(engine) and "r1-all" not in {name for name, _ in mirror.blocks.values()}
+    driver.run("last", "r1-all", PROMPT, max_tokens=2)
+    engine.reclaim_idle()
+    mirror.follow()
+    assert mirror.blocks == cached(engine) == {}
+
+
+def test_a_publisher_that_lags_is_told_of_the_loss_and_the_engine_never_waits(gqa, drive):
+    driver = drive(gqa)
+    engine = driver.engine
+    events = engine.prefix.listener = engine.kv_events = KvEvents(engine.store, most=3)
+    driver.run("a", None, PROMPT, max_tokens=2)
+    first, lost = events.take()
+    assert len(first) == 3 and lost
+    assert [event.parent for event in first] == [None, *(event.page for event in first[:-1])], "a gapless beginning"
+    dropped = engine.stats().num_dropped_kv_events
+    assert dropped > 0 and engine.stats().num_kv_events == 3
+    assert events.take() == ([], False)
+    driver.run("b", "r2-qv", PROMPT, max_tokens=2)
+    again, lost = events.take()
+    assert len(again) == 3 and lost and again[0].adapter == "r2-qv", "it is recorded anew once all was taken"

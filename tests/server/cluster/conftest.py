@@ -1,0 +1,119 @@
+"""A cluster of real replica processes of the built-in model behind one front."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from chorus.server.demo.builtin import BUILTIN_ADAPTERS
+
+SECONDS = 120
+"""For what must happen, on a machine however busy."""
+
+
+@dataclass
+class Up:
+    """A running `chorus cluster up`."""
+
+    process: subprocess.Popen[str]
+    client: httpx.Client
+
+    @property
+    def replicas(self) -> list[int]:
+        """Process ids of the replicas that are there."""
+        return self.children("replica")
+
+    def children(self, word: str) -> list[int]:
+        """Process ids of the children with this word in their command."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                status = (entry / "stat").read_text().rpartition(")")[2].split()
+                command = self.command(int(entry.name))
+            except OSError:
+                continue
+            if int(status[1]) == self.process.pid and status[0] != "Z" and re.search(f"chorus.* {word} ", command):
+                found.append(int(entry.name))
+        return sorted(found)
+
+    @staticmethod
+    def command(pid: int) -> str:
+        return (Path("/proc") / str(pid) / "cmdline").read_bytes().decode().replace("\0", " ")
+
+    def metric(self, name: str) -> float:
+        """Sum of the series of a name, or the value of one with its labels."""
+        lines = self.client.get("/metrics").text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not condition():
+            assert time.monotonic() < deadline, "timed out"
+            time.sleep(0.02)
+
+
+@contextmanager
+def cluster_up(replicas: int, *flags: str, command: tuple[str, ...] = ("cluster", "up")) -> Iterator[Up]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("CHORUS_")}
+    arguments = [*command, "--replicas", str(replicas), "--port", "0", "--threads", "1", *flags]
+    with subprocess.Popen(
+        [sys.executable, "-m", "chorus.server", *arguments], stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if found := re.search(r"listening on (http\S+)", line):
+                break
+        else:
+            pytest.fail(f"the cluster ended before it listened: {''.join(lines)}")
+        with httpx.Client(base_url=found[1], timeout=SECONDS) as client:
+            up = Up(process, client)
+            try:
+                yield up
+            finally:
+                children = up.replicas + up.children("front") + up.children("registry")
+                if process.poll() is None:
+                    process.send_signal(signal.SIGTERM)
+                rest = process.stderr.read()
+                process.wait(SECONDS)
+                assert "Traceback" not in rest, rest
+                for pid in children:
+                    assert not running(pid), "a child outlived its parent"
+
+
+@pytest.fixture(scope="package")
+def roots(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory from which adapters may be loaded, with two of the built-in ones."""
+    root = tmp_path_factory.mktemp("roots")
+    for name in ("upper", "reverse"):
+        shutil.copytree(BUILTIN_ADAPTERS / name, root / name)
+    return root
+
+
+@pytest.fixture(scope="package")
+def up(roots: Path) -> Iterator[Up]:
+    # replicas may take long to start again on a busy machine, and requests wait for them
+    with cluster_up(2, "--adapter-roots", str(roots), "--give-up-seconds", str(SECONDS)) as running:
+        yield running
+
+
+def running(pid: int) -> bool:
+    """True if there is a process of this id that has not ended."""
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,175 @@
+"""The real thing: `chorus cluster up` with two replicas of the built-in model, asked over HTTP, and one is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.server.cluster.conftest import SECONDS, cluster_up, running
+
+NAMES = (None, "reverse", "upper", "count")
+TOKENS = 120
+
+
+def body(index: int) -> dict[str, object]:
+    """A long answer, greedy or drawn, of the base model or of an adapter."""
+    model = NAMES[index % len(NAMES)] or "chorus-builtin"
+    rest = {"temperature": 0.9, "seed": index} if index % 2 else {"temperature": 0, "logprobs": 1}
+    return {
+        "model": model, "prompt": f"hello world {index}\n", "max_tokens": TOKENS, "stream": True, "ignore_eos": True,
+        "return_token_ids": True, **rest,
+    }  # fmt: skip
+
+
+def read(client: httpx.Client, index: int, began: threading.Semaphore | None = None) -> tuple[list[int], str, str]:
+    """Token ids, text and finish reason of a streamed answer; `began` is released at its first token."""
+    tokens: list[int] = []
+    text, finish = "", ""
+    with client.stream("POST", "/v1/completions", json=body(index)) as response:
+        assert response.status_code == 200, response.read()
+        for line in response.iter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            assert "error" not in event, event
+            (choice,) = event["choices"]
+            if not tokens and began is not None:
+                began.release()
+            tokens += choice["token_ids"]
+            text += choice["text"]
+            finish = choice["finish_reason"] or finish
+    return tokens, text, finish
+
+
+def test_answers_go_on_as_if_no_replica_had_been_killed(up):
+    count = 6
+    with ThreadPoolExecutor(count) as threads:
+        unbroken = list(threads.map(lambda index: read(up.client, index), range(count)))
+        assert all(len(tokens) == TOKENS and finish == "length" for tokens, _, finish in unbroken)
+        while up.metric("chorus_requests_moved_total") == 0:  # an answer may end before the signal comes
+            up.wait_until(lambda: up.metric("chorus_replicas_up") == 2)
+            began = threading.Semaphore(0)
+            answers = [threads.submit(read, up.client, index, began) for index in range(count)]
+            for _ in range(count // 2):
+                began.acquire()
+            killed = up.replicas[0]
+            os.kill(killed, signal.SIGKILL)
+            assert [answer.result() for answer in answers] == unbroken
+    assert up.client.get("/health").status_code == 200
+    up.wait_until(lambda: up.metric("chorus_replicas_up") == 2)
+
+
+def test_answers_leave_a_replica_that_drains_and_their_clients_do_not_notice(up):
+    up.wait_until(lambda: up.metric("chorus_replicas_up") == 2)
+    count = 6
+    with ThreadPoolExecutor(count) as threads:
+        unbroken = list(threads.map(lambda index: read(up.client, index), range(count)))
+        before, began = up.replicas, threading.Semaphore(0)
+        answers = [threads.submit(read, up.client, index, began) for index in range(count)]
+        for _ in range(count // 2):
+            began.acquire()
+        os.kill(before[0], signal.SIGTERM)
+        assert [answer.result() for answer in answers] == unbroken
+    up.wait_until(lambda: not running(before[0]) and before[1] in up.replicas)
+    up.wait_until(lambda: up.metric("chorus_replicas_up") == 2)
+
+
+def test_answers_wait_for_a_replica_where_all_have_died(up):
+    up.wait_until(lambda: up.metric("chorus_replicas_up") == 2)
+    unbroken = read(up.client, 0)
+    with ThreadPoolExecutor(2) as threads:
+        began = threading.Semaphore(0)
+        answer = threads.submit(read, up.client, 0, began)
+        began.acquire()
+        # the one that runs it last: a request that sees two die ends
+        for name in sorted(("r0", "r1"), key=lambda name: up.metric(f'chorus_replica_requests{{replica="{name}"}}')):
+            above = up.metric("chorus_replicas_up") - 1
+            os.kill(next(pid for pid in up.replicas if f"/{name}.sock" in up.command(pid)), signal.SIGKILL)
+            up.wait_until(lambda above=above: up.metric("chorus_replicas_up") == above)
+        assert up.client.get("/health").status_code == 503
+        late = threads.submit(read, up.client, 0)
+        assert [answer.result(), late.result()] == [unbroken] * 2
+    up.wait_until(lambda: up.metric("chorus_replicas_up") == 2)
+
+
+def test_replicas_are_processes_that_say_what_they_are_in_a_private_directory(up):
+    up.wait_until(lambda: len(up.replicas) == 2)
+    for pid in up.replicas:
+        arguments = (Path("/proc") / str(pid) / "cmdline").read_bytes().decode().split("\0")
+        socket = Path(arguments[arguments.index("--socket") + 1])
+        assert socket.parent.stat().st_mode & 0o777 == 0o700
+        assert not any("secret" in argument and len(argument) == 64 for argument in arguments)
+
+
+def test_a_reload_is_never_stale_and_answers_in_progress_keep_what_they_began_with(up, roots):
+    def load(name: str, **more: object) -> None:
+        body = {"lora_name": "mine", "lora_path": str(roots / name), **more}
+        assert up.client.post("/v1/load_lora_adapter", json=body).status_code == 200
+
+    def ask() -> str:
+        body = {"model": "mine", "prompt": "abc\n", "max_tokens": 8, "temperature": 0}
+        return up.client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+
+    load("upper")
+    assert ask() == "ABC"
+    for name, answer in (("reverse", "cba"), ("upper", "ABC"), ("reverse", "cba")):
+        load(name, load_inplace=True)
+        with ThreadPoolExecutor(4) as threads:
+            assert set(threads.map(lambda _: ask(), range(8))) == {answer}
+    assert up.client.post("/v1/unload_lora_adapter", json={"lora_name": "mine"}).status_code == 200
+    body = {"model": "mine", "prompt": "abc\n", "max_tokens": 8}
+    assert up.client.post("/v1/completions", json=body).status_code == 404
+
+
+def test_a_path_outside_the_roots_and_a_broken_adapter_are_refused_as_by_one_server(up, roots):
+    (roots / "broken").mkdir()
+    (roots / "broken" / "adapter_config.json").write_text("{}")
+    for path, status in ((roots.parent, 403), (roots / "broken", 400), (roots / "nowhere", 404)):
+        body = {"lora_name": "bad", "lora_path": str(path)}
+        assert up.client.post("/v1/load_lora_adapter", json=body).status_code == status
+    listed = up.client.get("/v1/adapters").json()
+    assert "bad" not in [one["name"] for one in listed["data"]]
+
+
+def test_what_is_wrong_with_a_request_is_said_as_by_one_server(up):
+    for wrong, status in (({"model": "none"}, 404), ({"prompt": [10**6]}, 400), ({"max_tokens": -1}, 400)):
+        body = {"model": "upper", "prompt": "abc\n", "max_tokens": 4, **wrong}
+        answer = up.client.post("/v1/completions", json=body)
+        assert (answer.status_code, "message" in answer.json()["error"]) == (status, True)
+
+
+def test_replicas_end_with_a_parent_that_is_killed():
+    with cluster_up(2) as alone:
+        alone.wait_until(lambda: len(alone.replicas) == 2)
+        replicas = alone.replicas
+        alone.process.kill()
+        alone.process.wait()
+        alone.wait_until(lambda: not any(running(pid) for pid in replicas))
+
+
+@pytest.mark.long
+def test_several_fronts_on_one_port_know_the_same_adapters_and_outlive_each_other(roots):
+    def ask() -> tuple[int, str]:
+        body = {"model": "mine", "prompt": "abc\n", "max_tokens": 8, "temperature": 0}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=SECONDS)  # a connection of its own
+        return answer.status_code, answer.json()["choices"][0]["text"]
+
+    with cluster_up(2, "--fronts", "2", "--adapter-roots", str(roots)) as several:
+        url, fronts = str(several.client.base_url), several.children("front")
+        assert len(fronts) == 2 and len(several.replicas) == 2
+        for name, answer in (("upper", "ABC"), ("reverse", "cba")):
+            body = {"lora_name": "mine", "lora_path": str(roots / name), "load_inplace": True}
+            assert several.client.post("/v1/load_lora_adapter", json=body).status_code == 200
+            with ThreadPoolExecutor(4) as threads:
+                assert set(threads.map(lambda _: ask(), range(12))) == {(200, answer)}
+        os.kill(fronts[0], signal.SIGKILL)
+        several.wait_until(lambda: not running(fronts[0]))
+        assert {ask() for _ in range(4)} == {(200, "cba")}
+        several.wait_until(lambda: len(several.children("front")) == 2)

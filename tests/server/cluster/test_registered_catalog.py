@@ -1,0 +1,170 @@
+"""Catalogs of several fronts over one registry."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from chorus.core.requests.sampling_params import InvalidRequest, NotServed
+from chorus.memory.adapters.store import UnknownAdapter
+from chorus.memory.files.format import AdapterFormatError, AdapterManifest, AdapterPart
+from chorus.server.cluster.catalog import Cluster
+from chorus.server.cluster.registered_catalog import RegisteredCatalog
+from chorus.server.cluster.registry_client import RegistryAway
+
+from .test_registry import SECRET, registry, run, until
+
+
+def manifest(path, digit):
+    parts = (AdapterPart(4, 1.0, (0,), ("q_proj",)),)
+    return AdapterManifest(Path(path), parts, file_size=100, content_hash=digit * 64)
+
+
+class Front:
+    """A catalog with replicas that load whatever is on the disk: `disk`, by path."""
+
+    def __init__(self, disk):
+        self.retired, self.revived, self.ended, self.checked = [], [], [], []
+        self.disk = disk
+        cluster = Cluster(self.end_users, self.retired.append, self.revived.append, lambda _: "disk", set, lambda: None)
+        self.catalog = RegisteredCatalog(cluster, self.check)
+
+    def end_users(self, name):
+        self.ended.append(name)
+        future = Future()
+        future.set_result(3)
+        return future
+
+    def check(self, path):
+        self.checked.append(str(path))
+        if str(path) not in self.disk:
+            raise AdapterFormatError(f"{path}: no such directory")
+        return self.disk[str(path)]
+
+    async def follow(self, directory):
+        self.client = self.catalog.follow(directory / "socket", SECRET)
+        await self.client.wait_for_copy()
+
+    async def put(self, one, name, *, replace=True):
+        return await asyncio.wrap_future(self.catalog.put(name, one, None, replace=replace))
+
+    async def remove(self, name, *, force=False):
+        return await asyncio.wrap_future(self.catalog.remove(name, force=force))
+
+    def content(self, name):
+        return self.catalog.find(name).manifest.content_hash[0]
+
+
+def fronts_of(test, count=2, disk=None):
+    """Run `test(directory, fronts)` with fronts that follow one registry; they read the same disk unless given one."""
+
+    async def with_fronts(directory):
+        fronts = [Front({} if disk is None else disk) for _ in range(count)]
+        async with registry(directory):
+            await asyncio.gather(*(one.follow(directory) for one in fronts))
+            try:
+                await test(directory, *fronts)
+            finally:
+                await asyncio.gather(*(one.client.stop() for one in fronts))
+
+    return with_fronts
+
+
+def test_a_name_means_the_same_at_every_front_once_it_is_registered(tmp_path):
+    disk = {"/a/1": manifest("/a/1", "1"), "/a/2": manifest("/a/2", "2")}
+
+    async def test(_, one, two):
+        state, replaced = await one.put(disk["/a/1"], "alice")
+        assert (state.name, state.manifest.content_hash, replaced) == ("alice", "1" * 64, False)
+        assert two.content("alice") == "1", "no wait"
+        assert one.checked == [] and two.checked == ["/a/1"], "its own it has checked before"
+        state, replaced = await two.put(disk["/a/2"], "alice")
+        assert replaced and one.content("alice") == two.content("alice") == "2"
+        assert one.retired == two.retired == ["1" * 64]
+        with pytest.raises(FileExistsError):
+            await one.put(disk["/a/1"], "alice", replace=False)
+        assert (await one.remove("alice", force=True))[1] == 3 and one.ended == ["alice"]
+        with pytest.raises(InvalidRequest):
+            two.catalog.find("alice")
+        with pytest.raises(UnknownAdapter):
+            await two.remove("alice")
+
+    run(fronts_of(test, disk=disk)(tmp_path))
+
+
+def test_what_a_front_can_not_read_it_does_not_serve_and_never_stale(tmp_path):
+    old, new = manifest("/a/1", "1"), manifest("/a/2", "2")
+
+    async def test(_, one, two):
+        two.disk = {"/a/1": old, "/a/2": manifest("/a/2", "3")}  # its disk has other files by now
+        await one.put(old, "alice")
+        await one.put(new, "alice")
+        assert one.content("alice") == "2"
+        with pytest.raises(NotServed, match="not those that were registered"):
+            two.catalog.find("alice")
+        two.disk = {}
+        await one.put(manifest("/a/3", "4"), "bob")
+        with pytest.raises(NotServed, match="no such directory"):
+            two.catalog.find("bob")
+        two.disk = {"/a/2": new}
+        await one.put(new, "alice")
+        assert two.content("alice") == "2", "it is served again"
+
+    run(fronts_of(test)(tmp_path))
+
+
+def test_adapters_of_the_start_are_removed_everywhere(tmp_path):
+    disk = {"/start/a": manifest("/start/a", "5")}
+
+    async def test(_, one, two):
+        for each in (one, two):
+            each.catalog.register("a", disk["/start/a"])
+        with pytest.raises(FileExistsError):
+            await one.put(manifest("/a/1", "1"), "a", replace=False)
+        await one.remove("a")
+        assert "a" not in one.catalog and "a" not in two.catalog
+
+    run(fronts_of(test, disk=disk)(tmp_path))
+
+
+def test_without_the_registry_names_stay_and_changes_are_503(tmp_path):
+    disk = {"/a/1": manifest("/a/1", "1")}
+
+    async def test():
+        one = Front(disk)
+        async with registry(tmp_path):
+            await one.follow(tmp_path)
+            await one.put(disk["/a/1"], "alice")
+        await until(lambda: not one.client.is_connected)
+        assert one.content("alice") == "1"
+        for change in (one.put(disk["/a/1"], "bob"), one.remove("alice")):
+            with pytest.raises(RegistryAway) as away:
+                await change
+            assert away.value.status == 503
+        assert one.content("alice") == "1" and "bob" not in one.catalog
+        two = Front(disk)
+        async with registry(tmp_path):  # a front that starts now has what was registered before
+            await two.follow(tmp_path)
+            assert two.content("alice") == "1"
+            await until(lambda: one.client.is_connected)
+        for each in (one, two):
+            await each.client.stop()
+
+    run(test())
+
+
+def test_a_change_is_503_over_http_while_the_registry_is_away(start, fake_engine, monkeypatch):
+    live = start(fake_engine, adapter_roots=(Path("/adapters"),))
+
+    def away(*_, **__):
+        future = Future()
+        future.set_exception(RegistryAway("the cluster's registry does not answer"))
+        return future
+
+    monkeypatch.setattr(live.worker.adapters, "remove", away)
+    answer = live.client.delete("/v1/adapters/alice")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "registry_unavailable")
+    assert "registry" in answer.json()["error"]["message"] and answer.headers["retry-after"] == "1"

@@ -1,0 +1,231 @@
+"""A replica, asked over its socket: what it answers, and what a peer that breaks the protocol can do to the others."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from chorus.core.executors.base import ModelInfo
+from chorus.core.requests.record import NotHere, from_record, to_record
+from chorus.core.requests.request import Request
+from chorus.core.requests.sampling_params import SamplingParams
+from chorus.server.cluster.identity import Identity
+from chorus.server.cluster.replica import FROM_REPLICA, Replica
+from chorus.server.cluster.report import Hello, Report
+from chorus.server.cluster.rows import from_row
+from chorus.server.cluster.stream import FrameStream, Refused, connect
+from chorus.server.cluster.wire import MAX_BYTES, WireError
+from chorus.server.worker import EngineWorker
+from tests.server.conftest import EOS, FakeEngine
+
+SECRET = b"s" * 32
+HELLO = Hello(Identity("model", "float32", "torch", "1"), ModelInfo(300, 512, (EOS,)), 8, 8, 16, 1)
+
+
+class Engine(FakeEngine):
+    """Takes records; an adapter's content hash is its name."""
+
+    def __init__(self) -> None:
+        super().__init__(["alice"])
+        self.store.near = list
+
+    def resume(self, record):
+        if record["content_hash"] not in (None, *self.store.names()):
+            return NotHere(record["adapter"], record["content_hash"])
+        request = from_record(record, 0.0)
+        self.add_request(request)
+        return request
+
+
+class World:
+    """A replica that listens, in a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.socket = directory / "r.sock"
+        self.engine = Engine()
+        self.worker = EngineWorker(lambda: self.engine)
+
+    async def __aenter__(self):
+        await asyncio.to_thread(self.worker.start)
+        self.replica = Replica(self.worker, HELLO, SECRET, [])
+        self.server = await asyncio.start_unix_server(self.replica.serve, self.socket)
+        self.reports = asyncio.create_task(self.replica.report())
+        return self
+
+    async def __aexit__(self, *_: object):
+        self.reports.cancel()
+        self.server.close()
+        self.engine.gate.set()
+        await asyncio.to_thread(self.worker.stop)
+
+    async def front(self) -> FrameStream:
+        stream = await connect(self.socket, SECRET, FROM_REPLICA)
+        frame = await stream.read()
+        assert frame is not None and frame.kind == "hello" and Hello.from_wire(frame.fields[0]) == HELLO
+        return stream
+
+
+@pytest.fixture
+def play(tmp_path):
+    """Runs a test's coroutine over a world."""
+
+    def run(act):
+        async def inside():
+            async with World(tmp_path) as world, asyncio.timeout(60):
+                await act(world)
+
+        asyncio.run(inside())
+
+    return run
+
+
+def record(name: str, prompt=(5, 6, 7), **fields) -> dict:
+    params = SamplingParams(temperature=0, max_tokens=100)
+    return {**to_record(Request(name, list(prompt), params), 0.0), **fields}
+
+
+async def frames(stream: FrameStream, *kinds: str):
+    """The next frame of one of these kinds."""
+    while True:
+        frame = await stream.read()
+        assert frame is not None
+        if frame.kind in kinds:
+            return frame.kind, frame.fields
+
+
+async def answer(stream: FrameStream) -> tuple[list[int], str | None]:
+    tokens: list[int] = []
+    while True:
+        _, (_, rows) = await frames(stream, "out")
+        for row in rows:
+            output, _ = from_row(row, None)
+            tokens += output.token_ids
+            if output.finish_reason is not None:
+                return tokens, output.finish_reason.value
+
+
+def test_an_answer_comes_in_rows_of_its_life(play):
+    async def act(world):
+        front = await world.front()
+        front.send("submit", record("q"), 7)
+        assert await frames(front, "taken") == ("taken", ["q", 7])
+        _, (_, rows) = await frames(front, "out")
+        assert rows[0][:2] == ["q", 7]
+
+    play(act)
+
+
+def test_what_a_front_sent_ends_with_its_connection_and_others_go_on(play):
+    async def act(world):
+        leaving, staying = await world.front(), await world.front()
+        world.engine.step_seconds = 0.02
+        leaving.send("submit", record("gone", prompt=[5] * 400), 1)
+        staying.send("submit", record("kept"), 1)
+        await frames(leaving, "out")
+        leaving.close()
+        assert await answer(staying) == ([5, 6, 7, EOS], "stop")
+        while "gone" not in world.engine.aborted:
+            await asyncio.sleep(0.01)
+
+    play(act)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        ("submit",), ("submit", {}, 1), ("submit", "x", 1), ("submit", {"id": 1, "tokens": [1]}, 1),
+        ("submit", {**record("q"), "tokens": ["a"]}, 1), ("submit", {**record("q"), "tokens": [True]}, 1),
+        ("submit", record("q"), "first"), ("abort",), ("abort", ["q"]), ("load", 1, 2), ("load", "h"),
+        ("drain", 1), ("forget",), ("forget", 3), ("taken", "q", 1),
+    ],
+)  # fmt: skip
+def test_a_peer_that_breaks_the_protocol_is_told_and_hurts_no_other(play, fields):
+    async def act(world):
+        good, bad = await world.front(), await world.front()
+        world.engine.gate.clear()
+        good.send("submit", record("kept"), 1)
+        await frames(good, "taken")
+        bad.send(*fields)
+        with pytest.raises(Refused, match=r"Malformed|UnknownKind"):
+            while await bad.read() is not None:
+                pass
+        world.engine.gate.set()
+        assert await answer(good) == ([5, 6, 7, EOS], "stop")
+
+    play(act)
+
+
+def test_a_record_of_another_version_or_with_wrong_parameters_is_refused_alone(play):
+    async def act(world):
+        front = await world.front()
+        front.send("submit", record("old", v=99), 1)
+        front.send("submit", record("odd", params={"temperature": "hot"}), 1)
+        front.send("submit", record("long", prompt=range(1, 600)), 1)
+        front.send("submit", record("away", adapter="x", content_hash="x"), 1)
+        front.send("submit", record("good"), 1)
+        seen = {}
+        while len(seen) < 5:
+            kind, (name, _, *more) = await frames(front, "taken", "refused")
+            seen[name] = more[0] if kind == "refused" else kind
+        assert seen == {"old": "malformed", "odd": "malformed", "long": "field:prompt", "away": "not_here",
+                        "good": "taken"}  # fmt: skip
+
+    play(act)
+
+
+def test_a_draining_replica_refuses_and_says_so(play):
+    async def act(world):
+        front = await world.front()
+        front.send("drain")
+        front.send("submit", record("q"), 1)
+        assert (await frames(front, "refused"))[1][2] == "draining"
+        while not Report.from_wire((await frames(front, "stats"))[1][0]).draining:
+            pass
+        assert world.replica.is_empty
+
+    play(act)
+
+
+def test_a_wrong_secret_and_a_stranger_leave_all_as_it_is(play):
+    async def act(world):
+        good = await world.front()
+        with pytest.raises(WireError):
+            await connect(world.socket, b"t" * 32, FROM_REPLICA)
+        _, writer = await asyncio.open_unix_connection(str(world.socket))
+        writer.write(b"GET / HTTP/1.1\r\n\r\n" * 1000)
+        good.send("submit", record("q"), 1)
+        assert await answer(good) == ([5, 6, 7, EOS], "stop")
+        writer.close()
+
+    play(act)
+
+
+def test_a_frame_that_announces_more_than_the_limit_is_not_waited_for(play):
+    async def act(world):
+        bad = await world.front()
+        bad._writer.write(b"CW\x01" + (2).to_bytes(4, "big") + (MAX_BYTES + 1).to_bytes(4, "big"))  # noqa: SLF001
+        with pytest.raises(Refused, match="FrameTooLarge"):
+            while await bad.read() is not None:
+                pass
+
+    play(act)
+
+
+def test_a_report_comes_through_as_it_was_sent(play):
+    async def act(world):
+        front = await world.front()
+        report = Report.from_wire((await frames(front, "stats"))[1][0])
+        assert report.stats == world.engine.stats() and report.num_yours == 0
+
+    play(act)
+
+
+def test_an_identity_is_of_all_that_draws_tokens():
+    assert Identity.from_wire(HELLO.identity.to_wire()) == HELLO.identity
+    with pytest.raises(WireError):
+        Identity.from_wire({"model": "m"})
+    with pytest.raises(WireError):
+        Hello.from_wire({"identity": SimpleNamespace()})
