@@ -41,7 +41,7 @@ class KvEvents:
     def __init__(self, store: AdapterStore, most: int = MAX_EVENTS) -> None:
         self._store = store
         self._most = most
-        self._events: deque[Stored | int] = deque()
+        self._events: deque[tuple[Block, Adapter | None, Hashable] | int] = deque()
         self._is_losing = False
         self._adapters: dict[int, Adapter] = {}  # by version
         self.num_recorded = 0
@@ -53,9 +53,7 @@ class KvEvents:
         """Record a block that became known, after its parent."""
         if self._has_room():
             adapter = None if version == BASE_VERSION else self._adapter(version)
-            name, content_hash = (None, None) if adapter is None else (adapter.name, adapter.manifest.content_hash)
-            parent = None if block.parent is None or block.parent.page == PagePool.DUMMY else block.parent.page
-            self._events.append(Stored(block.page, parent, block.tokens, name, version, content_hash, scope))
+            self._events.append((block, adapter, scope))  # what else there is to it never changes, and is read later
 
     def removed(self, page: int) -> None:
         """Record that the block in a page was forgotten."""
@@ -82,7 +80,14 @@ class KvEvents:
         lost = (
             self._is_losing
         )  # asked first: once it is set nothing is added, so all that is there came before the loss
-        events = [self._events.popleft() for _ in range(len(self._events))]
+        taken = [self._events.popleft() for _ in range(len(self._events))]
         if lost:
             self._is_losing = False
-        return events, lost
+        return [one if isinstance(one, int) else _stored(*one) for one in taken], lost
+
+
+def _stored(block: Block, adapter: Adapter | None, scope: Hashable) -> Stored:
+    parent = None if block.parent is None or block.parent.page == PagePool.DUMMY else block.parent.page
+    if adapter is None:
+        return Stored(block.page, parent, block.tokens, None, BASE_VERSION, None, scope)
+    return Stored(block.page, parent, block.tokens, adapter.name, adapter.version, adapter.manifest.content_hash, scope)
