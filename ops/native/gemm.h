@@ -33,12 +33,35 @@ struct Ahead {
     long step;
 };
 
+// Addresses of a tile's rows: an address is a pointer and 1, 2, 4 or 8 times a register, so that those of all rows take one
+// register for each odd number below theirs and no instruction. Left to itself, the compiler takes a pointer for each row,
+// keeps what it has no register for in memory, and loads it once for every step.
+template <int ROWS>
+struct RowAddresses {
+    long odd[(ROWS + 1) / 2];  // bytes to rows 1, 3, 5 …
+
+    explicit RowAddresses(long row_bytes) {
+#pragma GCC unroll 6
+        for (int i = 0; i < (ROWS + 1) / 2; i++) {
+            odd[i] = (2 * i + 1) * row_bytes;
+            asm("" : "+r"(odd[i]));
+        }
+    }
+    template <class X>
+    CHORUS_INLINE const X* of(const X* x, int row) const {
+        if (!row) return x;
+        const int twos = __builtin_ctz(row);
+        return (const X*)((const char*)x + (odd[(row >> twos) / 2] << twos));
+    }
+};
+
 // acc[r][h] += Σ_k x[r, k] · w[16·h …, k], from the first k to the last.
 template <class T, int ROWS, int HALVES, bool FETCH>
 inline void multiply(const Act<T>* x, long ldx, const T* w, int k, Floats (*acc)[HALVES], Ahead ahead = {}) {
     using K = Kind<T>;
     using A = Kind<Act<T>>;
-    for (int i = 0; i < k; i += K::pair, w += kPanel * K::pair) {
+    const RowAddresses<ROWS> rows(ldx * (long)sizeof(Act<T>));
+    for (const Act<T>* end = x + k; x < end; x += K::pair, w += kPanel * K::pair) {
         if constexpr (FETCH && HALVES == 2) {
             prefetch(w, kPrefetchBytes);
             prefetch(w, kPrefetchBytes + 64);
@@ -53,7 +76,7 @@ inline void multiply(const Act<T>* x, long ldx, const T* w, int k, Floats (*acc)
             for (int h = 0; h < HALVES; h++) weights[h] = K::step(load_words(w + h * kLanes * K::pair), s);
 #pragma GCC unroll 12
             for (int r = 0; r < ROWS; r++) {
-                const auto b = A::broadcast(x + r * ldx + i + s);
+                const auto b = A::broadcast(rows.of(x, r) + s);
 #pragma GCC unroll 2
                 for (int h = 0; h < HALVES; h++) acc[r][h] = A::mac(acc[r][h], weights[h], b);
             }
