@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 
 from .connections import Connections
-from .http_protocol import MAX_HEAD_BYTES, HttpConnection
+from .http_protocol import MAX_HEAD_BYTES
 
 ACCEPT_AT_ONCE = 512
 """Connections taken off a queue before others have their turn on the event loop: a tenth of the time to begin them.
@@ -76,7 +76,7 @@ class Acceptor:
     """
 
     def __init__(
-        self, listeners: Iterable[socket.socket], make: Callable[[Accepted], HttpConnection], connections: Connections
+        self, listeners: Iterable[socket.socket], make: Callable[[Accepted], asyncio.Protocol], connections: Connections
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._make = make

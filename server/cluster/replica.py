@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ...core.requests.record import NotHere
 from ...core.requests.sampling_params import InvalidRequest
 from ...core.requests.types import RequestOutput
+from ...memory.adapters.adapter import Tier
 from ...memory.files.error import AdapterFormatError, LoadFailure
 from ...memory.files.identity import open_unchanged, with_content
 from ...memory.host.image import HostImage
@@ -293,7 +294,7 @@ def _check_tokens(tokens: Any) -> None:
 def _about(engine: Engine) -> dict[str, Any]:
     """What a report tells beside the counts, on the engine's thread."""
     store = engine.store
-    near = list(store.near())
+    near = [one for one in map(store.get, store.names()) if store.tier(one) is not Tier.DISK]
     running, waiting = engine.adapter_load()
     return {
         "tiers": {one.name: store.tier(one).value for one in near},
