@@ -125,6 +125,8 @@ class Link:
                 log.error("replica %s has said nothing for %g s", self.name, self._silent_seconds)
             except OSError as error:
                 log.warning("replica %s: %s: %s", self.name, type(error).__name__, error)
+            except Exception:  # of this front's own: the replica must not be lost to it for good
+                log.exception("what replica %s sent could not be dealt with; it is connected anew", self.name)
             finally:
                 self._stream.close()
                 self._stream = None

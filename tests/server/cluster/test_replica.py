@@ -13,6 +13,7 @@ from chorus.core.requests.record import NotHere, from_record, to_record
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.server.cluster.identity import Identity
+from chorus.server.cluster.link import Link
 from chorus.server.cluster.replica import FROM_REPLICA, Replica
 from chorus.server.cluster.report import Hello, Report
 from chorus.server.cluster.rows import from_row
@@ -30,7 +31,6 @@ class Engine(FakeEngine):
 
     def __init__(self) -> None:
         super().__init__(["alice"])
-        self.store.near = list
 
     def resume(self, record):
         if record["content_hash"] not in (None, *self.store.names()):
@@ -185,6 +185,36 @@ def test_a_draining_replica_refuses_and_says_so(play):
         while not Report.from_wire((await frames(front, "stats"))[1][0]).draining:
             pass
         assert world.replica.is_empty
+
+    play(act)
+
+
+def test_a_front_that_fails_over_a_frame_connects_anew(play):
+    """A fault of the front's own costs a connection, not the replica for good."""
+
+    class Events:
+        def __init__(self) -> None:
+            self.ups = self.downs = 0
+            self.came = asyncio.Event()
+
+        def on_up(self, link: Link) -> None:
+            self.ups += 1
+
+        def on_frame(self, link: Link, frame: object) -> None:
+            if self.ups == 1:
+                raise KeyError(link.name)
+            self.came.set()
+
+        def on_down(self, link: Link, *, stuck: bool) -> None:
+            self.downs += 1
+            assert not stuck
+
+    async def act(world):
+        events = Events()
+        running = asyncio.create_task(Link("r0", world.socket, SECRET, 60.0).run(events))
+        await events.came.wait()
+        assert (events.ups, events.downs) == (2, 1)
+        running.cancel()
 
     play(act)
 
