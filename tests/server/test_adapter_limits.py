@@ -194,16 +194,16 @@ def test_the_keeper_outlives_a_stall(make_live, root, monkeypatch):
     monkeypatch.setattr("chorus.server.watchdog.POLL_SECONDS", 1e6)  # or it would see that nothing hangs
     good = (root / "r3-mlp" / WEIGHTS).read_bytes()
     os.truncate(root / "r3-mlp" / WEIGHTS, len(good) - 5)
-    live = make_live(adapters=root)
-    refused, call = [], live.worker.call
+    refused, call = [], EngineWorker.call
 
-    def watched(function):
-        future = call(function)
+    def watched(worker, function):
+        future = call(worker, function)
         if future.done() and isinstance(future.exception(), EngineUnavailable):
             refused.append(function)
         return future
 
-    live.worker.call = watched
+    monkeypatch.setattr(EngineWorker, "call", watched)
+    live = make_live(adapters=root)
     live.worker.stalled = "a step hangs"
     live.wait_until(lambda: refused, 60)
     live.worker.stalled = None
