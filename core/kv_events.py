@@ -69,7 +69,7 @@ class KvEvents:
         return True
 
     def _adapter(self, version: int) -> Adapter:
-        if version not in self._adapters:  # those that are gone are forgotten on this occasion
+        if version not in self._adapters:  # versions that are gone are forgotten on this occasion
             self._adapters = {adapter.version: adapter for adapter in self._store.versions()}
         return self._adapters[version]
 

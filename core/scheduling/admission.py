@@ -201,7 +201,7 @@ class Admission:
         return None
 
     def _find_room(self, request: Request, step: Step) -> bool:
-        """See to pages for a request that lacks them, or pass it over; False if nobody behind it may go before it."""
+        """See to pages for a request that lacks them, or pass it over; False if no request may begin before it."""
         if self._store.give_up_loads():
             return True
         if self._make_way(request, step):
@@ -237,7 +237,7 @@ class Admission:
         return True
 
     def _open(self, step: Step, place: Place) -> None:
-        """Have the step's candidates be those that may take a place of a kind, from the first one on."""
+        """Have the step's candidates be the requests that may take a place of a kind, from the first one on."""
         self._turns.restart(step.now, self._num_steps())
         step.place, step.order = place, QueueOrder(
             self._waiting, self._turns, self._store, step.overdue_before, step.may_come if step.is_limited else None,
@@ -270,7 +270,7 @@ class Admission:
         return fits(request, blocks, growth.total_with(request)) or fits(request, blocks, growth.peak_with(request))
 
     def _start(self, request: Request, blocks: list[Block], count: int, step: Step) -> int | None:
-        """Start a waiting request with `count` tokens; returns those that it computes, none while its KV comes back.
+        """Start a waiting request with `count` tokens; returns how many it computes, 0 while its KV comes back.
 
         None if its adapter can't be loaded, which fails this request only.
         """

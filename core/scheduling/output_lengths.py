@@ -69,14 +69,14 @@ class OutputLengths:
 
 
 class Growth:
-    """Pages that running requests are expected to need beyond those that they have."""
+    """Pages that running requests are expected to need beyond the pages that they have."""
 
     def __init__(self, lengths: OutputLengths, block_tokens: int, running: Sequence[Request]) -> None:
         self._lengths = lengths
         self._block = block_tokens
         self._running = running
         self.total = 0
-        """Those by which they grow in all."""
+        """Pages by which all of them grow."""
         for end, request in zip(lengths.final_lengths(running), running, strict=True):
             grown = -(-(end - 1) // block_tokens) + -request.room // block_tokens
             if grown > 0:

@@ -45,7 +45,8 @@ class SeatShares:
         self._now = 0.0  # of the step
         self._known: dict[str, float] = {}  # `given` then, of the accounts that it has asked for
         self._givers: list[Giver] | None = None  # a heap; None until it is asked for
-        self._entries: dict[str, Giver] = {}  # of the heap those that hold
+        self._places: dict[str, int] = {}  # of accounts, in the order of the step's rows
+        self._entries: dict[str, Giver] = {}  # the heap's entries that hold, by account
 
     # -- what accounts were given
 
@@ -186,10 +187,9 @@ class SeatShares:
         givers = self._givers
         if givers is None:
             givers, self._entries = [], {}
-            self._givers = givers
-            for place, account in enumerate(self._yields):
-                if self._rows[account] > 1:
-                    self._enter(account, place)
+            self._givers, self._places = givers, {account: place for place, account in enumerate(self._yields)}
+            for account in self._places:
+                self._enter(account)
         while givers and self._entries.get(givers[0][3]) is not givers[0]:
             heapq.heappop(givers)
         return givers[0][3] if givers else None
@@ -199,12 +199,12 @@ class SeatShares:
         self._known.pop(account, None)
         if self._givers is not None and account in self._yields:
             self._entries.pop(account, None)
-            self._enter(account, list(self._yields).index(account))
+            self._enter(account)
 
-    def _enter(self, account: str, place: int) -> None:
+    def _enter(self, account: str) -> None:
         rows = self._rows[account]
         if rows > 1 and self._yields[account] > 0 and self._givers is not None:
-            entry = self._entries[account] = -self._given(account), -rows, place, account
+            entry = self._entries[account] = -self._given(account), -rows, self._places[account], account
             heapq.heappush(self._givers, entry)
 
 
