@@ -89,11 +89,6 @@ class EngineConfig(BaseModel):
         "start; on: our kernel; fused: our kernel with the norms in it; off: cuBLAS. With on or fused a row's products "
         "have the same bits in each of these batch sizes and at every start",
     )
-    forked_shrink: bool = Field(
-        default=False,
-        description="on a GPU: the first half of a decode step's LoRA products runs beside the base product, on a "
-        "stream of its own; LoRA's kernels then don't begin before the ones before them have ended",
-    )
     max_lora_rank: int = Field(
         default=256, ge=1, le=256, description="largest rank of an adapter on a GPU, whose tables are made for it once"
     )

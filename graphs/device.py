@@ -35,7 +35,6 @@ class CudaDevice:
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # those that share the pool
         with torch.cuda.device(self.torch_device):
             self._stream = torch.cuda.Stream()
-            self._side = torch.cuda.Stream()
             self._pool = torch.cuda.graph_pool_handle()
 
     def scope(self) -> AbstractContextManager[Any]:
@@ -77,17 +76,6 @@ class CudaDevice:
             graph.capture_end()
         self._graphs.add(graph)
         return graph.replay
-
-    def fork(self) -> AbstractContextManager[Any]:
-        """Inside, work goes to a second stream, behind all that the first was given so far and beside what it is given
-        from now on, in a capture, too. `join` must follow before anything is made or freed that this work touches.
-        """
-        self._side.wait_stream(torch.cuda.current_stream(self.torch_device))
-        return torch.cuda.stream(self._side)
-
-    def join(self) -> None:
-        """Have what the stream is given from now on wait for all that the second one was given."""
-        torch.cuda.current_stream(self.torch_device).wait_stream(self._side)
 
     def seconds(self, work: Callable[[], object], count: int = 5) -> float:
         """Device time of `work`, captured, between events: the median of `count` replays after one."""

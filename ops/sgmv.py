@@ -194,7 +194,7 @@ class Tile:
             tokens = torch.arange(self.begin, self.end)[:, None]
             others = (tokens < torch.tensor(begins)) | (tokens >= torch.tensor(ends))
             found = others.repeat_interleave(ranks, 1), torch.tensor(scales).repeat_interleave(ranks)
-            self._factors[entries] = found
+            found = self._factors[entries] = found[0].to(h.device), found[1].to(h.device)
         return (h if len(self.entries) == 1 else h.masked_fill_(found[0], 0)).mul_(found[1])
 
 

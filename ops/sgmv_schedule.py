@@ -21,8 +21,7 @@ RANK_CLASSES = (16, 64, 256)
 class Schedule:
     """Sizes of a shrink and an expand launch; all are compile-time constants of the kernels.
 
-    tensor_cores: products of `tile_tokens` tokens at once; otherwise token by token, with the rank-rows of a tile
-    staying in the first-level cache.
+    tensor_cores: products of `tile_tokens` tokens at once; otherwise a program has one token.
     tile_tokens: most tokens of a segment that a program takes. block_r, expand_r: rank-rows at once, in shrink and in
     expand. block_k: inputs at once. block_n: outputs of a program. lanes: programs that share a tile's rank-rows in
     shrink.
@@ -59,7 +58,9 @@ class Schedule:
 
 
 def decode(tokens: int, max_rank: int) -> Schedule:
-    """Every token may be of another adapter: reading rank-rows is the work, so many small programs read them.
+    """Every token may be of another adapter: reading rank-rows is the work, so many small programs read them. Tokens of
+    one adapter have programs of their own, too: the second-level cache has the rank-rows that the first has read, and
+    token after token in one program waits for that cache once for each.
 
     tokens, max_rank: the bucket's, not a step's. Lanes are for high ranks in small buckets, which leave a GPU idle; in
     large ones most would find that the rank is low and there is nothing to do. A program of expand is one warp, whose
@@ -69,7 +70,7 @@ def decode(tokens: int, max_rank: int) -> Schedule:
     block_r = 16 if max_rank > 8 else 8
     return Schedule(
         tensor_cores=False,
-        tile_tokens=8,
+        tile_tokens=1,
         block_r=block_r,
         expand_r=block_r,
         block_k=256,

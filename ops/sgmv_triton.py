@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -46,9 +46,6 @@ from .sgmv_tables import (
     TILE_WIDTH,
     SgmvTables,
 )
-
-#: One of the two launches of a product.
-Half = Literal["shrink", "expand"]
 
 _BEGIN, _END, _SLOT = (tl.constexpr(at) for at in (BEGIN, END, SLOT))
 _RANK, _SLAB, _SCALE, _TILE = (tl.constexpr(at) for at in (RANK, SLAB, SCALE, TILE_WIDTH))
@@ -144,7 +141,7 @@ def shrink_decode(
     CHUNKS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """h[split, t, m, i] = Σ_k x[t, k] · A_m[i, k], k in the split's share of the inputs; token by token, no tile.
+    """h[split, t, m, i] = Σ_k x[t, k] · A_m[i, k], k in the split's share of the inputs; a tile is one token.
 
     Grid (tiles, MODULES · LANES, splits). VEC: elements in 16 bytes. WARPS: those of a program.
     h: float32 [splits, tokens, MODULES, BLOCKS · PLACE_ROWS]. x: [tokens, D_IN], rows x_stride apart.
@@ -159,7 +156,7 @@ def shrink_decode(
     group, lane = tl.program_id(1) % MODULES, tl.program_id(1) // MODULES
     tiles += tile * _TILE
     slot, rank, slab = tl.load(tiles + _SLOT), tl.load(tiles + _RANK), tl.load(tiles + _SLAB)
-    begin, end = tl.load(tiles + _BEGIN).to(tl.int64), tl.load(tiles + _END).to(tl.int64)
+    token = tl.load(tiles + _BEGIN).to(tl.int64)
     if slot < 0:
         if PDL:
             cuda.gdc_wait()
@@ -175,18 +172,17 @@ def shrink_decode(
             places, first_elem, slot, layer, layers, offset, slab, row, rows, BLOCKS, PAGES
         )  # fmt: skip
         if is_changed:
-            for token in range(begin, end):
-                total = tl.zeros([BLOCK_R // WARPS, WARPS, BLOCK_K], dtype=tl.float32)
-                for chunk in tl.static_range(CHUNKS):
-                    column = (split * CHUNKS + chunk) * BLOCK_K + tl.arange(0, BLOCK_K)
-                    a = _load_block(arena, pages, near, start, column, live, D_IN, PAGES, PAGE, VEC)
-                    if PDL and chunk == 0:
-                        cuda.gdc_wait()
-                    shared = x + token * x_stride + column[None, :] + 0 * warp[:, None]
-                    values = tl.load(shared, mask=((column < D_IN)[None, :]) & (warp >= 0)[:, None], other=0.0)
-                    total += a.to(tl.float32) * values.to(tl.float32)[None, :, :]
-                at = ((split * tokens + token) * MODULES + group) * (BLOCKS * _ROWS)
-                tl.store(h + at + rows, tl.sum(total, axis=2), mask=live)
+            total = tl.zeros([BLOCK_R // WARPS, WARPS, BLOCK_K], dtype=tl.float32)
+            for chunk in tl.static_range(CHUNKS):
+                column = (split * CHUNKS + chunk) * BLOCK_K + tl.arange(0, BLOCK_K)
+                a = _load_block(arena, pages, near, start, column, live, D_IN, PAGES, PAGE, VEC)
+                if PDL and chunk == 0:
+                    cuda.gdc_wait()
+                shared = x + token * x_stride + column[None, :] + 0 * warp[:, None]
+                values = tl.load(shared, mask=((column < D_IN)[None, :]) & (warp >= 0)[:, None], other=0.0)
+                total += a.to(tl.float32) * values.to(tl.float32)[None, :, :]
+            at = ((split * tokens + token) * MODULES + group) * (BLOCKS * _ROWS)
+            tl.store(h + at + rows, tl.sum(total, axis=2), mask=live)
     if PDL:
         cuda.gdc_wait()
 
@@ -256,7 +252,7 @@ def expand_decode(
     SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y[t, c_m + n] += scale · Σ_i (Σ_split h[split, t, m, i]) · B_m[n, i]; token by token, no tile.
+    """y[t, c_m + n] += scale · Σ_i (Σ_split h[split, t, m, i]) · B_m[n, i]; a tile is one token.
 
     Grid (blocks of columns of all modules, tiles). y: [tokens, ≥ W0 + W1 + W2], rows y_stride apart; module m's W_m
     columns begin at c_m = Σ_{j<m} W_j. h: float32 [SPLITS, tokens, MODULES, BLOCKS · PLACE_ROWS]. arena: [num_pages,
@@ -271,7 +267,7 @@ def expand_decode(
     block, tile = tl.program_id(0), tl.program_id(1)
     tiles += tile * _TILE
     slot, rank, slab = tl.load(tiles + _SLOT), tl.load(tiles + _RANK), tl.load(tiles + _SLAB)
-    begin, end = tl.load(tiles + _BEGIN).to(tl.int64), tl.load(tiles + _END).to(tl.int64)
+    token = tl.load(tiles + _BEGIN).to(tl.int64)
     factor = tl.load(tiles + _SCALE).to(tl.float32, bitcast=True)
     if slot < 0:
         if PDL:
@@ -285,34 +281,33 @@ def expand_decode(
     pages += slot.to(tl.int64) * max_pages
     width = _pick(group, W0, W1, W2)
     column = (block - _pick(group, 0, BLOCKS_0, BLOCKS_1)) * BLOCK_N + tl.arange(0, BLOCK_N)
-    for token in range(begin, end):
-        target = y + token * y_stride + _pick(group, 0, W0, W0 + W1) + column
-        rows = tl.arange(0, BLOCK_R)
-        is_changed, start, near = _find_block(
-            places, first_elem, slot, layer, layers, offset, slab, 0, rows, BLOCKS, PAGES
-        )  # fmt: skip
-        if not PDL:
-            before = tl.load(target, mask=column < width, other=0.0).to(tl.float32)
-            parts = _load_parts(h, token, tokens, group, 0, MODULES, WIDTH, SPLITS, SPLIT_BLOCK, BLOCK_R)
-        # where there are no weights none are loaded: a branch would be one more thing to wait for
-        own = tl.where(is_changed, rank, 0)
-        b = _load_block(arena, pages, near, start, column, rows < own, width, PAGES, PAGE, VEC)
-        if PDL:
-            cuda.gdc_wait()
-            before = tl.load(target, mask=column < width, other=0.0).to(tl.float32)
-            parts = _load_parts(h, token, tokens, group, 0, MODULES, WIDTH, SPLITS, SPLIT_BLOCK, BLOCK_R)
-        total = _product(parts, b, rows < rank)
-        if BLOCKS > 1:
-            for row in tl.range(BLOCK_R, rank, BLOCK_R, num_stages=STAGES):
-                parts = _load_parts(h, token, tokens, group, row, MODULES, WIDTH, SPLITS, SPLIT_BLOCK, BLOCK_R)
-                rows = row + tl.arange(0, BLOCK_R)
-                _, start, near = _find_block(
-                    places, first_elem, slot, layer, layers, offset, slab, row, rows, BLOCKS, PAGES
-                )  # fmt: skip
-                b = _load_block(arena, pages, near, start, column, rows < own, width, PAGES, PAGE, VEC)
-                total += _product(parts, b, rows < rank)
-        after = (before + factor * total).to(y.dtype.element_ty)
-        tl.store(target, after, mask=column < tl.where(is_changed, width, 0))
+    target = y + token * y_stride + _pick(group, 0, W0, W0 + W1) + column
+    rows = tl.arange(0, BLOCK_R)
+    is_changed, start, near = _find_block(
+        places, first_elem, slot, layer, layers, offset, slab, 0, rows, BLOCKS, PAGES
+    )  # fmt: skip
+    if not PDL:
+        before = tl.load(target, mask=column < width, other=0.0).to(tl.float32)
+        parts = _load_parts(h, token, tokens, group, 0, MODULES, WIDTH, SPLITS, SPLIT_BLOCK, BLOCK_R)
+    # where there are no weights none are loaded: a branch would be one more thing to wait for
+    own = tl.where(is_changed, rank, 0)
+    b = _load_block(arena, pages, near, start, column, rows < own, width, PAGES, PAGE, VEC)
+    if PDL:
+        cuda.gdc_wait()
+        before = tl.load(target, mask=column < width, other=0.0).to(tl.float32)
+        parts = _load_parts(h, token, tokens, group, 0, MODULES, WIDTH, SPLITS, SPLIT_BLOCK, BLOCK_R)
+    total = _product(parts, b, rows < rank)
+    if BLOCKS > 1:
+        for row in tl.range(BLOCK_R, rank, BLOCK_R, num_stages=STAGES):
+            parts = _load_parts(h, token, tokens, group, row, MODULES, WIDTH, SPLITS, SPLIT_BLOCK, BLOCK_R)
+            rows = row + tl.arange(0, BLOCK_R)
+            _, start, near = _find_block(
+                places, first_elem, slot, layer, layers, offset, slab, row, rows, BLOCKS, PAGES
+            )  # fmt: skip
+            b = _load_block(arena, pages, near, start, column, rows < own, width, PAGES, PAGE, VEC)
+            total += _product(parts, b, rows < rank)
+    after = (before + factor * total).to(y.dtype.element_ty)
+    tl.store(target, after, mask=column < tl.where(is_changed, width, 0))
     if PDL:
         cuda.gdc_wait()
 
@@ -385,7 +380,6 @@ class Sgmv:
             schedule, tuple(modules), d_in, arena.shape[1], arena.element_size(), tables.max_rank, tables.place_pages,
         )  # fmt: skip
         self._launch = launch = _launch(*shape, dependent_launch.begins_early(arena.device))
-        self._half_launch = _launch(*shape, False)
         self._of_slots = tables.offsets, tables.first_elem, tables.pages
         if not schedule.tensor_cores:
             self._of_slots = tables.offsets, tables.places, tables.first_elem, tables.pages
@@ -403,14 +397,13 @@ class Sgmv:
 
     def __call__(
         self,
-        y: torch.Tensor | None,
+        y: torch.Tensor,
         x: torch.Tensor,
         layer: int,
         tiles: Sequence[torch.Tensor],
         num_tiles: int,
         tokens: int | None = None,
         *,
-        half: Half | None = None,
         compile_only: bool = False,
     ) -> None:
         """Add the products of planned tiles to y, in place.
@@ -420,9 +413,6 @@ class Sgmv:
         y. num_tiles: the bucket's, at least what `tables.plan` returned for the schedule's `tile_tokens`. tokens: how
         many of x the tiles may name; all by default. compile_only: have the kernels compiled, beside each other within
         `compiling`, and launch nothing.
-
-        half: one of the two launches alone, of one pass; shrink takes no y. The two may be given to different streams,
-        so that neither begins before what it waits for has ended.
         """
         if tokens is None:
             tokens = len(x)
@@ -430,16 +420,10 @@ class Sgmv:
             return
         if tokens > self._max_tokens:
             raise ValueError(f"h has no room for the partial sums of {tokens} tokens in {self._launch.splits} splits")
-        if half is not None and len(tiles) > 1:
-            raise ValueError(f"{half} alone of {len(tiles)} passes; each pass has partial sums of its own")
-        if y is None:
-            if half != "shrink":
-                raise ValueError("y is missing; only shrink does without")
-            y = x
         (x_stride, x_step), (y_stride, y_step) = x.stride(), y.stride()
         if x_step != 1 or y_step != 1:
             raise ValueError("rows of x and y are contiguous")
-        launch, arena, h = self._launch if half is None else self._half_launch, self._arena, self._tables.h
+        launch, arena, h = self._launch, self._arena, self._tables.h
         free = layer, self._layers, self._max_pages, tokens
         for every in tiles:
             shrunk, expanded = (h, x, arena, every, *self._of_slots), (y, h, arena, every, *self._of_slots)
@@ -447,10 +431,8 @@ class Sgmv:
                 launch.shrink.compile(shrunk, free, (x_stride,))
                 launch.expand.compile(expanded, free, (y_stride,))
                 continue
-            if half != "expand":
-                launch.shrink((num_tiles, launch.groups, launch.splits), shrunk, free, (x_stride,))
-            if half != "shrink":
-                launch.expand((launch.blocks, num_tiles, 1), expanded, free, (y_stride,))
+            launch.shrink((num_tiles, launch.groups, launch.splits), shrunk, free, (x_stride,))
+            launch.expand((launch.blocks, num_tiles, 1), expanded, free, (y_stride,))
 
 
 @contextmanager

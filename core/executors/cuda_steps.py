@@ -94,8 +94,7 @@ class CudaSteps:
             max_stall=config.max_load_stall_seconds,
             make_copy=partial(Upload, device),
         )
-        fork = device if config.forked_shrink else None
-        self.bucket_lora = {size: self.lora.bucket(size, fork=fork) for size in sizes}
+        self.bucket_lora = {size: self.lora.bucket(size) for size in sizes}
         self.mixture_lora = {size: self.lora.bucket(size, passes=2) for size in sizes}
         self.ways: Mapping[int, Ways] = dict.fromkeys(sizes, BY_LIBRARY)  # of each bucket's products
         self.graphs: GraphRunner[None] = GraphRunner(self._capture, lambda: device.memory()[0])

@@ -181,12 +181,8 @@ class DecoderModel:
         eps, gate = self.config.rms_norm_eps, group == GATE_UP and lora is None
         if ways[group] is Way.NORMED:
             x, residual, y = norm_and_multiply(out, residual, norm, eps, weight, bias, gate=gate, keep=lora is not None)
-            if lora is not None and x is not None:
-                lora.begin(group, x, index)
             return x, residual, y
         x = add_and_norm(out, residual, norm, eps)
-        if lora is not None:
-            lora.begin(group, x, index)
         return x, residual, (multiply_and_gate if gate else multiply)(ways[group], x, weight, bias)
 
     def _attention(
@@ -208,8 +204,6 @@ class DecoderModel:
             q = rotate_and_write(qkv, rotation, self._norms[index], k_cache, v_cache, batch.page, batch.offset)
         with span("attn.run"):
             attended = batch.attention.run(q, k_cache, v_cache)  # [tokens, q]
-        if lora is not None:
-            lora.begin(ATTN_O, attended, index)
         with span("attn.o"):
             out = multiply(batch.ways[ATTN_O], attended, layer.o, layer.o_bias)
         if lora is not None:
@@ -232,7 +226,6 @@ class DecoderModel:
         with span("lora.gate_up"):
             lora.add(GATE_UP, hidden, x, index)
         hidden = silu_and_mul(hidden)
-        lora.begin(DOWN, hidden, index)
         out = multiply(way, hidden, layer.down, layer.down_bias)
         with span("lora.down"):
             lora.add(DOWN, out, hidden, index)

@@ -37,9 +37,6 @@ class StepLora(Protocol):
     def wait(self, layer: int, /) -> None:
         """Wait for `layer` of adapters that are still being loaded; called before the layer is computed."""
 
-    def begin(self, group: int, x: torch.Tensor, layer: int, /) -> None:
-        """Begin the part of the `add` that comes next which needs no y, if possible before the base product is run."""
-
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int, /) -> None:
         """Add those of one of the groups of projections that share an input: QKV, ATTN_O, GATE_UP or DOWN."""
 
@@ -136,9 +133,6 @@ class LoraState:
             return []
         late = self.late_slots()
         return [row.request_id for row in rows if row.slot in late]
-
-    def begin(self, group: int, x: torch.Tensor, layer: int) -> None:
-        """Nothing runs beside the base product."""
 
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
         sgmv(y, x, self.arena, self.segments, layer, self._groups[group])

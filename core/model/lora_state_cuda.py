@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -82,9 +81,9 @@ class CudaLoraState(LoraState):
         for product in itertools.chain.from_iterable(self._products.values()):
             product.use_arena(arena)
 
-    def bucket(self, size: int, passes: int = 1, fork: Fork | None = None) -> LoraLaunches:
+    def bucket(self, size: int, passes: int = 1) -> LoraLaunches:
         """The launches of a captured step: as many tiles whatever the adapters, with some room for their parts."""
-        return LoraLaunches(self, decode(size, self.max_rank), size + min(size, 8), passes=passes, fork=fork)
+        return LoraLaunches(self, decode(size, self.max_rank), size, passes=passes)
 
     def begin_bucket(
         self,
@@ -200,19 +199,11 @@ class Tail(NamedTuple):
     border: int
 
 
-class Fork(Protocol):
-    """Device that runs work beside its stream; see `CudaDevice`."""
-
-    def fork(self) -> AbstractContextManager[object]: ...
-    def join(self) -> None: ...
-
-
 class LoraLaunches:
     """A step's launches: one schedule over so many of the tables' tiles, and perhaps another one for its last tokens.
     They hold nothing of a step themselves.
 
-    wait: called before every layer. passes: most entries of a token on one module. fork: what runs shrink beside the
-    base product, for launches of one pass without a tail; None: shrink follows it, as expand does.
+    wait: called before every layer. passes: most entries of a token on one module.
     """
 
     def __init__(
@@ -223,10 +214,9 @@ class LoraLaunches:
         wait: Callable[[int], None] = lambda layer: None,
         passes: int = 1,
         tail: Tail | None = None,
-        fork: Fork | None = None,
     ) -> None:
         self.schedule, self.num_tiles, self.wait, self.passes = schedule, num_tiles, wait, passes
-        self._state, self.tail, self._fork = state, tail, fork
+        self._state, self.tail = state, tail
         self._tiles = state.tables.tiles_of_pass[:passes]
         self._tokens = None if tail is None else tail.border
         self._tail_tiles = [] if tail is None else [tiles[num_tiles:] for tiles in self._tiles]
@@ -239,21 +229,11 @@ class LoraLaunches:
     def _tail_groups(self) -> list[Sgmv]:
         return [] if self.tail is None else self._state.products(self.tail.schedule)
 
-    def begin(self, group: int, x: torch.Tensor, layer: int) -> None:
-        """Launch shrink beside what comes next, where there is a fork; the `add` that follows waits for it."""
-        if self._fork is not None:
-            with self._fork.fork():
-                self._groups[group](None, x, layer, self._tiles, self.num_tiles, half="shrink")
-
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int, *, compile_only: bool = False) -> None:
         """Add the products of the first `num_tiles` tiles of each pass with a group's projections, and of the tail's.
 
         compile_only: see `sgmv_triton.Sgmv`.
         """
-        if self._fork is not None:
-            self._fork.join()
-            self._groups[group](y, x, layer, self._tiles, self.num_tiles, half="expand")
-            return
         if (tail := self.tail) is not None:
             last = y[tail.border :], x[tail.border :]
             self._tail_groups[group](*last, layer, self._tail_tiles, tail.num_tiles)

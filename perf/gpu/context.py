@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ class Context:
     """device: `cuda` or `cpu`. quick: few cases. smoke: on a CPU, where shapes are small and times mean nothing.
 
     work_dir: where adapters and configurations are written; kept from call to call. save: keeps what a section has
-    found so far, whatever becomes of its process.
+    found so far, whatever becomes of its process. engine: fields of EngineConfig that every engine is started with.
     """
 
     device: str
@@ -48,6 +48,7 @@ class Context:
     work_dir: Path
     seed: int = 0
     save: Callable[[dict[str, Any]], None] = lambda found: None
+    engine: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def smoke(self) -> bool:

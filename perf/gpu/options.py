@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...core.config import EngineConfig
 from .. import gpu
 from ..report.command import parser
 from .sections.registry import SECTIONS
@@ -42,10 +43,18 @@ class Options(argparse.Namespace):
         return options
 
     @property
+    def engine_fields(self) -> dict[str, str]:
+        """Fields of EngineConfig that are not as they are by default, in `--engine NAME=VALUE`."""
+        return dict(field.split("=", 1) for field in self.engine)
+
+    @property
     def settings(self) -> dict[str, Any]:
         """Values that must be equal for results to belong together."""
         run = "quick" if self.quick else "full"
-        return {"run": run, "device": self.device, "model": self.model_size, "seed": self.seed}
+        return {
+            "run": run, "device": self.device, "model": self.model_size, "seed": self.seed,
+            "engine": " ".join(sorted(self.engine)) or "as it is by default",
+        }  # fmt: skip
 
     def store(self) -> ResultStore:
         return ResultStore(self.out, self.settings)
@@ -61,7 +70,9 @@ class Options(argparse.Namespace):
             raise RuntimeError("torch sees no CUDA device; for a smoke run without one: --device cpu")
         timer = CudaTimer(0.05 if self.quick else 0.3) if self.device == "cuda" else WallTimer(1)
         size = SIZES[self.model_size]
-        return Context(self.device, size, self.quick, timer, self.store(), self.work_dir, self.seed, save)
+        return Context(
+            self.device, size, self.quick, timer, self.store(), self.work_dir, self.seed, save, self.engine_fields
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -83,6 +94,17 @@ def _parser() -> argparse.ArgumentParser:
         help="a .tar.gz of all results and logs, written after every section; where it is there already it is unpacked "
         "first, so that a second call goes on from it",
     )  # fmt: skip
+    add(
+        "--engine", type=_field, nargs="+", default=[], metavar="NAME=VALUE",
+        help="fields of the engine's configuration, such as dependent_launch=off, to compare with a run without them",
+    )  # fmt: skip
     add("--seed", type=int, default=0)
     add("--worker", choices=tuple(SECTIONS), help=argparse.SUPPRESS)
     return command
+
+
+def _field(text: str) -> str:
+    name, equals, _ = text.partition("=")
+    if not equals or name not in EngineConfig.model_fields:
+        raise argparse.ArgumentTypeError(f"{text!r}: NAME=VALUE with a field of EngineConfig is expected")
+    return text

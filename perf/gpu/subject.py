@@ -68,15 +68,16 @@ class Subject:
         shadow_bytes = geometry.layer_params * context.dtype.itemsize if shadow else 0
         shadow_pages = shadow_bytes // page.page_bytes + 4 * geometry.layers if shadow else 0
         model = context.work_dir / context.size.name / context.dtype_name
-        config = EngineConfig(
-            model=context.size.write_config(model, context.dtype_name), load_format="dummy", dtype=context.dtype_name,
-            device=context.device, cpu_kernels="torch", max_model_len=max_len, max_num_seqs=max_seqs,
-            max_num_batched_tokens=max(max_batched, max_seqs), block_tokens=page.block_tokens,
-            num_pages=2 + kv_pages + adapter_pages + shadow_pages, max_lora_rank=MAX_RANK, graph_capture=graph_capture,
-            small_gemm=small_gemm,
-            host_cache_bytes=2 * sum(files.values()) + (1 << 20), prefix_cache=False, lookahead=max(1, max_seqs),
-            threads=1 if context.smoke else None, seed=context.seed,
-        )  # fmt: skip
+        fields: dict[str, Any] = {
+            "model": context.size.write_config(model, context.dtype_name), "load_format": "dummy",
+            "dtype": context.dtype_name, "device": context.device, "cpu_kernels": "torch", "max_model_len": max_len,
+            "max_num_seqs": max_seqs, "max_num_batched_tokens": max(max_batched, max_seqs),
+            "block_tokens": page.block_tokens, "num_pages": 2 + kv_pages + adapter_pages + shadow_pages,
+            "max_lora_rank": MAX_RANK, "graph_capture": graph_capture, "small_gemm": small_gemm,
+            "host_cache_bytes": 2 * sum(files.values()) + (1 << 20), "prefix_cache": False,
+            "lookahead": max(1, max_seqs), "threads": 1 if context.smoke else None, "seed": context.seed,
+        }  # fmt: skip
+        config = EngineConfig.model_validate({**fields, **context.engine})
         began = clock()
         self.engine = Engine.from_config(config, InlineReads() if inline_reads else None)
         context.timer.synchronize()

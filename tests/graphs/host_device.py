@@ -36,12 +36,6 @@ class HostDevice(CudaDevice):
 
         return replay
 
-    def fork(self):
-        return nullcontext()
-
-    def join(self):
-        """Nothing to wait for: forked work is done when its call returns."""
-
     def seconds(self, work, count=5):
         """No time passes here; a test may say how much does."""
         work()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 
@@ -66,49 +64,6 @@ def test_graphs_share_a_pool_while_one_of_them_lives(monkeypatch):
     del second, third
     assert pools.uses(pool) == 0
     assert device.capture(lambda: None).__self__.pool != pool, "a pool without graphs can't be captured into"
-
-
-class LoggedStream:
-    """Notes what it waits for; `current` is the stream that work goes to."""
-
-    def __init__(self, log):
-        log.append(self)
-        self.log = log
-        self.name = f"stream {len(log)}"
-
-    def wait_stream(self, other):
-        self.log.append(f"{self.name} waits for {other.name}")
-
-
-def test_a_fork_waits_for_the_stream_and_a_join_for_the_fork(monkeypatch):
-    fake_graphs(monkeypatch)
-    log, current = [], []
-
-    @contextmanager
-    def use(stream):
-        current.append(stream)
-        yield
-        current.pop()
-
-    def work(name):
-        log.append(f"{name} on {current[-1].name}")
-
-    fakes = {"Stream": lambda: LoggedStream(log), "stream": use, "current_stream": lambda device: current[-1]}
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    device = CudaDevice(0)
-    log.clear()
-    with device.scope():
-        work("x")
-        with device.fork():
-            work("shrink")
-        work("product")
-        device.join()
-        work("expand")
-    assert log == [
-        "x on stream 1", "stream 2 waits for stream 1", "shrink on stream 2", "product on stream 1",
-        "stream 1 waits for stream 2", "expand on stream 1",
-    ]  # fmt: skip
 
 
 def test_seconds_are_the_median_of_replays_between_events(monkeypatch):

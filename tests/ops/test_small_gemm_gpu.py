@@ -71,28 +71,6 @@ def test_captured_launches_follow_their_inputs():
             assert torch.equal(y, small_gemm_triton.multiply(x, weight))
 
 
-def test_a_fork_runs_beside_the_stream_and_is_joined():
-    """In a capture: what is forked sees what came before it, and what comes behind the join sees it."""
-    device = CudaDevice()
-    with device.scope():
-        source, side, total = (torch.zeros(1 << 20, device="cuda") for _ in range(3))
-
-        def work():
-            source.add_(1)
-            with device.fork():
-                side.copy_(source).mul_(2)
-            total.copy_(source)
-            device.join()
-            total.add_(side)
-
-        replay = device.capture(work)
-        for _ in range(3):
-            replay()
-        torch.cuda.synchronize()
-        assert bool((total == 3 * source).all())
-        assert float(source[0]) == 4, "once before the capture, and three replays"
-
-
 def test_seconds_are_of_replays():
     device = CudaDevice()
     values = torch.zeros(1 << 20, device="cuda")

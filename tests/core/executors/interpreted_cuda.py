@@ -11,7 +11,6 @@ import logging
 import sys
 import weakref
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +25,6 @@ from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.cuda_memory import OutOfDeviceMemory
 from chorus.core.executors.cuda_steps import CudaSteps
-from chorus.core.model import decoder
 from chorus.core.model.batch import BY_LIBRARY, Way
 from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.lora_state import DOWN, GATE_UP, QKV
@@ -609,52 +607,3 @@ def test_says_why_products_are_the_librarys(tiny, caplog, config, why):
     assert set(executor.steps.ways.values()) == {BY_LIBRARY}
     assert f"base products by the library: {why}" in caplog.text
     executor.close()
-
-
-class ForkingDevice(LateDevice):
-    """Notes where work goes; what is forked is done at once, as if the other stream were ahead."""
-
-    def __init__(self, log):
-        super().__init__()
-        self.log = log
-
-    @contextmanager
-    def fork(self):
-        self.log.append("fork")
-        yield
-        self.log.append("back")
-
-    def join(self):
-        self.log.append("join")
-
-
-def test_shrink_runs_beside_the_base_product(tiny, monkeypatch):
-    """Each decode step of a captured bucket: forked before the base product, joined before expand; the same tokens."""
-    log: list[str] = []
-
-    def noted(module, name, label):
-        inner = getattr(module, name)
-
-        def call(*args, **kwargs):
-            log.append(label(kwargs))
-            return inner(*args, **kwargs)
-
-        monkeypatch.setattr(module, name, call)
-
-    noted(sgmv_triton.Sgmv, "__call__", lambda kwargs: str(kwargs.get("half")))
-    noted(decoder, "multiply", lambda kwargs: "product")
-    noted(decoder, "rotate_and_write", lambda kwargs: "rotary")
-    config = make_config(tiny, forked_shrink=True, max_num_seqs=2)
-    executor = CudaExecutor(config, ForkingDevice(log))
-    engine = Engine(config, RecordingExecutor(executor), ticking(), InlineReads())
-    engine.store.register("r17-all", tiny.adapters["r17-all"])
-    driver = Driver(engine, engine.executor)
-    check(driver, ask(driver, tiny, ("r17-all", 3, 4), ("r17-all", 4, 4)))
-    log.clear()
-    executor.steps.graphs.replay(2, StepMode.LORA)
-    each = ["fork", "shrink", "back", "product", "join", "expand"]
-    assert log == [*each, "rotary", *each, *each, *each] * SPEC.layers + ["product"]
-    log.clear()
-    executor.steps.graphs.replay(2, StepMode.BASE)
-    assert "fork" not in log, "without adapters there is nothing to run beside"
-    engine.close()

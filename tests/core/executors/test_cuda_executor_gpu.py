@@ -19,6 +19,7 @@ from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.cuda_memory import OutOfDeviceMemory
 from chorus.core.model.shadow import MOST_GROWTH
 from chorus.graphs.runner import StepMode
+from chorus.memory.adapters.adapter import Tier
 from chorus.memory.host.images import InlineReads, Reads, ThreadReads
 from chorus.perf.cpu.random_model import adapters, checkpoint
 from chorus.perf.cpu.workload import Geometry, Workload
@@ -110,8 +111,7 @@ def test_float32_tokens_equal_the_cpus(drive):
     assert gpu.executor.inner.captured == []
 
 
-@pytest.mark.parametrize("config", [{"small_gemm": "on"}, {"small_gemm": "fused"}, {"small_gemm": "off"},
-                                    {"forked_shrink": True}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("config", [{"small_gemm": "on"}, {"small_gemm": "fused"}, {"small_gemm": "off"}], ids=str)
 def test_graphs_equal_eager_steps_bit_for_bit(drive, config):
     """The same plans, captured and not: every decode step's logits are the same bits."""
     captured, eager = drive("bfloat16", **config), drive("bfloat16", graph_capture="off", **config)
@@ -133,14 +133,6 @@ def test_graphs_equal_eager_steps_bit_for_bit(drive, config):
     assert captured.drain() == eager.drain()
     assert len(captured.executor.inner.captured) == len(ALL_KEYS)
     assert eager.executor.inner.captured == []
-
-
-def test_a_forked_shrink_gives_the_same_bits(drive):
-    forked, plain = drive("bfloat16", forked_shrink=True), drive("bfloat16")
-    asked = list(zip(itertools.cycle(names(forked)), prompts(24, seed=9), strict=False))
-    for driver in (forked, plain):
-        add_all(driver, asked, 10)
-    assert forked.drain() == plain.drain()
 
 
 def test_whoever_multiplies_is_chosen_by_time(drive, caplog):
@@ -185,6 +177,9 @@ def test_adapters_that_come_while_others_decode(drive):
 def merge(driver: Driver, name: str) -> None:
     """Have an adapter merged, beside a request of the base model."""
     driver.run(f"load {name}", name, [3], max_tokens=1)
+    store = driver.engine.store
+    while store.tier(store.get(name)) is not Tier.DEVICE:  # its last copies may outlast the step
+        store.poll()
     driver.engine.merge(name)
     driver.add(f"beside {name}", None, [5, 6, 7], max_tokens=200)
     while driver.engine.merging.is_under_way:
@@ -218,7 +213,11 @@ def test_merged_graphs_equal_eager_steps_bit_for_bit_and_outlive_their_adapter(d
             merge(driver, name)
             asked = list(zip(itertools.cycle(names(driver)), prompts(16, seed=turn), strict=False))
             add_all(driver, [*asked, *[(name, prompt) for prompt in prompts(4)]], 10)
-        assert captured.drain() == eager.drain()
+        answers, others = captured.drain(), eager.drain()
+        mine, its = answers.pop(f"beside {name}").tokens, others.pop(f"beside {name}").tokens
+        common = min(len(mine), len(its))  # it was aborted as soon as copying the shadow had ended
+        assert mine[:common] == its[:common]
+        assert answers == others
         counts.append(len(captured.executor.inner.captured))
         for driver in (captured, eager):
             driver.engine.unmerge()

@@ -70,8 +70,8 @@ def test_decode_rows_behind_a_prompt_have_the_schedule_of_a_decode_step(state):
 
 def test_an_adapter_of_a_prompt_and_of_decode_rows_is_cut_between_them(state):
     launches, tiles = begin(state, (0, 70), *[(0, 1)] * 10)
-    assert tiles == [(0, 64), (64, 70), (0, 8), (8, 10)]
-    assert (launches.num_tiles, launches.tail.num_tiles, launches.tail.border) == (2, 2, 70)
+    assert tiles == [(0, 64), (64, 70), *((token, token + 1) for token in range(10))]
+    assert (launches.num_tiles, launches.tail.num_tiles, launches.tail.border) == (2, 10, 70)
 
 
 def test_steps_of_prompts_or_of_decode_rows_alone_have_one_schedule(state):

@@ -58,9 +58,6 @@ class Lora:
     def wait(self, layer):
         self._log.append(f"wait.{layer}")
 
-    def begin(self, group, x, layer):
-        """Nothing to note: what it begins is a span of its `add`."""
-
     def add(self, group, y, x, layer):
         name = {QKV: "qkv", ATTN_O: "o", GATE_UP: "gate_up", DOWN: "down"}[group]
         self._log.append(f"{name}.{layer}")
