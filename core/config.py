@@ -51,14 +51,23 @@ class EngineConfig(BaseModel):
     max_model_len: int | None = Field(
         default=None, ge=2, description="most tokens of one request, prompt and output; default: the model's limit"
     )
-    max_num_seqs: int = Field(default=32, ge=1, le=4096, description="most requests in one step")
+    max_num_seqs: int = Field(
+        default=32,
+        ge=1,
+        le=4096,
+        description="most requests in one step; default: 32, on a GPU of 14 GiB 128, of 40 GiB and more 256",
+    )
     max_waiting: int | None = Field(
         default=4096,
         ge=1,
         description="most generations that wait for a seat; what comes beyond is refused, and of a client that is "
         "known what goes beyond the room that is left to others. None: no limit",
     )
-    max_num_batched_tokens: int = Field(default=1024, ge=1, description="most tokens in one step")
+    max_num_batched_tokens: int = Field(
+        default=1024,
+        ge=1,
+        description="most tokens in one step; default: 1024, on a GPU of 14 GiB 4096, of 40 GiB and more 8192",
+    )
     chunked_prefill: bool = Field(default=True, description="split long prompts over steps")
     block_tokens: int = Field(default=16, ge=1, description="tokens per KV page; grown when an adapter slab needs it")
     memory_bytes: int | None = Field(

@@ -27,6 +27,13 @@ def available_cpus(proc: Path = PROC) -> int:
     return allowed if quota is None else max(1, min(allowed, int(quota)))
 
 
+def reading_threads(proc: Path = PROC) -> int:
+    """Threads that read adapters at once: one reads from the page cache at a few GB/s, less than a GPU's link takes; of
+    the processors half are left to everything else.
+    """
+    return min(8, max(2, available_cpus(proc) // 2))
+
+
 def cpu_quota(proc: Path = PROC) -> float | None:
     """Processors' worth of time that this process's group, or one that it is nested in, may use; None: no limit.
 

@@ -27,6 +27,7 @@ from ..memory.transfers.transfer import ExecutorLost
 from .ahead import StepAhead
 from .base_name import names_of, with_base
 from .config import EngineConfig
+from .cpus import reading_threads
 from .engine_stats import AccountStats, EngineStats
 from .executors.alone import run_rows_alone
 from .executors.base import Executor, ModelInfo
@@ -78,7 +79,9 @@ class Engine:
         self.pool = PagePool(executor.num_pages)
         order = EvictionOrder(lru=config.eviction == "lru")
         costs = self.costs = RestoreCosts()
-        images = HostImages(config.host_bytes, reads or ThreadReads(), clock, config.adapter_read_seconds)
+        images = HostImages(
+            config.host_bytes, reads or ThreadReads(reading_threads()), clock, config.adapter_read_seconds
+        )
         self.store = AdapterStore(self.pool, executor.adapters, images, order, costs, executor.layout.page_bytes, clock)
         self.prefix = PrefixCache(self.pool, order, costs, self.block_tokens)
         self.store.on_gone = self.prefix.drop_version
@@ -116,11 +119,9 @@ class Engine:
         An adapter that can't be served goes into `quarantine`, unless the configuration says that it stops the start
         with AdapterFormatError. Raises UnsupportedModel for a checkpoint, and what `open_executor` raises for a device.
         """
-        from .executors.choice import open_executor
-        from .executors.host_memory import default_host_cache_bytes
+        from .executors.choice import completed, open_executor
 
-        if config.host_cache_bytes is None:
-            config = config.model_copy(update={"host_cache_bytes": default_host_cache_bytes()})
+        config = completed(config)
         engine = cls(config, open_executor(config), reads=reads)
         found = [] if config.adapters is None else adapter_directories(config.adapters)
         engine.quarantine = register_directories(

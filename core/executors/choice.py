@@ -1,4 +1,4 @@
-"""Choice of the executor by configuration."""
+"""Choice of the executor by configuration, and of what the configuration leaves to the device."""
 
 from __future__ import annotations
 
@@ -6,6 +6,42 @@ from importlib.util import find_spec
 
 from ..config import EngineConfig
 from .base import Executor
+from .host_memory import default_host_cache_bytes
+
+#: Bytes of a GPU's memory → most rows and tokens of a step by default, the largest first. What the configuration's own
+#: fields say by default is for a CPU, and for what is smaller than all of these.
+GPU_BATCHES = {40 << 30: (256, 8192), 14 << 30: (128, 4096)}
+
+
+def completed(config: EngineConfig) -> EngineConfig:
+    """The configuration with what it leaves open chosen by the machine: images in host memory, and on a GPU the rows
+    and tokens of a step by its memory.
+    """
+    chosen = {}
+    if config.host_cache_bytes is None:
+        chosen["host_cache_bytes"] = default_host_cache_bytes()
+    asked = config.model_fields_set
+    for least, (rows, tokens) in GPU_BATCHES.items():
+        if gpu_bytes(config.device) >= least:
+            if "max_num_seqs" not in asked:
+                chosen["max_num_seqs"] = min(
+                    rows, config.max_num_batched_tokens if "max_num_batched_tokens" in asked else tokens
+                )
+            if "max_num_batched_tokens" not in asked:
+                chosen["max_num_batched_tokens"] = max(tokens, chosen.get("max_num_seqs", config.max_num_seqs))
+            break
+    return config.model_copy(update=chosen)
+
+
+def gpu_bytes(device: str) -> int:
+    """Memory of the GPU that `device` means; 0 where it means the CPU, or a GPU that is not there."""
+    if not uses_gpu(device):
+        return 0
+    import torch
+
+    index = int(device.partition(":")[2] or 0)
+    found = torch.cuda.is_available() and index < torch.cuda.device_count()
+    return torch.cuda.get_device_properties(index).total_memory if found else 0
 
 
 def open_executor(config: EngineConfig) -> Executor:

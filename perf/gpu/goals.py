@@ -25,6 +25,7 @@ def goals(sections: Mapping[str, Any]) -> list[Goal]:
         for mix in ("one adapter", "mixture")
     }
     cold = [row for row in sections.get("ttft", {}).get("rows", ()) if row["rank"] == 16 and row["loading"] == "stream"]
+    http = [row for row in sections.get("http", {}).get("rows", ()) if row["popularity"] == "base"]
     return [
         _worst("decode step, base / byte floor", steps, "base_over_floor", 1.20),
         _worst(
@@ -35,6 +36,7 @@ def goals(sections: Mapping[str, Any]) -> list[Goal]:
         _worst("cold TTFT / warm TTFT, r16", cold, "cold_over_warm", 1.10),
         _worst("tokens/s of one merged adapter / base", merged["one adapter"], "base_over_merged", 0.97, at_most=False),
         _worst("tokens/s of a merged mixture / base", merged["mixture"], "base_over_merged", 0.93, at_most=False),
+        _worst("tokens/s over HTTP / without it", http, "over_offline", 0.95, at_most=False),
     ]
 
 
@@ -51,4 +53,6 @@ def _where(row: Mapping[str, Any]) -> str:
         return f"batch {row['bucket']}"
     if "tokens" in row:
         return f"batch {row['tokens']}"
+    if "popularity" in row:
+        return row["popularity"]
     return f"prompt of {row['prompt_tokens']}"

@@ -14,17 +14,20 @@ from .registry import rows_table
 RANK = 16
 
 
-def run(context: Context) -> dict[str, Any]:
-    """All requests come at once; cold: adapters are on disk only when they come, warm: those that fit are resident."""
+def load(context: Context) -> dict[str, int]:
+    """Requests that come at once, seats for them, and their tokens."""
     requests, seats = context.pick((4, 2), (64, 64), (256, 64))
     prompt, output = context.pick((8, 4), (128, 64), (256, 256))
+    return {"requests": requests, "seats": seats, "prompt_tokens": prompt, "output_tokens": output}
+
+
+def run(context: Context) -> dict[str, Any]:
+    """All requests come at once; cold: adapters are on disk only when they come, warm: those that fit are resident."""
+    requests, seats, prompt, output = load(context).values()
     adapters = context.adapters(RANK, requests)
     names = list(adapters)
     found: dict[str, Any] = {
-        "requests": requests,
-        "seats": seats,
-        "prompt_tokens": prompt,
-        "output_tokens": output,
+        **load(context),
         "rank": RANK,
         "timed": "from the first request's coming to the last token, by the host clock; prefill and loads included",
         "rows": [],

@@ -21,6 +21,7 @@ SECTIONS = {
     "merged": "(h) decode steps with an adapter in the weights",
     "prefill": "(d) prefill against its floor",
     "mixes": "(f) output tokens per second, end to end",
+    "http": "(i) output tokens per second over HTTP",
 }
 
 

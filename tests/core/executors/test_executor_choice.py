@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from pydantic import ValidationError
@@ -40,6 +42,34 @@ def test_cuda_without_a_gpu_is_refused(subject, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DeviceError, match="device is 'cuda', but PyTorch finds no GPU"):
         choice.open_executor(EngineConfig(model=subject("gqa").model, device="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "asked", "want"),
+    [
+        (80, {}, (256, 8192)),
+        (24, {}, (128, 4096)),
+        (8, {}, (32, 1024)),
+        (0, {}, (32, 1024)),
+        (80, {"max_num_seqs": 16}, (16, 8192)),
+        (80, {"max_num_seqs": 4096, "max_num_batched_tokens": 4096}, (4096, 4096)),
+        (80, {"max_num_batched_tokens": 64}, (64, 64)),
+    ],
+)
+def test_a_step_is_as_large_as_the_gpu_by_default(monkeypatch, gigabytes, asked, want):
+    monkeypatch.setattr(choice, "gpu_bytes", lambda device: gigabytes * 10**9)
+    found = choice.completed(EngineConfig(model=".", **asked))
+    assert (found.max_num_seqs, found.max_num_batched_tokens) == want
+
+
+@pytest.mark.parametrize(("device", "want"), [("cpu", 0), ("cuda", 80), ("cuda:1", 24), ("cuda:2", 0)])
+def test_bytes_of_a_gpu_are_those_of_the_one_meant(monkeypatch, device, want):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=[80, 24][index])
+    )
+    assert choice.gpu_bytes(device) == want
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "CUDA", "cpu:0"])

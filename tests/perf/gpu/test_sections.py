@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,12 +15,13 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from chorus.perf.gpu.context import Context
 from chorus.perf.gpu.environment import describe
 from chorus.perf.gpu.options import Options
 from chorus.perf.gpu.report import SMOKE, digest, report
-from chorus.perf.gpu.sections import decode, equality
+from chorus.perf.gpu.sections import decode, equality, http
 from chorus.perf.gpu.sections import tests as gpu_tests
 from chorus.perf.gpu.sections.registry import SECTIONS, section
 from chorus.perf.gpu.store import RESULT, ResultStore
@@ -321,3 +323,25 @@ def test_a_gpu_run_shows_the_goals(tmp_path, capsys):
     assert shown.count("not measured") == 7
     assert SMOKE not in shown
     assert len(digest(combined, tmp_path / RESULT)["goals"]) == 7
+
+
+def test_http_stands_beside_the_same_load_without_it(context, monkeypatch):
+    """The server gets the load's model, adapters and lengths; a popularity without a number beside it has no share."""
+    asked = []
+
+    @contextmanager
+    def launched(flags):
+        asked.append(flags)
+        yield SimpleNamespace(url="http://here")
+
+    measured = {"output_tokens_per_second": 90.0, "ttft_ms": {"p50": 1.0}, "itl_ms": {"p50": 2.0, "p99": 3.0}}
+    monkeypatch.setattr(http, "launched", launched)
+    monkeypatch.setattr(http, "_measure", lambda url, popularity, size, adapters: measured)
+    context.store.write("mixes", 0.0, describe("cpu"), values={"base": {"tokens_per_s": 100.0}, "rows": []})
+    values = run(replace(context, engine={"small_gemm": "off"}), "http")
+    assert [row["over_offline"] for row in values["rows"]] == [0.9, None]
+    (flags,) = asked
+    assert flags[-2:] == ["--small-gemm", "off"]
+    model = Path(flags[flags.index("--model") + 1])
+    tokens = Tokenizer.from_file(str(model / "tokenizer.json"))
+    assert tokens.get_vocab_size() == context.size.geometry.vocab
