@@ -15,7 +15,7 @@ def cell(tokens: int, share: float, ranks: str = "16", popularity: str = "distin
 
 
 def test_nothing_measured():
-    assert [goal.met for goal in goals({})] == [None] * 7
+    assert [goal.met for goal in goals({})] == [None] * 8
 
 
 def test_the_worst_case_counts():
@@ -36,8 +36,11 @@ def test_the_worst_case_counts():
                 {"bucket": 8, "mix": "mixture", "base_over_merged": 0.95},
             ]
         },
+        "http": {
+            "rows": [{"popularity": "base", "over_offline": 0.9}, {"popularity": "distinct", "over_offline": 0.5}]
+        },
     }
-    base, lora, plain, share, cold, one, mixture = goals(sections)
+    base, lora, plain, share, cold, one, mixture, http = goals(sections)
     assert (base.value, base.met, base.where) == (1.3, False, "batch 1")
     assert (lora.value, lora.met) == (1.05, True)
     assert (plain.value, plain.met) == (1.0, True)
@@ -45,6 +48,7 @@ def test_the_worst_case_counts():
     assert (cold.value, cold.met, cold.where) == (1.05, True, "prompt of 128")
     assert (one.value, one.met, one.where) == (0.96, False, "batch 64")
     assert (mixture.value, mixture.met) == (0.95, True)
+    assert (http.value, http.met, http.where) == (0.9, False, "base")
 
 
 def test_a_value_that_is_missing_is_not_met():
