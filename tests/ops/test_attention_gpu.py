@@ -1,5 +1,4 @@
-"""Paged attention on a GPU against its definition: FlashInfer eager and captured, ours and torch's for
-what is left."""
+"""Paged attention on a GPU against its definition: FlashInfer eager and captured, ours and torch's for what is left."""
 
 from __future__ import annotations
 

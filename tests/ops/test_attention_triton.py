@@ -44,8 +44,8 @@ class Case:
         return self.heads, self.kv_heads, self.head_dim, self.block_tokens
 
 
-#: Lengths of one token, at edges of pages and tiles, of several parts, and of parts of two tiles (over 512 tokens of 256
-#: elements in float32); GQA of 1, 2, 3, 4, 8 and 16 heads, and heads that fill no power of two.
+#: Lengths of one token, at edges of pages and tiles, of several parts, and of parts of two tiles (in float32 over 512
+#: tokens of 256 elements); GQA of 1, 2, 3, 4, 8 and 16 heads, and heads that fill no power of two.
 CASES = [
     Case(4, 4, 64, 16, (1, 16, 17, 130)),
     Case(4, 2, 64, 16, (63, 64, 65, 200), seed=1),
@@ -105,7 +105,7 @@ def new_backend(case: Case, dtype: torch.dtype, device: str, num_sms: int = 4, *
         more["new_event"] = lambda: SimpleNamespace(synchronize=lambda: None, record=lambda: None)
     pages = -(-max(case.lens) // case.block_tokens) + 1
     return TritonBackend(
-        *case.shape, dtype, device, max_rows=8, max_pages_per_row=pages, num_sms=num_sms, reason="", **more
+        *case.shape, dtype, device, max_rows=16, max_pages_per_row=pages, num_sms=num_sms, reason="", **more
     )  # fmt: skip
 
 
