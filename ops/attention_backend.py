@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 
 from .attention import Attention, PagedAttention
-from .attention_schedule import BLOCK_H
+from .attention_schedule import BLOCK_H, largest_head
 
 #: Backends that a configuration may name; auto: the first of FlashInfer, Triton and torch that can serve.
 Wanted = Literal["auto", "flashinfer", "triton", "torch"]
@@ -134,8 +134,11 @@ def triton_obstacle(group: int, head_dim: int, dtype: torch.dtype, device: torch
         return Obstacle(f"the decode kernel needs a CUDA device, this one is {device}")
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return Obstacle(f"the decode kernel takes no {str(dtype).removeprefix('torch.')}")
-    if not 16 <= head_dim <= 256:
-        return Obstacle(f"the decode kernel takes heads of 16 to 256 elements, the model's have {head_dim}")
+    if not 16 <= head_dim <= (most := largest_head(dtype.itemsize)):
+        name = str(dtype).removeprefix("torch.")
+        return Obstacle(
+            f"the decode kernel takes heads of 16 to {most} elements in {name}, the model's have {head_dim}"
+        )
     if group > BLOCK_H:
         return Obstacle(f"the decode kernel takes up to {BLOCK_H} heads of a KV head, the model has {group}")
     if (capability := torch.cuda.get_device_capability(device)) < (8, 0):

@@ -27,6 +27,11 @@ _LEAST_TILES = 2
 _LONG_TILES, _LONG_SPLITS = 64, 8
 
 
+def largest_head(itemsize: int) -> int:
+    """Most elements of a head: in float32, without matrix instructions, wider ones take more registers than there are."""
+    return 128 if itemsize == 4 else 256
+
+
 def _power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length()
 
@@ -59,8 +64,6 @@ def attention_constants(
     }  # fmt: skip
 
 
-def attention_options(itemsize: int) -> dict[str, int | bool]:
-    """Options of a launch. Without fusion: a part is added alike in whichever loop it is. float32 is multiplied without
-    matrix instructions, which takes more registers than four warps have.
-    """
-    return {"num_warps": 8 if itemsize == 4 else 4, "num_stages": 3, "enable_fp_fusion": False}
+def attention_options() -> dict[str, int | bool]:
+    """Options of a launch. Without fusion: a part is added alike in whichever loop it is."""
+    return {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False}

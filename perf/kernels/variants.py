@@ -10,7 +10,7 @@ from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 from ...ops import elementwise_schedule
-from ...ops.attention_schedule import attention_constants, attention_options
+from ...ops.attention_schedule import attention_constants, attention_options, largest_head
 from ...ops.sgmv import AdapterRows, Segments
 from ...ops.sgmv_schedule import Schedule, decode, expand_constants, prefill, shrink_constants
 from ...ops.sgmv_tables import NUM_MODULES, place_pages
@@ -129,7 +129,7 @@ _CONTEXT, _BLOCK_TOKENS = 1024, 16
 def _attention(heads: int, kv_heads: int, head_dim: int, itemsize: int) -> Elementwise:
     shape = heads, kv_heads, head_dim, _BLOCK_TOKENS
     return Elementwise(
-        "attend_rows", attention_constants(*shape, itemsize), attention_options(itemsize),
+        "attend_rows", attention_constants(*shape, itemsize), attention_options(),
         ("out", "q", "k_cache", "v_cache"),
         {**dict.fromkeys(("indptr", "last_page_len", "indices", "arrived"), "*i32"),
          **dict.fromkeys(("values", "tops", "totals"), "*fp32"), "scale": "fp32", "least": "i32",
@@ -283,9 +283,10 @@ def variants() -> Iterator[Variant]:
 
 def plain_variants() -> Iterator[Variant]:
     """Every launch that reads no adapter; a kernel is the same for any number of tokens. Products are not in f32."""
-    for group in ATTENTION:
-        for dtype in ITEMSIZE:
-            yield Variant("attend_rows", group, dtype, 64)
+    for group, (_, _, head_dim) in ATTENTION.items():
+        for dtype, itemsize in ITEMSIZE.items():
+            if head_dim <= largest_head(itemsize):
+                yield Variant("attend_rows", group, dtype, 64)
     for group, launch in ELEMENTWISE.items():
         for dtype in ITEMSIZE:
             yield Variant(launch.kernel, group, dtype, 64)
