@@ -28,7 +28,7 @@ _LONG_TILES, _LONG_SPLITS = 64, 8
 
 
 def largest_head(itemsize: int) -> int:
-    """Most elements of a head: in float32, without matrix instructions, wider ones take more registers than there are."""
+    """Most elements of a head: in float32, without matrix instructions, wider ones spill registers."""
     return 128 if itemsize == 4 else 256
 
 
