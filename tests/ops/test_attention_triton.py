@@ -47,13 +47,13 @@ class Case:
 #: Lengths of one token, at edges of pages and tiles, of several parts, and of parts of two tiles (in float32 over 512
 #: tokens of 256 elements); GQA of 1, 2, 3, 4, 8 and 16 heads, and heads that fill no power of two.
 CASES = [
-    Case(4, 4, 64, 16, (1, 16, 17, 130)),
-    Case(4, 2, 64, 16, (63, 64, 65, 200), seed=1),
-    Case(8, 2, 128, 16, (31, 32, 33, 1), seed=2),
-    Case(8, 1, 96, 5, (97, 5, 6), seed=3),
+    Case(4, 2, 64, 16, (1, 64, 65, 130)),
+    Case(8, 2, 128, 16, (31, 32, 65), seed=1),
+    Case(2, 2, 64, 16, (16, 17), seed=2),
+    Case(8, 1, 96, 5, (37, 5), seed=3),
     Case(6, 2, 16, 1, (7, 1, 140), seed=4),
     Case(16, 1, 32, 32, (33, 129), seed=5),
-    Case(2, 1, 256, 16, (600, 16, 40), seed=6),
+    Case(2, 1, 256, 16, (530, 16), seed=6),
 ]
 
 
@@ -180,7 +180,7 @@ def interpret(name: str) -> None:
 
     mend_bf16()
     for case in CASES:
-        dtypes = TOLERANCE if case in CASES[1:3] and name == "values" else (torch.float32,)
+        dtypes = TOLERANCE if case in CASES[:2] and name == "values" else (torch.float32,)
         for dtype in dtypes:
             problem = CHECKS[name](case, dtype, "cpu")
             assert not problem, f"{case}, {dtype}: {problem}"
