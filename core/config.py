@@ -91,6 +91,12 @@ class EngineConfig(BaseModel):
         description="on a GPU of compute capability 9: kernels of norms, LoRA and the like begin while the one before "
         "them ends (programmatic dependent launch), where Triton compiles it; or never",
     )
+    attention: Literal["auto", "flashinfer", "triton", "torch"] = Field(
+        default="auto",
+        description="on a GPU: who computes attention. auto: FlashInfer, where it can't serve our kernel in Triton for "
+        "decode rows and torch for prompts, where that can't either torch alone, which captures nothing; with a name "
+        "that one, or no start. With triton a decode row's attention has the same bits in any company",
+    )
     small_gemm: Literal["auto", "on", "fused", "off"] = Field(
         default="auto",
         description="on a GPU: who multiplies with the base weights in decode steps of up to 16 rows. auto: our kernel "

@@ -144,3 +144,9 @@ def count_prefills(qo_indptr: Sequence[int], num_rows: int) -> int:
     if qo_indptr[-1] - qo_indptr[row] != num_rows - row:
         raise ValueError("rows with more than one token must come before those with one")
     return row
+
+
+def check_bucket(bucket: int, qo_indptr: Sequence[int], kv_lens: Sequence[int]) -> None:
+    """ValueError where a step is not of exactly `bucket` rows of one token."""
+    if len(kv_lens) != bucket or qo_indptr[-1] != bucket or count_prefills(qo_indptr, len(kv_lens)):
+        raise ValueError(f"the bucket has {bucket} rows of one token, the step {len(kv_lens)} rows")

@@ -1,24 +1,50 @@
-"""Choice of attention: FlashInfer where it can serve, torch's where it can't; and why."""
+"""Choice of attention: FlashInfer where it can serve, else our decode kernel, else torch's; and why."""
 
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
-from typing import Protocol
+from importlib.util import find_spec
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
 from .attention import Attention, PagedAttention
+from .attention_schedule import BLOCK_H, largest_head
+
+#: Backends that a configuration may name; auto: the first of FlashInfer, Triton and torch that can serve.
+Wanted = Literal["auto", "flashinfer", "triton", "torch"]
+
+
+_BUILD = (
+    "install nvcc of CUDA's toolkit and leave FLASHINFER_DISABLE_JIT unset, or install flashinfer-jit-cache, its "
+    "modules built ahead"
+)
+
+
+class AttentionUnavailable(RuntimeError):
+    """The backend that was asked for can't serve."""
+
+
+class Obstacle(NamedTuple):
+    """Reason why a backend can't serve, and what to install or set so that it does, empty where nothing helps."""
+
+    reason: str
+    mend: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.mend}" if self.mend else self.reason
 
 
 class AttentionBackend(Protocol):
     """Makes the attention objects of one executor.
 
-    name: for logs. reason: why this one serves. captures: whether `decode` may be captured in a CUDA graph; if not,
-    every step is run eagerly.
+    name: for logs. reason: why this one serves. mend: what to do so that a faster one does, empty where nothing is to
+    be done. captures: whether `decode` may be captured in a CUDA graph; if not, every step is run eagerly.
     """
 
     name: str
     reason: str
+    mend: str
     captures: bool
 
     def ragged(self) -> Attention:
@@ -37,9 +63,10 @@ class TorchBackend:
     captures = False
 
     def __init__(
-        self, num_heads: int, kv_heads: int, head_dim: int, block_tokens: int, device: torch.device, reason: str
-    ) -> None:
-        self.reason = reason
+        self, num_heads: int, kv_heads: int, head_dim: int, block_tokens: int, device: torch.device, reason: str,
+        mend: str = "",
+    ) -> None:  # fmt: skip
+        self.reason, self.mend = reason, mend
         self._shape = (num_heads, kv_heads, head_dim, block_tokens, device)
 
     def ragged(self) -> PagedAttention:
@@ -59,43 +86,95 @@ def choose_attention(
     *,
     max_rows: int,
     max_pages_per_row: int,
+    wanted: Wanted = "auto",
 ) -> AttentionBackend:
     """The backend for a model's heads on a device.
 
-    max_rows: most rows of a step. max_pages_per_row: most pages of a row.
+    max_rows: most rows of a step. max_pages_per_row: most pages of a row. wanted: AttentionUnavailable where it names
+    one that can't serve.
     """
     device = torch.device(device)
-    if (obstacle := flashinfer_obstacle(num_heads // kv_heads, head_dim, dtype, device)) is not None:
-        return TorchBackend(num_heads, kv_heads, head_dim, block_tokens, device, obstacle)
-    from .attention_flashinfer import FlashInferBackend
+    if wanted == "torch":
+        return TorchBackend(num_heads, kv_heads, head_dim, block_tokens, device, "attention is torch")
+    group, sizes = num_heads // kv_heads, {"max_rows": max_rows, "max_pages_per_row": max_pages_per_row}
+    theirs = ours = None
+    if wanted != "triton":
+        theirs = flashinfer_obstacle(group, head_dim, dtype, device)
+        if theirs is None:
+            from .attention_flashinfer import FlashInferBackend
 
-    return FlashInferBackend(
-        num_heads, kv_heads, head_dim, block_tokens, dtype, device, max_rows=max_rows,
-        max_pages_per_row=max_pages_per_row,
-        num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
-    )  # fmt: skip
+            return FlashInferBackend(
+                num_heads, kv_heads, head_dim, block_tokens, dtype, device, **sizes, num_sms=_num_sms(device)
+            )
+    if wanted != "flashinfer":
+        ours = triton_obstacle(group, head_dim, dtype, device)
+        if ours is None:
+            from .attention_triton import TritonBackend
+
+            reason, mend = theirs or Obstacle("attention is triton")
+            return TritonBackend(
+                num_heads, kv_heads, head_dim, block_tokens, dtype, device, **sizes, num_sms=_num_sms(device),
+                reason=reason, mend=mend,
+            )  # fmt: skip
+    if wanted != "auto":
+        raise AttentionUnavailable(f"attention is {wanted}, but {theirs or ours}")
+    reason = "; ".join(obstacle.reason for obstacle in (theirs, ours) if obstacle is not None)
+    return TorchBackend(
+        num_heads, kv_heads, head_dim, block_tokens, device, reason, theirs.mend if theirs is not None else ""
+    )
 
 
-def flashinfer_obstacle(group: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def triton_obstacle(group: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Obstacle | None:
+    """Reason why our decode kernel cannot serve, None if it can. group: heads that share a KV head."""
+    if device.type != "cuda":
+        return Obstacle(f"the decode kernel needs a CUDA device, this one is {device}")
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return Obstacle(f"the decode kernel takes no {str(dtype).removeprefix('torch.')}")
+    if not 16 <= head_dim <= (most := largest_head(dtype.itemsize)):
+        name = str(dtype).removeprefix("torch.")
+        return Obstacle(
+            f"the decode kernel takes heads of 16 to {most} elements in {name}, the model's have {head_dim}"
+        )
+    if group > BLOCK_H:
+        return Obstacle(f"the decode kernel takes up to {BLOCK_H} heads of a KV head, the model has {group}")
+    if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
+        return Obstacle(f"the decode kernel needs compute capability 8.0, {device} has {_dotted(capability)}")
+    if find_spec("triton") is None:
+        return Obstacle("Triton is not installed", "pip install 'chorus-lora[cuda13]' or 'chorus-lora[cuda12]'")
+    return None
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+def flashinfer_obstacle(group: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Obstacle | None:
     """Reason why FlashInfer cannot serve, None if it can. group: heads that share a KV head."""
     from .attention_flashinfer import DTYPES, HEAD_DIMS, unavailable_modules
 
     if device.type != "cuda":
-        return f"FlashInfer needs a CUDA device, this one is {device}"
+        return Obstacle(f"FlashInfer needs a CUDA device, this one is {device}")
     if dtype not in DTYPES:
-        return f"FlashInfer takes bfloat16 and float16, the model is in {str(dtype).removeprefix('torch.')}"
+        return Obstacle(f"FlashInfer takes bfloat16 and float16, the model is in {str(dtype).removeprefix('torch.')}")
     if head_dim not in HEAD_DIMS:
-        return f"FlashInfer takes heads of {', '.join(map(str, HEAD_DIMS))} elements, the model's have {head_dim}"
+        sizes = ", ".join(map(str, HEAD_DIMS))
+        return Obstacle(f"FlashInfer takes heads of {sizes} elements, the model's have {head_dim}")
     if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
-        return f"FlashInfer needs compute capability 8.0, {device} has {'.'.join(map(str, capability))}"
+        return Obstacle(f"FlashInfer needs compute capability 8.0, {device} has {_dotted(capability)}")
     try:
         version("flashinfer-python")
     except PackageNotFoundError:
-        return "FlashInfer is not installed: pip install 'chorus-lora[cuda13]' or 'chorus-lora[cuda12]'"
+        return Obstacle("FlashInfer is not installed", "pip install 'chorus-lora[cuda13]' or 'chorus-lora[cuda12]'")
     try:
         missing, cause = unavailable_modules(group, head_dim, dtype, device)
     except (ImportError, OSError, RuntimeError) as error:
-        return f"FlashInfer cannot be loaded ({error})"
+        return Obstacle(
+            f"FlashInfer cannot be loaded ({error})", "install versions of its packages that fit each other"
+        )
     if missing:
-        return f"FlashInfer has no compiled {' and no '.join(missing)}, and {cause}"
+        return Obstacle(f"FlashInfer has no compiled {' and no '.join(missing)}, and {cause}", _BUILD)
     return None

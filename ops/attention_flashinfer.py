@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from .attention import count_prefills
+from .attention import check_bucket, count_prefills
 from .attention_plan import PlanBuffers
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -80,7 +80,7 @@ class FlashInferBackend:
         """max_rows: most rows of a step. num_sms: processors of the device. module, new_event: for tests."""
         self.module = import_module("flashinfer") if module is None else module
         self.name = f"flashinfer {self.module.__version__}"
-        self.reason = "the device, dtype and head size suit it"
+        self.reason, self.mend = "the device, dtype and head size suit it", ""
         self.device = torch.device(device)
         self.group = num_heads // kv_heads
         self.plan_arguments = {
@@ -204,8 +204,7 @@ class DecodeAttention:
     ) -> None:
         """Prepare a step of exactly the bucket's rows, padding among them; page_table is in host memory."""
         backend, buffers = self._backend, self._backend.buffers
-        if len(kv_lens) != self._bucket or qo_indptr[-1] != self._bucket or count_prefills(qo_indptr, len(kv_lens)):
-            raise ValueError(f"the bucket has {self._bucket} rows of one token, the step {len(kv_lens)} rows")
+        check_bucket(self._bucket, qo_indptr, kv_lens)
         backend.event.synchronize()
         buffers.write(page_table, kv_lens, tables=tables)
         buffers.upload()

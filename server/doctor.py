@@ -126,7 +126,7 @@ def _flashinfer(mends: list[str]) -> str:
     obstacle = flashinfer_obstacle(GROUP, HEAD_DIM, torch.bfloat16, torch.device("cuda"))
     if obstacle is not None:
         mends.append(f"FlashInfer for attention: {obstacle}")
-        return f"{found}; attention is torch's"
+        return f"{found}; our decode kernel and torch serve attention"
     return f"{found}, its modules for heads of {HEAD_DIM} elements in bfloat16 are there or can be built"
 
 

@@ -9,11 +9,11 @@ from functools import partial
 
 import torch
 
-from ...graphs.device import CudaDevice
+from ...graphs.device import CudaDevice, DeviceError
 from ...graphs.runner import CapturedStep
 from ...memory.pages.arena import Arena
 from ...ops import dependent_launch
-from ...ops.attention_backend import choose_attention
+from ...ops.attention_backend import AttentionUnavailable, choose_attention
 from ..config import EngineConfig
 from ..model.decoder import DecoderModel
 from ..model.nvtx_spans import span
@@ -94,17 +94,18 @@ class CudaExecutor(ModelExecutor):
         with open_weights(config.model, model, self._dtype, load_format=config.load_format, device=where) as weights:
             cuda_memory.check_weights(weights.num_bytes_kept, *device.memory())
             decoder = DecoderModel(model, weights, arena, self.model.max_model_len)
-        attention = choose_attention(
-            model.num_heads,
-            model.num_kv_heads,
-            model.head_dim,
-            self.layout.block_tokens,
-            self._dtype,
-            where,
-            max_rows=config.max_num_seqs,
-            max_pages_per_row=self.layout.pages_for_tokens(self.model.max_model_len),
-        )
+        try:
+            attention = choose_attention(
+                model.num_heads, model.num_kv_heads, model.head_dim, self.layout.block_tokens, self._dtype, where,
+                max_rows=config.max_num_seqs,
+                max_pages_per_row=self.layout.pages_for_tokens(self.model.max_model_len),
+                wanted=config.attention,
+            )  # fmt: skip
+        except AttentionUnavailable as error:
+            raise DeviceError(str(error)) from error
         logger.info("attention by %s: %s", attention.name, attention.reason)
+        if attention.mend:
+            logger.warning("attention would be faster by FlashInfer; %s: %s", attention.reason, attention.mend)
         return CudaSteps(config, decoder, arena, attention, device, self.model.max_model_len)
 
     def _measure(self, free_at_first: int) -> int:

@@ -266,7 +266,7 @@ def idle_engine(
         async_scheduling=ahead,
     )  # fmt: skip
 
-    def flashinfer(*shape: Any, **sizes: Any) -> Any:
+    def flashinfer(*shape: Any, wanted: str, **sizes: Any) -> Any:
         from ...ops.attention_flashinfer import FlashInferBackend  # an optional dependency's
 
         return FlashInferBackend(

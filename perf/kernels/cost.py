@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...ops.sgmv import Segments
 
-_F32, _INT64 = 4, 8
+_F32, _INT32, _INT64 = 4, 4, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,19 @@ def rotary_cost(tokens: int, num_heads: int, kv_heads: int, head_dim: int, items
     rotated = (num_heads + kv_heads) * head_dim
     moved = tokens * (2 * (rotated + kv_heads * head_dim) * itemsize + head_dim * itemsize + 3 * _INT64)
     return Cost(moved + (2 * head_dim * itemsize if norm else 0), (7 if norm else 3) * tokens * rotated)
+
+
+def attention_cost(
+    lens: Sequence[int], num_heads: int, kv_heads: int, head_dim: int, block_tokens: int, itemsize: int
+) -> Cost:
+    """bytes: keys and values of every row's tokens, q read and the result written, the row's pages and its place.
+    flops: 4 per query head, token and element.
+
+    lens: tokens of each row.
+    """
+    tokens, pages = sum(lens), sum(-(-length // block_tokens) for length in lens)
+    moved = 2 * (tokens * kv_heads + len(lens) * num_heads) * head_dim * itemsize + (pages + 2 * len(lens)) * _INT32
+    return Cost(moved, 4 * tokens * num_heads * head_dim)
 
 
 def product_cost(

@@ -10,12 +10,13 @@ from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 from ...ops import elementwise_schedule
+from ...ops.attention_schedule import attention_constants, attention_options, largest_head
 from ...ops.sgmv import AdapterRows, Segments
 from ...ops.sgmv_schedule import Schedule, decode, expand_constants, prefill, shrink_constants
 from ...ops.sgmv_tables import NUM_MODULES, place_pages
 from ...ops.small_gemm_schedule import MAX_ROWS, gemm_constants, gemm_options, gemm_schedule
 from ..gpu.sizes import SIZES
-from .cost import Cost, expand_cost, norm_cost, product_cost, rotary_cost, shrink_cost, silu_cost
+from .cost import Cost, attention_cost, expand_cost, norm_cost, product_cost, rotary_cost, shrink_cost, silu_cost
 
 #: Llama-3.1-8B: inputs, and (module id, first column, width) of projections that share them.
 GROUPS = SIZES["llama-3.1-8b"].groups()
@@ -31,7 +32,7 @@ _TABLES = {"tiles": "*i32", "offsets": "*i32", "first_elem": "*i64", "pages": "*
 _PLACES = {"places": "*i32"}  # that launches of decode steps read
 
 #: Pointers to what is there before a step's first launch.
-_READY = {"arena", "weight", "bias", "norm", *_TABLES, *_PLACES}
+_READY = {"arena", "weight", "bias", "norm", "indptr", "last_page_len", "indices", *_TABLES, *_PLACES}
 
 _COUNTS = {"layer": "i32", "layers": "i32", "max_pages": "i32", "tokens": "i32"}
 
@@ -116,7 +117,28 @@ PRODUCTS = {
     "keep.gu": _product(4096, 28672, norm=True, add=True, keep=True),
 }
 
-#: Launches that read no adapter.
+#: Heads, KV heads and elements of a head: those of Llama-3.1-8B, of GPT-2's size, of Phi-3-mini and of the widest.
+ATTENTION = {
+    "heads.128": (32, 8, 128), "heads.64": (8, 8, 64), "heads.96": (32, 8, 96), "heads.256": (16, 4, 256),
+}  # fmt: skip
+
+#: Tokens of a row that decode attention is counted for, and of a page.
+_CONTEXT, _BLOCK_TOKENS = 1024, 16
+
+
+def _attention(heads: int, kv_heads: int, head_dim: int, itemsize: int) -> Elementwise:
+    shape = heads, kv_heads, head_dim, _BLOCK_TOKENS
+    return Elementwise(
+        "attend_rows", attention_constants(*shape, itemsize), attention_options(),
+        ("out", "q", "k_cache", "v_cache"),
+        {**dict.fromkeys(("indptr", "last_page_len", "indices", "arrived"), "*i32"),
+         **dict.fromkeys(("values", "tops", "totals"), "*fp32"), "scale": "fp32", "least": "i32",
+         **_strides("page", "token", "head")},
+        lambda tokens, itemsize: attention_cost([_CONTEXT] * tokens, *shape, itemsize),
+    )  # fmt: skip
+
+
+#: Launches that read no adapter and are the same in every dtype.
 PLAIN = ELEMENTWISE | PRODUCTS
 
 
@@ -133,29 +155,38 @@ class Variant:
     max_rank: int = 0
 
     @property
+    def launch(self) -> Elementwise | None:
+        """The launch, where it reads no adapter."""
+        if self.group in ATTENTION:
+            return _attention(*ATTENTION[self.group], ITEMSIZE[self.dtype])
+        return PLAIN.get(self.group)
+
+    @property
     def module(self) -> str:
         """The module of `ops` that the kernel is in."""
+        if self.group in ATTENTION:
+            return "attention_triton"
         if self.group in PRODUCTS:
             return "small_gemm_triton"
         return "elementwise_triton" if self.group in ELEMENTWISE else "sgmv_triton"
 
     @property
     def pointer(self) -> str:
-        """The argument through which weights are read; none where a launch reads no more than its rows."""
+        """The argument through which weights, or keys, are read; none where a launch reads no more than its rows."""
+        if self.group in ATTENTION:
+            return "k_cache"
         if self.group in PRODUCTS:
             return "weight"
         return "" if self.group in ELEMENTWISE else "arena"
 
     @property
     def tensor_cores(self) -> bool:
-        return self.group in PRODUCTS or self.kernel.endswith("prefill")
+        return self.group in PRODUCTS or self.group in ATTENTION or self.kernel.endswith("prefill")
 
     def options(self) -> dict[str, int | bool]:
-        return (
-            PLAIN[self.group].options
-            if self.group in PLAIN
-            else self.schedule().options(self.kernel.startswith("expand"))
-        )
+        if (launch := self.launch) is not None:
+            return launch.options
+        return self.schedule().options(self.kernel.startswith("expand"))
 
     def schedule(self) -> Schedule:
         if self.tensor_cores:
@@ -163,8 +194,8 @@ class Variant:
         return decode(self.tokens, self.max_rank)
 
     def constants(self) -> dict[str, int]:
-        if self.group in PLAIN:
-            return PLAIN[self.group].constants
+        if (launch := self.launch) is not None:
+            return launch.constants
         d_in, modules = GROUPS[self.group]
         make = shrink_constants if self.kernel.startswith("shrink") else expand_constants
         pages = place_pages(PAGE_ELEMS, SLAB_ELEMS)
@@ -172,8 +203,8 @@ class Variant:
 
     def signature(self) -> dict[str, str]:
         own = f"*{self.dtype}"
-        if self.group in PLAIN:
-            return {**dict.fromkeys(PLAIN[self.group].own, own), **PLAIN[self.group].others}
+        if (launch := self.launch) is not None:
+            return {**dict.fromkeys(launch.own, own), **launch.others}
         tables = {**_TABLES, **_COUNTS} if self.tensor_cores else {**_TABLES, **_PLACES, **_COUNTS}
         if self.kernel.startswith("shrink"):
             return {"h": "*fp32", "x": own, "arena": own, **tables, "x_stride": "i32"}
@@ -182,8 +213,8 @@ class Variant:
     def cost(self) -> Cost:
         """Of a full bucket of the largest rank: an adapter per token, or with tensor cores one for all tokens."""
         itemsize = ITEMSIZE[self.dtype]
-        if self.group in PLAIN:
-            return PLAIN[self.group].cost(self.tokens, itemsize)
+        if (launch := self.launch) is not None:
+            return launch.cost(self.tokens, itemsize)
         d_in, modules = GROUPS[self.group]
         offsets = [0] * NUM_MODULES
         segments = Segments()
@@ -252,6 +283,10 @@ def variants() -> Iterator[Variant]:
 
 def plain_variants() -> Iterator[Variant]:
     """Every launch that reads no adapter; a kernel is the same for any number of tokens. Products are not in f32."""
+    for group, (_, _, head_dim) in ATTENTION.items():
+        for dtype, itemsize in ITEMSIZE.items():
+            if head_dim <= largest_head(itemsize):
+                yield Variant("attend_rows", group, dtype, 64)
     for group, launch in ELEMENTWISE.items():
         for dtype in ITEMSIZE:
             yield Variant(launch.kernel, group, dtype, 64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from chorus.ops import attention_backend, attention_flashinfer
-from chorus.ops.attention_backend import TorchBackend, choose_attention
+from chorus.ops.attention_backend import AttentionUnavailable, TorchBackend, choose_attention
 from chorus.ops.attention_flashinfer import FlashInferBackend, count_prefills, float_workspace_bytes
 from chorus.ops.attention_plan import PlanBuffers
 
@@ -246,10 +247,21 @@ def hopper(monkeypatch):
         return "flashinfer"
 
     monkeypatch.setattr(attention_flashinfer, "FlashInferBackend", fake_backend)
+    monkeypatch.setitem(sys.modules, "chorus.ops.attention_triton", SimpleNamespace(TritonBackend=OurBackend))
+    monkeypatch.setattr(attention_backend, "find_spec", lambda name: name)
     monkeypatch.delenv("FLASHINFER_DISABLE_JIT", raising=False)
     made["modules"] = modules = FlashInferModules()
     monkeypatch.setattr(attention_flashinfer, "import_module", modules.imported)
     return made
+
+
+class OurBackend:
+    """What the choice gives to our own backend."""
+
+    name = "triton"
+
+    def __init__(self, *shape, reason, mend, **sizes):
+        self.shape, self.reason, self.mend, self.sizes = shape, reason, mend, sizes
 
 
 class FlashInferModules:
@@ -280,8 +292,8 @@ class FlashInferModules:
         return SimpleNamespace(name=name, is_aot=name in self.built_ahead)
 
 
-def choose(dtype=torch.bfloat16, head_dim=128, device="cuda:0", **kwargs):
-    return choose_attention(32, 8, head_dim, 16, dtype, device, max_rows=8, max_pages_per_row=64, **kwargs)
+def choose(dtype=torch.bfloat16, head_dim=128, device="cuda:0", heads=(32, 8), **kwargs):
+    return choose_attention(*heads, head_dim, 16, dtype, device, max_rows=8, max_pages_per_row=64, **kwargs)
 
 
 @pytest.fixture
@@ -301,19 +313,42 @@ def test_flashinfer_where_it_can(hopper, compiler):
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("change", "name", "reason"),
     [
-        ({"dtype": torch.float32}, "the model is in float32"),
-        ({"head_dim": 16}, "the model's have 16"),
-        ({"head_dim": 96}, "the model's have 96"),
-        ({"device": "cpu"}, "this one is cpu"),
+        ({"dtype": torch.float32}, "triton", "the model is in float32"),
+        ({"head_dim": 16}, "triton", "the model's have 16"),
+        ({"head_dim": 96}, "triton", "the model's have 96"),
+        ({"head_dim": 8}, "torch", "16 to 256 elements in bfloat16, the model's have 8"),
+        ({"dtype": torch.float32, "head_dim": 256}, "torch", "16 to 128 elements in float32, the model's have 256"),
+        ({"dtype": torch.float64}, "torch", "takes no float64"),
+        ({"device": "cpu"}, "torch", "this one is cpu"),
+        ({"heads": (34, 2), "head_dim": 96}, "torch", "up to 16 heads of a KV head, the model has 17"),
+        ({"wanted": "torch"}, "torch", "attention is torch"),
+        ({"wanted": "triton"}, "triton", "attention is triton"),
     ],
 )
-def test_torch_where_it_cannot(hopper, change, reason):
+def test_others_where_it_cannot_or_is_not_asked_for(hopper, compiler, change, name, reason):
     backend = choose(**change)
-    assert backend.name == "torch"
+    assert backend.name == name
     assert reason in backend.reason
-    assert not backend.captures
+    assert not backend.mend, "nothing that can be installed would help"
+    if name == "torch":
+        assert not backend.captures
+    else:
+        assert backend.shape[0:4] == (32, 8, change.get("head_dim", 128), 16)
+        assert backend.sizes == {"max_rows": 8, "max_pages_per_row": 64, "num_sms": 132}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"wanted": "flashinfer", "dtype": torch.float32}, "attention is flashinfer, but FlashInfer takes bfloat16"),
+        ({"wanted": "triton", "head_dim": 8}, "attention is triton, but the decode kernel takes heads of 16 to 256"),
+    ],
+)
+def test_a_backend_that_is_asked_for_and_cannot_serve_is_refused(hopper, compiler, change, reason):
+    with pytest.raises(AttentionUnavailable, match=reason):
+        choose(**change)
 
 
 BFLOAT16 = {"prefill_fa3_torch.bfloat16", "prefill_fa2_torch.bfloat16"}
@@ -328,34 +363,48 @@ def test_flashinfer_where_its_modules_were_built_ahead(hopper, monkeypatch):
     assert choose(head_dim=64) == "flashinfer", "fa2 takes both prefill and decode then"
 
 
-def test_torch_where_a_module_is_missing_and_may_not_be_built(hopper, compiler, monkeypatch):
+def test_ours_where_a_module_is_missing_and_may_not_be_built(hopper, compiler, monkeypatch):
     hopper["modules"].built_ahead = BFLOAT16
     monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
     backend = choose(torch.float16)
-    assert backend.name == "torch"
+    assert backend.name == "triton"
     assert "no compiled prefill_fa3_torch.float16 and no prefill_fa2_torch.float16" in backend.reason
     assert "FLASHINFER_DISABLE_JIT is set" in backend.reason
-    lone_heads = choose_attention(8, 8, 64, 16, torch.bfloat16, "cuda:0", max_rows=8, max_pages_per_row=64)
+    assert "leave FLASHINFER_DISABLE_JIT unset" in backend.mend
+    lone_heads = choose(head_dim=64, heads=(8, 8))
     assert "no compiled decode_torch.bfloat16," in lone_heads.reason
 
 
-def test_torch_where_there_is_no_compiler(hopper):
-    assert "there is no CUDA compiler (nvcc)" in choose(head_dim=64).reason
+def test_ours_where_there_is_no_compiler(hopper):
+    backend = choose(head_dim=64)
+    assert backend.name == "triton"
+    assert "there is no CUDA compiler (nvcc)" in backend.reason
+    assert "install nvcc" in backend.mend
 
 
-def test_torch_where_flashinfer_itself_fails(hopper, monkeypatch):
+def test_ours_where_flashinfer_itself_fails(hopper, monkeypatch):
     def broken(name):
         raise RuntimeError("flashinfer-jit-cache version does not match")
 
     monkeypatch.setattr(attention_flashinfer, "import_module", broken)
-    assert "cannot be loaded (flashinfer-jit-cache version" in choose().reason
+    backend = choose()
+    assert backend.name == "triton"
+    assert "cannot be loaded (flashinfer-jit-cache version" in backend.reason
+    assert "that fit each other" in backend.mend
 
 
-def test_torch_on_an_older_device_and_without_the_package(hopper, monkeypatch):
+def test_ours_without_the_package_and_torch_on_an_older_device_or_without_triton(hopper, monkeypatch):
     monkeypatch.setattr(attention_backend, "version", missing)
-    assert "chorus-lora[cuda13]" in choose().reason
+    backend = choose()
+    assert (backend.name, backend.reason) == ("triton", "FlashInfer is not installed")
+    assert "chorus-lora[cuda13]" in backend.mend
+    monkeypatch.setattr(attention_backend, "find_spec", lambda name: None)
+    backend = choose()
+    assert (backend.name, backend.reason) == ("torch", "FlashInfer is not installed; Triton is not installed")
+    assert "chorus-lora[cuda13]" in backend.mend
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert "compute capability 8.0, cuda:0 has 7.5" in choose().reason
+    assert not choose().mend
 
 
 def missing(name):

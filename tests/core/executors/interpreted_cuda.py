@@ -29,12 +29,14 @@ from chorus.core.model.batch import BY_LIBRARY, Way
 from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.lora_state import DOWN, GATE_UP, QKV
 from chorus.core.model.lora_state_cuda import MAX_PARTS
+from chorus.graphs.device import DeviceError
 from chorus.graphs.runner import StepMode
 from chorus.memory.files.format import AdapterFormatError
 from chorus.memory.host.images import InlineReads, ThreadReads
 from chorus.memory.pages.pool import PageKind
 from chorus.ops import attention_flashinfer, sgmv_triton, small_gemm_triton
 from chorus.ops.attention_flashinfer import FlashInferBackend
+from chorus.ops.attention_triton import TritonBackend
 from chorus.perf.profile.entered import entered
 
 from ...conftest import ATTENTION, MLP, ModelSpec, Subject, save_adapter, save_model
@@ -329,13 +331,38 @@ def test_flashinfer_is_planned_before_every_replay(drive, tiny, monkeypatch):
     monkeypatch.setattr(attention_flashinfer, "FLOAT_WORKSPACE_BYTES", 1)
     fake = FakeFlashInfer(Stream())
 
-    def choose(*shape, **sizes):
+    def choose(*shape, wanted, **sizes):
         return FlashInferBackend(*shape, **sizes, num_sms=2, module=fake, new_event=fake.stream.new_event)
 
     monkeypatch.setattr(cuda, "choose_attention", choose)
     driver = drive(adapters=["r1-qv"], max_num_seqs=3)
     check(driver, ask(driver, tiny, (None, 14, 4), (None, 3, 3), ("r1-qv", 2, 2)))
     assert fake.fast_plans, "no bucket was planned twice"
+
+
+@pytest.mark.parametrize("capture", ["ahead", "off"])
+def test_our_attention_is_planned_before_every_replay(drive, tiny, monkeypatch, caplog, capture):
+    """Captured and eager, of several rows, padding and prompts among them; and what would mend is said."""
+    stream = Stream()
+
+    def choose(*shape, wanted, **sizes):
+        assert wanted == "auto"
+        more = {"reason": "FlashInfer is not installed", "mend": "install it", "new_event": stream.new_event}
+        return TritonBackend(*shape, **sizes, num_sms=8, **more)
+
+    monkeypatch.setattr(cuda, "choose_attention", choose)
+    with caplog.at_level(logging.INFO, "chorus"):
+        driver = drive(adapters=["r1-qv"], max_num_seqs=3, graph_capture=capture)
+    assert "attention by triton" in caplog.text
+    (warning,) = (record for record in caplog.records if record.levelno == logging.WARNING)
+    assert warning.getMessage().endswith("FlashInfer; FlashInfer is not installed: install it")
+    check(driver, ask(driver, tiny, (None, 14, 4), (None, 3, 3), ("r1-qv", 2, 2)))
+    assert bool(driver.executor.inner.captured) == (capture == "ahead")
+
+
+def test_attention_that_cannot_serve_is_refused(tiny):
+    with pytest.raises(DeviceError, match="attention is triton, but the decode kernel needs a CUDA device"):
+        CudaExecutor(make_config(tiny, attention="triton"), LateDevice())
 
 
 def test_rows_may_ask_for_more_than_the_likeliest_token(drive, tiny):

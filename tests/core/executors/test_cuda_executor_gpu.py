@@ -94,7 +94,7 @@ def margin(answer: Answer) -> float:
 
 
 def test_float32_tokens_equal_the_cpus(drive):
-    """Mixed ranks, chunked prompts, base rows; float32 has no captured attention, so every step is eager."""
+    """Mixed ranks, chunked prompts, base rows; float32 is our attention's, so decode steps are captured."""
     reference = drive("float32", device="cpu", cpu_kernels="torch", max_num_seqs=1)
     gpu = drive("float32", max_num_batched_tokens=48)
     asked = []
@@ -108,10 +108,11 @@ def test_float32_tokens_equal_the_cpus(drive):
     answers = gpu.drain()
     for index, (adapter, _, want) in enumerate(asked):
         assert answers[str(index)].tokens == want, f"request {index} on {adapter}"
-    assert gpu.executor.inner.captured == []
+    assert [(step.bucket, step.mode) for step in gpu.executor.inner.captured] == ALL_KEYS
 
 
-@pytest.mark.parametrize("config", [{"small_gemm": "on"}, {"small_gemm": "fused"}, {"small_gemm": "off"}], ids=str)
+@pytest.mark.parametrize("config", [{"small_gemm": "on"}, {"small_gemm": "fused"}, {"small_gemm": "off"},
+                                    {"attention": "triton"}], ids=str)  # fmt: skip
 def test_graphs_equal_eager_steps_bit_for_bit(drive, config):
     """The same plans, captured and not: every decode step's logits are the same bits."""
     captured, eager = drive("bfloat16", **config), drive("bfloat16", graph_capture="off", **config)
@@ -133,6 +134,33 @@ def test_graphs_equal_eager_steps_bit_for_bit(drive, config):
     assert captured.drain() == eager.drain()
     assert len(captured.executor.inner.captured) == len(ALL_KEYS)
     assert eager.executor.inner.captured == []
+
+
+def test_tokens_by_our_attention_are_those_of_other_backends(drive, caplog):
+    """Of FlashInfer, where it serves, and of torch; in float32, where rounding tells none apart."""
+    with caplog.at_level(logging.INFO, "chorus"):
+        ours, torchs = drive("float32", attention="triton"), drive("float32", attention="torch")
+    assert "attention by triton" in caplog.text
+    assert "attention by torch: attention is torch" in caplog.text
+    assert torchs.executor.inner.captured == []
+    asked = list(zip(itertools.cycle(names(ours)), prompts(24, seed=14), strict=False))
+    for driver in (ours, torchs):
+        add_all(driver, asked, 8)
+    mine, its = ours.drain(), torchs.drain()
+    same = sum(mine[name].tokens == its[name].tokens for name in mine)
+    assert same >= 0.9 * len(mine), "all but those where two logits are as close as rounding"
+
+
+@pytest.mark.parametrize("company", [1, 7])
+def test_our_attention_serves_bfloat16_captured_and_eager(drive, company):
+    """The same tokens, alone in a bucket and with others."""
+    captured = drive("bfloat16", attention="triton")
+    eager = drive("bfloat16", attention="triton", graph_capture="off")
+    assert len(captured.executor.inner.captured) == len(ALL_KEYS)
+    asked = list(zip(itertools.cycle(names(captured)), prompts(company, seed=15), strict=False))
+    for driver in (captured, eager):
+        add_all(driver, asked, 16)
+    assert captured.drain() == eager.drain()
 
 
 def test_whoever_multiplies_is_chosen_by_time(drive, caplog):

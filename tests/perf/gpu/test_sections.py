@@ -224,6 +224,22 @@ def test_products_in_the_interpreter(context):
     assert all(table.rows for table in section("products").tables(values))
 
 
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_attention_in_the_interpreter(context):
+    options = ["--quick", "--device", "cpu", "--out", str(context.store.directory)]
+    done = worker("attention", *options)
+    assert done.returncode == 0, done.stderr
+    values = context.store.values("attention")
+    assert "not_measured" not in values
+    assert values["absent"] == {"flashinfer": "there is no GPU"}
+    assert [(row["tokens"], row["count"]) for row in values["rows"]] == [(40, 1), (40, 3)]
+    for row in values["rows"]:
+        assert row["triton_error"] <= 1e-4
+        assert row["triton_share"] == pytest.approx(row["bytes"] / (row["triton_us"] / 1e6) / 5e9)
+        assert row["bytes"] > row["count"] * 40 * 2 * 64 * 4, "every key and value once"
+    assert all(table.rows for table in section("attention").tables(values))
+
+
 def worker(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "chorus.perf.gpu", "--worker", *arguments]
     return subprocess.run(

@@ -1,0 +1,261 @@
+"""Paged attention of decode rows in Triton: one launch a layer, captured with its bucket; prompts are torch's.
+
+For query heads h of KV head g, over the row's tokens t in the pages of its list:
+    out[h] = Σ_t softmax_t(q[h] · k[t, g] / √head_dim) · v[t, g]
+
+How a row is cut is `attention_schedule`'s. Import this module lazily: it needs triton.
+"""
+
+# A kernel is Triton's language in Python's syntax: its arguments and loops are not what type checkers take them for.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+import triton.language.extra.cuda as cuda
+
+from . import dependent_launch
+from .attention import PagedAttention, check_bucket, count_prefills
+from .attention_plan import PlanBuffers
+from .attention_schedule import PARTS, attention_constants, attention_options, attention_splits, tile_tokens
+from .launch_triton import Launcher
+
+
+@triton.jit
+def _joined(top, total, value, part_top, part_total, part_value):
+    """Sums of two stretches of a softmax: the largest score, the sum of weights and the weighted sum of values."""
+    highest = tl.maximum(top, part_top)
+    own, other = tl.exp2(top - highest), tl.exp2(part_top - highest)
+    return highest, total * own + part_total * other, value * own[:, None] + part_value * other[:, None]
+
+
+@triton.jit(do_not_specialize=["least"])
+def attend_rows(
+    out, q, k_cache, v_cache, indptr, last_page_len, indices, values, tops, totals, arrived, scale, least,
+    page_stride, token_stride, head_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (KV_HEADS, rows, programs that share a row at most).
+
+    out, q: [rows, HEADS, HEAD_DIM], contiguous. k_cache, v_cache: [pages, BLOCK_TOKENS, KV_HEADS, HEAD_DIM], …_stride
+    apart. indptr, last_page_len, indices: int32, as `PlanBuffers` has them. scale: of scores, times log2(e). least:
+    tiles that a program has at least.
+
+    values: [rows, KV_HEADS, PARTS, GROUP, BLOCK_D], tops and totals: [rows, KV_HEADS, PARTS, GROUP], float32, and
+    arrived: [rows, KV_HEADS] int32, which is 0 between launches, are of rows that several programs share.
+    Each writes its parts and then counts itself in `arrived`; the last one, which sees all that was written before,
+    adds them up in order.
+
+    A key that is not finite is NaN in whole and its value 0 (`rotate_and_write_heads`), so heads that see it are NaN.
+    Behind a row's last token nothing is loaded, as what an earlier owner left there may be NaN.
+    """
+    head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    first = tl.load(indptr + row)
+    length = (tl.load(indptr + row + 1) - first - 1) * BLOCK_TOKENS + tl.load(last_page_len + row)
+    tiles = tl.cdiv(length, TILE)
+    per_part = tl.cdiv(tiles, PARTS)
+    parts = tl.cdiv(tiles, per_part)
+    run = tl.maximum(tl.cdiv(parts, tl.num_programs(2)), tl.cdiv(least, per_part))  # parts of a program
+    sharing = tl.cdiv(parts, run)
+    if PDL:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+    if split >= sharing:
+        return
+    column = tl.arange(0, BLOCK_D)
+    own = column < HEAD_DIM
+    group = tl.arange(0, BLOCK_H)
+    place = (row.to(tl.int64) * HEADS + head * GROUP + group)[:, None] * HEAD_DIM + column[None, :]
+    is_group = group < GROUP
+    is_head = is_group[:, None] & own[None, :]
+    query = tl.load(q + place, mask=is_head, other=0.0)
+    slot = (row * KV_HEADS + head).to(tl.int64)
+    top = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    value = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    part_top, part_total, part_value = top, total, value
+    for tile in range(split * run * per_part, tl.minimum((split + 1) * run * per_part, tiles)):
+        token = tile * TILE + tl.arange(0, TILE)
+        is_there = token < length
+        page = tl.load(indices + first + token // BLOCK_TOKENS, mask=is_there, other=0).to(tl.int64)
+        at = page * page_stride + (token % BLOCK_TOKENS) * token_stride + head * head_stride
+        at = at[:, None] + column[None, :]
+        mask = is_there[:, None] if BLOCK_D == HEAD_DIM else is_there[:, None] & own[None, :]
+        k = tl.load(k_cache + at, mask=mask, other=0.0)
+        scores = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where(is_there[None, :], scores, float("-inf"))
+        highest = tl.maximum(part_top, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - highest[:, None])
+        fading = tl.exp2(part_top - highest)
+        part_total = part_total * fading + tl.sum(weights, axis=1)
+        v = tl.load(v_cache + at, mask=mask, other=0.0)
+        part_value = tl.dot(weights.to(v.dtype), v, part_value * fading[:, None], input_precision="ieee")
+        part_top = highest
+        if ((tile + 1) % per_part == 0) | (tile + 1 == tiles):
+            if sharing > 1:
+                at_part = (slot * PARTS + tile // per_part) * GROUP + group
+                tl.store(values + at_part[:, None] * BLOCK_D + column[None, :], part_value, mask=is_group[:, None])
+                tl.store(tops + at_part, part_top, mask=is_group)
+                tl.store(totals + at_part, part_total, mask=is_group)
+            else:
+                top, total, value = _joined(top, total, value, part_top, part_total, part_value)
+            part_top = tl.full([BLOCK_H], float("-inf"), tl.float32)
+            part_total = tl.zeros([BLOCK_H], tl.float32)
+            part_value = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    if sharing > 1:
+        tl.debug_barrier()  # all warps have written
+        if tl.atomic_add(arrived + slot, 1, sem="acq_rel", scope="gpu") < sharing - 1:
+            return
+        tl.store(arrived + slot, 0)
+        for index in range(parts):
+            at_part = (slot * PARTS + index) * GROUP + group
+            # not from a multiprocessor's own cache, which others' writes don't reach
+            part_top = tl.load(tops + at_part, mask=is_group, other=0.0, cache_modifier=".cg")
+            part_total = tl.load(totals + at_part, mask=is_group, other=1.0, cache_modifier=".cg")
+            at = at_part[:, None] * BLOCK_D + column[None, :]
+            part_value = tl.load(values + at, mask=is_group[:, None], other=0.0, cache_modifier=".cg")
+            top, total, value = _joined(top, total, value, part_top, part_total, part_value)
+    tl.store(out + place, (value / total[:, None]).to(out.dtype.element_ty), mask=is_head)
+
+
+class TritonBackend:
+    """Makes the attention objects of one executor; they share buffers.
+
+    A plan holds until the next plan of any of them, and all run on one stream.
+    """
+
+    captures = True
+    name = f"triton {triton.__version__}"
+
+    def __init__(
+        self,
+        num_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        block_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        max_rows: int,
+        max_pages_per_row: int,
+        num_sms: int,
+        reason: str,
+        mend: str = "",
+        new_event: Callable[[], Any] | None = None,
+    ) -> None:
+        """max_rows: most rows of a step. num_sms: processors of the device. new_event: for tests."""
+        self.reason, self.mend = reason, mend
+        self.device = torch.device(device)
+        self.shape = num_heads, kv_heads, head_dim, block_tokens
+        self.buffers = PlanBuffers(max_rows, max_pages_per_row, block_tokens, self.device)
+        self.event = (torch.cuda.Event if new_event is None else new_event)()
+        self._scale = math.log2(math.e) / math.sqrt(head_dim)
+        constants = attention_constants(*self.shape, dtype.itemsize)
+        tile, max_tokens = tile_tokens(head_dim, dtype.itemsize), max_pages_per_row * block_tokens
+        self._splits = [attention_splits(rows, kv_heads, max_tokens, tile, num_sms) for rows in range(1, max_rows + 1)]
+        shared = max((rows for rows, (splits, _) in enumerate(self._splits, start=1) if splits > 1), default=0)
+        parts = max(1, shared * num_heads * PARTS)
+        self._values = torch.zeros(parts * constants["BLOCK_D"], dtype=torch.float32, device=self.device)
+        self._tops, self._totals = torch.zeros(2, parts, dtype=torch.float32, device=self.device).unbind(0)
+        self._arrived = torch.zeros(max_rows * kv_heads, dtype=torch.int32, device=self.device)
+        early = {"PDL": 1, **dependent_launch.OPTIONS} if dependent_launch.begins_early(self.device) else {}
+        self._launch = Launcher(attend_rows, constants | attention_options() | early)
+
+    def ragged(self) -> RaggedAttention:
+        """For steps of any rows, run eagerly."""
+        return RaggedAttention(self)
+
+    def decode(self, bucket: int) -> DecodeAttention:
+        """For `bucket` rows of one token; `run` may be captured."""
+        return DecodeAttention(self, bucket)
+
+    def plan(
+        self, page_table: torch.Tensor, kv_lens: Sequence[int], tables: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        """Send rows of one token to the device; see `PlanBuffers.write`."""
+        self.event.synchronize()
+        self.buffers.write(page_table, kv_lens, tables=tables)
+        self.buffers.upload()
+        self.event.record()
+
+    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor) -> None:
+        """Attend with the rows that were planned. q, out: `[rows, heads, head_dim]`."""
+        if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1 or not q.is_contiguous():
+            raise ValueError("K and V have the same strides; q and heads of the cache are contiguous")
+        splits, least = self._splits[len(q) - 1]
+        buffers = self.buffers
+        self._launch(
+            (self.shape[1], len(q), splits),
+            (out, q, k_cache, v_cache, buffers.indptr, buffers.last_page_len, buffers.indices, self._values, self._tops,
+             self._totals, self._arrived),
+            (self._scale, least),
+            k_cache.stride()[:3],
+        )  # fmt: skip
+
+
+class RaggedAttention:
+    """Rows of any lengths: prefill chunks first, by torch, then decode rows of one token. Eager."""
+
+    def __init__(self, backend: TritonBackend) -> None:
+        self._backend = backend
+        self._prefill = PagedAttention(*backend.shape, backend.device)
+        self._prefill_tokens = self._num_tokens = 0
+
+    def plan(
+        self,
+        qo_indptr: Sequence[int],
+        page_table: torch.Tensor,
+        kv_lens: Sequence[int],
+        tables: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Prepare a step, as `PagedAttention.plan`; page_table is in host memory."""
+        split = count_prefills(qo_indptr, len(kv_lens))
+        self._prefill_tokens, self._num_tokens = qo_indptr[split], qo_indptr[-1]
+        if split:
+            self._prefill.plan(qo_indptr[: split + 1], page_table[:split], kv_lens[:split])
+        if split < len(kv_lens):
+            self._backend.plan(page_table[split:], kv_lens[split:])
+
+    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+        """Attend with one layer's cache, as `PagedAttention.run`."""
+        split, width = self._prefill_tokens, q.shape[1] * q.shape[2]
+        if split == self._num_tokens:
+            return self._prefill.run(q, k_cache, v_cache)
+        out = torch.empty_like(q)
+        if split:
+            out.view(len(q), width)[:split] = self._prefill.run(q[:split], k_cache, v_cache)
+        self._backend.run(q[split:], k_cache, v_cache, out[split:])
+        return out.view(len(q), width)
+
+
+class DecodeAttention:
+    """A bucket's rows of one token each over static buffers: `plan` before every replay, `run` inside the graph."""
+
+    def __init__(self, backend: TritonBackend, bucket: int) -> None:
+        self._backend = backend
+        self._bucket = bucket
+
+    def plan(
+        self,
+        qo_indptr: Sequence[int],
+        page_table: torch.Tensor,
+        kv_lens: Sequence[int],
+        tables: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Prepare a step of exactly the bucket's rows, padding among them; page_table is in host memory."""
+        check_bucket(self._bucket, qo_indptr, kv_lens)
+        self._backend.plan(page_table, kv_lens, tables)
+
+    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+        """Attend with one layer's cache: q `[bucket, heads, head_dim]` → `[bucket, heads · head_dim]`."""
+        out = torch.empty_like(q)
+        self._backend.run(q, k_cache, v_cache, out)
+        return out.view(len(q), -1)

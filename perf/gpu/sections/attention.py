@@ -1,0 +1,147 @@
+"""Decode attention alone: our kernel beside FlashInfer's decode wrapper, as steps use them, against bytes of KV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ....ops.attention import PagedAttention
+from ....ops.attention_backend import AttentionBackend, AttentionUnavailable, choose_attention
+from ...kernels.cost import attention_cost
+from ...report.table import Table
+from ..context import Context
+from ..lora_case import layers_for
+from .registry import rows_table
+
+#: Largest difference from torch's attention, as a share of the largest value.
+TOLERANCE = {"bfloat16": 2.0**-6, "float32": 1e-4}
+
+#: Rows that are compared with torch's, and alone with themselves in company.
+_CHECKED = 2
+
+BACKENDS = ("triton", "flashinfer")
+
+
+class WrongValues(ArithmeticError):
+    """A backend computed something else than torch does, or our kernel other bits for a row alone."""
+
+
+class _Case:
+    """Rows of `context_tokens` tokens each in pages of several layers, drawn in a random order."""
+
+    def __init__(self, context: Context, rows: int, context_tokens: int) -> None:
+        geometry, device = context.size.geometry, context.device
+        layout = geometry.page_layout(context.dtype.itemsize)
+        self.context, self.rows, self.lens = context, rows, [context_tokens] * rows
+        self.shape = geometry.heads, geometry.kv_heads, geometry.head_dim, layout.block_tokens
+        self.cost = attention_cost(self.lens, *self.shape, context.dtype.itemsize)
+        self.layers = layers_for(self.cost.bytes, context.l2_bytes())
+        per_row = layout.pages_for_tokens(context_tokens)
+        generator = torch.Generator(device).manual_seed(context.seed)
+        heads, kv_heads, head_dim, block_tokens = self.shape
+        pages = torch.empty(
+            rows * per_row + 1, self.layers, 2, block_tokens, kv_heads, head_dim, dtype=context.dtype, device=device
+        )
+        self.pages = pages.normal_(0, 1, generator=generator)
+        self.q = torch.empty(rows, heads, head_dim, dtype=context.dtype, device=device)
+        self.q.normal_(0, 1, generator=generator)
+        order = torch.randperm(rows * per_row, generator=torch.Generator().manual_seed(context.seed))
+        self.table = (order + 1).view(rows, per_row)
+
+    def backend(self, name: str) -> AttentionBackend:
+        """The backend of that name. Raises AttentionUnavailable."""
+        sizes = {"max_rows": self.rows, "max_pages_per_row": self.table.shape[1]}
+        if not self.context.smoke:
+            return choose_attention(*self.shape, self.context.dtype, "cuda:0", **sizes, wanted=name)
+        if name != "triton":
+            raise AttentionUnavailable("there is no GPU")
+        from ....ops.attention_triton import TritonBackend
+
+        return TritonBackend(
+            *self.shape, self.context.dtype, "cpu", **sizes, num_sms=4, reason="a smoke run", new_event=_NoEvent
+        )
+
+    def plan(self, attention: Any, rows: int) -> None:
+        attention.plan(range(rows + 1), self.table[:rows], self.lens[:rows])
+
+    def attend(self, attention: Any, rows: int) -> torch.Tensor:
+        """Layer 0's result of the first `rows` rows."""
+        self.plan(attention, rows)
+        return attention.run(self.q[:rows], self.pages[:, 0, 0], self.pages[:, 0, 1])
+
+    def work(self, attention: Any) -> Callable[[], None]:
+        """A run through all layers with the rows that are planned."""
+
+        def run() -> None:
+            for layer in range(self.layers):
+                attention.run(self.q, self.pages[:, layer, 0], self.pages[:, layer, 1])
+
+        return run
+
+
+class _NoEvent:
+    """An event where copies are done when they return."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def run(context: Context) -> dict[str, Any]:
+    """Microseconds per layer, and bytes over the time as a share of the measured bandwidth."""
+    found: dict[str, Any] = {
+        "method": context.timer.method,
+        "cache": f"a call goes through layers of at least 4 times the L2 cache's {context.l2_bytes()} bytes",
+        "bandwidth_bytes_per_s": context.bandwidth(), "absent": {}, "rows": [],
+    }  # fmt: skip
+    for tokens in context.pick((40,), (256, 1024, 4096), (256, 1024, 4096, 16384)):
+        for rows in context.pick((1, 3), (1, 8, 32, 64), (1, 2, 4, 8, 16, 32, 64, 128)):
+            if rows * tokens <= context.pick(1 << 20, 1 << 18, 1 << 19):  # what memory surely has room for
+                with context.row(found, f"attention of {rows} rows of {tokens} tokens"):
+                    found["rows"].append(_measure(context, rows, tokens, found["absent"]))
+    return found
+
+
+def _measure(context: Context, rows: int, tokens: int, absent: dict[str, str]) -> dict[str, Any]:
+    case = _Case(context, rows, tokens)
+    row: dict[str, Any] = {"count": rows, "tokens": tokens, "layers": case.layers, "bytes": case.cost.bytes}
+    checked = min(rows, _CHECKED)
+    want = case.attend(PagedAttention(*case.shape, context.device), checked).float()
+    for name in BACKENDS:
+        if name in absent:
+            continue
+        try:
+            backend = case.backend(name)
+        except AttentionUnavailable as error:
+            absent[name] = str(error)
+            continue
+        attention = backend.decode(rows)
+        whole = case.attend(attention, rows)
+        error = float((whole[:checked].float() - want).abs().max() / case.pages[:, 0, 1].abs().max())
+        if not error <= TOLERANCE[context.dtype_name]:
+            raise WrongValues(f"{name}: differs from torch by {error:.1e} of the largest value")
+        if name == "triton" and not torch.equal(case.attend(backend.decode(1), 1)[0], whole[0]):
+            raise WrongValues("a row has other bits alone")
+        case.plan(attention, rows)
+        sample = context.timer.time(case.work(attention))
+        seconds = sample.seconds / case.layers
+        row |= {
+            f"{name}_error": error, f"{name}_us": seconds * 1e6,
+            f"{name}_share": case.cost.bytes / seconds / context.bandwidth(),
+        }  # fmt: skip
+    if "flashinfer_us" in row:
+        row["over_flashinfer"] = row["triton_us"] / row["flashinfer_us"]
+    return row
+
+
+def tables(values: dict[str, Any]) -> list[Table]:
+    columns: dict[str, str | Callable[[Any], Any]] = {"tokens": "tokens", "rows": "count"}
+    for name in BACKENDS:
+        columns |= {
+            f"{name} µs": lambda row, name=name: row.get(f"{name}_us"),
+            f"% {name}": lambda row, name=name: 100 * row[f"{name}_share"] if f"{name}_share" in row else None,
+        }
+    columns["ours/FlashInfer"] = lambda row: row.get("over_flashinfer")
+    return [rows_table("(i) decode attention of a layer, % of measured bandwidth", columns, values["rows"])]

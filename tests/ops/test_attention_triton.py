@@ -1,0 +1,221 @@
+"""Our decode attention without a GPU: values in Triton's interpreter against float64, and an offline compile; a process
+for each.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from chorus.ops.attention_schedule import PARTS, attention_splits, tile_tokens
+
+from ..processes import run_python
+
+#: Largest difference from float64, as a share of the largest value: weights and the result are rounded once each.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
+
+DUMMY = 0
+
+#: Multiprocessors of a device on which no row of a case is shared, and of one on which all are that can be.
+NONE_SHARED, ALL_SHARED = 1, 1000
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows of one token each. lens: tokens of each row, its own among them."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block_tokens: int
+    lens: tuple[int, ...]
+    seed: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.heads, self.kv_heads, self.head_dim, self.block_tokens
+
+
+#: Lengths of one token, at edges of pages and tiles, of several parts, and of parts of two tiles (in float32 over 512
+#: tokens of 256 elements); GQA of 1, 2, 3, 4, 8 and 16 heads, and heads that fill no power of two.
+CASES = [
+    Case(4, 2, 64, 16, (1, 64, 65, 130)),
+    Case(8, 2, 128, 16, (31, 32, 65), seed=1),
+    Case(2, 2, 64, 16, (16, 17), seed=2),
+    Case(8, 1, 96, 5, (37, 5), seed=3),
+    Case(6, 2, 16, 1, (7, 1, 140), seed=4),
+    Case(16, 1, 32, 32, (33, 129), seed=5),
+    Case(2, 1, 256, 16, (530, 16), seed=6),
+]
+
+
+class Inputs:
+    """Random q and caches in the middle one of three layers; all that no row may see is NaN."""
+
+    def __init__(self, case: Case, dtype: torch.dtype, device: str) -> None:
+        self.case = case
+        generator = torch.Generator().manual_seed(case.seed)
+        counts = [-(-length // case.block_tokens) for length in case.lens]
+        order = (torch.randperm(sum(counts), generator=generator) + 1).tolist()
+        self.tables = [[order.pop() for _ in range(count)] for count in counts]
+        self.table = torch.full((len(counts), max(counts) + 1), DUMMY)
+        arena = torch.full(
+            (sum(counts) + 1, 3, 2, case.block_tokens, case.kv_heads, case.head_dim), math.nan, dtype=dtype
+        )
+        self.q = torch.randn(len(counts), case.heads, case.head_dim, generator=generator).to(dtype)
+        self.want = torch.zeros(len(counts), case.heads * case.head_dim, dtype=torch.float64)
+        self.largest = 0.0
+        for row, (length, pages) in enumerate(zip(case.lens, self.tables, strict=True)):
+            self.table[row, : len(pages)] = torch.tensor(pages)
+            k, v = torch.randn(2, length, case.kv_heads, case.head_dim, generator=generator).to(dtype)
+            token = torch.arange(length)
+            at = self.table[row, token // case.block_tokens], token % case.block_tokens
+            arena[:, 1, 0][at], arena[:, 1, 1][at] = k, v
+            self.largest = max(self.largest, float(v.abs().max()))
+            k, v = (part.double().repeat_interleave(case.heads // case.kv_heads, 1) for part in (k, v))
+            weights = (torch.einsum("hd,thd->ht", self.q[row].double(), k) / math.sqrt(case.head_dim)).softmax(-1)
+            self.want[row] = torch.einsum("ht,thd->hd", weights, v).flatten()
+        self.q, self.arena = self.q.to(device), arena.to(device)
+
+    @property
+    def caches(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.arena[:, 1, 0], self.arena[:, 1, 1]
+
+    def run(self, attention: Any, rows: list[int | None]) -> torch.Tensor:
+        """The result of some rows, as a step of decode rows; None: of padding, whose page is the dummy one."""
+        table = torch.stack([torch.full_like(self.table[0], DUMMY) if at is None else self.table[at] for at in rows])
+        lens = [1 if at is None else self.case.lens[at] for at in rows]
+        q = torch.stack([torch.zeros_like(self.q[0]) if at is None else self.q[at] for at in rows])
+        attention.plan(range(len(rows) + 1), table, lens)
+        return attention.run(q, *self.caches)
+
+
+def new_backend(case: Case, dtype: torch.dtype, device: str, num_sms: int = 4, **more: Any) -> Any:
+    from chorus.ops.attention_triton import TritonBackend
+
+    if device == "cpu":
+        more["new_event"] = lambda: SimpleNamespace(synchronize=lambda: None, record=lambda: None)
+    pages = -(-max(case.lens) // case.block_tokens) + 1
+    return TritonBackend(
+        *case.shape, dtype, device, max_rows=16, max_pages_per_row=pages, num_sms=num_sms, reason="", **more
+    )  # fmt: skip
+
+
+def check_values(case: Case, dtype: torch.dtype, device: str) -> str:
+    """Of all rows in one step, shared by programs and not; twice, as what the first leaves must not matter."""
+    inputs, everyone = Inputs(case, dtype, device), list(range(len(case.lens)))
+    for num_sms in (NONE_SHARED, ALL_SHARED):
+        attention = new_backend(case, dtype, device, num_sms).decode(len(everyone))
+        for _ in range(2):
+            got = inputs.run(attention, everyone).double().cpu()
+            error = float((got - inputs.want).abs().max()) / inputs.largest
+            if not error <= TOLERANCE[dtype]:
+                return f"differs by {error:.1e} of the largest value with {num_sms} multiprocessors"
+    return ""
+
+
+def check_company(case: Case, dtype: torch.dtype, device: str) -> str:
+    """A row's bits: alone, at any place of any bucket, beside padding, shared or not, and behind a prompt."""
+    inputs, everyone = Inputs(case, dtype, device), list(range(len(case.lens)))
+    backends = [new_backend(case, dtype, device, num_sms) for num_sms in (NONE_SHARED, 40, ALL_SHARED)]
+    want = [inputs.run(backends[0].decode(1), [row])[0] for row in everyone]
+    for backend in backends:
+        for rows in ([everyone[0]], [*everyone[::-1], None], [None, *everyone, *everyone[:2]]):
+            got = inputs.run(backend.decode(len(rows)), rows)
+            for place, row in enumerate(rows):
+                if row is not None and not torch.equal(got[place], want[row]):
+                    return f"row {row} has other bits at place {place} of {len(rows)}"
+        ragged, split = backend.ragged(), 2
+        table, lens = inputs.table[[0, *everyone]], [max(2, case.lens[0]), *case.lens]
+        ragged.plan([0, split, *range(split + 1, split + 1 + len(everyone))], table, lens)
+        q = torch.cat((inputs.q[:1], inputs.q[:1], inputs.q))
+        if not torch.equal(ragged.run(q, *inputs.caches)[split:], torch.stack(want)):
+            return "rows behind a prompt have other bits"
+    return ""
+
+
+def check_broken_key(case: Case, dtype: torch.dtype, device: str) -> str:
+    """A key of NaN with a value of 0 makes the heads that see it NaN, and leaves all others as they are."""
+    inputs, everyone = Inputs(case, dtype, device), list(range(len(case.lens)))
+    for num_sms in (NONE_SHARED, ALL_SHARED):
+        attention = new_backend(case, dtype, device, num_sms).decode(len(everyone))
+        whole = inputs.run(attention, everyone)
+        for row in (0, len(everyone) - 1):
+            token = (case.lens[row] - 1) // 2
+            page, offset = inputs.tables[row][token // case.block_tokens], token % case.block_tokens
+            k, v = inputs.caches
+            kept = k[page, offset, -1].clone(), v[page, offset, -1].clone()
+            k[page, offset, -1], v[page, offset, -1] = math.nan, 0.0
+            got = inputs.run(attention, everyone)
+            k[page, offset, -1], v[page, offset, -1] = kept
+            first = (case.kv_heads - 1) * case.heads // case.kv_heads * case.head_dim
+            if not got[row, first:].isnan().all():
+                return f"a head of row {row} that sees the key is not NaN"
+            got[row, first:] = whole[row, first:]
+            if not torch.equal(got, whole):
+                return f"a key of row {row} reached others"
+    return ""
+
+
+CHECKS: dict[str, Callable[[Case, torch.dtype, str], str]] = {
+    "values": check_values,
+    "company": check_company,
+    "broken key": check_broken_key,
+}
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+
+def interpret(name: str) -> None:
+    """Run in a process of its own."""
+    from .bf16_interpreter import mend_bf16
+
+    mend_bf16()
+    for case in CASES:
+        dtypes = TOLERANCE if case in CASES[:2] and name == "values" else (torch.float32,)
+        for dtype in dtypes:
+            problem = CHECKS[name](case, dtype, "cpu")
+            assert not problem, f"{case}, {dtype}: {problem}"
+
+
+@needs_triton
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", CHECKS)
+def test_in_the_interpreter(name):
+    command = f"from tests.ops.test_attention_triton import *; interpret({name!r})"
+    result = run_python("-c", command, TRITON_INTERPRET="1")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@needs_triton
+@pytest.mark.timeout(600)
+def test_compiles_for_a_gpu_that_is_not_there():
+    only = r"attend_rows heads\.(128|96)"
+    result = run_python("-m", "chorus.perf.kernels", "--compile", "sm_90", "--only", only, "--workers", "1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = json.loads(result.stdout.splitlines()[-1])["compile"]
+    assert {line["group"] for line in lines} == {"heads.128", "heads.96"}
+    for line in lines:
+        assert not line["spill_bytes"]
+        assert line["matrix"] == "mma.m16n8k16" or line["dtype"] == "fp32"
+        assert line["loads_before"] <= 2, "keys wait for a row's place in the list and for its pages"
+
+
+def test_programs_per_row():
+    """Rows that fill the device alone are shared only where they are long; fewer rows, by as many as it takes."""
+    tile = tile_tokens(128, 2)
+    assert tile == 64
+    assert attention_splits(1, 8, 8192, tile, 132) == (PARTS, 2)
+    assert attention_splits(1, 8, 512, tile, 132) == (8, 2), "no more than a row has tiles"
+    assert attention_splits(8, 8, 8192, tile, 132) == (5, 2)
+    assert attention_splits(32, 8, 4096, tile, 132) == (1, 64)
+    assert attention_splits(32, 8, 131072, tile, 132) == (8, 64)
+    assert {tile_tokens(head_dim, 2) for head_dim in (16, 64, 96, 256)} == {32, 64, 128}
