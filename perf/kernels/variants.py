@@ -9,13 +9,13 @@ from importlib import import_module
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
-from ...ops import elementwise_schedule
+from ...ops import elementwise_schedule, sampling_schedule
 from ...ops.sgmv import AdapterRows, Segments
 from ...ops.sgmv_schedule import Schedule, decode, expand_constants, prefill, shrink_constants
 from ...ops.sgmv_tables import NUM_MODULES, place_pages
 from ...ops.small_gemm_schedule import MAX_ROWS, gemm_constants, gemm_options, gemm_schedule
 from ..gpu.sizes import SIZES
-from .cost import Cost, expand_cost, norm_cost, product_cost, rotary_cost, shrink_cost, silu_cost
+from .cost import Cost, draw_cost, expand_cost, norm_cost, product_cost, rotary_cost, shrink_cost, silu_cost
 
 #: Llama-3.1-8B: inputs, and (module id, first column, width) of projections that share them.
 GROUPS = SIZES["llama-3.1-8b"].groups()
@@ -116,8 +116,40 @@ PRODUCTS = {
     "keep.gu": _product(4096, 28672, norm=True, add=True, keep=True),
 }
 
+_DRAWN = {"logits": "*fp32", "draws": "*fp64", "row_stride": "i32"}
+_PEAKS = {"peaks": "*fp32", "lows": "*fp32"}
+_SUMS = {"sums": "*fp64"}
+
+
+def _draw(
+    kernel: str, constants: dict[str, int], options: dict[str, int | bool], others: dict[str, str], vocab: int,
+    *, exponentials: bool,
+) -> Elementwise:  # fmt: skip
+    return Elementwise(
+        kernel, constants, options, (), {**others, **_PEAKS, **_DRAWN},
+        lambda draws, itemsize: draw_cost(draws, vocab, exponentials=exponentials),
+    )  # fmt: skip
+
+
+def _draws(vocab: int) -> dict[str, Elementwise]:
+    its = sampling_schedule
+    return {
+        "peaks": _draw("find_peaks", its.peak_constants(vocab), its.peak_options(), {}, vocab, exponentials=False),
+        "weights": _draw(
+            "weigh_blocks", its.weigh_constants(vocab), its.weigh_options(), _SUMS, vocab, exponentials=True
+        ),
+        "tokens": _draw(
+            "pick_tokens", its.pick_constants(vocab), its.pick_options(),
+            {**_SUMS, "tokens": "*i64", "lists": "*i32", "token_stride": "i32"}, vocab, exponentials=True,
+        ),
+    }  # fmt: skip
+
+
+#: Launches that draw tokens from float32 logits of Llama-3.1-8B's vocabulary.
+DRAWS = _draws(128256)
+
 #: Launches that read no adapter.
-PLAIN = ELEMENTWISE | PRODUCTS
+PLAIN = ELEMENTWISE | PRODUCTS | DRAWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +169,8 @@ class Variant:
         """The module of `ops` that the kernel is in."""
         if self.group in PRODUCTS:
             return "small_gemm_triton"
+        if self.group in DRAWS:
+            return "sampling_triton"
         return "elementwise_triton" if self.group in ELEMENTWISE else "sgmv_triton"
 
     @property
@@ -144,7 +178,7 @@ class Variant:
         """The argument through which weights are read; none where a launch reads no more than its rows."""
         if self.group in PRODUCTS:
             return "weight"
-        return "" if self.group in ELEMENTWISE else "arena"
+        return "" if self.group in PLAIN else "arena"
 
     @property
     def tensor_cores(self) -> bool:
@@ -251,13 +285,17 @@ def variants() -> Iterator[Variant]:
 
 
 def plain_variants() -> Iterator[Variant]:
-    """Every launch that reads no adapter; a kernel is the same for any number of tokens. Products are not in f32."""
+    """Every launch that reads no adapter; a kernel is the same for any number of tokens. Products are not in f32,
+    draws in nothing else.
+    """
     for group, launch in ELEMENTWISE.items():
         for dtype in ITEMSIZE:
             yield Variant(launch.kernel, group, dtype, 64)
     for group, launch in PRODUCTS.items():
         for dtype in ("bf16", "fp16"):
             yield Variant(launch.kernel, group, dtype, MAX_ROWS)
+    for group, launch in DRAWS.items():
+        yield Variant(launch.kernel, group, "fp32", 64)
 
 
 def compile_variant(job: tuple[Variant, str]) -> Line:
