@@ -116,7 +116,7 @@ def draw_into(tokens: torch.Tensor, logits: torch.Tensor, rows: Sequence[int], c
         drawn = torch.tensor(TorchSampling().sample(logits, rows, chances))
         tokens[:, torch.tensor(rows)] = torch.stack((drawn, drawn.clamp(min=0)))
         return
-    draws, num_limited = _draws(rows, chances, logits.shape[1])
+    draws, num_limited = sampling_draws(rows, chances, logits.shape[1])
     _launch(tokens, logits, on_device(torch.from_numpy(draws), logits.device), num_limited)
 
 
@@ -130,7 +130,7 @@ def _launch(tokens: torch.Tensor, logits: torch.Tensor, draws: torch.Tensor, num
     sampling_triton.draw(tokens, logits, draws, num_limited)
 
 
-def _draws(rows: Sequence[int], chances: Sequence[Chances], vocab: int) -> tuple[np.ndarray, int]:
+def sampling_draws(rows: Sequence[int], chances: Sequence[Chances], vocab: int) -> tuple[np.ndarray, int]:
     """Draws as `sampling_triton` takes them, `[rows, FIELDS]` float64, and the number of those with top_k or top_p."""
     draws, num_limited = np.empty((len(rows), FIELDS)), 0
     for draw, row, (temperature, u, top_k, top_p, min_p) in zip(draws, rows, chances, strict=True):

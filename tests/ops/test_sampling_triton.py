@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from chorus.ops.sampling import Chances, TorchSampling, _draws, uniform
+from chorus.ops.sampling import Chances, TorchSampling, sampling_draws, uniform
 
 from ..processes import run_python
 from .test_sampling import make_logits, may_be_drawn, reference
@@ -40,7 +40,7 @@ def draw(logits: torch.Tensor, rows: list[int], chances: list[Chances]) -> torch
     from chorus.ops import sampling_triton
 
     tokens = torch.full((2, len(logits)), -7, dtype=torch.long, device=logits.device)
-    draws, num_limited = _draws(rows, chances, logits.shape[1])
+    draws, num_limited = sampling_draws(rows, chances, logits.shape[1])
     sampling_triton.draw(tokens, logits, torch.from_numpy(draws).to(logits.device), num_limited)
     return tokens.cpu()
 

@@ -16,6 +16,7 @@ SECTIONS = {
     "decode": "(c) decode steps against their byte floor",
     "sgmv": "(b) SGMV beside other ways",
     "products": "(h) products of few rows, ours beside cuBLAS",
+    "sampling": "(i) draws, alone and in decode steps",
     "ttft": "(e) time to first token, adapter resident and not",
     "tests": "the tests that need a GPU",
     "merged": "(h) decode steps with an adapter in the weights",
