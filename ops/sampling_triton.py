@@ -203,15 +203,15 @@ def _first_above(mass, target, SIZE: tl.constexpr):
     return found, tl.sum(tl.where(index == found - 1, upto, 0.0), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns"])
 def pick_tokens(
-    tokens, lists, sums, peaks, lows, logits, draws, row_stride, token_stride,
+    tokens, lists, sums, peaks, lows, logits, draws, columns, row_stride,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, FIELDS: tl.constexpr, PADDED: tl.constexpr,
     PIVOTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_CHUNK: tl.constexpr,
 ):  # fmt: skip
     """tokens[0, row]: the row's token, -1 where it can't be told. tokens[1, row]: the same, 0 there.
 
-    Grid (draws,). tokens: [2, rows] int64. lists: [draws with limits, 2, VOCAB] int32, where candidates are kept.
+    Grid (draws,). tokens: [2, columns] int64. lists: [draws with limits, 2, VOCAB] int32, where candidates are kept.
     """
     draw = tl.program_id(0)
     fields = draws + draw * FIELDS
@@ -257,7 +257,7 @@ def pick_tokens(
                     if (by_mass == 0) & limited | (by_mass == 1) & (top_p < 1.0):
                         if (by_mass == 1) & limited:
                             key = tl.full([1], 0, tl.int64) + least
-                            kept = _weigh(first, count, row, most, inverse, True, key, 1, BLOCK)
+                            kept = _weigh(first, count, row, most, inverse, by_mass == 1, key, 1, BLOCK)
                             target = top_p * tl.sum(kept, axis=0)
                         least = _last_kept(
                             second, first, count, row, most, inverse, floor, least, above, weight, target, by_mass == 1,
@@ -275,7 +275,7 @@ def pick_tokens(
             within, _ = _first_above(tl.where(own, tl.exp(scaled), 0.0), share - sum_before, BLOCK)
             token = (block * BLOCK + within).to(tl.int64)
     tl.store(tokens + number, token)
-    tl.store(tokens + token_stride + number, tl.maximum(token, 0))
+    tl.store(tokens + columns + number, tl.maximum(token, 0))
 
 
 def draw(tokens: torch.Tensor, logits: torch.Tensor, draws: torch.Tensor, num_limited: int) -> None:
@@ -284,16 +284,16 @@ def draw(tokens: torch.Tensor, logits: torch.Tensor, draws: torch.Tensor, num_li
     draws: `[draws, FIELDS]` float64, on the device. num_limited: those with top_k or top_p.
     """
     count, vocab = len(draws), logits.shape[1]
-    if logits.stride(1) != 1 or tokens.stride(1) != 1:
-        raise ValueError("rows of logits and of tokens are contiguous")
-    peaks, lows = torch.empty(2, count, blocks(vocab), dtype=torch.float32, device=logits.device)
+    if logits.stride(1) != 1 or not tokens.is_contiguous():
+        raise ValueError("rows of logits are contiguous, and so are tokens")
+    peaks, lows = (torch.empty(count, blocks(vocab), dtype=torch.float32, device=logits.device) for _ in range(2))
     sums = torch.empty(sum_shape(count, vocab), dtype=torch.float64, device=logits.device)
     lists = torch.empty(max(1, num_limited), 2, vocab, dtype=torch.int32, device=logits.device)
     find, weigh, pick = _launchers(vocab)
     stride = logits.stride(0)
     find((blocks(vocab), count, 1), (peaks, lows, logits, draws), (), (stride,))
     weigh((blocks(vocab), count, 1), (sums, peaks, lows, logits, draws), (), (stride,))
-    pick((count, 1, 1), (tokens, lists, sums, peaks, lows, logits, draws), (), (stride, tokens.stride(0)))
+    pick((count, 1, 1), (tokens, lists, sums, peaks, lows, logits, draws), (tokens.shape[1],), (stride,))
 
 
 @cache

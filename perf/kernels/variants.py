@@ -140,7 +140,7 @@ def _draws(vocab: int) -> dict[str, Elementwise]:
         ),
         "tokens": _draw(
             "pick_tokens", its.pick_constants(vocab), its.pick_options(),
-            {**_SUMS, "tokens": "*i64", "lists": "*i32", "token_stride": "i32"}, vocab, exponentials=True,
+            {**_SUMS, "tokens": "*i64", "lists": "*i32", "columns": "i32"}, vocab, exponentials=True,
         ),
     }  # fmt: skip
 
