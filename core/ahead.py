@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from ..memory.transfers.transfer import ExecutorLost
-from .executors.base import Executor, RunAlone, StartedStep
+from .executors.base import Executor, StartedStep
 from .requests.types import StepPlan, StepResult
 from .scheduling.running import take_back
 
@@ -63,11 +63,10 @@ class StepAhead:
             return started.result()
         except ExecutorLost:
             raise
-        except Exception as error:
+        except Exception:
             if self.plan is None and plan.sources is None:
                 raise
-            if not isinstance(error, RunAlone):
-                logger.exception("step %d failed; it is run again with none ahead of it", plan.step_id)
+            logger.exception("step %d failed; it is run again with none ahead of it", plan.step_id)
         if self.plan is not None:
             take_back(self.plan)
             self.plan = self._started = None

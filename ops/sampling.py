@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
+
+from .sampling_schedule import FIELDS
 
 #: Of a slice of logits that are drawn from or scored together.
 SLICE_BYTES = 32 << 20
@@ -101,6 +105,55 @@ class TorchSampling:
         """Log-probabilities of a token of each of `rows`, and of as many of the row's most likely tokens."""
         own = on_device(torch.tensor(tokens), logits.device)
         return scores_of(score(pick(logits, rows), own, max(counts)).tolist())
+
+
+def draw_into(tokens: torch.Tensor, logits: torch.Tensor, rows: Sequence[int], chances: Sequence[Chances]) -> None:
+    """Into tokens `[2, …]` int64: the token of each of `rows` of the logits, see `sample`; and the same, 0 for -1.
+
+    On a GPU by the kernels of `sampling_triton`: the host makes one upload and three launches, and waits for nothing.
+    """
+    if _on_host(logits):
+        drawn = torch.tensor(TorchSampling().sample(logits, rows, chances))
+        tokens[:, torch.tensor(rows)] = torch.stack((drawn, drawn.clamp(min=0)))
+        return
+    draws, num_limited = sampling_draws(rows, chances, logits.shape[1])
+    _launch(tokens, logits, on_device(torch.from_numpy(draws), logits.device), num_limited)
+
+
+def _on_host(logits: torch.Tensor) -> bool:
+    return logits.device.type == "cpu"
+
+
+def _launch(tokens: torch.Tensor, logits: torch.Tensor, draws: torch.Tensor, num_limited: int) -> None:
+    from . import sampling_triton  # needs triton
+
+    sampling_triton.draw(tokens, logits, draws, num_limited)
+
+
+def sampling_draws(rows: Sequence[int], chances: Sequence[Chances], vocab: int) -> tuple[np.ndarray, int]:
+    """Draws as `sampling_triton` takes them, `[rows, FIELDS]` float64, and the number of those with top_k or top_p."""
+    draws, num_limited = np.empty((len(rows), FIELDS)), 0
+    for draw, row, (temperature, u, top_k, top_p, min_p) in zip(draws, rows, chances, strict=True):
+        inverse, top_p, floor, reach, top_k = _limits(temperature, top_k, top_p, min_p, vocab)
+        draw[:] = row, inverse, u, top_p, floor, reach, top_k, num_limited
+        num_limited += top_k > 0 or top_p < 1.0
+    return draws, num_limited
+
+
+@lru_cache(1024)
+def _limits(
+    temperature: float, top_k: int, top_p: float, min_p: float, vocab: int
+) -> tuple[float, float, float, float, float]:
+    """Inverse temperature, top_p, floor, reach and top_k of a draw; see `sampling_triton`."""
+    inverse = inverse_temperature(temperature)
+    if not inverse:
+        return 0.0, 1.0, 0.0, 0.0, 0.0
+    floor = max(_NO_MASS, math.log(min_p)) if min_p > 0.0 else _NO_MASS
+    limit = float(top_k) if 0 < top_k < vocab else 0.0
+    reach = -floor
+    if top_p < 1.0 and not limit:  # all tokens further down than that weigh less than what top_p leaves out
+        reach = min(reach, math.log(vocab / (1.0 - top_p)))
+    return inverse, top_p, floor, reach / inverse, limit
 
 
 def sample(logits: torch.Tensor, chances: Sequence[Chances], width: int = FIRST_WIDTH) -> torch.Tensor:

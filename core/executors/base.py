@@ -95,17 +95,13 @@ class ShadowBackend(Protocol):
         ...
 
 
-class RunAlone(RuntimeError):
-    """A step's tokens can't be told since the next one was launched; it is to run again with none behind it."""
-
-
 class StartedStep(Protocol):
     """A step that was launched."""
 
     def result(self) -> StepResult:
         """Wait for the step. To be called once at most, and before any but the next step is launched.
 
-        Raises what `Executor.execute` raises, and RunAlone.
+        Raises what `Executor.execute` raises.
         """
         ...
 

@@ -17,7 +17,7 @@ from ...memory.pages.arena import Arena
 from ...memory.pages.pool import PagePool
 from ...ops.attention import Attention
 from ...ops.attention_backend import AttentionBackend
-from ...ops.sampling import FIRST_WIDTH, WIDER, TorchSampling
+from ...ops.sampling import TorchSampling
 from ..config import EngineConfig
 from ..model.batch import BY_LIBRARY, StepBatch, Ways, ragged_batch
 from ..model.decoder import DecoderModel
@@ -27,7 +27,6 @@ from ..model.sampler import DeviceDraw, draw, most_drawn_values, needs_logits, s
 from ..requests.sampling_params import SamplingParams
 from ..requests.types import BASE_SLOT, ScheduledRow, StepResult
 from . import cuda_memory
-from .base import RunAlone
 from .cuda_merged import KEPT_PLACES, MERGED_MODES, PlacedGraphs
 from .cuda_products import choose_ways
 
@@ -35,9 +34,6 @@ logger = logging.getLogger(__name__)
 
 #: The modes that steps are captured in.
 _MODES = (StepMode.BASE, StepMode.LORA)
-
-#: Draws that look at as many logits as the last one which had to look at more than the first few.
-_WIDE_STEPS = 256
 
 #: A step's logits, a row for each of its rows or more, and of each `[2, rows]` int64 the most likely token and 1 if it
 #: can be told; on the device, where both may still be under way.
@@ -79,8 +75,6 @@ class CudaSteps:
         self._views: dict[int, Outputs] = {}  # of both, by rows
         self._download = Download(device, 8 * most_drawn_values(rows))
         self._tokens = self._chosen  # begins with the tokens that the last step drew
-        self._num_steps = 0
-        self._width, self._num_wide = FIRST_WIDTH, 0  # logits that draws look at, for so many more of them
         self._inputs = torch.zeros(6 * (tokens + 1), dtype=torch.long, device=where)
         self._upload = Upload(device, self._inputs.numel() * self._inputs.itemsize)
         self.lora = CudaLoraState(
@@ -167,17 +161,14 @@ class CudaSteps:
     def draw(
         self, rows: Sequence[ScheduledRow], logits: torch.Tensor, chosen: torch.Tensor
     ) -> Callable[[], StepResult]:
-        """Draw the tokens of the last step's rows, and score what they ask for; what is returned waits for them.
-
-        It raises RunAlone when it takes the logits again and another step has been run since.
-        """
-        self._num_steps += 1
+        """Draw the tokens of the last step's rows, and score what they ask for; what is returned waits for them."""
         eos, vocab = self.decoder.config.eos_token_ids, self.decoder.config.vocab_size
         if rows is not self._asking[0]:  # decode rows go from step to step, and what they ask for stays
             self._asking = rows, any(map(needs_logits, rows)), any(row.scores_prompt for row in rows)
         _, needed, scored = self._asking
         if needed:
-            read = self._draw_from_logits(rows, logits, chosen)
+            begun = DeviceDraw(rows, chosen, logits, eos, self._download)
+            self._tokens, read = begun.tokens, begun.result
         else:
             self._tokens, fetched = self._chosen, self._download(chosen)
 
@@ -197,31 +188,6 @@ class CudaSteps:
             return result
 
         return read_with_scores
-
-    def _draw_from_logits(
-        self, rows: Sequence[ScheduledRow], logits: torch.Tensor, chosen: torch.Tensor
-    ) -> Callable[[], StepResult]:
-        """As `draw`. Where a draw had to look at more logits, those that follow it do so at once."""
-        number, eos = self._num_steps, self.decoder.config.eos_token_ids
-        self._num_wide -= 1
-        if self._num_wide <= 0:
-            self._width = FIRST_WIDTH
-        width = self._width
-        begun = DeviceDraw(rows, chosen, logits, eos, self._download, width)
-        self._tokens = begun.tokens
-
-        def read() -> StepResult:
-            found, wider = begun.result(), width
-            while found is None:
-                wider *= WIDER
-                self._width, self._num_wide = wider, _WIDE_STEPS
-                if self._num_steps != number:
-                    raise RunAlone("a row's top_p keeps more tokens than were looked at")
-                with torch.inference_mode():
-                    found = DeviceDraw(rows, chosen, logits, eos, self._download, wider).result()
-            return found
-
-        return read
 
     def _fill(self, bucket: int, rows: list[ScheduledRow], sources: Sequence[int] | None = None) -> None:
         tokens = [row.tokens[0] for row in rows] if sources is None else sources

@@ -10,13 +10,10 @@ from typing import Protocol
 import torch
 
 from ...ops.sampling import (
-    FIRST_WIDTH,
-    UNDECIDED,
     Chances,
     Scores,
-    on_device,
+    draw_into,
     pick,
-    sample,
     score,
     score_rows,
     scores_of,
@@ -94,7 +91,7 @@ class DeviceDraw:
 
     chosen: `[2, …]` int64 on the device, of each row its most likely token, and 1 if it can be told. logits:
     `[…, vocab]` float32; the first are the rows' own. fetch: begins to fetch values from the device, and returns what
-    waits for them. width: logits that top_p looks at.
+    waits for them.
 
     tokens: `[…]` int64 on the device, what was drawn; any token where none was.
     """
@@ -106,36 +103,32 @@ class DeviceDraw:
         logits: torch.Tensor,
         eos_token_ids: Collection[int],
         fetch: Callable[[torch.Tensor], Callable[[], torch.Tensor]],
-        width: int = FIRST_WIDTH,
     ) -> None:
         at = {index: index for index, row in enumerate(rows) if needs_logits(row)}
         self._asked = asked = _Asked(rows, at)
-        self._count = chosen.shape[1]
-        tokens = chosen[0]
+        found = torch.cat((chosen, chosen[:1], chosen[:1]))
         if asked.drawn:
             with asked.edits(logits, at, eos_token_ids):
-                drawn = sample(pick(logits, asked.drawn), asked.chances, width)
-            tokens = tokens.index_copy(0, on_device(torch.tensor(asked.drawn), logits.device), drawn)
-        self.tokens = tokens.clamp(min=0)
-        parts = [*chosen.double(), tokens.double()]
+                draw_into(found[2:], logits, asked.drawn, asked.chances)
+        values, self.tokens = found[:3], found[3]
+        self._count = values.numel()
         if asked.scored:
-            own = pick(self.tokens, asked.scored)
-            parts.append(score(pick(logits, asked.scored), own, max(asked.counts)).flatten())
-        self._values = fetch(torch.cat(parts))
+            scores = score(pick(logits, asked.scored), pick(self.tokens, asked.scored), max(asked.counts))
+            values = torch.cat((values.double().flatten(), scores.flatten()))
+        self._values = fetch(values)
 
-    def result(self) -> StepResult | None:
-        """Wait for the draw; None where `width` was too small for a row."""
-        asked, count = self._asked, self._count
-        values = self._values().tolist()
-        likeliest, can_tell, tokens = (values[part * count :][:count] for part in range(3))
-        if UNDECIDED in tokens:
-            return None
-        likeliest = [int(token) if good else -1 for token, good in zip(likeliest, can_tell, strict=True)]
-        flat, scores = values[3 * count :], None
+    def result(self) -> StepResult:
+        """Wait for the draw."""
+        asked = self._asked
+        values = self._values().flatten().tolist()
+        count = self._count // 3
+        likeliest, can_tell, tokens = ([int(value) for value in values[part * count :][:count]] for part in range(3))
+        likeliest = [token if good else -1 for token, good in zip(likeliest, can_tell, strict=True)]
+        flat, scores = values[self._count :], None
         if asked.scored:
             each = len(flat) // len(asked.scored)
             scores = scores_of([flat[begin : begin + each] for begin in range(0, len(flat), each)])
-        return asked.result(likeliest, [int(token) for token in tokens], scores)
+        return asked.result(likeliest, tokens, scores)
 
 
 def most_drawn_values(rows: int) -> int:

@@ -24,6 +24,7 @@ def goals(sections: Mapping[str, Any]) -> list[Goal]:
         mix: [row for row in sections.get("merged", {}).get("rows", ()) if row["mix"] == mix]
         for mix in ("one adapter", "mixture")
     }
+    drawn = [row for row in sections.get("sampling", {}).get("steps", ()) if row["bucket"] <= LARGEST_BATCH]
     cold = [row for row in sections.get("ttft", {}).get("rows", ()) if row["rank"] == 16 and row["loading"] == "stream"]
     http = [row for row in sections.get("http", {}).get("rows", ()) if row["popularity"] == "base"]
     return [
@@ -37,6 +38,8 @@ def goals(sections: Mapping[str, Any]) -> list[Goal]:
         _worst("tokens/s of one merged adapter / base", merged["one adapter"], "base_over_merged", 0.97, at_most=False),
         _worst("tokens/s of a merged mixture / base", merged["mixture"], "base_over_merged", 0.93, at_most=False),
         _worst("tokens/s over HTTP / without it", http, "over_offline", 0.95, at_most=False),
+        _worst("tokens/s at temperature 1 / greedy", drawn, "temperature_over_greedy", 0.97, at_most=False),
+        _worst("tokens/s at top_p 0.9 / greedy", drawn, "top_p_over_greedy", 0.95, at_most=False),
     ]
 
 

@@ -111,7 +111,7 @@ class Subject:
     # -- requests
 
     def add(self, prompt_tokens: int, output_tokens: int, adapter: str | None = None, **params: Any) -> Request:
-        """Queue a greedy request of random tokens that goes on past any end-of-sequence token."""
+        """Queue a request of random tokens that goes on past any end-of-sequence token; greedy but for `params`."""
         request = self.request(prompt_tokens, output_tokens, adapter, **params)
         self.engine.add_request(request)
         return request
@@ -120,7 +120,7 @@ class Subject:
         """One that is not queued yet: drawing its prompt takes time that is nobody's."""
         self._serial += 1
         prompt = [self._random.randrange(3, self._vocab) for _ in range(prompt_tokens)]
-        wanted = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True, **params)
+        wanted = SamplingParams(**{"max_tokens": output_tokens, "temperature": 0.0, "ignore_eos": True, **params})
         return Request(f"q{self._serial}", prompt, wanted, adapter)
 
     def reseed(self, seed: int) -> None:
@@ -161,12 +161,12 @@ class Subject:
 
     # -- measurements
 
-    def decoding(self, adapters: Sequence[str | None], prompt_tokens: int, steps: int) -> list[Request]:
+    def decoding(self, adapters: Sequence[str | None], prompt_tokens: int, steps: int, **params: Any) -> list[Request]:
         """Requests of these adapters, past their prefill, with `steps` decode steps ahead of them.
 
         The adapters are loaded first: the requests of those that come late would decode when others have ended.
         """
-        requests = [self.request(prompt_tokens, steps + len(adapters) + 8, adapter) for adapter in adapters]
+        requests = [self.request(prompt_tokens, steps + len(adapters) + 8, adapter, **params) for adapter in adapters]
         store = self.engine.store
         self.load([name for name in adapters if name is not None and store.tier(store.get(name)) is not Tier.DEVICE])
         for request in requests:

@@ -106,3 +106,10 @@ def product_cost(
     moved = rows * d_in + tokens * d_in * (1 + 2 * add + keep) + tokens * d_out + norm * d_in
     flops = 2 * tokens * rows * d_in + (5 if add else 4) * norm * tokens * d_in + 5 * silu * tokens * d_out
     return Cost(moved * itemsize, flops)
+
+
+def draw_cost(draws: int, vocab: int, *, exponentials: bool) -> Cost:
+    """bytes: each row of logits, float32, once. flops: a comparison per logit; with `exponentials` a difference, a
+    product, a sum and some 30 operations of float64 more.
+    """
+    return Cost(draws * vocab * _F32, draws * vocab * (34 if exponentials else 1))

@@ -9,14 +9,24 @@ from importlib import import_module
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
-from ...ops import elementwise_schedule
+from ...ops import elementwise_schedule, sampling_schedule
 from ...ops.attention_schedule import attention_constants, attention_options, largest_head
 from ...ops.sgmv import AdapterRows, Segments
 from ...ops.sgmv_schedule import Schedule, decode, expand_constants, prefill, shrink_constants
 from ...ops.sgmv_tables import NUM_MODULES, place_pages
 from ...ops.small_gemm_schedule import MAX_ROWS, gemm_constants, gemm_options, gemm_schedule
 from ..gpu.sizes import SIZES
-from .cost import Cost, attention_cost, expand_cost, norm_cost, product_cost, rotary_cost, shrink_cost, silu_cost
+from .cost import (
+    Cost,
+    attention_cost,
+    draw_cost,
+    expand_cost,
+    norm_cost,
+    product_cost,
+    rotary_cost,
+    shrink_cost,
+    silu_cost,
+)
 
 #: Llama-3.1-8B: inputs, and (module id, first column, width) of projections that share them.
 GROUPS = SIZES["llama-3.1-8b"].groups()
@@ -138,8 +148,40 @@ def _attention(heads: int, kv_heads: int, head_dim: int, itemsize: int) -> Eleme
     )  # fmt: skip
 
 
-#: Launches that read no adapter and are the same in every dtype.
-PLAIN = ELEMENTWISE | PRODUCTS
+_DRAWN = {"logits": "*fp32", "draws": "*fp64", "row_stride": "i32"}
+_PEAKS = {"peaks": "*fp32", "lows": "*fp32"}
+_SUMS = {"sums": "*fp64"}
+
+
+def _draw(
+    kernel: str, constants: dict[str, int], options: dict[str, int | bool], others: dict[str, str], vocab: int,
+    *, exponentials: bool,
+) -> Elementwise:  # fmt: skip
+    return Elementwise(
+        kernel, constants, options, (), {**others, **_PEAKS, **_DRAWN},
+        lambda draws, itemsize: draw_cost(draws, vocab, exponentials=exponentials),
+    )  # fmt: skip
+
+
+def _draws(vocab: int) -> dict[str, Elementwise]:
+    its = sampling_schedule
+    return {
+        "peaks": _draw("find_peaks", its.peak_constants(vocab), its.peak_options(), {}, vocab, exponentials=False),
+        "weights": _draw(
+            "weigh_blocks", its.weigh_constants(vocab), its.weigh_options(), _SUMS, vocab, exponentials=True
+        ),
+        "tokens": _draw(
+            "pick_tokens", its.pick_constants(vocab), its.pick_options(),
+            {**_SUMS, "tokens": "*i64", "lists": "*i32", "columns": "i32"}, vocab, exponentials=True,
+        ),
+    }  # fmt: skip
+
+
+#: Launches that draw tokens from float32 logits of Llama-3.1-8B's vocabulary.
+DRAWS = _draws(128256)
+
+#: Launches that read no adapter.
+PLAIN = ELEMENTWISE | PRODUCTS | DRAWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +210,8 @@ class Variant:
             return "attention_triton"
         if self.group in PRODUCTS:
             return "small_gemm_triton"
+        if self.group in DRAWS:
+            return "sampling_triton"
         return "elementwise_triton" if self.group in ELEMENTWISE else "sgmv_triton"
 
     @property
@@ -177,7 +221,7 @@ class Variant:
             return "k_cache"
         if self.group in PRODUCTS:
             return "weight"
-        return "" if self.group in ELEMENTWISE else "arena"
+        return "" if self.group in PLAIN else "arena"
 
     @property
     def tensor_cores(self) -> bool:
@@ -282,7 +326,9 @@ def variants() -> Iterator[Variant]:
 
 
 def plain_variants() -> Iterator[Variant]:
-    """Every launch that reads no adapter; a kernel is the same for any number of tokens. Products are not in f32."""
+    """Every launch that reads no adapter; a kernel is the same for any number of tokens. Products are not in f32,
+    draws in nothing else.
+    """
     for group, (_, _, head_dim) in ATTENTION.items():
         for dtype, itemsize in ITEMSIZE.items():
             if head_dim <= largest_head(itemsize):
@@ -293,6 +339,8 @@ def plain_variants() -> Iterator[Variant]:
     for group, launch in PRODUCTS.items():
         for dtype in ("bf16", "fp16"):
             yield Variant(launch.kernel, group, dtype, MAX_ROWS)
+    for group, launch in DRAWS.items():
+        yield Variant(launch.kernel, group, "fp32", 64)
 
 
 def compile_variant(job: tuple[Variant, str]) -> Line:

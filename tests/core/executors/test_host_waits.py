@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from chorus.core.executors import adapters
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
+from chorus.ops import sampling
 from chorus.ops.attention_plan import PlanBuffers
 from chorus.perf.gpu.host_time import StubDevice, idle_engine
 
@@ -100,6 +101,11 @@ def unread_arena(monkeypatch):
     )  # fmt: skip
 
 
+def _draw(tokens: torch.Tensor, logits: torch.Tensor, draws: torch.Tensor, num_limited: int) -> None:
+    """Launches that draw, which compute nothing here."""
+    assert tokens.device == logits.device == draws.device
+
+
 @pytest.mark.usefixtures("unread_arena")
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("lora", [False, True])
@@ -115,6 +121,7 @@ def test_a_decode_step_waits_for_its_tokens_alone(kind, lora, ahead, tmp_path):
     with (
         patch.object(torch.Tensor, "pin_memory", lambda values: copies.pin(values)),
         patch.object(PlanBuffers, "__init__", plan_buffers),
+        patch.object(sampling, "_launch", _draw),
         idle_engine(ROWS, 64, lora, tmp_path, device, ahead=ahead) as engine,
     ):
         names = sorted(engine.store.names()) if lora else [None] * ROWS

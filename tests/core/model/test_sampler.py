@@ -18,7 +18,7 @@ from chorus.core.model import sampler
 from chorus.core.model.sampler import ALL_BANNED, DeviceDraw, needs_logits, plain_chances, score_prompts
 from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams
 from chorus.core.requests.types import BASE_SLOT, FinishReason, ScheduledRow, StepResult
-from chorus.ops.sampling import FIRST_WIDTH, WIDER, TorchSampling, greedy
+from chorus.ops.sampling import TorchSampling, greedy, pick, sample
 
 VOCAB = 12
 EOS = (0, 1)
@@ -47,11 +47,9 @@ def draw(rows, logits):
     return result
 
 
-def draw_on_device(rows, logits, width=FIRST_WIDTH):
-    """Return what a GPU draws, looking at more logits until they are enough."""
-    while (result := DeviceDraw(rows, chosen_of(logits), logits, EOS, fetch, width).result()) is None:
-        width *= WIDER
-    return result
+def draw_on_device(rows, logits):
+    """Return what an executor on a GPU draws."""
+    return DeviceDraw(rows, chosen_of(logits), logits, EOS, fetch).result()
 
 
 def fetch(values):
@@ -184,15 +182,19 @@ def test_a_gpu_is_waited_for_once_whatever_rows_ask_for(monkeypatch):
     """Draws, edits, log-probabilities and the tokens of the others come back together."""
     rows = [row(str(i), [2, 3], [4, 4], seed=i, logprobs=i % 3 or None, **params) for i, params in enumerate(WAYS)]
     logits, fetched = logits_of(5, len(rows)), []
+    want = draw_on_device(rows, logits)
+
+    def draw_into(tokens, logits, rows, chances):
+        tokens[:, torch.tensor(rows)] = sample(pick(logits, rows), chances, VOCAB)
+
+    monkeypatch.setattr(sampler, "draw_into", draw_into)
     tolist = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: fetched.append(self) or tolist(self))
     result = draw_on_device(rows, logits)
+    assert result == want
     assert len(result.tokens) == len(rows)
     assert len(result.logprobs) == 4
     assert len(fetched) == 1
-    fetched.clear()
-    assert draw_on_device(rows, logits, width=1) == result  # too few for a row with top_p
-    assert len(fetched) == 2
 
 
 def test_only_rows_with_the_models_own_logits_are_left_to_its_kernels():

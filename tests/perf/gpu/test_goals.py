@@ -15,7 +15,7 @@ def cell(tokens: int, share: float, ranks: str = "16", popularity: str = "distin
 
 
 def test_nothing_measured():
-    assert [goal.met for goal in goals({})] == [None] * 8
+    assert [goal.met for goal in goals({})] == [None] * 10
 
 
 def test_the_worst_case_counts():
@@ -39,8 +39,15 @@ def test_the_worst_case_counts():
         "http": {
             "rows": [{"popularity": "base", "over_offline": 0.9}, {"popularity": "distinct", "over_offline": 0.5}]
         },
+        "sampling": {
+            "steps": [
+                {"bucket": 1, "temperature_over_greedy": 0.98, "top_p_over_greedy": 0.97},
+                {"bucket": 64, "temperature_over_greedy": 0.99, "top_p_over_greedy": 0.94},
+                {"bucket": 128, "temperature_over_greedy": 0.1, "top_p_over_greedy": 0.1},
+            ]
+        },
     }
-    base, lora, plain, share, cold, one, mixture, http = goals(sections)
+    base, lora, plain, share, cold, one, mixture, http, drawn, nucleus = goals(sections)
     assert (base.value, base.met, base.where) == (1.3, False, "batch 1")
     assert (lora.value, lora.met) == (1.05, True)
     assert (plain.value, plain.met) == (1.0, True)
@@ -49,6 +56,8 @@ def test_the_worst_case_counts():
     assert (one.value, one.met, one.where) == (0.96, False, "batch 64")
     assert (mixture.value, mixture.met) == (0.95, True)
     assert (http.value, http.met, http.where) == (0.9, False, "base")
+    assert (drawn.value, drawn.met, drawn.where) == (0.98, True, "batch 1")
+    assert (nucleus.value, nucleus.met, nucleus.where) == (0.94, False, "batch 64")
 
 
 def test_a_value_that_is_missing_is_not_met():

@@ -336,9 +336,9 @@ def test_a_gpu_run_shows_the_goals(tmp_path, capsys):
     combined = store.combine(SECTIONS, environment)
     report(combined, tmp_path / "report.txt")
     shown = capsys.readouterr().out
-    assert shown.count("not measured") == 8
+    assert shown.count("not measured") == 10
     assert SMOKE not in shown
-    assert len(digest(combined, tmp_path / RESULT)["goals"]) == 8
+    assert len(digest(combined, tmp_path / RESULT)["goals"]) == 10
 
 
 def test_http_stands_beside_the_same_load_without_it(context, monkeypatch):

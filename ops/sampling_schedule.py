@@ -1,0 +1,57 @@
+"""Schedule of the launches that draw tokens, by the size of the vocabulary alone."""
+
+from __future__ import annotations
+
+#: Logits that a program of the first two launches weighs: sums are cut there, whatever else is in the step.
+BLOCK = 4096
+
+#: Float64 values that describe a draw, see `sampling_triton`.
+FIELDS = 8
+
+#: Logits at which the mass above them is summed up, so that few are left among which a limit may fall.
+_PIVOTS = 32
+
+#: Elements of a tile [pivots or blocks, candidates], which is kept in registers: 16 of float64 for each thread.
+_TILE = 4096
+
+
+def blocks(vocab: int) -> int:
+    """Blocks of a row of logits."""
+    return -(-vocab // BLOCK)
+
+
+def _padded(vocab: int) -> int:
+    return 1 << (blocks(vocab) - 1).bit_length()
+
+
+def peak_constants(vocab: int) -> dict[str, int]:
+    """Compile-time constants of the launch that finds the largest logits."""
+    return {"VOCAB": vocab, "BLOCK": BLOCK, "BLOCKS": blocks(vocab), "FIELDS": FIELDS}
+
+
+def weigh_constants(vocab: int) -> dict[str, int]:
+    """Compile-time constants of the launch that sums up masses."""
+    return peak_constants(vocab) | {"PADDED": _padded(vocab), "PIVOTS": _PIVOTS}
+
+
+def pick_constants(vocab: int) -> dict[str, int]:
+    """Compile-time constants of the launch that picks tokens."""
+    padded = _padded(vocab)
+    return weigh_constants(vocab) | {"CHUNK": _TILE // _PIVOTS, "BLOCK_CHUNK": max(1, _TILE // padded)}
+
+
+def sum_shape(draws: int, vocab: int) -> tuple[int, int, int]:
+    """Shape of the sums that the second launch leaves for the third."""
+    return draws, blocks(vocab), _PIVOTS
+
+
+def peak_options() -> dict[str, int | bool]:
+    return {"num_warps": 8, "enable_fp_fusion": False}
+
+
+def weigh_options() -> dict[str, int | bool]:
+    return {"num_warps": 8, "enable_fp_fusion": False}
+
+
+def pick_options() -> dict[str, int | bool]:
+    return {"num_warps": 8, "enable_fp_fusion": False}

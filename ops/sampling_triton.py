@@ -1,0 +1,305 @@
+"""Draws of tokens on a GPU: the tokens that `sampling.sample` draws, by three launches and one upload.
+
+Masses and their sums are float64. A row's sums are cut by the vocabulary alone and added in one order, whatever else is
+in the step. What top_k and top_p keep is a prefix of the tokens in the order of their logits, of equal ones the first:
+each token has a key in that order, and a limit is the key of the last token kept.
+
+A draw is FIELDS float64: row of the logits, inverse temperature (0: greedy), u, top_p, floor (least logit below the
+largest, tempered, that has a mass), reach (how far below the largest logit top_p may keep one), top_k (0: all), and
+among the draws with top_k or top_p its number.
+
+Import this module lazily: it needs triton.
+"""
+
+# A kernel is Triton's language in Python's syntax: its arguments and loops are not what type checkers take them for.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch_triton import Launcher
+from .sampling_schedule import (
+    blocks,
+    peak_constants,
+    peak_options,
+    pick_constants,
+    pick_options,
+    sum_shape,
+    weigh_constants,
+    weigh_options,
+)
+
+_INF = tl.constexpr(float("inf"))
+_MOST_KEY = tl.constexpr((1 << 63) - 1)
+_TOKENS = tl.constexpr(1 << 24)  # more than any vocabulary has
+
+
+@triton.jit
+def find_peaks(
+    peaks, lows, logits, draws, row_stride,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """peaks[d, b], lows[d, b]: the largest and the least finite logit of block b of draw d's row; +inf for NaN.
+
+    Grid (BLOCKS, draws). logits: [rows, VOCAB] float32, rows row_stride apart. draws: [draws, FIELDS].
+    """
+    block, draw = tl.program_id(0), tl.program_id(1)
+    row = tl.load(draws + draw * FIELDS).to(tl.int64)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * row_stride + token, mask=token < VOCAB, other=-_INF)
+    has_nan = tl.max((x != x).to(tl.int32), axis=0) > 0
+    place = draw * BLOCKS + block
+    tl.store(peaks + place, tl.where(has_nan, _INF, tl.max(x, axis=0)))
+    tl.store(lows + place, tl.min(tl.where(x > -_INF, x, _INF), axis=0))
+
+
+@triton.jit
+def _pivot(most, low, reach, index, PIVOTS: tl.constexpr):
+    """Logit number `index` of PIVOTS that fall from the largest to the least that matters; the last is -inf."""
+    low = tl.maximum(low.to(tl.float64), most - reach)
+    value = most - (most - low) * ((index + 1) * (1.0 / PIVOTS))
+    return tl.where(index == PIVOTS - 1, -_INF, value.to(tl.float32))
+
+
+@triton.jit
+def _key(x, token):
+    """int64 that rises with the logit, and falls with the token where logits are equal."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return bits.to(tl.int64) * _TOKENS + (_TOKENS - 1 - token)
+
+
+@triton.jit
+def weigh_blocks(
+    sums, peaks, lows, logits, draws, row_stride,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, FIELDS: tl.constexpr, PADDED: tl.constexpr,
+    PIVOTS: tl.constexpr,
+):  # fmt: skip
+    """sums[d, b, j]: mass of block b's tokens whose logits are not below pivot j; with top_k their number.
+
+    Grid (BLOCKS, draws). Of draws without limits only the last, which is of all tokens.
+    """
+    block, draw = tl.program_id(0), tl.program_id(1)
+    fields = draws + draw * FIELDS
+    row, inverse, top_p = tl.load(fields).to(tl.int64), tl.load(fields + 1), tl.load(fields + 3)
+    floor, reach, limited = tl.load(fields + 4), tl.load(fields + 5), tl.load(fields + 6) > 0.0
+    each = tl.arange(0, PADDED)
+    peak = tl.max(tl.load(peaks + draw * BLOCKS + each, mask=each < BLOCKS, other=-_INF), axis=0)
+    if (inverse > 0.0) & (peak > -_INF) & (peak < _INF):
+        token = block * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(logits + row * row_stride + token, mask=token < VOCAB, other=-_INF)
+        most = peak.to(tl.float64)
+        scaled = (x.to(tl.float64) - most) * inverse
+        weight = tl.where(scaled >= floor, tl.where(limited, 1.0, tl.exp(scaled)), 0.0)
+        target = sums + (draw * BLOCKS + block) * PIVOTS
+        tl.store(target + PIVOTS - 1, tl.sum(weight, axis=0))
+        if limited | (top_p < 1.0):
+            low = tl.min(tl.load(lows + draw * BLOCKS + each, mask=each < BLOCKS, other=_INF), axis=0)
+            for index in range(PIVOTS - 1):
+                pivot = _pivot(most, low, reach, index, PIVOTS)
+                tl.store(target + index, tl.sum(tl.where(x >= pivot, weight, 0.0), axis=0))
+
+
+@triton.jit
+def _collect(
+    out, tokens, count, row, most, inverse, floor, least, above, LISTED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Into `out` the tokens that have a mass and keys from `least` on, below `above`; returns their number.
+
+    tokens: of a list, `out` itself perhaps; or all.
+    """
+    found = 0
+    for begin in range(0, count, BLOCK):
+        place = begin + tl.arange(0, BLOCK)
+        own = place < count
+        token = place
+        if LISTED:
+            token = tl.load(tokens + place, mask=own, other=0)
+        x = tl.load(row + token, mask=own, other=-_INF)
+        key = _key(x, token)
+        own = own & (key >= least) & (key < above) & ((x.to(tl.float64) - most) * inverse >= floor)
+        rank = tl.cumsum(own.to(tl.int32), axis=0) - 1
+        tl.debug_barrier()  # all have read what is overwritten now
+        tl.store(out + found + rank, token, mask=own)
+        found += tl.sum(own.to(tl.int32), axis=0)
+    tl.debug_barrier()
+    return found
+
+
+@triton.jit
+def _weigh(tokens, count, row, most, inverse, by_mass, keys, KEYS: tl.constexpr, CHUNK: tl.constexpr):
+    """Mass of a list's tokens from each of `keys` on; or their number."""
+    total = tl.zeros([KEYS, CHUNK], tl.float64)
+    for begin in range(0, count, CHUNK):
+        place = begin + tl.arange(0, CHUNK)
+        own = place < count
+        token = tl.load(tokens + place, mask=own, other=0)
+        x = tl.load(row + token, mask=own, other=-_INF)
+        mass = tl.where(by_mass, tl.exp((x.to(tl.float64) - most) * inverse), 1.0)
+        weight = tl.where(own, mass, 0.0)
+        total += tl.where(_key(x, token)[None, :] >= keys[:, None], weight[None, :], 0.0)
+    return tl.sum(total, axis=1)
+
+
+@triton.jit
+def _last_kept(
+    spare, tokens, count, row, most, inverse, floor, least, above, weight, target, by_mass,
+    BLOCK: tl.constexpr, PIVOTS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The largest key from which on tokens weigh `target`, between `least` and `above`; those from there on `weight`.
+
+    tokens: a list that has all in between. The tokens themselves are the pivots, so that each round leaves fewer.
+    """
+    left = _collect(spare, tokens, count, row, most, inverse, floor, least, above, True, BLOCK)
+    found = least
+    while left > 1:
+        at = tl.load(spare + (tl.arange(0, PIVOTS).to(tl.int64) * left // PIVOTS))
+        keys = _key(tl.load(row + at), at)
+        upto = weight + _weigh(spare, left, row, most, inverse, by_mass, keys, PIVOTS, CHUNK)
+        enough = upto >= target
+        found = tl.maximum(found, tl.max(tl.where(enough, keys, found), axis=0))
+        above = tl.minimum(above, tl.min(tl.where(enough, above, keys), axis=0))
+        weight = tl.maximum(weight, tl.max(tl.where(enough, weight, upto), axis=0))
+        left = _collect(spare, spare, left, row, most, inverse, floor, found, above, True, BLOCK)
+    if left == 1:
+        token = tl.load(spare)
+        found = _key(tl.load(row + token), token)
+    return found
+
+
+@triton.jit
+def _weigh_blocks(
+    tokens, count, row, most, inverse, least, BLOCK: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """Mass of a list's tokens from the key `least` on, by blocks of the vocabulary."""
+    block = tl.arange(0, PADDED)
+    total = tl.zeros([PADDED, CHUNK], tl.float64)
+    for begin in range(0, count, CHUNK):
+        place = begin + tl.arange(0, CHUNK)
+        own = place < count
+        token = tl.load(tokens + place, mask=own, other=0)
+        x = tl.load(row + token, mask=own, other=-_INF)
+        mass = tl.where(own & (_key(x, token) >= least), tl.exp((x.to(tl.float64) - most) * inverse), 0.0)
+        total += tl.where((token // BLOCK)[None, :] == block[:, None], mass[None, :], 0.0)
+    return tl.sum(total, axis=1)
+
+
+@triton.jit
+def _first_above(mass, target, SIZE: tl.constexpr):
+    """Index of the first mass whose running sum is above the target, of the last one if rounding left none; the sum
+    before it.
+    """
+    index = tl.arange(0, SIZE)
+    upto = tl.cumsum(mass, axis=0)
+    found = tl.min(tl.where((upto > target) & (mass > 0.0), index, SIZE), axis=0)
+    last = tl.max(tl.where(mass > 0.0, index, 0), axis=0)
+    found = tl.minimum(found, last)
+    return found, tl.sum(tl.where(index == found - 1, upto, 0.0), axis=0)
+
+
+@triton.jit(do_not_specialize=["columns"])
+def pick_tokens(
+    tokens, lists, sums, peaks, lows, logits, draws, columns, row_stride,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, FIELDS: tl.constexpr, PADDED: tl.constexpr,
+    PIVOTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_CHUNK: tl.constexpr,
+):  # fmt: skip
+    """tokens[0, row]: the row's token, -1 where it can't be told. tokens[1, row]: the same, 0 there.
+
+    Grid (draws,). tokens: [2, columns] int64. lists: [draws with limits, 2, VOCAB] int32, where candidates are kept.
+    """
+    draw = tl.program_id(0)
+    fields = draws + draw * FIELDS
+    number, inverse = tl.load(fields).to(tl.int64), tl.load(fields + 1)
+    u, top_p = tl.load(fields + 2), tl.load(fields + 3)
+    floor, reach, top_k = tl.load(fields + 4), tl.load(fields + 5), tl.load(fields + 6)
+    row = logits + number * row_stride
+    each = tl.arange(0, PADDED)
+    tops = tl.load(peaks + draw * BLOCKS + each, mask=each < BLOCKS, other=-_INF)
+    peak = tl.max(tops, axis=0)
+    token = tl.full([], -1, tl.int64)
+    if (peak > -_INF) & (peak < _INF):
+        if inverse == 0.0:
+            block = tl.min(tl.where(tops == peak, each, PADDED), axis=0)
+            at = block * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(row + at, mask=at < VOCAB, other=-_INF)
+            token = tl.min(tl.where(x == peak, at, VOCAB), axis=0).to(tl.int64)
+        else:
+            most = peak.to(tl.float64)
+            least = tl.full([], -_MOST_KEY, tl.int64)
+            place = sums + (draw * BLOCKS + each) * PIVOTS
+            limited = top_k > 0.0
+            if limited | (top_p < 1.0):
+                index = tl.arange(0, PIVOTS)
+                by_block = tl.load(place[:, None] + index[None, :], mask=(each < BLOCKS)[:, None], other=0.0)
+                upto = tl.sum(by_block, axis=0)
+                mass = tl.sum(tl.where(index == PIVOTS - 1, upto, 0.0), axis=0)
+                target = tl.where(limited, top_k, top_p * mass)
+                at = tl.min(tl.where(upto >= target, index, PIVOTS - 1), axis=0)
+                low = tl.min(tl.load(lows + draw * BLOCKS + each, mask=each < BLOCKS, other=_INF), axis=0)
+                least = _key(_pivot(most, low, reach, at, PIVOTS), _TOKENS - 1)
+                above = tl.full([], _MOST_KEY, tl.int64)
+                weight = tl.full([], 0.0, tl.float64)
+                before = index == tl.where(limited, -1, at - 1)  # with top_k, all from the pivot on is in the list
+                if (at > 0) & (top_k == 0.0):
+                    above = _key(_pivot(most, low, reach, at - 1, PIVOTS), _TOKENS - 1)
+                    weight = tl.sum(tl.where(before, upto, 0.0), axis=0)
+                masses = tl.sum(tl.where(before[None, :], by_block, 0.0), axis=1)
+                first = lists + tl.load(fields + 7).to(tl.int64) * (2 * VOCAB)
+                second = first + VOCAB
+                count = _collect(first, first, VOCAB, row, most, inverse, floor, least, above, False, BLOCK)
+                for by_mass in range(2):  # one after the other, and the code once
+                    if (by_mass == 0) & limited | (by_mass == 1) & (top_p < 1.0):
+                        if (by_mass == 1) & limited:
+                            key = tl.full([1], 0, tl.int64) + least
+                            kept = _weigh(first, count, row, most, inverse, by_mass == 1, key, 1, BLOCK)
+                            target = top_p * tl.sum(kept, axis=0)
+                        least = _last_kept(
+                            second, first, count, row, most, inverse, floor, least, above, weight, target, by_mass == 1,
+                            BLOCK, PIVOTS, CHUNK,
+                        )  # fmt: skip
+                masses += _weigh_blocks(first, count, row, most, inverse, least, BLOCK, PADDED, BLOCK_CHUNK)
+            else:
+                masses = tl.load(place + PIVOTS - 1, mask=each < BLOCKS, other=0.0)
+            share = u * tl.sum(masses, axis=0)
+            block, sum_before = _first_above(masses, share, PADDED)
+            at = block * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(row + at, mask=at < VOCAB, other=-_INF)
+            scaled = (x.to(tl.float64) - most) * inverse
+            own = (scaled >= floor) & (_key(x, at) >= least)
+            within, _ = _first_above(tl.where(own, tl.exp(scaled), 0.0), share - sum_before, BLOCK)
+            token = (block * BLOCK + within).to(tl.int64)
+    tl.store(tokens + number, token)
+    tl.store(tokens + columns + number, tl.maximum(token, 0))
+
+
+def draw(tokens: torch.Tensor, logits: torch.Tensor, draws: torch.Tensor, num_limited: int) -> None:
+    """Into `tokens` `[2, rows]` int64 the tokens of rows of logits `[rows, vocab]` float32; see the module.
+
+    draws: `[draws, FIELDS]` float64, on the device. num_limited: those with top_k or top_p.
+    """
+    count, vocab = len(draws), logits.shape[1]
+    if logits.stride(1) != 1 or not tokens.is_contiguous():
+        raise ValueError("rows of logits are contiguous, and so are tokens")
+    peaks, lows = (torch.empty(count, blocks(vocab), dtype=torch.float32, device=logits.device) for _ in range(2))
+    sums = torch.empty(sum_shape(count, vocab), dtype=torch.float64, device=logits.device)
+    lists = torch.empty(max(1, num_limited), 2, vocab, dtype=torch.int32, device=logits.device)
+    find, weigh, pick = _launchers(vocab)
+    stride = logits.stride(0)
+    find((blocks(vocab), count, 1), (peaks, lows, logits, draws), (), (stride,))
+    weigh((blocks(vocab), count, 1), (sums, peaks, lows, logits, draws), (), (stride,))
+    pick((count, 1, 1), (tokens, lists, sums, peaks, lows, logits, draws), (tokens.shape[1],), (stride,))
+
+
+@cache
+def _launchers(vocab: int) -> tuple[Launcher, Launcher, Launcher]:
+    return (
+        Launcher(find_peaks, peak_constants(vocab) | peak_options()),
+        Launcher(weigh_blocks, weigh_constants(vocab) | weigh_options()),
+        Launcher(pick_tokens, pick_constants(vocab) | pick_options()),
+    )

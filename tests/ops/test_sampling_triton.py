@@ -1,0 +1,127 @@
+"""The kernels that draw tokens, without a GPU: in Triton's interpreter against the torch path, and an offline compile;
+a process for each.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from chorus.ops.sampling import Chances, TorchSampling, sampling_draws, uniform
+
+from ..processes import run_python
+from .test_sampling import make_logits, may_be_drawn, reference
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+VOCABS = [1, 2, 7, 33, 600, 9001]
+
+shapes = st.tuples(
+    st.sampled_from(VOCABS), st.integers(0, 10_000), st.sampled_from([0.0, 0.1, 1.0, 5.0, 1000.0]),
+    st.sampled_from(["plain", "ties", "holes", "one"]),
+)  # fmt: skip
+limits = st.builds(
+    Chances,
+    temperature=st.sampled_from([0.0, 1e-300, 1e-40, 1e-3, 0.3, 1.0, 1.0, 2.0, 100.0]),
+    u=st.one_of(st.floats(0, 1, exclude_max=True), st.sampled_from([0.0, 0.5, 1 - 2**-53])),
+    top_k=st.sampled_from([0, 0, 1, 2, 5, 50, 700, 1 << 40]),
+    top_p=st.sampled_from([1.0, 1.0, 1e-12, 0.1, 0.5, 0.9, 0.999, 1 - 2**-53]),
+    min_p=st.sampled_from([0.0, 0.0, 1e-6, 0.05, 0.5, 1.0]),
+)
+
+
+def draw(logits: torch.Tensor, rows: list[int], chances: list[Chances]) -> torch.Tensor:
+    """Tokens `[2, rows]` that the kernels write; -7 in rows that nothing is drawn in."""
+    from chorus.ops import sampling_triton
+
+    tokens = torch.full((2, len(logits)), -7, dtype=torch.long, device=logits.device)
+    draws, num_limited = sampling_draws(rows, chances, logits.shape[1])
+    sampling_triton.draw(tokens, logits, torch.from_numpy(draws).to(logits.device), num_limited)
+    return tokens.cpu()
+
+
+def check(logits: torch.Tensor, chances: list[Chances], device: str) -> None:
+    """Every row's token is the CPU's. Sums that are added up in another order may differ in their last bits, and with
+    them what lies next to a border: there the token must have the number in its share.
+    """
+    tokens = draw(logits.to(device), list(range(len(chances))), chances)
+    want = TorchSampling().sample(logits, range(len(chances)), chances)
+    for row, token, other, chance in zip(logits, tokens[0].tolist(), want, chances, strict=True):
+        if token != other:
+            assert chance.temperature, (token, other, chance)
+            assert may_be_drawn(token, reference(row.numpy(), chance), chance.u), (token, other, chance)
+    assert torch.equal(tokens[1], tokens[0].clamp(min=0))
+
+
+def check_broken_rows(device: str) -> None:
+    """A row with NaN or +inf, or of nothing but -inf, gets -1, and the others what they get without it."""
+    logits = make_logits(5000, 1, 1.0, "plain", 7)
+    ways = [{}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.9}, {"min_p": 0.1}, {"temperature": 0.0}]
+    rows = [5, 1, 2, 3, 6]
+    for way in ways:
+        chances = [Chances(**{"temperature": 1.0, "u": uniform(4, row), **way}) for row in rows]
+        sick = logits.clone()
+        sick[1, 4097], sick[3, 77], sick[2] = torch.nan, torch.inf, -torch.inf
+        tokens = draw(sick.to(device), rows, chances)
+        want = TorchSampling().sample(logits, [5, 6], [chances[0], chances[4]])
+        assert tokens[0].tolist() == [-7, -1, -1, -1, -7, *want]
+        assert tokens[1].tolist() == [-7, 0, 0, 0, -7, *want]
+
+
+def check_company(device: str) -> None:
+    """The same tokens alone, and at another place among others."""
+    logits = make_logits(9001, 5, 3.0, "ties", 6)
+    ways = [{}, {"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.01, "top_p": 0.8}, {"temperature": 50.0, "top_p": 0.99}]
+    chances = [Chances(**{"temperature": 1.0, "u": uniform(3, i), **ways[i % len(ways)]}) for i in range(6)]
+    values = logits.to(device)
+    together = draw(values, list(range(6)), chances)[0].tolist()
+    assert together == [int(draw(values, [i], [chances[i]])[0, i]) for i in range(6)]
+    assert together == TorchSampling().sample(logits, range(6), chances)
+
+
+def interpret() -> None:
+    """Run in a process of its own."""
+
+    @settings(max_examples=50, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @given(shape=shapes, chances=st.lists(limits, min_size=1, max_size=3))
+    @example((9001, 1, 0.0, "plain"), [Chances(1.0, 0.7, top_p=0.5), Chances(1.0, 0.3, top_k=50, top_p=0.5)])
+    @example((600, 3, 1.0, "ties"), [Chances(1.0, 0.999, top_k=5), Chances(0.5, 0.99, top_p=0.9, min_p=0.05)])
+    @example((9001, 4, 1.0, "plain"), [Chances(1.0, 0.6, top_k=8000, top_p=0.99), Chances(1.0, 0.2, top_k=9001)])
+    @example((9001, 5, 0.1, "ties"), [Chances(1.0, 0.6, top_p=0.5), Chances(1.0, 0.2, top_k=9000)])
+    def equals_the_torch_path(shape: tuple[int, int, float, str], chances: list[Chances]) -> None:
+        check(make_logits(*shape, len(chances)), chances, "cpu")
+
+    equals_the_torch_path()
+    check_zeros_of_both_signs()
+    check_broken_rows("cpu")
+    check_company("cpu")
+
+
+def check_zeros_of_both_signs() -> None:
+    """They are equal, so that the first is kept."""
+    logits = torch.tensor([[-1.0, 0.0, -0.0, -2.0], [-1.0, -0.0, 0.0, -2.0]])
+    check(logits, [Chances(1.0, 0.9, top_k=1)] * 2, "cpu")
+
+
+def test_tokens_equal_the_torch_path():
+    result = run_python("-m", "tests.ops.test_sampling_triton", TRITON_INTERPRET="1")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_compiles_for_a_gpu_that_is_not_there():
+    only = "find_peaks|weigh_blocks|pick_tokens"
+    result = run_python("-m", "chorus.perf.kernels", "--compile", "sm_90", "--only", only, "--workers", "1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = json.loads(result.stdout.splitlines()[-1])["compile"]
+    assert {line["group"] for line in lines} == {"peaks", "weights", "tokens"}
+    assert not any(line["spill_bytes"] for line in lines)
+    assert all(line["wide_loads"] for line in lines)
+
+
+if __name__ == "__main__":
+    interpret()
