@@ -144,4 +144,4 @@ def tables(values: dict[str, Any]) -> list[Table]:
             f"% {name}": lambda row, name=name: 100 * row[f"{name}_share"] if f"{name}_share" in row else None,
         }
     columns["ours/FlashInfer"] = lambda row: row.get("over_flashinfer")
-    return [rows_table("(i) decode attention of a layer, % of measured bandwidth", columns, values["rows"])]
+    return [rows_table("(j) decode attention of a layer, % of measured bandwidth", columns, values["rows"])]

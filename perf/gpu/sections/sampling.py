@@ -123,6 +123,6 @@ def tables(values: dict[str, Any]) -> list[Table]:
     for case in CASES:
         steps |= {f"{case}/greedy": f"{case}_over_greedy", f"{case} by torch/greedy": f"{case}_torch_over_greedy"}
     return [
-        rows_table("(i) draws alone, top_p 0.9", draws, values["draws"]),
-        rows_table("(i) tokens/s of decode steps that draw, as a share of greedy ones", steps, values["steps"]),
+        rows_table("(k) draws alone, top_p 0.9", draws, values["draws"]),
+        rows_table("(k) tokens/s of decode steps that draw, as a share of greedy ones", steps, values["steps"]),
     ]

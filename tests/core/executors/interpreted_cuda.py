@@ -10,8 +10,6 @@ import gc
 import logging
 import sys
 import weakref
-from collections import Counter
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
