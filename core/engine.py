@@ -239,9 +239,12 @@ class Engine:
         return outputs + self.scheduler.update(plan, result)
 
     def _note_overflows(self, plan: StepPlan, result: StepResult) -> None:
-        """Count the requests of adapters whose logits were not finite, unless another adapter was in the weights."""
+        """Count the requests of adapters whose logits were not finite, unless another adapter was in the weights. Of a
+        request that has ended since the step was launched, the step before has told.
+        """
         for request_id, error in result.errors.items():
-            adapter = self.scheduler.get(request_id).adapter if error == NOT_FINITE else None
+            tells = error == NOT_FINITE and request_id in self.scheduler
+            adapter = self.scheduler.get(request_id).adapter if tells else None
             if adapter is not None and adapter.num_overflows is not None and plan.merged in (None, adapter):
                 adapter.num_overflows += 1
 
