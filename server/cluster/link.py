@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...core.engine_stats import EngineStats
+from .address import Address
 from .identity import Identity
 from .replica import FROM_REPLICA
 from .report import Hello, Report
@@ -37,10 +38,10 @@ class Link:
     failed: why it could not, as a `LoadFailure` and a text.
     """
 
-    def __init__(self, name: str, socket: Path, secret: bytes, silent_seconds: float) -> None:
+    def __init__(self, name: str, address: Address, secret: bytes, silent_seconds: float) -> None:
         """silent_seconds: after which a replica that says nothing counts as dead; it reports once a second."""
         self.name = name
-        self._socket = socket
+        self._address = address
         self.secret = secret
         self._silent_seconds = silent_seconds
         self._stream: FrameStream | None = None
@@ -109,7 +110,7 @@ class Link:
         retry = FIRST_RETRY_SECONDS
         while True:
             try:
-                self._stream = await connect(self._socket, self.secret, FROM_REPLICA)
+                self._stream = await connect(self._address, self.secret, FROM_REPLICA)
             except OSError as error:  # WireError among them
                 if isinstance(error, WireError):
                     log.warning("replica %s: %s: %s", self.name, type(error).__name__, error)

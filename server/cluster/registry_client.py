@@ -13,10 +13,10 @@ import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from types import MappingProxyType
 
 from ..errors import ApiError
+from .address import Address
 from .registry import EXISTS, FROM_REGISTRY, INVALID, MAX_COPY_BYTES, UNKNOWN
 from .registry_store import Entry, check_entry
 from .stream import FrameStream, Refused, connect
@@ -140,8 +140,8 @@ class RegistryClient:
     of it is logged: the front has to see to it that it serves nothing under the name then.
     """
 
-    def __init__(self, socket: Path, secret: bytes, adopt: Adopt | None = None) -> None:
-        self._socket = socket
+    def __init__(self, address: Address, secret: bytes, adopt: Adopt | None = None) -> None:
+        self._address = address
         self._secret = secret
         self._adopt = adopt
         self.copy = RegistryCopy()
@@ -211,7 +211,7 @@ class RegistryClient:
         """One connection, to its end; the reason for that."""
         stream = None
         try:
-            stream = await connect(self._socket, self._secret, FROM_REGISTRY, MAX_COPY_BYTES)
+            stream = await connect(self._address, self._secret, FROM_REGISTRY, MAX_COPY_BYTES)
             self.copy.begin()
             stream.send("subscribe")
             while (frame := await stream.read()) is not None:
@@ -224,7 +224,7 @@ class RegistryClient:
                 stream.close(str(error))
             return str(error)
         except OSError as error:
-            return f"{error.strerror or error} ({self._socket})"
+            return f"{error.strerror or error} ({self._address})"
         finally:
             self._stream = None
             for done in self._calls.values():
