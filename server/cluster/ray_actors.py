@@ -174,7 +174,8 @@ class RayLauncher:
             scheduling_strategy="SPREAD",
         )  # fmt: skip
         tls = None if plan.tls is None else str(plan.tls.absolute())
-        secret = str(directory.secret_file.resolve())
+        # not resolved: a mounted secret's files are links to places with other names on each node
+        secret = str((plan.secret_file or directory.secret_file).absolute())
         actor = remote.remote(f"r{index}", settings, secret, tls, is_local=self._is_local)
         return RayReplica(f"r{index}", actor, AddressFile(directory.replica_file(index)))
 
