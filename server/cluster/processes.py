@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Protocol
 from ...core.cpus import available_cpus
 from .address import AddressFile, TcpSocket, parse_address
 from .child import Child
-from .link import LAST_RETRY_SECONDS, Link
+from .link import Link
 from .listener import Listener
 from .plan import Plan
+from .reconnect import LAST_RETRY_SECONDS
 from .replica_settings import ReplicaSettings
 from .stream import new_secret, read_secret
 

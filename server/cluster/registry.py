@@ -49,7 +49,7 @@ connection, and the write does not wait for it."""
 
 FIRST_WRITE_SECONDS = 2.0
 """Seconds after the start in which nothing is written, so that the fronts of the last run come back first: one that has
-not would not see the change, and go on with the old content. They try again every `RETRY_SECONDS` at the latest."""
+not would not see the change, and go on with the old content. They try again within `LAST_RETRY_SECONDS`."""
 
 INVALID, EXISTS, UNKNOWN, FULL, UNWRITABLE, BUSY = "invalid", "exists", "unknown", "full", "unwritable", "busy"
 """Reasons for which a write fails."""
