@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ...core.cpus import available_cpus
-from .address import AddressFile, TcpSocket, parse_address
+from .address import AddressFile, TcpSocket, parse_address, tls_context
 from .child import Child
 from .link import Link
 from .listener import Listener
@@ -136,7 +136,7 @@ class Processes:
     """The children of a cluster's first process; see `stop`."""
 
     def __init__(self, plan: Plan, settings: Settings) -> None:
-        """AddressError, TlsError, ValueError for a plan that can't be carried out."""
+        """OSError, AddressError and TlsError among them, or ValueError for a plan that can't be carried out."""
         self.directory = directory = ClusterDirectory.new(plan.secret_file)
         self.replicas: list[Kept] = []
         self.fronts: list[Child] = []
@@ -145,6 +145,9 @@ class Processes:
         self._restarting = threading.Lock()
         self._launcher: Launcher | None = None
         try:
+            read_secret(directory.secret_file)
+            if plan.tls is not None:
+                tls_context(plan.tls, is_client=True)
             self._launcher = launcher = _launcher_of(plan, directory)
             replica = ReplicaSettings.of(settings)
             if replica.engine.threads is None:
@@ -238,6 +241,8 @@ def _registry_of(plan: Plan, directory: ClusterDirectory) -> list[Child]:
     if file is None and plan.fronts == 1:
         return []
     if file is not None and file.startswith(("unix:", "tcp://")):
+        if plan.secret_file is None:
+            raise ValueError("a registry that runs elsewhere needs its secret: give --secret-file FILE")
         AddressFile(directory.registry_file).write(str(parse_address(file, plan.tls)))
         return []
     where = Path(file or directory.path / "registry.sqlite").absolute()

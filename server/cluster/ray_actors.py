@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -158,17 +158,19 @@ class RayLauncher:
                 ray.init(**options, logging_level=logging.WARNING)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise LaunchError(f"no Ray cluster at {plan.ray}: {error}") from None
-        self._resources = ray.cluster_resources()
+        self._nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
     def threads(self, count: int) -> int:
-        return max(1, int(self._resources.get("CPU", 1)) // count)
+        return even_share([int(node.get("CPU", 0)) for node in self._nodes], count)
 
     def replica(self, index: int, settings: str) -> RayReplica:
         import ray
 
         plan, directory = self._plan, self._directory
         engine = ReplicaSettings.model_validate_json(settings).engine
-        needs_gpu = engine.device.startswith("cuda") or (engine.device == "auto" and "GPU" in self._resources)
+        needs_gpu = engine.device.startswith("cuda") or (
+            engine.device == "auto" and any("GPU" in node for node in self._nodes)
+        )
         remote = ray.remote(ReplicaHost).options(
             name=None, num_cpus=engine.threads or 1, num_gpus=int(needs_gpu), max_restarts=-1,
             scheduling_strategy="SPREAD",
@@ -194,6 +196,12 @@ def join(address: str, cpus: int | None, gpus: int | None) -> NoReturn:
     os.execv(command[0], command)
 
 
+def even_share(cpus: Sequence[int], count: int) -> int:
+    """Most processors of each of so many replicas with which all of them find nodes; 1 where none do. cpus: by node."""
+    most = max(cpus, default=0)
+    return next((share for share in range(most, 1, -1) if sum(one // share for one in cpus) >= count), 1)
+
+
 def import_ray() -> None:
     """Make Ray's settings those of a cluster. LaunchError where it is not installed."""
     for name, value in ENVIRONMENT.items():
@@ -208,9 +216,11 @@ def import_ray() -> None:
 def _own_signals() -> Iterator[None]:
     """Keep the handlers of this process's signals, which Ray replaces."""
     kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in kept.items():
-        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
 
 
 def _in_url(host: str) -> str:

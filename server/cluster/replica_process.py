@@ -69,7 +69,10 @@ async def _serve(
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, replica.drain)
     reports = asyncio.create_task(replica.report())
-    server, opened = await address.listen(replica.serve)
+    try:
+        server, opened = await address.listen(replica.serve)
+    except OSError as error:  # TlsError among them
+        raise LaunchError(f"a replica can't listen on {address}: {error}") from None
     tell(opened)
     log.info("listening on %s", opened)
     draining_since: float | None = None

@@ -18,7 +18,7 @@ from ..flags import read_settings
 from ..launch import bind, serve, url_of
 from ..settings import Settings
 from ..tokenizer import Tokenizer
-from .address import AddressFile, WireError
+from .address import AddressFile
 from .child import end_with_parent
 from .cluster_worker import ClusterWorker
 from .link import Link
@@ -78,7 +78,7 @@ def _start(plan: Plan, settings: Settings) -> Processes:
     """Start replicas, and the registry. Raises LaunchError."""
     try:
         processes = Processes(plan, settings)
-    except (WireError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise LaunchError(str(error)) from None
     signal.signal(signal.SIGUSR1, lambda *_: processes.restart_replicas())
     return processes

@@ -27,6 +27,23 @@ def test_without_ray_it_is_said_what_to_install(monkeypatch, tmp_path):
         ray_actors.join("127.0.0.1:6379", None, None)
 
 
+@pytest.mark.parametrize(
+    ("cpus", "count", "share"),
+    [
+        ([2], 2, 1),
+        ([16], 2, 8),
+        ([4, 4, 4], 2, 4),
+        ([8, 2], 2, 4),
+        ([0, 8, 8], 3, 4),
+        ([2], 4, 1),
+        ([], 2, 1),
+        ([0], 1, 1),
+    ],
+)
+def test_replicas_get_shares_with_which_all_of_them_find_nodes(cpus, count, share):
+    assert ray_actors.even_share(cpus, count) == share
+
+
 @pytest.mark.ray
 @pytest.mark.long
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs ray")
