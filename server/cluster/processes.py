@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ...core.cpus import available_cpus
-from .address import AddressFile, TcpSocket, parse_address, tls_context
+from .address import AddressError, AddressFile, TcpSocket, UnixSocket, parse_address, tls_context
 from .child import Child
 from .link import Link
 from .listener import Listener
@@ -116,7 +116,10 @@ class LocalLauncher:
     def __init__(self, directory: ClusterDirectory, plan: Plan) -> None:
         self._directory = directory
         self._plan = plan
-        self._base = None if plan.listen is None else parse_address(plan.listen, plan.tls)
+        base = None if plan.listen is None else parse_address(plan.listen, plan.tls)
+        if isinstance(base, UnixSocket):
+            raise AddressError(f"{base} is of one replica; leave --listen out for unix sockets")
+        self._base = base
 
     def threads(self, count: int) -> int:
         return max(1, available_cpus() // count)
@@ -124,7 +127,7 @@ class LocalLauncher:
     def replica(self, index: int, settings: str) -> Child:
         base, directory = self._base, self._directory
         listen = directory.socket(f"r{index}")
-        if isinstance(base, TcpSocket):
+        if base is not None:
             listen = str(TcpSocket(base.host, base.port and base.port + index, base.tls))
         return directory.replica(f"r{index}", listen, directory.replica_file(index), self._plan.tls, settings)
 

@@ -29,6 +29,7 @@ def _directory(monkeypatch, tmp_path):
     [
         (Plan(listen="tcp://0.0.0.0:0"), "not loopback"),
         (Plan(listen="127.0.0.1:7000"), "no address"),
+        (Plan(listen="unix:/run/r0.sock"), "leave --listen out"),
         (Plan(registry="tcp://127.0.0.1:7000"), "--secret-file"),
         (Plan(tls=Path("/nowhere")), r"/nowhere must hold tls\.crt, tls\.key and ca\.crt"),
         (Plan(secret_file=Path("/nowhere/secret")), "No such file"),
