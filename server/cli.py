@@ -16,7 +16,7 @@ from ..core.requests.sampling_params import InvalidRequest
 from . import adapters_command, profile
 from .adapters_command import CommandError
 from .checks import LaunchError, check_access, check_model
-from .cluster.router import POLICIES
+from .cluster import listener, plan, registry
 from .errors import EngineUnavailable, GenerationFailed
 from .exits import leave
 from .flags import Parser, UsageError, add_settings, read_settings
@@ -126,25 +126,21 @@ def _cluster_flags(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="cluster_command", metavar="COMMAND", required=True)
     up = commands.add_parser("up", help="start replicas on this machine and serve them over HTTP")
     front = commands.add_parser("front", help="be one of several fronts, which `chorus cluster up` starts")
-    for command in (up, front):
-        command.add_argument("--replicas", type=_positive, default=2, metavar="N", help="replicas (default: 2)")
-        command.add_argument(
-            "--policy", choices=POLICIES, default="affinity", help="which replica gets a request (default: affinity)"
-        )
-    up.add_argument("--fronts", type=_positive, default=1, metavar="N", help="processes that serve HTTP (default: 1)")
-    up.add_argument(
-        "--registry", type=Path, metavar="FILE",
-        help="SQLite file that keeps the adapters that are added over HTTP; default: they last as long as the cluster",
-    )  # fmt: skip
+    plan.add_up_flags(up, _positive)
+    plan.add_front_flags(front, _positive)
     _serve_flags(up)
     up.set_defaults(run_cluster=_cluster_up)
     front.add_argument("--directory", type=Path, required=True, metavar="DIR", help="where the cluster's sockets are")
     front.add_argument("--index", type=int, required=True, metavar="N", help="number of this front")
     front.set_defaults(run_cluster=_cluster_front)
-    registry = commands.add_parser("registry", help="be a cluster's registry, which `chorus cluster up` starts")
-    for name in ("file", "socket", "secret-file"):
-        registry.add_argument(f"--{name}", required=True, metavar="FILE")
-    registry.set_defaults(run_cluster=_cluster_registry)
+    keeper = commands.add_parser("registry", help="be a cluster's registry, which `chorus cluster up` starts")
+    registry.add_flags(keeper)
+    keeper.set_defaults(run_cluster=_cluster_registry)
+    join = commands.add_parser("join", help="make this machine a node of a Ray cluster, for replicas of `up --ray`")
+    join.add_argument("address", metavar="HOST:PORT", help="address of the Ray cluster")
+    join.add_argument("--cpus", type=_positive, metavar="N", help="processors for replicas (default: all)")
+    join.add_argument("--gpus", type=int, metavar="N", help="GPUs for replicas (default: all)")
+    join.set_defaults(run_cluster=_cluster_join)
 
 
 def _cluster(arguments: argparse.Namespace) -> int:
@@ -153,44 +149,44 @@ def _cluster(arguments: argparse.Namespace) -> int:
 
 def _cluster_up(arguments: argparse.Namespace) -> int:
     settings = _serve_settings(arguments)
-    from .cluster.up import Plan, up
+    from .cluster.up import up
 
     given = {name.removeprefix("setting_"): value for name, value in vars(arguments).items() if "setting_" in name}
-    return up(Plan(arguments.replicas, arguments.fronts, arguments.policy, arguments.registry), settings, given)
+    return up(plan.Plan.of(arguments), settings, given)
 
 
 def _cluster_front(arguments: argparse.Namespace) -> int:
     from .cluster.processes import ClusterDirectory
-    from .cluster.up import Plan, front
+    from .cluster.up import front
 
     _log_to_stderr("info")
-    plan = Plan(arguments.replicas, policy=arguments.policy)
-    return front(ClusterDirectory(arguments.directory), arguments.index, plan)
+    return front(ClusterDirectory(arguments.directory), arguments.index, plan.Plan.of(arguments))
 
 
 def _cluster_registry(arguments: argparse.Namespace) -> int:
-    from .cluster import child, registry
+    from .cluster import child
 
+    _log_to_stderr("info")
     child.end_with_parent()
-    return registry.main(
-        ["--file", arguments.file, "--socket", arguments.socket, "--secret-file", arguments.secret_file]
-    )
+    return registry.run(arguments)
+
+
+def _cluster_join(arguments: argparse.Namespace) -> int:
+    from .cluster import ray_actors
+
+    ray_actors.join(arguments.address, arguments.cpus, arguments.gpus)
 
 
 def _replica_flags(parser: argparse.ArgumentParser) -> None:
-    for name, text in (
-        ("socket", "unix socket to listen on"),
-        ("secret-file", "file with the secret that fronts must have"),
-        ("settings", "file with the settings, as JSON"),
-    ):
-        parser.add_argument(f"--{name}", type=Path, required=True, metavar="FILE", help=text)
+    listener.add_flags(parser)
+    parser.add_argument("--settings", type=Path, required=True, metavar="FILE", help="file with the settings, as JSON")
 
 
 def _replica(arguments: argparse.Namespace) -> int:
     from .cluster import replica_process
 
     _log_to_stderr("warning")
-    return replica_process.run(arguments.socket, arguments.secret_file, arguments.settings)
+    return replica_process.run(listener.Listener.of(arguments), arguments.settings)
 
 
 # --- demo ---

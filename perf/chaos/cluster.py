@@ -216,6 +216,7 @@ def main() -> int:
     command.add_argument("--clients", type=int, default=8, help="requests at once")
     command.add_argument("--seconds", type=float, default=300, help="of load")
     command.add_argument("--kill-seconds", type=float, default=20, help="between two kills")
+    command.add_argument("--ray", metavar="ADDRESS", help="place replicas on a Ray cluster: local")
     command.add_argument("--fronts", type=int, default=1)
     command.add_argument("--front-kill-seconds", type=float, default=1e9, help="between two kills of a front")
     command.add_argument("--reload-seconds", type=float, default=3, help="between two reloads")
@@ -228,8 +229,9 @@ def main() -> int:
         for name in CONTENTS:
             shutil.copytree(BUILTIN_ADAPTERS / name, root / name)
         flags = ["--replicas", str(args.replicas), "--policy", args.policy, "--threads", "1"]
-        flags += ["--fronts", str(args.fronts), "--adapter-roots"]
-        with launched([*flags, str(root)], command=("cluster", "up")) as server:
+        flags += ["--fronts", str(args.fronts), "--adapter-roots", str(root)]
+        flags += [] if args.ray is None else ["--ray", args.ray]
+        with launched(flags, command=("cluster", "up")) as server:
             chaos = Chaos(server, root, args.seed)
             chaos.prepare()
             say(f"{args.replicas} replicas are there; killing one every {args.kill_seconds:g} s")

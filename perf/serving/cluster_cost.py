@@ -138,7 +138,7 @@ def restart_seconds(server: LaunchedServer, client: httpx.Client, count: int) ->
 def rounds(server: LaunchedServer, args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Medians of what each way spent, in turns."""
     sockets = Path(f"/proc/{server.children('replica')[0]}/cmdline").read_bytes().decode().split("\0")
-    directory = str(Path(sockets[sockets.index("--socket") + 1]).parent)
+    directory = str(Path(sockets[sockets.index("--address-file") + 1]).parent)
     with httpx.Client(base_url=server.url, timeout=60) as client:
         prompt = client.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"]
     seen: dict[str, list[dict[str, float]]] = {"front": [], "direct": []}

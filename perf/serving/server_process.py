@@ -68,14 +68,19 @@ class LaunchedServer:
         return len(os.listdir(f"/proc/{self.pid}/task"))
 
     def children(self, word: str) -> list[int]:
-        """Process ids of its children with a word in their command line, sorted."""
-        found = []
+        """Process ids of its descendants with a word in their command line, sorted."""
+        parents, found = {}, []
         for entry in Path("/proc").iterdir():
             with suppress(OSError, ValueError):
                 pid, status = int(entry.name), (entry / "stat").read_text().rpartition(")")[2].split()
-                if int(status[1]) == self.pid and status[0] != "Z" and word in _command_line(pid):
+                parents[pid] = int(status[1])
+                if status[0] != "Z" and word in _command_line(pid):
                     found.append(pid)
-        return sorted(found)
+
+        def is_ours(pid: int) -> bool:
+            return pid == self.pid or (pid in parents and is_ours(parents[pid]))
+
+        return sorted(filter(is_ours, found))
 
     def descriptors(self) -> list[str]:
         """Targets of its open descriptors, such as `socket:[4711]`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -38,10 +39,13 @@ class Child:
         """Why it will not be there: its first process ended by itself."""
         return self._trouble
 
-    def signal(self, number: int) -> None:
-        """Send the process a signal, if there is one. SIGTERM has it drain, and then it is started again."""
+    def signal(self, number: int, pid: int | None = None) -> None:
+        """Send the process a signal, if there is one. SIGTERM has it drain, and then it is started again.
+
+        pid: of the process that is meant, where another one may have taken its place.
+        """
         process = self._process
-        if process is not None and process.poll() is None:
+        if process is not None and pid in (None, process.pid) and process.poll() is None:
             process.send_signal(number)
 
     def finish(self) -> None:
@@ -99,7 +103,9 @@ class Child:
 
 
 def end_with_parent() -> None:
-    """End this process when its parent has ended, however that was: then its standard input does."""
+    """End this process when its launcher has ended, however that was: then its standard input, a pipe, does."""
+    if not stat.S_ISFIFO(os.fstat(sys.stdin.fileno()).st_mode):
+        return  # started by hand, or by a container
 
     def wait() -> None:
         while os.read(sys.stdin.fileno(), 4096):

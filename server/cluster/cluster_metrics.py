@@ -24,6 +24,9 @@ class ClusterCollector(Collector):
         up = sum(link.takes_requests for link in dispatcher.links)
         yield GaugeMetricFamily("chorus_replicas", "Replicas that there are to be", len(dispatcher.links))
         yield GaugeMetricFamily("chorus_replicas_up", "Replicas that take requests", up)
+        yield GaugeMetricFamily(
+            "chorus_scale_hint", "1: one more replica is needed; -1: one could be given back", dispatcher.scale.value
+        )
         yield GaugeMetricFamily("chorus_front_waiting", "Requests that wait at the front", ledger.num_waiting)
         yield CounterMetricFamily("chorus_replica_deaths", "Connections to replicas that ended", dispatcher.num_deaths)
         yield CounterMetricFamily(

@@ -28,6 +28,7 @@ from ..executors import DaemonPool, PoolFull
 from ..metrics import EngineView
 from ..subscribers import Subscribers
 from . import totals
+from .address import Address
 from .catalog import Catalog, Cluster, Entry, done, failed
 from .cluster_metrics import ClusterCollector
 from .cluster_view import overflowing, tier_of, view_of
@@ -66,9 +67,9 @@ class ClusterWorker:
         policy: Policy,
         settings: Settings,
         on_stop: Callable[[], None] = lambda: None,
-        registry: Path | None = None,
+        registry: Address | None = None,
     ) -> None:
-        """on_stop: called at the end of `stop`, once. registry: socket of the registry that several fronts share."""
+        """on_stop: called at the end of `stop`, once. registry: address of the registry that several fronts share."""
         self.links = links
         self.failure: str | None = None
         self._settings = settings

@@ -23,10 +23,13 @@ from .ledger import Ledger, OpenRequest
 from .link import Link
 from .replica import BROKEN, DRAINING, MALFORMED
 from .router.replica_state import Policy
+from .router.scale import SteadyHint, scale_hint
 from .rows import from_row, read_step
 from .wire import Frame, Malformed
 
 log = logging.getLogger(__name__)
+
+HINTS = {1: "one more replica is needed", 0: "there are replicas enough", -1: "one replica could be given back"}
 
 DIED_TWICE = "two replicas ended while they ran this request; it is not tried on a third"
 
@@ -71,6 +74,7 @@ class Dispatcher:
         self.links = links
         self.ledger = Ledger()
         self.num_deaths = 0
+        self.scale = SteadyHint()
         self.on_change: Callable[[], None] = lambda: None
         """Called when a link came up, went down, or answered to a load."""
         self.on_stuck: Callable[[Link], None] = lambda link: None
@@ -234,8 +238,16 @@ class Dispatcher:
             self._place_waiting()
 
     def look(self) -> None:
-        """End requests that no replica has been able to take for too long; to be called now and then."""
+        """End requests that no replica has been able to take for too long, and see whether there are replicas enough.
+
+        To be called now and then.
+        """
         now = self._clock()
+        # one that is being started again is not asked for, nor is another one given back meanwhile
+        states = [self.fleet.state_of(link) for link in self.links if link.takes_requests]
+        hint = scale_hint(states, self.ledger.num_waiting) if len(states) == len(self.links) else 0
+        if self.scale.update(hint, now):
+            log.info("scale hint: %s", HINTS[hint])
         for request in self.ledger.waiting():
             self._place(request)
             since = self._asked[request.id].stuck_since if request.id in self._asked else None

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from ...core.engine_stats import EngineStats
+from .address import Address
 from .identity import Identity
+from .reconnect import stay_connected
 from .replica import FROM_REPLICA
 from .report import Hello, Report
 from .stream import FrameStream, connect
 from .wire import Frame, Malformed, WireError
 
 log = logging.getLogger(__name__)
-
-FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.02, 0.5
-"""Seconds between tries to connect: at first, and after many."""
 
 
 class LinkEvents(Protocol):
@@ -37,10 +37,10 @@ class Link:
     failed: why it could not, as a `LoadFailure` and a text.
     """
 
-    def __init__(self, name: str, socket: Path, secret: bytes, silent_seconds: float) -> None:
+    def __init__(self, name: str, address: Address, secret: bytes, silent_seconds: float) -> None:
         """silent_seconds: after which a replica that says nothing counts as dead; it reports once a second."""
         self.name = name
-        self._socket = socket
+        self._address = address
         self.secret = secret
         self._silent_seconds = silent_seconds
         self._stream: FrameStream | None = None
@@ -106,35 +106,24 @@ class Link:
 
     async def run(self, events: LinkEvents) -> None:
         """Keep the connection open, until cancelled."""
-        retry = FIRST_RETRY_SECONDS
-        while True:
-            try:
-                self._stream = await connect(self._socket, self.secret, FROM_REPLICA)
-            except OSError as error:  # WireError among them
-                if isinstance(error, WireError):
-                    log.warning("replica %s: %s: %s", self.name, type(error).__name__, error)
-                await asyncio.sleep(retry)
-                retry = min(LAST_RETRY_SECONDS, 2 * retry)
-                continue
-            retry = FIRST_RETRY_SECONDS
-            stuck = False
-            try:
-                await self._talk(self._stream, events)
-            except TimeoutError:
-                stuck = True
-                log.error("replica %s has said nothing for %g s", self.name, self._silent_seconds)
-            except OSError as error:
-                log.warning("replica %s: %s: %s", self.name, type(error).__name__, error)
-            except Exception:  # of this front's own: the replica must not be lost to it for good
-                log.exception("what replica %s sent could not be dealt with; it is connected anew", self.name)
-            finally:
-                self._stream.close()
-                self._stream = None
-                if self.is_up:
-                    self.hello = None  # it takes no requests; what it reported last is still there to count
-                    events.on_down(self, stuck=stuck)
-                self.reset()
-            await asyncio.sleep(retry)
+        await stay_connected(
+            f"replica {self.name}", lambda: connect(self._address, self.secret, FROM_REPLICA),
+            partial(self._follow, events),
+        )  # fmt: skip
+
+    async def _follow(self, events: LinkEvents, stream: FrameStream) -> None:
+        self._stream, stuck = stream, False
+        try:
+            await self._talk(stream, events)
+        except TimeoutError:
+            stuck = True
+            raise WireError(f"it has said nothing for {self._silent_seconds:g} s") from None
+        finally:
+            self._stream = None
+            if self.is_up:
+                self.hello = None  # it takes no requests; what it reported last is still there to count
+                events.on_down(self, stuck=stuck)
+            self.reset()
 
     async def _talk(self, stream: FrameStream, events: LinkEvents) -> None:
         while True:

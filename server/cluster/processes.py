@@ -1,95 +1,172 @@
-"""The processes of a cluster on one machine: replicas, the registry and fronts, over sockets in a private directory."""
+"""The processes of a cluster: replicas, which may be a Ray cluster's, the registry and fronts; their directory."""
 
 from __future__ import annotations
 
+import logging
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ...core.cpus import available_cpus
+from .address import AddressError, AddressFile, TcpSocket, UnixSocket, parse_address, tls_context
 from .child import Child
 from .link import Link
+from .listener import Listener
+from .plan import Plan
+from .reconnect import LAST_RETRY_SECONDS
 from .replica_settings import ReplicaSettings
 from .stream import new_secret, read_secret
 
 if TYPE_CHECKING:
     from ..settings import Settings
 
+log = logging.getLogger(__name__)
+
 STOP_SECONDS = 5.0
 """Seconds that processes may take to end before they are killed."""
 
+RESTART_POLL_SECONDS = 0.1
+
+
+class Kept(Protocol):
+    """A process that is kept running, wherever it is; see `Child`."""
+
+    def start(self) -> None: ...
+    def trouble(self) -> str | None: ...
+    def signal(self, number: int, pid: int | None = None) -> None: ...
+    def stop(self) -> None: ...
+    def join(self, seconds: float) -> None: ...
+
+
+class Launcher(Protocol):
+    """Makes replicas' processes. threads: of each of so many replicas, where the settings do not say."""
+
+    def threads(self, count: int) -> int: ...
+    def replica(self, index: int, settings: str) -> Kept:
+        """A replica that is not yet started, and that will tell its address to the cluster's directory."""
+        ...
+
+    def close(self) -> None:
+        """Called when all replicas have ended."""
+        ...
+
 
 class ClusterDirectory:
-    """Sockets and secrets of a cluster, in a directory that only this user may enter."""
+    """Addresses and secrets of a cluster, in a directory that only this user may enter."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.secret_file = path / "secret"
         self.settings_file = path / "replica.json"
         self.given_file = path / "front.json"
-        self.registry_socket = path / "registry.sock"
+        self.registry_file = path / "registry.address"
 
     @classmethod
-    def new(cls) -> ClusterDirectory:
+    def new(cls, secret_file: Path | None = None) -> ClusterDirectory:
+        """secret_file: of a secret that machines share; None: a new secret."""
         # a socket's path has at most 107 bytes, which a name of the user's choice may exceed
         directory = cls(Path(tempfile.mkdtemp(prefix="chorus-")))
-        new_secret(directory.secret_file)
+        if secret_file is None:
+            new_secret(directory.secret_file)
+        else:
+            directory.secret_file.symlink_to(secret_file.absolute())
         return directory
 
     @property
     def secret(self) -> bytes:
         return read_secret(self.secret_file)
 
-    def socket(self, index: int) -> Path:
-        """Where a replica listens."""
-        return self.path / f"r{index}.sock"
+    def socket(self, name: str) -> str:
+        """Address of the unix socket of a process."""
+        return f"unix:{self.path / name}.sock"
+
+    def replica_file(self, index: int) -> Path:
+        """The file that tells where a replica listens."""
+        return self.path / f"r{index}.address"
 
     def ready_file(self, front: int) -> Path:
         """The file that a front makes once it listens."""
         return self.path / f"f{front}.ready"
 
-    def links(self, count: int, silent_seconds: float) -> list[Link]:
+    def stuck_file(self, name: str) -> Path:
+        """The file in which a front names the process of a replica that hangs."""
+        return self.path / f"{name}.stuck"
+
+    def links(self, count: int, silent_seconds: float, tls: Path | None = None) -> list[Link]:
         """Links to so many replicas."""
-        return [Link(f"r{index}", self.socket(index), self.secret, silent_seconds) for index in range(count)]
+        addresses = [AddressFile(self.replica_file(index), tls) for index in range(count)]
+        return [Link(f"r{index}", one, self.secret, silent_seconds) for index, one in enumerate(addresses)]
+
+    def replica(self, name: str, listen: str, address_file: Path, tls: Path | None, settings: str) -> Child:
+        """A replica's process of this machine. settings: as JSON."""
+        self.settings_file.write_text(settings)
+        listener = Listener(listen, self.secret_file, address_file, tls)
+        return Child(f"replica {name}", ["replica", *listener.flags(), "--settings", str(self.settings_file)])
+
+
+class LocalLauncher:
+    """Replicas as children of this process."""
+
+    def __init__(self, directory: ClusterDirectory, plan: Plan) -> None:
+        self._directory = directory
+        self._plan = plan
+        base = None if plan.listen is None else parse_address(plan.listen, plan.tls)
+        if isinstance(base, UnixSocket):
+            raise AddressError(f"{base} is of one replica; leave --listen out for unix sockets")
+        self._base = base
+
+    def threads(self, count: int) -> int:
+        return max(1, available_cpus() // count)
+
+    def replica(self, index: int, settings: str) -> Child:
+        base, directory = self._base, self._directory
+        listen = directory.socket(f"r{index}")
+        if base is not None:
+            listen = str(TcpSocket(base.host, base.port and base.port + index, base.tls))
+        return directory.replica(f"r{index}", listen, directory.replica_file(index), self._plan.tls, settings)
+
+    def close(self) -> None:
+        pass
 
 
 class Processes:
     """The children of a cluster's first process; see `stop`."""
 
-    def __init__(self, count: int, settings: Settings, registry: Path | None, *, several_fronts: bool = False) -> None:
-        """count: of replicas. registry: its file. several_fronts: they need one, which lasts as long as the cluster."""
-        self.directory = directory = ClusterDirectory.new()
-        replica = ReplicaSettings.of(settings)
-        if replica.engine.threads is None:
-            replica.engine.threads = max(1, available_cpus() // count)
-        directory.settings_file.write_text(replica.model_dump_json())
-        secret = ["--secret-file", str(directory.secret_file)]
-        self.replicas = [
-            Child(
-                f"replica r{index}",
-                ["replica", "--socket", str(directory.socket(index)), *secret,
-                 "--settings", str(directory.settings_file)],
-            )
-            for index in range(count)
-        ]  # fmt: skip
+    def __init__(self, plan: Plan, settings: Settings) -> None:
+        """OSError, AddressError and TlsError among them, or ValueError for a plan that can't be carried out."""
+        self.directory = directory = ClusterDirectory.new(plan.secret_file)
+        self.replicas: list[Kept] = []
         self.fronts: list[Child] = []
         self._registry: list[Child] = []
-        if registry is None and several_fronts:
-            registry = directory.path / "registry.sqlite"
-        if registry is not None:
-            where = ["--file", str(registry.absolute()), "--socket", str(directory.registry_socket)]
-            self._registry = [Child("the registry", ["cluster", "registry", *where, *secret])]
-        for child in (*self._registry, *self.replicas):
-            child.start()
+        self._stopping = threading.Event()
+        self._restarting = threading.Lock()
+        self._launcher: Launcher | None = None
+        try:
+            read_secret(directory.secret_file)
+            if plan.tls is not None:
+                tls_context(plan.tls, is_client=True)
+            self._launcher = launcher = _launcher_of(plan, directory)
+            replica = ReplicaSettings.of(settings)
+            if replica.engine.threads is None:
+                replica.engine.threads = launcher.threads(plan.replicas)
+            self.replicas = [launcher.replica(index, replica.model_dump_json()) for index in range(plan.replicas)]
+            self._registry = _registry_of(plan, directory)
+            for child in (*self._registry, *self.replicas):
+                child.start()
+        except BaseException:
+            self.stop()
+            raise
 
-    def start_fronts(self, count: int, arguments: Sequence[str]) -> None:
+    def start_fronts(self, count: int, flags: Sequence[str]) -> None:
         for index in range(count):
             where = ["--directory", str(self.directory.path), "--index", str(index)]
-            self.fronts.append(Child(f"front f{index}", ["cluster", "front", *where, *arguments]))
+            self.fronts.append(Child(f"front f{index}", ["cluster", "front", *where, *flags]))
             self.fronts[-1].start()
 
     @property
@@ -103,9 +180,37 @@ class Processes:
                 return text
         return None
 
-    def kill(self, link: Link) -> None:
-        """End a replica that hangs; it is started again."""
-        self.replicas[int(link.name.removeprefix("r"))].signal(signal.SIGKILL)
+    def kill(self, name: str, pid: int | None) -> None:
+        """End a replica's process that hangs, unless another one has taken its place; it is started again."""
+        self.replicas[int(name.removeprefix("r"))].signal(signal.SIGKILL, pid)
+
+    def kill_stuck(self) -> None:
+        """End the replicas' processes that fronts have named in their directory."""
+        for index in range(len(self.replicas)):
+            file = self.directory.stuck_file(f"r{index}")
+            with suppress(FileNotFoundError, ValueError):
+                pid = int(file.read_text())
+                file.unlink()
+                self.kill(f"r{index}", pid)
+
+    def restart_replicas(self) -> None:
+        """Replace the replicas' processes, one after another, while answers go on; returns at once."""
+        threading.Thread(target=self._restart_replicas, name="chorus-restart", daemon=True).start()
+
+    def _restart_replicas(self) -> None:
+        with self._restarting:
+            for index, replica in enumerate(self.replicas):
+                address = AddressFile(self.directory.replica_file(index))
+                before = address.stamp()
+                log.info("replica r%d is replaced", index)
+                replica.signal(signal.SIGTERM)
+                # a new process that can't start stops the others' being replaced
+                while address.stamp() in (before, None):
+                    if self._stopping.wait(RESTART_POLL_SECONDS):
+                        return
+                if self._stopping.wait(2 * LAST_RETRY_SECONDS):  # fronts connect again
+                    return
+            log.info("all replicas have been replaced")
 
     def drain_fronts(self, seconds: float) -> None:
         """Have the fronts end their answers, within so many seconds."""
@@ -115,14 +220,40 @@ class Processes:
 
     def stop(self) -> None:
         """End all of them, and wait for it."""
+        self._stopping.set()
         everything = [*self.fronts, *self.replicas, *self._registry]
         for child in everything:
             child.stop()
         _join(everything, STOP_SECONDS)
+        if self._launcher is not None:
+            self._launcher.close()
         shutil.rmtree(self.directory.path, ignore_errors=True)
 
 
-def _join(children: Sequence[Child], seconds: float) -> None:
+def _launcher_of(plan: Plan, directory: ClusterDirectory) -> Launcher:
+    if plan.ray is None:
+        return LocalLauncher(directory, plan)
+    from .ray_actors import RayLauncher
+
+    return RayLauncher(directory, plan)
+
+
+def _registry_of(plan: Plan, directory: ClusterDirectory) -> list[Child]:
+    """The registry's process, unless it runs elsewhere or none is needed."""
+    file = plan.registry
+    if file is None and plan.fronts == 1:
+        return []
+    if file is not None and file.startswith(("unix:", "tcp://")):
+        if plan.secret_file is None:
+            raise ValueError("a registry that runs elsewhere needs its secret: give --secret-file FILE")
+        AddressFile(directory.registry_file).write(str(parse_address(file, plan.tls)))
+        return []
+    where = Path(file or directory.path / "registry.sqlite").absolute()
+    listener = Listener(directory.socket("registry"), directory.secret_file, directory.registry_file)
+    return [Child("the registry", ["cluster", "registry", "--file", str(where), *listener.flags()])]
+
+
+def _join(children: Sequence[Kept], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     for child in children:
         child.join(max(0.0, deadline - time.monotonic()))

@@ -18,6 +18,7 @@ from ...core.quarantine import Quarantined
 from ...memory.adapters.store import UnknownAdapter
 from ...memory.files.error import AdapterFormatError
 from ..backend import AdapterState
+from .address import Address
 from .catalog import Catalog, Cluster, failed
 from .registry import EXISTS, UNKNOWN
 from .registry_client import RegistryClient, RegistryRefusal
@@ -45,10 +46,10 @@ class RegisteredCatalog(Catalog):
         self._client: RegistryClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def follow(self, socket: Path, secret: bytes) -> RegistryClient:
+    def follow(self, address: Address, secret: bytes) -> RegistryClient:
         """Begin to follow a registry, on the running loop; the client, of which a copy is to be waited for."""
         self._loop = asyncio.get_running_loop()
-        self._client = client = RegistryClient(socket, secret, self.adopt)
+        self._client = client = RegistryClient(address, secret, self.adopt)
         client.start()
         return client
 

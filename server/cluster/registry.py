@@ -17,8 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from . import listener
+from .address import Listening
+from .listener import Listener
 from .registry_store import RegistryError, RegistryFull, RegistryStore, check_entry
-from .stream import FrameStream, accept, read_secret
+from .stream import FrameStream, accept
 from .wire import Frame, Malformed, WireError
 
 log = logging.getLogger(__name__)
@@ -46,7 +49,7 @@ connection, and the write does not wait for it."""
 
 FIRST_WRITE_SECONDS = 2.0
 """Seconds after the start in which nothing is written, so that the fronts of the last run come back first: one that has
-not would not see the change, and go on with the old content. They try again every `RETRY_SECONDS` at the latest."""
+not would not see the change, and go on with the old content. They try again within `LAST_RETRY_SECONDS`."""
 
 INVALID, EXISTS, UNKNOWN, FULL, UNWRITABLE, BUSY = "invalid", "exists", "unknown", "full", "unwritable", "busy"
 """Reasons for which a write fails."""
@@ -66,7 +69,7 @@ class Registry:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, for `asyncio.start_unix_server`."""
+        """One connection, for an address's `listen`."""
         try:
             stream = await accept(reader, writer, self._secret, TO_REGISTRY, MAX_REQUEST_BYTES)
         except (WireError, OSError) as error:
@@ -203,21 +206,19 @@ def _reason(error: Exception) -> tuple[str, str]:
 
 async def serve(
     file: Path,
-    socket: Path,
+    address: Listening,
     secret: bytes,
-    ready: Callable[[], None] = lambda: None,
+    ready: Callable[[Listening], None] = lambda address: None,
     first_write_seconds: float = FIRST_WRITE_SECONDS,
 ) -> None:
-    """Serve a file on a unix socket, in a directory of this user's alone, until the task is cancelled.
+    """Serve a file at an address until the task is cancelled.
 
-    RegistryError for a file that can't be used, OSError for the socket. `ready` is called once fronts may connect.
+    RegistryError for a file that can't be used, OSError for the address. `ready` is called once fronts may connect.
     """
     registry, server = Registry(RegistryStore(file), secret, first_write_seconds), None
     try:
-        socket.unlink(missing_ok=True)  # of a registry that was killed: the file's lock says that it does not run
-        server = await asyncio.start_unix_server(registry.handle, socket)
-        socket.chmod(0o600)
-        ready()
+        server, told = await address.listen(registry.handle)  # the file's lock: no other registry listens there
+        ready(told)
         await asyncio.get_running_loop().create_future()
     finally:
         if server is not None:
@@ -228,25 +229,34 @@ async def serve(
 def main(argv: Sequence[str] | None = None) -> int:
     """The registry's process: it prints `ready` and ends by SIGTERM."""
     parser = argparse.ArgumentParser(prog="chorus registry", description="Serve a cluster's registry of adapters.")
-    parser.add_argument("--file", type=Path, required=True, help="SQLite file, made where there is none")
-    parser.add_argument("--socket", type=Path, required=True, help="unix socket to listen on")
-    parser.add_argument("--secret-file", type=Path, required=True, help="file with the cluster's secret")
-    parser.add_argument("--first-write-seconds", type=float, default=FIRST_WRITE_SECONDS, help=argparse.SUPPRESS)
-    given = parser.parse_args(argv)
+    add_flags(parser)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    return run(parser.parse_args(argv))
 
-    async def run() -> None:
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--file", type=Path, required=True, help="SQLite file, made where there is none")
+    parser.add_argument("--first-write-seconds", type=float, default=FIRST_WRITE_SECONDS, help=argparse.SUPPRESS)
+    listener.add_flags(parser)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Serve until told to end; the exit code."""
+    where = Listener.of(given)
+
+    def ready(address: Listening) -> None:
+        where.tell(address)
+        print("ready", flush=True)
+
+    async def serve_until_told() -> None:
         task = asyncio.current_task()
         assert task is not None
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-        await serve(
-            given.file, given.socket, read_secret(given.secret_file), lambda: print("ready", flush=True),
-            given.first_write_seconds,
-        )  # fmt: skip
+        await serve(given.file, where.address, where.secret, ready, given.first_write_seconds)
 
     try:
-        asyncio.run(run())
+        asyncio.run(serve_until_told())
     except asyncio.CancelledError:
         return 0
     except (RegistryError, OSError, ValueError) as error:

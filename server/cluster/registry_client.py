@@ -9,23 +9,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from types import MappingProxyType
 
 from ..errors import ApiError
+from .address import Address
+from .reconnect import stay_connected
 from .registry import EXISTS, FROM_REGISTRY, INVALID, MAX_COPY_BYTES, UNKNOWN
 from .registry_store import Entry, check_entry
-from .stream import FrameStream, Refused, connect
+from .stream import FrameStream, connect
 from .wire import Frame, Malformed, WireError
 
 log = logging.getLogger(__name__)
-
-RETRY_SECONDS = 0.5
-"""Seconds until the registry is looked for again at the latest; below its `FIRST_WRITE_SECONDS`."""
 
 WRITE_SECONDS = 60.0
 """Seconds that a change may take, with all fronts' having seen it."""
@@ -140,8 +137,8 @@ class RegistryClient:
     of it is logged: the front has to see to it that it serves nothing under the name then.
     """
 
-    def __init__(self, socket: Path, secret: bytes, adopt: Adopt | None = None) -> None:
-        self._socket = socket
+    def __init__(self, address: Address, secret: bytes, adopt: Adopt | None = None) -> None:
+        self._address = address
         self._secret = secret
         self._adopt = adopt
         self.copy = RegistryCopy()
@@ -152,7 +149,8 @@ class RegistryClient:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        run = stay_connected("the registry", self._connect, self._follow)
+        self._task = asyncio.get_running_loop().create_task(run)
 
     async def stop(self) -> None:
         if self._task is not None:
@@ -198,40 +196,21 @@ class RegistryClient:
         finally:
             del self._calls[number]
 
-    async def _run(self) -> None:
-        told = None  # of what has been logged: once, until it is another trouble
-        while True:
-            trouble = await self._follow()
-            if trouble != told:
-                log.warning("the registry is away: %s", trouble)
-                told = trouble
-            await asyncio.sleep(RETRY_SECONDS * random.uniform(0.5, 1))
+    def _connect(self) -> Awaitable[FrameStream]:
+        return connect(self._address, self._secret, FROM_REGISTRY, MAX_COPY_BYTES)
 
-    async def _follow(self) -> str:
-        """One connection, to its end; the reason for that."""
-        stream = None
+    async def _follow(self, stream: FrameStream) -> None:
+        """One connection, to its end."""
+        self.copy.begin()
         try:
-            stream = await connect(self._socket, self._secret, FROM_REGISTRY, MAX_COPY_BYTES)
-            self.copy.begin()
             stream.send("subscribe")
             while (frame := await stream.read()) is not None:
                 await self._take(stream, frame)
-            return "it ended the connection"
-        except Refused as error:
-            return str(error)
-        except WireError as error:
-            if stream is not None:
-                stream.close(str(error))
-            return str(error)
-        except OSError as error:
-            return f"{error.strerror or error} ({self._socket})"
         finally:
             self._stream = None
             for done in self._calls.values():
                 if not done.done():
                     done.set_exception(ConnectionResetError("the registry went away"))
-            if stream is not None:
-                stream.close()
 
     async def _take(self, stream: FrameStream, frame: Frame) -> None:
         if frame.kind not in ("done", "failed"):

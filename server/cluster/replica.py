@@ -77,7 +77,7 @@ class Replica:
         self._loaded: set[str] = set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve a front that has connected, until it goes; the callback of `asyncio.start_unix_server`."""
+        """Serve a front that has connected, until it goes; the handler of an address's `listen`."""
         with suppress(asyncio.CancelledError):  # at the process's end, which asyncio would log as an error
             await self._serve(reader, writer)
 

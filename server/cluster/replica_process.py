@@ -1,4 +1,4 @@
-"""The process of a replica, `chorus replica`: an engine behind a unix socket, until its parent ends or ends it."""
+"""The process of a replica, `chorus replica`: an engine behind an address, until its parent ends or ends it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import asyncio
 import logging
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..checks import LaunchError
 from ..launch import take_short_turns
 from ..worker import EngineWorker
+from .address import Listening
 from .child import end_with_parent
+from .listener import Listener
 from .replica import Replica
 from .replica_settings import ReplicaSettings
 from .report import Hello
-from .stream import read_secret
 
 if TYPE_CHECKING:
     from ...core.config import EngineConfig
@@ -30,17 +33,20 @@ REFUSING_SECONDS = 0.3
 """Seconds that a draining replica without requests refuses those that were under way to it."""
 
 
-def run(socket: Path, secret_file: Path, settings_file: Path) -> int:
+def run(listener: Listener, settings_file: Path) -> int:
     """Serve until told to end; the exit code. The process ends at once when its standard input does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the front's, which drains
     end_with_parent()
     settings = ReplicaSettings.model_validate_json(settings_file.read_text())
-    secret = read_secret(secret_file)
+    try:
+        address, secret = listener.address, listener.secret
+    except (OSError, ValueError) as error:
+        raise LaunchError(str(error)) from None
     worker = EngineWorker(lambda: _build_engine(settings.engine))
     worker.start()
     take_short_turns()
     try:
-        return asyncio.run(_serve(worker, socket, secret, settings))
+        return asyncio.run(_serve(worker, address, secret, settings, listener.tell))
     finally:
         worker.stop()
 
@@ -51,16 +57,24 @@ def _build_engine(config: EngineConfig) -> Engine:
     return Engine.from_config(config)
 
 
-async def _serve(worker: EngineWorker, socket: Path, secret: bytes, settings: ReplicaSettings) -> int:
+async def _serve(
+    worker: EngineWorker,
+    address: Listening,
+    secret: bytes,
+    settings: ReplicaSettings,
+    tell: Callable[[Listening], None],
+) -> int:
     hello = worker.call(lambda engine: Hello.of(engine, os.getpid())).result()
     replica = Replica(worker, hello, secret, settings.roots)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, replica.drain)
     reports = asyncio.create_task(replica.report())
-    socket.unlink(missing_ok=True)  # of a process that was killed
-    server = await asyncio.start_unix_server(replica.serve, socket)
-    socket.chmod(0o600)
-    log.info("listening on %s", socket)
+    try:
+        server, opened = await address.listen(replica.serve)
+    except OSError as error:  # TlsError among them
+        raise LaunchError(f"a replica can't listen on {address}: {error}") from None
+    tell(opened)
+    log.info("listening on %s", opened)
     draining_since: float | None = None
     try:
         while True:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
+import ssl
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from .address import Address, tls_error
 from .wire import MAX_BYTES, Frame, FrameReader, FrameWriter, Malformed, OtherVersion, WireError
 
 OPENING_BYTES = 4096
@@ -60,7 +62,10 @@ class FrameStream:
         Raises WireError for what is no frame, Refused for the peer's reason, ConnectionError when the connection broke.
         """
         while (frame := self._frames.next_frame()) is None:
-            data = await self._reader.read(READ_BYTES)
+            try:
+                data = await self._reader.read(READ_BYTES)
+            except ssl.SSLError as error:  # such as a certificate that the server does not take: it is told late
+                raise tls_error(error) from None
             if not data:
                 self._frames.close()
                 return None
@@ -114,9 +119,10 @@ class FrameStream:
         return frame.fields[0]
 
 
-async def connect(path: Path, secret: bytes, kinds: Collection[str], max_bytes: int = MAX_BYTES) -> FrameStream:
-    """A connection to the server behind a unix socket. OSError when nothing listens; WireError, as `accept`."""
-    reader, writer = await asyncio.open_unix_connection(str(path))
+async def connect(address: Address, secret: bytes, kinds: Collection[str], max_bytes: int = MAX_BYTES) -> FrameStream:
+    """A connection to the server at an address. OSError when nothing listens; WireError, as `accept`."""
+    async with asyncio.timeout(OPENING_SECONDS):  # TimeoutError is an OSError
+        reader, writer = await address.open()
     return await _opened(reader, writer, secret, kinds, max_bytes, is_client=True)
 
 
@@ -124,7 +130,7 @@ async def accept(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, kinds: Collection[str],
     max_bytes: int = MAX_BYTES,
 ) -> FrameStream:  # fmt: skip
-    """A connection that a client has made, in the callback of `asyncio.start_unix_server`.
+    """A connection that a client has made, in the handler of an address's `listen`.
 
     Raises the WireError that says what is wrong with the peer, which has been told; the connection is closed then.
     """

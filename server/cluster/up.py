@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import signal
 import threading
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ..backend import Backend
@@ -22,25 +18,18 @@ from ..flags import read_settings
 from ..launch import bind, serve, url_of
 from ..settings import Settings
 from ..tokenizer import Tokenizer
+from .address import AddressFile
 from .child import end_with_parent
 from .cluster_worker import ClusterWorker
 from .link import Link
+from .plan import Plan
 from .processes import ClusterDirectory, Processes
 from .router import POLICIES
 
 log = logging.getLogger(__name__)
 
 READY_POLL_SECONDS = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A cluster's size. policy: a name of `POLICIES`. registry: its file; None: none is needed, or a temporary one."""
-
-    replicas: int = 2
-    fronts: int = 1
-    policy: str = "affinity"
-    registry: Path | None = None
+STUCK_POLL_SECONDS = 1.0
 
 
 def up(plan: Plan, settings: Settings, given: dict[str, Any]) -> int:
@@ -65,31 +54,48 @@ def _open_one(plan: Plan, settings: Settings) -> tuple[Backend, Tokenizer]:
     """Start all but fronts; the backend's `stop` ends it."""
     # until the server takes the signal over: its default would leave the children to find out by themselves
     signal.signal(signal.SIGTERM, _interrupt)
-    processes = Processes(plan.replicas, settings, plan.registry)
+    processes = _start(plan, settings)
     try:
-        registry = None if plan.registry is None else processes.directory.registry_socket
-        return _open(processes.directory, plan, settings, registry, processes.kill, processes.trouble, processes.stop)
+        registry = None if plan.registry is None else AddressFile(processes.directory.registry_file, plan.tls)
+        return _open(
+            processes.directory, plan, settings, registry, lambda link: processes.kill(link.name, link.pid),
+            processes.trouble, processes.stop,
+        )  # fmt: skip
     except BaseException:
         processes.stop()
         raise
 
 
 def _open_front(directory: ClusterDirectory, plan: Plan, settings: Settings) -> tuple[Backend, Tokenizer]:
-    return _open(directory, plan, settings, directory.registry_socket, _kill, lambda: None, lambda: None)
+    def tell(link: Link) -> None:
+        directory.stuck_file(link.name).write_text(str(link.pid))
+
+    registry = AddressFile(directory.registry_file, plan.tls)
+    return _open(directory, plan, settings, registry, tell, lambda: None, lambda: None)
+
+
+def _start(plan: Plan, settings: Settings) -> Processes:
+    """Start replicas, and the registry. Raises LaunchError."""
+    try:
+        processes = Processes(plan, settings)
+    except (OSError, ValueError) as error:
+        raise LaunchError(str(error)) from None
+    signal.signal(signal.SIGUSR1, lambda *_: processes.restart_replicas())
+    return processes
 
 
 def _open(
     directory: ClusterDirectory,
     plan: Plan,
     settings: Settings,
-    registry: Path | None,
+    registry: AddressFile | None,
     kill: Callable[[Link], None],
     trouble: Callable[[], str | None],
     on_stop: Callable[[], None],
 ) -> tuple[Backend, Tokenizer]:
     """Connect to a cluster's processes. Raises LaunchError."""
     try:
-        links = directory.links(plan.replicas, settings.give_up_seconds)
+        links = directory.links(plan.replicas, settings.give_up_seconds, plan.tls)
         worker = ClusterWorker(links, POLICIES[plan.policy](), settings, on_stop=on_stop, registry=registry)
         worker.dispatcher.on_stuck = kill
         tokenizer = Tokenizer.load(settings.model)
@@ -107,19 +113,20 @@ def _supervise(plan: Plan, settings: Settings, given: dict[str, Any]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: told.set())
     with bind(settings.host, settings.port, settings.send_seconds, shares_port=True) as bound:  # it never listens
-        processes = Processes(plan.replicas, settings, plan.registry, several_fronts=True)
+        processes = _start(plan, settings)
         try:
             directory = processes.directory
             directory.given_file.touch(mode=0o600)
             flags = {**given, **_keys(settings), "port": str(bound.getsockname()[1])}
             directory.given_file.write_text(json.dumps({f"setting_{name}": value for name, value in flags.items()}))
-            processes.start_fronts(plan.fronts, _arguments(plan))
+            processes.start_fronts(plan.fronts, plan.front_flags())
             while not processes.fronts_ready and not told.wait(READY_POLL_SECONDS):
                 if (text := processes.trouble()) is not None:
                     raise LaunchError(f"can't serve {settings.model}: {text}")
             if not told.is_set():
                 log.info("listening on %s", url_of(bound))
-            told.wait()
+            while not told.wait(STUCK_POLL_SECONDS):
+                processes.kill_stuck()
             processes.drain_fronts(settings.grace_seconds + 2 * DEADLINE_SECONDS)
         finally:
             processes.stop()
@@ -132,18 +139,6 @@ def _keys(settings: Settings) -> dict[str, Any]:
     files = {name: getattr(settings, name) for name in ("api_key_file", "admin_key_file")}
     told = {**keys, **{name: str(path.absolute()) for name, path in files.items() if path is not None}}
     return {name: value for name, value in told.items() if value}
-
-
-def _arguments(plan: Plan) -> list[str]:
-    """Flags of a front's process."""
-    return ["--replicas", str(plan.replicas), "--policy", plan.policy]
-
-
-def _kill(link: Link) -> None:
-    """End a replica that is another process's child, which starts it again."""
-    if link.pid is not None:
-        with suppress(ProcessLookupError):
-            os.kill(link.pid, signal.SIGKILL)
 
 
 def _interrupt(*_: object) -> None:

@@ -36,8 +36,8 @@ class Up:
         return self.children("replica")
 
     def children(self, word: str) -> list[int]:
-        """Process ids of the children with this word in their command."""
-        found = []
+        """Process ids of the descendants with this word in their command."""
+        parents, found = {}, []
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
                 continue
@@ -46,9 +46,14 @@ class Up:
                 command = self.command(int(entry.name))
             except OSError:
                 continue
-            if int(status[1]) == self.process.pid and status[0] != "Z" and re.search(f"chorus.* {word} ", command):
+            parents[int(entry.name)] = int(status[1])
+            if status[0] != "Z" and re.search(f"chorus.* {word} ", command):
                 found.append(int(entry.name))
-        return sorted(found)
+
+        def is_ours(pid: int) -> bool:
+            return pid == self.process.pid or (pid in parents and is_ours(parents[pid]))
+
+        return sorted(filter(is_ours, found))
 
     @staticmethod
     def command(pid: int) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.server.cluster.certificates import new_authority
 from tests.server.cluster.conftest import SECONDS, cluster_up, running
 
 NAMES = (None, "reverse", "upper", "count")
@@ -103,7 +104,7 @@ def test_replicas_are_processes_that_say_what_they_are_in_a_private_directory(up
     up.wait_until(lambda: len(up.replicas) == 2)
     for pid in up.replicas:
         arguments = (Path("/proc") / str(pid) / "cmdline").read_bytes().decode().split("\0")
-        socket = Path(arguments[arguments.index("--socket") + 1])
+        socket = Path(arguments[arguments.index("--listen") + 1].removeprefix("unix:"))
         assert socket.parent.stat().st_mode & 0o777 == 0o700
         assert not any("secret" in argument and len(argument) == 64 for argument in arguments)
 
@@ -173,3 +174,18 @@ def test_several_fronts_on_one_port_know_the_same_adapters_and_outlive_each_othe
         several.wait_until(lambda: not running(fronts[0]))
         assert {ask() for _ in range(4)} == {(200, "cba")}
         several.wait_until(lambda: len(several.children("front")) == 2)
+
+
+@pytest.mark.long
+def test_replicas_behind_tls_are_replaced_one_after_another_while_answers_go_on(tmp_path):
+    tls = new_authority(tmp_path / "tls")
+    flags = ("--listen", "tcp://127.0.0.1:0", "--tls", str(tls), "--give-up-seconds", str(SECONDS))
+    with cluster_up(2, *flags) as up, ThreadPoolExecutor(4) as threads:
+        first = set(up.replicas)
+        unbroken = list(threads.map(lambda index: read(up.client, index), range(4)))
+        up.process.send_signal(signal.SIGUSR1)
+        while first & set(up.replicas) or len(up.replicas) < 2:
+            assert list(threads.map(lambda index: read(up.client, index), range(4))) == unbroken
+        up.wait_until(lambda: up.metric("chorus_replicas_up") == 2)
+        assert not first & set(up.replicas)
+        assert list(threads.map(lambda index: read(up.client, index), range(4))) == unbroken

@@ -12,11 +12,13 @@ from chorus.core.executors.base import ModelInfo
 from chorus.core.requests.sampling_params import InvalidRequest
 from chorus.core.requests.types import FinishReason
 from chorus.memory.files.error import LoadFailure
+from chorus.server.cluster.address import UnixSocket
 from chorus.server.cluster.dispatcher import DIED_TWICE, Dispatcher
 from chorus.server.cluster.identity import Identity
 from chorus.server.cluster.link import Link
 from chorus.server.cluster.report import Hello
 from chorus.server.cluster.router import FirstFit, MostIdle
+from chorus.server.cluster.router.scale import STEADY_SECONDS
 from chorus.server.cluster.wire import Frame
 
 SAME = Identity("model", "float32", "avx512", "1")
@@ -27,7 +29,7 @@ class Wired(Link):
     """A link whose frames are kept."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(name, Path("nowhere"), b"", 1.0)
+        super().__init__(name, UnixSocket(Path("nowhere")), b"", 1.0)
         self.sent: list[tuple] = []
 
     def send(self, kind, *fields):
@@ -232,3 +234,23 @@ def test_an_abort_ends_it_here_and_there(front):
     assert ("abort", "q") in link.sent
     front.frame(link, "out", None, [["q", 1, [10]]])
     assert not front.outputs
+
+
+def test_a_front_asks_for_a_replica_while_requests_wait_but_for_none_that_is_being_started():
+    front = Front(2, FirstFit())
+    for link in front.links:
+        front.up(link, max_num_seqs=1)
+    for name in "abc":
+        front.ask(name)
+    assert front.dispatcher.ledger.num_waiting == 1
+
+    def hint_after(seconds):
+        front.dispatcher.look()
+        front.now += seconds
+        front.dispatcher.look()
+        return front.dispatcher.scale.value
+
+    assert hint_after(STEADY_SECONDS - 1) == 0
+    assert hint_after(1) == 1
+    front.down(front.links[1])
+    assert hint_after(STEADY_SECONDS) == 0

@@ -11,6 +11,7 @@ import pytest
 from chorus.core.requests.sampling_params import InvalidRequest, NotServed
 from chorus.memory.adapters.store import UnknownAdapter
 from chorus.memory.files.format import AdapterFormatError, AdapterManifest, AdapterPart
+from chorus.server.cluster.address import UnixSocket
 from chorus.server.cluster.catalog import Cluster
 from chorus.server.cluster.registered_catalog import RegisteredCatalog
 from chorus.server.cluster.registry_client import RegistryAway
@@ -45,7 +46,7 @@ class Front:
         return self.disk[str(path)]
 
     async def follow(self, directory):
-        self.client = self.catalog.follow(directory / "socket", SECRET)
+        self.client = self.catalog.follow(UnixSocket(directory / "socket"), SECRET)
         await self.client.wait_for_copy()
 
     async def put(self, one, name, *, replace=True):

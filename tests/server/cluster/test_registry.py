@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chorus.server.cluster import registry as registries
+from chorus.server.cluster.address import UnixSocket
 from chorus.server.cluster.registry import FROM_REGISTRY, TO_REGISTRY, serve
 from chorus.server.cluster.registry_client import RegistryAway, RegistryClient, RegistryCopy, RegistryRefusal
 from chorus.server.cluster.registry_store import Entry, RegistryStore
@@ -41,7 +42,8 @@ def run(test):
 async def registry(directory):
     """A registry on this loop."""
     ready = asyncio.Event()
-    task = asyncio.create_task(serve(directory / "registry.db", directory / "socket", SECRET, ready.set, 0.0))
+    address = UnixSocket(directory / "socket")
+    task = asyncio.create_task(serve(directory / "registry.db", address, SECRET, lambda _: ready.set(), 0.0))
     begun = asyncio.create_task(ready.wait())
     await asyncio.wait((task, begun), return_when=asyncio.FIRST_COMPLETED)
     begun.cancel()
@@ -54,7 +56,7 @@ async def registry(directory):
 
 @asynccontextmanager
 async def front(directory, adopt=None, secret=SECRET):
-    client = RegistryClient(directory / "socket", secret, adopt)
+    client = RegistryClient(UnixSocket(directory / "socket"), secret, adopt)
     client.start()
     try:
         yield client
@@ -101,7 +103,7 @@ def test_a_write_waits_for_a_front_that_has_not_seen_it(tmp_path, monkeypatch):
     async def test():
         async with registry(tmp_path), front(tmp_path) as one:
             await one.wait_for_copy()
-            lazy = await connect(tmp_path / "socket", SECRET, FROM_REGISTRY)
+            lazy = await connect(UnixSocket(tmp_path / "socket"), SECRET, FROM_REGISTRY)
             lazy.send("subscribe")
             assert (await lazy.read()).kind == "copy"
             write = asyncio.create_task(one.put(entry("alice")))
@@ -220,7 +222,7 @@ def test_a_peer_that_breaks_the_protocol_loses_its_connection_and_nothing_else(t
     async def test():
         async with registry(tmp_path), front(tmp_path) as one:
             await one.wait_for_copy()
-            hostile = await connect(tmp_path / "socket", SECRET, FROM_REGISTRY)
+            hostile = await connect(UnixSocket(tmp_path / "socket"), SECRET, FROM_REGISTRY)
             for frame in frames:
                 hostile.send(*frame)
             with pytest.raises(Refused):
@@ -324,8 +326,8 @@ def begin(tmp_path):
 
     def run_process():
         command = [
-            sys.executable, "-m", "chorus.server.cluster.registry", "--file", str(tmp_path / "registry.db"), "--socket",
-            str(tmp_path / "socket"), "--secret-file", str(tmp_path / "secret"), "--first-write-seconds", "0",
+            sys.executable, "-m", "chorus.server.cluster.registry", "--file", str(tmp_path / "registry.db"), "--listen",
+            f"unix:{tmp_path / 'socket'}", "--secret-file", str(tmp_path / "secret"), "--first-write-seconds", "0",
         ]  # fmt: skip
         with (tmp_path / "log").open("ab") as log:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)

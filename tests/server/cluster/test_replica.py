@@ -12,6 +12,7 @@ from chorus.core.executors.base import ModelInfo
 from chorus.core.requests.record import NotHere, from_record, to_record
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
+from chorus.server.cluster.address import UnixSocket
 from chorus.server.cluster.identity import Identity
 from chorus.server.cluster.link import Link
 from chorus.server.cluster.replica import FROM_REPLICA, Replica
@@ -62,7 +63,7 @@ class World:
         await asyncio.to_thread(self.worker.stop)
 
     async def front(self) -> FrameStream:
-        stream = await connect(self.socket, SECRET, FROM_REPLICA)
+        stream = await connect(UnixSocket(self.socket), SECRET, FROM_REPLICA)
         frame = await stream.read()
         assert frame is not None and frame.kind == "hello" and Hello.from_wire(frame.fields[0]) == HELLO
         return stream
@@ -211,7 +212,7 @@ def test_a_front_that_fails_over_a_frame_connects_anew(play):
 
     async def act(world):
         events = Events()
-        running = asyncio.create_task(Link("r0", world.socket, SECRET, 60.0).run(events))
+        running = asyncio.create_task(Link("r0", UnixSocket(world.socket), SECRET, 60.0).run(events))
         await events.came.wait()
         assert (events.ups, events.downs) == (2, 1)
         running.cancel()
@@ -223,7 +224,7 @@ def test_a_wrong_secret_and_a_stranger_leave_all_as_it_is(play):
     async def act(world):
         good = await world.front()
         with pytest.raises(WireError):
-            await connect(world.socket, b"t" * 32, FROM_REPLICA)
+            await connect(UnixSocket(world.socket), b"t" * 32, FROM_REPLICA)
         _, writer = await asyncio.open_unix_connection(str(world.socket))
         writer.write(b"GET / HTTP/1.1\r\n\r\n" * 1000)
         good.send("submit", record("q"), 1)

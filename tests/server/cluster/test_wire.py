@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from chorus.server.cluster import stream as streams
 from chorus.server.cluster import wire
+from chorus.server.cluster.address import UnixSocket
 from chorus.server.cluster.stream import FrameStream, Refused, WrongSecret, accept, connect, new_secret, read_secret
 from chorus.server.cluster.wire import Frame, FrameReader, FrameWriter
 
@@ -141,7 +142,7 @@ def run(client: Callable[[Path], Awaitable[object]], path: Path, secret: bytes =
 
 
 async def tell(path: Path) -> Frame | None:
-    stream = await connect(path, SECRET, KINDS)
+    stream = await connect(UnixSocket(path), SECRET, KINDS)
     stream.send("out", [1, 2])
     return await stream.read()
 
@@ -215,7 +216,7 @@ def test_a_peer_that_does_not_read_is_given_up(tmp_path, monkeypatch):
             stream.send("out", b"x" * (1 << 20))
 
     async def client(path: Path) -> None:
-        stream = await connect(path, SECRET, KINDS)
+        stream = await connect(UnixSocket(path), SECRET, KINDS)
         with pytest.raises(streams.PeerStuck):
             await flood(stream)
         stream.close()

@@ -1,0 +1,210 @@
+"""Addresses at which a cluster's processes listen: unix sockets, and TCP, with mutual TLS unless it is loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from ipaddress import ip_address
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from .wire import WireError
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+
+HANDSHAKE_SECONDS = 10.0
+"""Seconds that a TLS handshake may take."""
+
+UNREAD_SECONDS = 30
+"""Seconds after which the system ends a TCP connection whose peer acknowledges nothing: its machine is gone."""
+
+CERTIFICATE, KEY, CA = "tls.crt", "tls.key", "ca.crt"
+"""Files of a TLS directory, named as Kubernetes names them in a mounted secret."""
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+"""Serves one connection."""
+
+
+class AddressError(WireError, ValueError):
+    """The text is no address, or one that may not be used."""
+
+
+class TlsError(WireError):
+    """The peer speaks no TLS, or has no certificate of this cluster's CA."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnixSocket:
+    """`unix:PATH`; it is only as private as the directory that it lies in."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return f"unix:{self.path}"
+
+    async def open(self) -> Streams:
+        """A connection. OSError."""
+        return await asyncio.open_unix_connection(self.path)
+
+    async def listen(self, handle: Handler) -> tuple[asyncio.Server, UnixSocket]:
+        """Serve connections; the server, and the address that peers can open."""
+        self.path.unlink(missing_ok=True)  # of a process that was killed
+        server = await asyncio.start_unix_server(handle, self.path)
+        self.path.chmod(0o600)
+        return server, self
+
+
+@dataclass(frozen=True, slots=True)
+class TcpSocket:
+    """`tcp://HOST:PORT`; port 0 is one of the system's choice. tls: directory of certificate, key and CA.
+
+    Both sides show a certificate of the CA, which has to be the cluster's own: all that it has signed are members.
+    Names in certificates are not compared, as replicas come and go on nodes of any name. AddressError without TLS
+    where the host is not loopback.
+    """
+
+    host: str
+    port: int
+    tls: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.tls is None and not _is_loopback(self.host):
+            raise AddressError(f"{self} is not loopback, where a cluster needs mutual TLS: give --tls DIR")
+
+    def __str__(self) -> str:
+        return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
+
+    async def open(self) -> Streams:
+        """A connection. OSError; TlsError for a server that is none of the cluster's."""
+        context = None if self.tls is None else tls_context(self.tls, is_client=True)
+        try:
+            reader, writer = await asyncio.open_connection(self.host, self.port, ssl=context)
+        except ssl.SSLError as error:
+            raise tls_error(error) from None
+        _end_with_peer(writer)
+        return reader, writer
+
+    async def listen(self, handle: Handler) -> tuple[asyncio.Server, TcpSocket]:
+        """Serve connections; the server, and the address that peers can open."""
+        context = None if self.tls is None else tls_context(self.tls, is_client=False)
+
+        def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Awaitable[None]:
+            _end_with_peer(writer)
+            if context is None:
+                return handle(reader, writer)
+            # not `ssl=context`: asyncio would keep to itself why a handshake failed. What the peer says first is TLS's.
+            transport = writer.transport
+            assert isinstance(transport, asyncio.Transport)
+            transport.pause_reading()
+            return _begin_tls(reader, writer, context, handle)
+
+        server = await asyncio.start_server(begin, self.host, self.port)
+        return server, replace(self, port=server.sockets[0].getsockname()[1])
+
+
+@dataclass(frozen=True, slots=True)
+class AddressFile:
+    """The address that a file holds at the moment: of a process that may come back at another one."""
+
+    path: Path
+    tls: Path | None = None
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    async def open(self) -> Streams:
+        """A connection. OSError: FileNotFoundError among them, before anything has listened."""
+        return await parse_address(self.path.read_text().strip(), self.tls).open()
+
+    def write(self, address: str) -> None:
+        """Tell readers of a new address; they see the old one, or all of this."""
+        new = self.path.with_suffix(".new")
+        new.write_text(address)
+        new.replace(self.path)
+
+    def stamp(self) -> tuple[str, int] | None:
+        """The address, and what differs once it was written again; None before anything has listened."""
+        with suppress(FileNotFoundError):
+            return self.path.read_text(), self.path.stat().st_mtime_ns
+        return None
+
+
+Listening = UnixSocket | TcpSocket
+Address = Listening | AddressFile
+
+
+def parse_address(text: str, tls: Path | None = None) -> Listening:
+    """`unix:PATH`, or `tcp://HOST:PORT`, on loopback where it names no host. AddressError."""
+    if text.startswith("unix:") and text != "unix:":
+        return UnixSocket(Path(text.removeprefix("unix:")))
+    try:
+        parts = urlsplit(text)
+        port = parts.port or 0
+    except ValueError as error:
+        raise AddressError(f"{text!r} is no address: {error}") from None
+    if parts.scheme != "tcp" or parts.path or parts.query or parts.fragment or "@" in parts.netloc:
+        raise AddressError(f"{text!r} is no address: unix:PATH or tcp://HOST:PORT is needed")
+    return TcpSocket(parts.hostname or LOOPBACK, port, tls)
+
+
+def tls_context(directory: Path, *, is_client: bool) -> ssl.SSLContext:
+    """TLS 1.2 or later; the peer must have a certificate of the CA. TlsError names the file that can't be used."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT if is_client else ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_cert_chain(directory / CERTIFICATE, directory / KEY, password=_no_password)
+        context.load_verify_locations(directory / CA)
+    except (OSError, ValueError) as error:
+        raise TlsError(f"{directory} must hold {CERTIFICATE}, {KEY} and {CA} of one cluster: {error}") from None
+    return context
+
+
+def tls_error(error: ssl.SSLError) -> TlsError:
+    """The error of a connection, with OpenSSL's reason."""
+    reason = (error.reason or str(error)).lower().replace("_", " ")
+    return TlsError(f"TLS failed: {reason}")
+
+
+async def _begin_tls(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, context: ssl.SSLContext, handle: Handler
+) -> None:
+    try:
+        await writer.start_tls(context, ssl_handshake_timeout=HANDSHAKE_SECONDS)
+    except OSError as error:
+        told = tls_error(error) if isinstance(error, ssl.SSLError) else error
+        log.warning("a connection was refused: %s: %s", type(told).__name__, told)
+        writer.transport.abort()
+        return
+    except asyncio.CancelledError:  # at the process's end, which asyncio would log as an error
+        return
+    await handle(reader, writer)
+
+
+def _end_with_peer(writer: asyncio.StreamWriter) -> None:
+    """Have the system notice that the peer's machine is gone."""
+    connection = writer.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * UNREAD_SECONDS)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _no_password() -> str:
+    raise ValueError(f"{KEY} has a passphrase; a key without one is needed")

@@ -1,0 +1,72 @@
+"""Size of a cluster, and how its processes reach each other."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from .listener import add_secret_flag, add_tls_flag
+from .router import POLICIES
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A cluster. policy: a name of `POLICIES`.
+
+    registry: its file, or the address of one that runs elsewhere; None: none is needed, or a temporary one. ray: the
+    address of the Ray cluster that replicas are placed on, `local` for one of this machine alone; None: they are
+    children of this process. listen: address of replicas, for TCP on one machine; None: unix sockets, or, on a Ray
+    cluster of many machines, TCP at the nodes' own addresses. secret_file, tls: the same paths on all nodes.
+    """
+
+    replicas: int = 2
+    fronts: int = 1
+    policy: str = "affinity"
+    registry: str | None = None
+    ray: str | None = None
+    listen: str | None = None
+    secret_file: Path | None = None
+    tls: Path | None = None
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> Plan:
+        """The plan of flags; of a front's, all but what its directory tells."""
+        return cls(**{name: getattr(arguments, name) for name in cls.__slots__ if hasattr(arguments, name)})
+
+    def front_flags(self) -> list[str]:
+        """Flags of a front's process."""
+        tls = [] if self.tls is None else ["--tls", str(self.tls.absolute())]
+        return ["--replicas", str(self.replicas), "--policy", self.policy, *tls]
+
+
+def add_front_flags(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
+    """Flags of `chorus cluster front`, which `chorus cluster up` has, too. count: parses a number above 0."""
+    parser.add_argument("--replicas", type=count, default=2, metavar="N", help="replicas (default: 2)")
+    parser.add_argument(
+        "--policy", choices=POLICIES, default="affinity", help="which replica gets a request (default: affinity)"
+    )
+    add_tls_flag(parser)
+
+
+def add_up_flags(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
+    add_front_flags(parser, count)
+    add_secret_flag(parser, required=False)
+    parser.add_argument("--fronts", type=count, default=1, metavar="N", help="processes that serve HTTP (default: 1)")
+    parser.add_argument(
+        "--registry", metavar="FILE",
+        help="SQLite file that keeps the adapters that are added over HTTP, or unix:PATH or tcp://HOST:PORT of a "
+        "registry that runs elsewhere; default: they last as long as the cluster",
+    )  # fmt: skip
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--ray", metavar="ADDRESS",
+        help="place replicas on a Ray cluster: local starts one on this machine, auto finds one that runs here, "
+        "HOST:PORT is another's",
+    )  # fmt: skip
+    where.add_argument(
+        "--listen", metavar="ADDRESS",
+        help="tcp://HOST:PORT at which replicas listen, replica N at PORT + N; port 0: the system's choice "
+        "(default: unix sockets)",
+    )  # fmt: skip

@@ -1,0 +1,227 @@
+"""Replicas on a Ray cluster: Ray chooses their nodes, and begins them elsewhere when a node is gone.
+
+An actor keeps one replica's process running on its node, as `Child` does here, and tells where it listens. Nothing else
+goes through Ray: no request, no token, and no secret, of which each node has files of its own at the same paths.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ..checks import LaunchError
+from .address import LOOPBACK, AddressFile
+from .plan import Plan
+from .processes import STOP_SECONDS, ClusterDirectory
+from .replica_settings import ReplicaSettings
+
+log = logging.getLogger(__name__)
+
+LOCAL = "local"
+"""Address of a Ray cluster that is begun here and ends with this process."""
+
+POLL_SECONDS = 0.5
+"""Seconds between looks at where an actor's replica listens."""
+
+PLACING_SECONDS = 20.0
+"""Seconds after which it is said that a replica has not been placed."""
+
+OBJECT_STORE_BYTES = 200 << 20
+"""For Ray's own objects, of which there are hardly any."""
+
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",  # its own, 15, would be the replicas', too
+    "RAY_agent_register_timeout_ms": "300000",  # its own, 30 s, is too short for a node that is starting replicas
+}
+
+
+class ReplicaHost:
+    """The actor of one replica."""
+
+    def __init__(self, name: str, settings: str, secret_file: str, tls: str | None, *, is_local: bool) -> None:
+        """settings: as JSON. is_local: all of the cluster is on this machine, so that a unix socket will do."""
+        import ray
+
+        self._directory = directory = ClusterDirectory.new(Path(secret_file))
+        self._address = AddressFile(directory.replica_file(0))
+        listen = directory.socket(name) if is_local else f"tcp://{_in_url(ray.util.get_node_ip_address())}:0"
+        self._child = directory.replica(name, listen, self._address.path, None if tls is None else Path(tls), settings)
+        self._child.start()
+
+    def state(self) -> tuple[tuple[str, int] | None, str | None]:
+        """Where the replica listens, as `AddressFile.stamp`, and why it will not be there."""
+        return self._address.stamp(), self._child.trouble()
+
+    def signal(self, number: int, pid: int | None) -> None:
+        self._child.signal(number, pid)
+
+    def stop(self) -> None:
+        """End the replica's process, and wait for it."""
+        self._child.stop()
+        self._child.join(STOP_SECONDS)
+        shutil.rmtree(self._directory.path, ignore_errors=True)
+
+
+class RayReplica:
+    """A replica in an actor, as the launcher sees it: what `Child` is of one on this machine."""
+
+    def __init__(self, name: str, actor: Any, address: AddressFile) -> None:
+        self._name = name
+        self._actor = actor
+        self._address = address
+        self._trouble: str | None = None
+        self._stopping = threading.Event()
+        self._ending: Any = None
+        self._thread = threading.Thread(target=self._follow, name=f"chorus-{name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def trouble(self) -> str | None:
+        return self._trouble
+
+    def signal(self, number: int, pid: int | None = None) -> None:
+        self._actor.signal.remote(int(number), pid)
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._ending = self._actor.stop.remote()
+
+    def join(self, seconds: float) -> None:
+        import ray
+        from ray.exceptions import RayError
+
+        with suppress(RayError):
+            ray.get(self._ending, timeout=seconds)
+        ray.kill(self._actor)
+        self._thread.join(seconds)
+
+    def _follow(self) -> None:
+        """Have fronts connect to where the replica is: it, its actor and its node may be replaced at any time."""
+        import ray
+        from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
+
+        seen, is_gone = None, False
+        while not self._stopping.wait(POLL_SECONDS):
+            try:
+                stamp, self._trouble = ray.get(self._actor.state.remote(), timeout=PLACING_SECONDS)
+            except GetTimeoutError:
+                log.warning("replica %s waits for a node of the Ray cluster that has room for it", self._name)
+                continue
+            except ActorDiedError as error:  # for good: it could not begin
+                if not self._stopping.is_set():
+                    self._trouble = f"replica {self._name} can't be placed: {' '.join(str(error).split())}"
+                    log.error("%s", self._trouble)
+                return
+            except RayError as error:
+                if not is_gone:
+                    log.warning("replica %s is begun elsewhere: %s", self._name, str(error).partition("\n")[0])
+                is_gone = True
+                continue
+            is_gone = False
+            if stamp is not None and stamp != seen:
+                seen = stamp
+                self._address.write(stamp[0])
+
+
+class RayLauncher:
+    """Replicas as actors of a Ray cluster; LaunchError where there is none."""
+
+    def __init__(self, directory: ClusterDirectory, plan: Plan) -> None:
+        import_ray()
+        import ray
+
+        self._directory = directory
+        self._plan = plan
+        self._is_local = plan.ray == LOCAL
+        if not self._is_local and plan.secret_file is None:
+            raise LaunchError("--ray needs --secret-file, a file with the same secret on all nodes, unless it is local")
+        options: dict[str, Any] = {"address": plan.ray}
+        if self._is_local:
+            options |= {
+                "include_dashboard": False,
+                "_node_ip_address": LOOPBACK,
+                "object_store_memory": OBJECT_STORE_BYTES,
+            }
+        try:
+            with _own_signals():
+                ray.init(**options, logging_level=logging.WARNING)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise LaunchError(f"no Ray cluster at {plan.ray}: {error}") from None
+        self._nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+    def threads(self, count: int) -> int:
+        return even_share([int(node.get("CPU", 0)) for node in self._nodes], count)
+
+    def replica(self, index: int, settings: str) -> RayReplica:
+        import ray
+
+        plan, directory = self._plan, self._directory
+        engine = ReplicaSettings.model_validate_json(settings).engine
+        needs_gpu = engine.device.startswith("cuda") or (
+            engine.device == "auto" and any("GPU" in node for node in self._nodes)
+        )
+        remote = ray.remote(ReplicaHost).options(
+            name=None, num_cpus=engine.threads or 1, num_gpus=int(needs_gpu), max_restarts=-1,
+            scheduling_strategy="SPREAD",
+        )  # fmt: skip
+        tls = None if plan.tls is None else str(plan.tls.absolute())
+        # not resolved: a mounted secret's files are links to places with other names on each node
+        secret = str((plan.secret_file or directory.secret_file).absolute())
+        actor = remote.remote(f"r{index}", settings, secret, tls, is_local=self._is_local)
+        return RayReplica(f"r{index}", actor, AddressFile(directory.replica_file(index)))
+
+    def close(self) -> None:
+        import ray
+
+        ray.shutdown()
+
+
+def join(address: str, cpus: int | None, gpus: int | None) -> NoReturn:
+    """Become a node of a Ray cluster, until told to end; replaces this process by Ray's. LaunchError without Ray."""
+    import_ray()
+    counts = {"cpus": cpus, "gpus": gpus}
+    more = [f"--num-{name}={count}" for name, count in counts.items() if count is not None]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={address}", "--block", *more]
+    os.execv(command[0], command)
+
+
+def even_share(cpus: Sequence[int], count: int) -> int:
+    """Most processors of each of so many replicas with which all of them find nodes; 1 where none do. cpus: by node."""
+    most = max(cpus, default=0)
+    return next((share for share in range(most, 1, -1) if sum(one // share for one in cpus) >= count), 1)
+
+
+def import_ray() -> None:
+    """Make Ray's settings those of a cluster. LaunchError where it is not installed."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ray  # noqa: F401
+    except ImportError:
+        raise LaunchError("Ray is not installed: pip install 'chorus-lora[ray]'") from None
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Keep the handlers of this process's signals, which Ray replaces."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

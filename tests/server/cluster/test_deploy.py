@@ -1,0 +1,47 @@
+"""The files of docs/deploy keep to the flags of the command line."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import yaml
+
+from chorus.server.cli import make_parser
+from chorus.server.cluster.plan import Plan
+from chorus.server.settings import Settings
+
+DEPLOY = Path(__file__).parents[3] / "docs" / "deploy"
+
+
+def plan_of(command: list[str]) -> tuple[Plan, set[str]]:
+    """The plan of a `chorus cluster up`, and the names of the settings that it gives."""
+    assert command[0] == "chorus"
+    arguments = make_parser().parse(command[1:])
+    given = {name.removeprefix("setting_") for name in vars(arguments) if name.startswith("setting_")}
+    assert given <= set(Settings.model_fields)
+    return Plan.of(arguments), given
+
+
+def test_compose_starts_a_cluster():
+    (service,) = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"].values()
+    plan, given = plan_of(service["command"])
+    assert (plan.replicas, plan.ray, plan.tls) == (2, None, None) and "api_key_file" in given
+
+
+def test_kuberay_starts_as_many_replicas_as_it_has_workers_for_and_mounts_what_it_names():
+    cluster, service, policy = yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text())
+    head = cluster["spec"]["headGroupSpec"]["template"]["spec"]
+    (workers,) = cluster["spec"]["workerGroupSpecs"]
+    (container,) = head["containers"]
+    command = re.search(r"exec (chorus .*)", container["args"][0])
+    plan, given = plan_of(shlex.split(command[1]))
+    assert plan.ray == "auto" and plan.replicas == workers["replicas"] and "api_key_file" in given
+    for spec in (head, workers["template"]["spec"]):
+        (one,) = spec["containers"]
+        mounts = {mount["mountPath"]: mount["name"] for mount in one["volumeMounts"]}
+        assert {str(plan.tls), str(plan.secret_file.parent), "/models"} <= mounts.keys()
+        assert set(mounts.values()) == {volume["name"] for volume in spec["volumes"]}
+    assert {port["name"] for port in container["ports"]} >= {service["spec"]["ports"][0]["targetPort"]}
+    assert policy["spec"]["podSelector"]["matchLabels"]["ray.io/cluster"] == cluster["metadata"]["name"]
