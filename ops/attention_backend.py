@@ -134,11 +134,9 @@ def triton_obstacle(group: int, head_dim: int, dtype: torch.dtype, device: torch
         return Obstacle(f"the decode kernel needs a CUDA device, this one is {device}")
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return Obstacle(f"the decode kernel takes no {str(dtype).removeprefix('torch.')}")
-    if not 16 <= head_dim <= (most := largest_head(dtype.itemsize)):
-        name = str(dtype).removeprefix("torch.")
-        return Obstacle(
-            f"the decode kernel takes heads of 16 to {most} elements in {name}, the model's have {head_dim}"
-        )
+    if not 16 <= head_dim <= largest_head(dtype.itemsize):
+        sizes = f"16 to {largest_head(dtype.itemsize)} elements in {str(dtype).removeprefix('torch.')}"
+        return Obstacle(f"the decode kernel takes heads of {sizes}, the model's have {head_dim}")
     if group > BLOCK_H:
         return Obstacle(f"the decode kernel takes up to {BLOCK_H} heads of a KV head, the model has {group}")
     if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
