@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -96,7 +96,8 @@ def choose_attention(
     device = torch.device(device)
     if wanted == "torch":
         return TorchBackend(num_heads, kv_heads, head_dim, block_tokens, device, "attention is torch")
-    group, sizes = num_heads // kv_heads, {"max_rows": max_rows, "max_pages_per_row": max_pages_per_row}
+    group = num_heads // kv_heads
+    sizes: dict[str, Any] = {"max_rows": max_rows, "max_pages_per_row": max_pages_per_row}
     theirs = ours = None
     if wanted != "triton":
         theirs = flashinfer_obstacle(group, head_dim, dtype, device)
