@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -96,7 +96,8 @@ def choose_attention(
     device = torch.device(device)
     if wanted == "torch":
         return TorchBackend(num_heads, kv_heads, head_dim, block_tokens, device, "attention is torch")
-    group, sizes = num_heads // kv_heads, {"max_rows": max_rows, "max_pages_per_row": max_pages_per_row}
+    group = num_heads // kv_heads
+    sizes: dict[str, Any] = {"max_rows": max_rows, "max_pages_per_row": max_pages_per_row}
     theirs = ours = None
     if wanted != "triton":
         theirs = flashinfer_obstacle(group, head_dim, dtype, device)
@@ -134,11 +135,9 @@ def triton_obstacle(group: int, head_dim: int, dtype: torch.dtype, device: torch
         return Obstacle(f"the decode kernel needs a CUDA device, this one is {device}")
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return Obstacle(f"the decode kernel takes no {str(dtype).removeprefix('torch.')}")
-    if not 16 <= head_dim <= (most := largest_head(dtype.itemsize)):
-        name = str(dtype).removeprefix("torch.")
-        return Obstacle(
-            f"the decode kernel takes heads of 16 to {most} elements in {name}, the model's have {head_dim}"
-        )
+    if not 16 <= head_dim <= largest_head(dtype.itemsize):
+        sizes = f"16 to {largest_head(dtype.itemsize)} elements in {str(dtype).removeprefix('torch.')}"
+        return Obstacle(f"the decode kernel takes heads of {sizes}, the model's have {head_dim}")
     if group > BLOCK_H:
         return Obstacle(f"the decode kernel takes up to {BLOCK_H} heads of a KV head, the model has {group}")
     if (capability := torch.cuda.get_device_capability(device)) < (8, 0):

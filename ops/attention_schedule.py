@@ -13,7 +13,7 @@ PARTS = 32
 #: Query heads that a program multiplies with: rows of the matrix instruction's tile. Heads that are not there are zero.
 BLOCK_H = 16
 
-#: Bytes of a tile's keys, and as many of its values. Two tiles of both are under way at once in each program.
+#: Bytes of a tile's keys, and as many of its values.
 _TILE_BYTES = 16 << 10
 
 #: Programs that a launch should have for each multiprocessor, where rows and KV heads alone give less than one.
@@ -64,6 +64,11 @@ def attention_constants(
     }  # fmt: skip
 
 
-def attention_options() -> dict[str, int | bool]:
-    """Options of a launch. Without fusion: a part is added alike in whichever loop it is."""
-    return {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False}
+def attention_options(head_dim: int, itemsize: int) -> dict[str, int | bool]:
+    """Options of a launch. Without fusion: a part is added alike in whichever loop it is.
+
+    With five stages two tiles of keys and values are under way while one is multiplied with, as page ids are two stages
+    ahead of them; with three, where wide heads or float32 leave no memory for two, the next one is asked for behind it.
+    """
+    stages = 5 if head_dim <= 128 and itemsize == 2 else 3
+    return {"num_warps": 4, "num_stages": stages, "enable_fp_fusion": False}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -21,7 +21,7 @@ TOLERANCE = {"bfloat16": 2.0**-6, "float32": 1e-4}
 #: Rows that are compared with torch's, and alone with themselves in company.
 _CHECKED = 2
 
-BACKENDS = ("triton", "flashinfer")
+BACKENDS: tuple[Literal["triton", "flashinfer"], ...] = ("triton", "flashinfer")
 
 
 class WrongValues(ArithmeticError):
@@ -50,9 +50,9 @@ class _Case:
         order = torch.randperm(rows * per_row, generator=torch.Generator().manual_seed(context.seed))
         self.table = (order + 1).view(rows, per_row)
 
-    def backend(self, name: str) -> AttentionBackend:
+    def backend(self, name: Literal["triton", "flashinfer"]) -> AttentionBackend:
         """The backend of that name. Raises AttentionUnavailable."""
-        sizes = {"max_rows": self.rows, "max_pages_per_row": self.table.shape[1]}
+        sizes: dict[str, Any] = {"max_rows": self.rows, "max_pages_per_row": self.table.shape[1]}
         if not self.context.smoke:
             return choose_attention(*self.shape, self.context.dtype, "cuda:0", **sizes, wanted=name)
         if name != "triton":
