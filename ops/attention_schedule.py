@@ -64,11 +64,10 @@ def attention_constants(
     }  # fmt: skip
 
 
-def attention_options(head_dim: int, itemsize: int) -> dict[str, int | bool]:
+def attention_options() -> dict[str, int | bool]:
     """Options of a launch. Without fusion: a part is added alike in whichever loop it is.
 
-    With five stages two tiles of keys and values are under way while one is multiplied with, as page ids are two stages
-    ahead of them; with three, where wide heads or float32 leave no memory for two, the next one is asked for behind it.
+    With three stages the next tile is asked for behind the one that is multiplied with. Five, for heads of up to 128
+    elements in 16 bits, would have two under way and fit every GPU's shared memory; nobody has measured them.
     """
-    stages = 5 if head_dim <= 128 and itemsize == 2 else 3
-    return {"num_warps": 4, "num_stages": stages, "enable_fp_fusion": False}
+    return {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False}

@@ -167,7 +167,7 @@ class TritonBackend:
         self._tops, self._totals = torch.zeros(2, parts, dtype=torch.float32, device=self.device).unbind(0)
         self._arrived = torch.zeros(max_rows * kv_heads, dtype=torch.int32, device=self.device)
         early = {"PDL": 1, **dependent_launch.OPTIONS} if dependent_launch.begins_early(self.device) else {}
-        self._launch = Launcher(attend_rows, constants | attention_options(head_dim, dtype.itemsize) | early)
+        self._launch = Launcher(attend_rows, constants | attention_options() | early)
 
     def ragged(self) -> RaggedAttention:
         """For steps of any rows, run eagerly."""

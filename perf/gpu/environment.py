@@ -13,6 +13,7 @@ from typing import Any
 
 #: Names the commit where the tree was copied without its repository.
 COMMIT_VARIABLE = "CHORUS_COMMIT"
+_DIRTY = "-dirty"
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = (
@@ -40,11 +41,15 @@ def describe(device: str, *, opened: bool = True) -> dict[str, Any]:
 
 
 def commit() -> dict[str, Any]:
-    """The commit's hash, and whether tracked files differ from it; None where neither can be known."""
+    """The commit's hash, and whether tracked files differ from it; None where neither can be known. What was written
+    down where the tree was copied from comes first: a repository that was copied along may be at another commit.
+    """
+    if carried := os.environ.get(COMMIT_VARIABLE):
+        return {"hash": carried.removesuffix(_DIRTY), "dirty": carried.endswith(_DIRTY)}
     if (_ROOT / ".git").exists() and (found := _output("git", "rev-parse", "HEAD")):
         status = _output("git", "status", "--porcelain", "--untracked-files=no")
         return {"hash": found, "dirty": None if status is None else bool(status)}
-    return {"hash": os.environ.get(COMMIT_VARIABLE) or None, "dirty": None}
+    return {"hash": None, "dirty": None}
 
 
 def interpreter_obstacle() -> str | None:

@@ -139,7 +139,7 @@ _CONTEXT, _BLOCK_TOKENS = 1024, 16
 def _attention(heads: int, kv_heads: int, head_dim: int, itemsize: int) -> Elementwise:
     shape = heads, kv_heads, head_dim, _BLOCK_TOKENS
     return Elementwise(
-        "attend_rows", attention_constants(*shape, itemsize), attention_options(head_dim, itemsize),
+        "attend_rows", attention_constants(*shape, itemsize), attention_options(),
         ("out", "q", "k_cache", "v_cache"),
         {**dict.fromkeys(("indptr", "last_page_len", "indices", "arrived"), "*i32"),
          **dict.fromkeys(("values", "tops", "totals"), "*fp32"), "scale": "fp32", "least": "i32",

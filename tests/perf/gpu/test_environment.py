@@ -38,7 +38,7 @@ def test_the_commit_and_whether_the_tree_differs(tree):
 def test_a_copied_tree_is_told_its_commit(tree, monkeypatch):
     assert environment.commit() == {"hash": None, "dirty": None}
     monkeypatch.setenv(environment.COMMIT_VARIABLE, "abc-dirty")
-    assert environment.commit() == {"hash": "abc-dirty", "dirty": None}
+    assert environment.commit() == {"hash": "abc", "dirty": True}
 
 
 def test_the_driver_is_asked_for(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chorus.perf.gate.__main__ import BASELINES
 from chorus.perf.simulate.__main__ import main
 from chorus.perf.simulate.fragmentation import Contiguous, Paged
 from chorus.perf.simulate.results import run_study
@@ -58,6 +59,16 @@ factors = [0.5, 1.0, 2.0]
 def changed(old, new):
     assert old in TINY
     return TINY.replace(old, new, 1)
+
+
+def quick(name):
+    """Rows of a study's quick run as the gate's baseline has them, to which it holds every run to the last digit."""
+    text = (BASELINES / "simulate" / f"{name}.any.json").read_text("utf-8")
+    rows = {}
+    for place, (value,) in json.loads(text)["values"].items():
+        row, _, metric = place.rpartition(" ")
+        rows.setdefault(row, {})[metric] = value
+    return rows
 
 
 def outcome(name, **options):
@@ -145,7 +156,7 @@ def test_results_are_the_same_every_time_and_follow_seed_and_scale():
 
 
 def test_where_requests_wait_adapters_that_are_there_go_first_and_others_are_read_ahead():
-    _, rows = outcome("adapter-scheduling", quick=True)
+    rows = quick("adapter-scheduling")
     for lengths in ("short", "long"):
         fifo, resident, prefetch, limit, _ = (
             found for name, found in rows.items() if name.startswith(f"{lengths}, closed")
@@ -165,7 +176,7 @@ def test_ranks_pay_where_they_differ_and_do_not_hurt_where_they_do_not():
     results, rows = outcome("rank-skew", quick=True)
     assert rows["BGMV, rank-aware"]["time_per_token_mean"] < 0.98 * rows["BGMV, without ranks"]["time_per_token_mean"]
     assert all(order.holds for order in results.orders if order.rows[0].startswith("BGMV"))
-    _, rows = outcome("rank-even", quick=True)
+    rows = quick("rank-even")
     for kernel in ("BGMV", "MBGMV", "BGMV apart"):
         aware, idle = (rows[f"{kernel}, {name}"]["time_per_token_mean"] for name in ("rank-aware", "most idle"))
         assert aware < 1.02 * idle
@@ -212,7 +223,7 @@ def test_loading_on_demand_costs_what_it_is_fitted_to():
 
 
 def test_rank_aware_routing_keeps_more_requests_within_the_slo():
-    _, rows = outcome("rank-aware-routing", quick=True)
+    rows = quick("rank-aware-routing")
     for kernel in ("MBGMV", "BGMV"):
         aware, idle, chance, packed = (
             rows[f"{kernel}, {name}"] for name in ("rank-aware", "most idle", "random", "first fit")
