@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chorus.core.requests.types import PENDING, FinishReason
+from chorus.core.requests.types import NOT_FINITE, PENDING, FinishReason
 from chorus.memory.transfers.transfer import ExecutorLost
 
 PROMPT = [5, 9, 11, 40, 9, 7]
@@ -276,3 +276,27 @@ def test_a_moved_request_goes_on_from_what_was_returned(gqa, drive):
     there.engine.resume(record)
     there.answers["one"] = driver.answers["one"]
     assert there.drain()["one"].tokens == gqa.greedy(None, PROMPT, 12)
+
+
+def test_a_row_that_is_not_finite_in_the_step_ahead_too_fails_once(gqa, drive, monkeypatch):
+    """The step that was launched before the first one's result was read says it of a request that has ended."""
+    driver = drive(gqa)
+    driver.add("x", "r1-all", PROMPT, max_tokens=8)
+    driver.add("y", None, PROMPT, max_tokens=8)
+    for _ in range(3):
+        driver.step()
+    execute, broken = driver.engine._execute, []  # noqa: SLF001
+
+    def breaking(plan):
+        result = execute(plan)
+        if result is not None and any(row.request_id == "x" for row in plan.rows):
+            result.tokens.pop("x", None)
+            result.errors["x"] = NOT_FINITE
+            broken.append(plan.step_id)
+        return result
+
+    monkeypatch.setattr(driver.engine, "_execute", breaking)
+    answers = driver.drain()
+    assert len(broken) == 2, "it was in the step ahead, too"
+    assert answers["x"].finish_reason is FinishReason.ERROR
+    assert answers["y"].tokens == gqa.greedy(None, PROMPT, 8)
