@@ -55,7 +55,7 @@ def make_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"chorus {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, help_text, add_flags, run in (
-        ("serve", "serve a model and its adapters over HTTP", _serve_flags, _serve),
+        ("serve", "serve a model and its adapters over HTTP", _process_flags, _serve),
         ("cluster", "serve a model with many replicas behind one address", _cluster_flags, _cluster),
         ("replica", "be a replica of a cluster, which `chorus cluster` starts", _replica_flags, _replica),
         (
@@ -97,8 +97,28 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
     add_settings(parser)
 
 
+def _process_flags(parser: argparse.ArgumentParser) -> None:
+    _serve_flags(parser)
+    parser.add_argument(
+        "--engine-process", choices=("auto", "on", "off"), default="auto",
+        help="whether the engine has a process of its own beside the one that serves HTTP, as `chorus cluster up "
+        "--replicas 1` has; auto: with several fronts (default: auto)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--fronts", type=_positive, default=1, metavar="N", help="processes that serve HTTP on one port (default: 1)"
+    )
+
+
 def _serve(arguments: argparse.Namespace) -> int:
+    alone = arguments.engine_process == "off" or (arguments.engine_process == "auto" and arguments.fronts == 1)
+    if alone and arguments.fronts > 1:
+        raise UsageError(
+            f"chorus serve: error: --fronts {arguments.fronts} need an engine in a process of its own; leave out "
+            "--engine-process off"
+        )
     settings = _serve_settings(arguments)
+    if not alone:
+        return _up(arguments, settings, plan.Plan(replicas=1, fronts=arguments.fronts))
     from .launch import serve
 
     return serve(settings)
@@ -148,11 +168,14 @@ def _cluster(arguments: argparse.Namespace) -> int:
 
 
 def _cluster_up(arguments: argparse.Namespace) -> int:
-    settings = _serve_settings(arguments)
+    return _up(arguments, _serve_settings(arguments), plan.Plan.of(arguments))
+
+
+def _up(arguments: argparse.Namespace, settings: Settings, wanted: plan.Plan) -> int:
     from .cluster.up import up
 
     given = {name.removeprefix("setting_"): value for name, value in vars(arguments).items() if "setting_" in name}
-    return up(plan.Plan.of(arguments), settings, given)
+    return up(wanted, settings, given)
 
 
 def _cluster_front(arguments: argparse.Namespace) -> int:

@@ -303,3 +303,31 @@ def test_every_declared_command_can_be_loaded():
 def test_the_readmes_example_prints_what_it_says(capsys):
     assert main(["generate", "--adapter", "reverse", "--prompt", "hello", "--threads", "1"]) == 0
     assert capsys.readouterr().out.strip() == "olleh"
+
+
+@pytest.mark.parametrize(
+    ("flags", "fronts"),
+    [
+        ([], None),
+        (["--engine-process", "off"], None),
+        (["--engine-process", "on"], 1),
+        (["--fronts", "3"], 3),
+        (["--engine-process", "on", "--fronts", "2"], 2),
+    ],
+)
+def test_an_engine_in_a_process_of_its_own_is_a_cluster_of_one(monkeypatch, model_dir, flags, fronts):
+    asked = []
+    monkeypatch.setattr("chorus.server.launch.serve", lambda settings: asked.append(None) or 0)
+    monkeypatch.setattr("chorus.server.cluster.up.up", lambda plan, settings, given: asked.append((plan, given)) or 0)
+    assert main(["serve", "--model", str(model_dir), *flags]) == 0
+    (found,) = asked
+    if fronts is None:
+        assert found is None
+    else:
+        plan, given = found
+        assert (plan.replicas, plan.fronts, plan.registry, given["model"]) == (1, fronts, None, str(model_dir))
+
+
+def test_several_fronts_share_no_process_with_the_engine(capsys, model_dir):
+    assert main(["serve", "--model", str(model_dir), "--fronts", "2", "--engine-process", "off"]) == 2
+    assert "--fronts 2 need an engine in a process of its own" in capsys.readouterr().err
