@@ -33,7 +33,7 @@ PACKAGES = (
     "markupsafe",
     "rich", "markdown-it-py", "mdurl", "pygments",
     "pytest", "pytest-timeout", "pytest-xdist", "execnet", "pluggy", "iniconfig", "hypothesis", "sortedcontainers",
-    "peft", "nvtx",
+    "peft", "nvtx", "msgpack",
 )  # fmt: skip
 
 #: Newest first: pip takes a wheel of any of them, and none of another number.
@@ -158,7 +158,8 @@ def main(argv: list[str] | None = None) -> int:
     archive = take_archive(args.flashinfer_aot, args.out) if args.flashinfer_aot else None
     if not take_native(args.out):
         print("no native library is built here: adapters will be read by torch there, which is slower", file=sys.stderr)
-    left_out = {_name(each) for each in (*args.without, *args.also)}  # a package of --also replaces ours
+    present = args.present.read_text("utf-8").split() if args.present else []
+    left_out = {_name(each) for each in (*args.without, *present, *args.also)}  # a package of --also replaces ours
     wanted = [*(name for name in PACKAGES if _name(name) not in left_out), *args.also]
     try:
         download(wanted, args.python, wheels)
@@ -172,6 +173,11 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{len(list(wheels.iterdir()))} wheels, {total / 2**20:.1f} MiB in all in {args.out}")
     print(f"there, in the root of the repository: . {script}")
     print(f"it must have: {', '.join(elsewhere)}")
+    if args.limit is not None and total > args.limit * 2**20:
+        largest = max(files, key=os.path.getsize)
+        wrong.append(
+            f"that is more than {args.limit:g} MiB; the largest is {largest.name}; see --present and --without"
+        )
     for line in wrong:
         print(line, file=sys.stderr)
     return 1 if wrong else 0
@@ -190,6 +196,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--flashinfer-aot", type=Path, metavar="ARCHIVE", help="tar of flashinfer/data/aot, built for that GPU")
     add("--also", nargs="+", default=[], metavar="NAME[==VERSION]", help="more packages")
     add("--without", nargs="+", default=[], metavar="NAME", help="packages that the other machine has")
+    add("--present", type=Path, metavar="FILE", help="more of those, as `pip list --format freeze` prints them there")
+    add("--limit", type=float, metavar="MIB", help="fail if all of it is more")
     return command.parse_args(argv)
 
 

@@ -130,14 +130,18 @@ def test_what_is_downloaded(tmp_path, monkeypatch, capsys):
         wheel(out, "flashinfer_python", "0.6.4", "torch")
 
     monkeypatch.setattr(carry, "download", download)
+    (tmp_path / "present.txt").write_text("Jinja2==3.1.6\nPyTest-Timeout==2.4\n")
     flags = ["--also", "pytest==9.0.0", "vllm", "--without", "Prometheus_Client"]
+    flags += ["--present", str(tmp_path / "present.txt")]
     assert carry.main(["--out", str(tmp_path / "out"), *flags]) == 0
     assert "pytest==9.0.0" in asked
     assert "vllm" in asked
     assert "pytest" not in asked
-    assert "prometheus-client" not in asked
+    assert asked.count("prometheus-client") == asked.count("jinja2") == asked.count("pytest-timeout") == 0
     said = capsys.readouterr().out
     assert "1 wheels" in said
+    assert carry.main(["--out", str(tmp_path / "out"), *flags, "--limit", "0.0001"]) == 1
+    assert "that is more than 0.0001 MiB; the largest is " in capsys.readouterr().err
     assert "it must have: torch" in said
     assert "FLASHINFER_DISABLE_JIT" not in (tmp_path / "out" / carry.SCRIPT).read_text("utf-8")
 
