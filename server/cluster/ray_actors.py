@@ -4,6 +4,9 @@ An actor keeps one replica's process running on its node, as `Child` does here, 
 goes through Ray: no request, no token, and no secret, of which each node has files of its own at the same paths.
 """
 
+# Ray is an extra: types are checked where it is not installed, too.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import logging
