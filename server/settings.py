@@ -297,7 +297,12 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         return name == self.base_name or name.startswith(f"{self.base_name}:")
 
     def engine_config(self) -> EngineConfig:
-        values = {name: getattr(self, name) for name in EngineConfig.model_fields}
+        """The engine's part. Fields that no flag, variable or file gives stay unset: the device chooses some of them."""
+        values = {
+            name: value
+            for name, field in EngineConfig.model_fields.items()
+            if (value := getattr(self, name)) != field.default or name in self.model_fields_set
+        }
         return EngineConfig(**{**values, "served_model_name": self.base_name})
 
 

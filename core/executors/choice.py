@@ -20,16 +20,12 @@ def completed(config: EngineConfig) -> EngineConfig:
     chosen = {}
     if config.host_cache_bytes is None:
         chosen["host_cache_bytes"] = default_host_cache_bytes()
-    asked = config.model_fields_set
-    for least, (rows, tokens) in GPU_BATCHES.items():
-        if gpu_bytes(config.device) >= least:
-            if "max_num_seqs" not in asked:
-                chosen["max_num_seqs"] = min(
-                    rows, config.max_num_batched_tokens if "max_num_batched_tokens" in asked else tokens
-                )
-            if "max_num_batched_tokens" not in asked:
-                chosen["max_num_batched_tokens"] = max(tokens, chosen.get("max_num_seqs", config.max_num_seqs))
-            break
+    memory, asked = gpu_bytes(config.device), config.model_fields_set
+    rows, tokens = next((batch for least, batch in GPU_BATCHES.items() if memory >= least), (None, None))
+    if rows is not None:
+        tokens = config.max_num_batched_tokens if "max_num_batched_tokens" in asked else tokens
+        rows = config.max_num_seqs if "max_num_seqs" in asked else min(rows, tokens)
+        chosen |= {"max_num_seqs": rows, "max_num_batched_tokens": max(rows, tokens)}
     return config.model_copy(update=chosen)
 
 

@@ -155,7 +155,9 @@ class Processes:
             replica = ReplicaSettings.of(settings)
             if replica.engine.threads is None:
                 replica.engine.threads = launcher.threads(plan.replicas)
-            self.replicas = [launcher.replica(index, replica.model_dump_json()) for index in range(plan.replicas)]
+            self.replicas = [
+                launcher.replica(index, replica.model_dump_json(exclude_unset=True)) for index in range(plan.replicas)
+            ]
             self._registry = _registry_of(plan, directory)
             for child in (*self._registry, *self.replicas):
                 child.start()

@@ -12,6 +12,8 @@ from chorus.core.config import EngineConfig
 from chorus.core.executors import choice
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.graphs.device import DeviceError
+from chorus.server.cluster.replica_settings import ReplicaSettings
+from chorus.server.settings import Settings
 
 
 @pytest.mark.parametrize(
@@ -60,6 +62,17 @@ def test_a_step_is_as_large_as_the_gpu_by_default(monkeypatch, gigabytes, asked,
     monkeypatch.setattr(choice, "gpu_bytes", lambda device: gigabytes * 10**9)
     found = choice.completed(EngineConfig(model=".", **asked))
     assert (found.max_num_seqs, found.max_num_batched_tokens) == want
+
+
+@pytest.mark.parametrize(("flags", "want"), [({}, (256, 8192)), ({"max_num_seqs": 32}, (32, 8192))])
+def test_what_a_server_was_not_told_is_left_to_the_gpu(monkeypatch, flags, want):
+    """In `chorus serve`, and in a replica, whose settings go through a file."""
+    monkeypatch.setattr(choice, "gpu_bytes", lambda device: 80 << 30)
+    settings = Settings(**flags)
+    replica = ReplicaSettings.of(settings).model_dump_json(exclude_unset=True)
+    for config in (settings.engine_config(), ReplicaSettings.model_validate_json(replica).engine):
+        found = choice.completed(config)
+        assert (found.max_num_seqs, found.max_num_batched_tokens) == want
 
 
 @pytest.mark.parametrize(("device", "want"), [("cpu", 0), ("cuda", 80), ("cuda:1", 24), ("cuda:2", 0)])
