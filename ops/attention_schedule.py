@@ -68,6 +68,6 @@ def attention_options() -> dict[str, int | bool]:
     """Options of a launch. Without fusion: a part is added alike in whichever loop it is.
 
     With three stages the next tile is asked for behind the one that is multiplied with. Five, for heads of up to 128
-    elements in 16 bits, would have two under way and fit every GPU's shared memory; nobody has measured them.
+    elements in 16 bits, would have two under way and fit every GPU's shared memory; five were not measured.
     """
     return {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False}

@@ -297,7 +297,7 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         return name == self.base_name or name.startswith(f"{self.base_name}:")
 
     def engine_config(self) -> EngineConfig:
-        """The engine's part. Fields that no flag, variable or file gives stay unset: the device chooses some of them."""
+        """The engine's part. Fields that no flag, variable or file gives stay unset: the device chooses some."""
         values = {
             name: value
             for name, field in EngineConfig.model_fields.items()

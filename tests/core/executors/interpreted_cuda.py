@@ -249,7 +249,7 @@ def test_a_shadow_elsewhere_has_graphs_of_its_own(drive, tiny):
     first = graphs.places[0]
     driver.engine.unmerge()
     driver.engine.reclaim_idle()
-    driver.engine.pool.take([run for *_, run in first], PageKind.ADAPTER)  # by nobody that the engine knows
+    driver.engine.pool.take([run for *_, run in first], PageKind.ADAPTER)  # without the engine's knowledge
     driver.engine.check_integrity = lambda: None
     merge(driver, "r1-qv")
     assert graphs.places[1] == first

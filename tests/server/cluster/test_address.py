@@ -128,7 +128,7 @@ def test_a_member_finds_out_by_name_what_kind_of_server_is_not_its_cluster_s(our
         async with answering(theirs) as address:
             with pytest.raises(TlsError, match="certificate verify failed"):
                 await connect(TcpSocket(address.host, address.port, ours), SECRET, KINDS)
-            # a stranger with their CA, whom the server finds out
+            # a client with their CA and a certificate of another one
             mixed = theirs.parent / "mixed"
             mixed.mkdir()
             for name, place in ((CERTIFICATE, ours), (KEY, ours), (CA, theirs)):
