@@ -20,13 +20,18 @@ def completed(config: EngineConfig) -> EngineConfig:
     chosen = {}
     if config.host_cache_bytes is None:
         chosen["host_cache_bytes"] = default_host_cache_bytes()
-    memory, asked = gpu_bytes(config.device), config.model_fields_set
-    rows, tokens = next((batch for least, batch in GPU_BATCHES.items() if memory >= least), (None, None))
-    if rows is not None:
+    if (batch := gpu_batch(gpu_bytes(config.device))) is not None:
+        rows, tokens = batch
+        asked = config.model_fields_set
         tokens = config.max_num_batched_tokens if "max_num_batched_tokens" in asked else tokens
         rows = config.max_num_seqs if "max_num_seqs" in asked else min(rows, tokens)
         chosen |= {"max_num_seqs": rows, "max_num_batched_tokens": max(rows, tokens)}
     return config.model_copy(update=chosen)
+
+
+def gpu_batch(memory: int) -> tuple[int, int] | None:
+    """Most rows and tokens of a step on a GPU of this many bytes; None where the configuration's own are kept."""
+    return next((batch for least, batch in GPU_BATCHES.items() if memory >= least), None)
 
 
 def gpu_bytes(device: str) -> int:
