@@ -1,9 +1,11 @@
 """Cost of a cluster's front: `python -m chorus.perf.serving.cluster_cost`.
 
-Replicas of the built-in model with one thread each answer the same requests twice in turns: behind the front, over
-HTTP, and driven directly over their sockets by this process, with the same frames and no front. Processor time is read
-from the kernel, so that what else the machine does hardly shows; rates and TTFT are by the clock. Memory is what a
-process has alone and shared (RSS). The bar: the rate behind the front is at least `--floor` of the direct one.
+The same streamed requests in turns: to a cluster's front with its replicas behind it, to as many `chorus serve` of the
+same model, each asked for its share at the same time, and with `--router` to another project's router in front of these
+servers. Every replica and server has one thread. Rates are of many requests side by side, TTFTs of one after another;
+processor time is read from the kernel, so that what else the machine does hardly shows. Memory is what a process has
+alone and shared (RSS). The bars: the rate behind the front is at least `--floor` of the servers', and the TTFT at most
+2 ms above theirs.
 """
 
 from __future__ import annotations
@@ -13,31 +15,54 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import httpx
 
-from ...core.requests.record import to_record
-from ...core.requests.request import Request
-from ...core.requests.sampling_params import SamplingParams
-from ...core.requests.types import RequestOutput
-from ...server.cluster.dispatcher import Dispatcher
-from ...server.cluster.link import Link
-from ...server.cluster.processes import ClusterDirectory
-from ...server.cluster.router import MostIdle
+from ..cpu.random_model import checkpoint
+from ..cpu.workload import GEOMETRIES, Workload
 from ..report.command import judge, parser
 from ..report.table import Goal, Table
 from .server_process import LaunchedServer, launched
 
 PROMPT = "hello world\n"
-CONNECT_SECONDS = 60.0
+START_SECONDS = 60.0
+
+
+@contextmanager
+def routing(command: str, servers: list[str]) -> Iterator[tuple[str, int]]:
+    """A router in front of servers, such as `sglang-router launch`: its URL and process id."""
+    ports = []
+    for _ in range(2):
+        with socket.socket() as bound:
+            bound.bind(("127.0.0.1", 0))
+            ports.append(str(bound.getsockname()[1]))
+    words = [*command.split(), "--policy", "round_robin", "--host", "127.0.0.1", "--port", ports[0],
+             "--prometheus-port", ports[1], "--worker-urls", *servers]  # fmt: skip
+    url = f"http://127.0.0.1:{ports[0]}"
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            deadline = time.monotonic() + START_SECONDS
+            while not _answers(url):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(f"the router did not start: {' '.join(words)}")
+                time.sleep(0.1)
+            yield url, process.pid
+        finally:
+            process.kill()
+
+
+def _answers(url: str) -> bool:
+    with suppress(httpx.TransportError):
+        return httpx.get(f"{url}/health", trust_env=False).status_code == 200
+    return False
 
 
 def cpu_seconds(pid: int) -> float:
@@ -52,74 +77,29 @@ def rss_mib(pid: int) -> float:
     return 0.0
 
 
-def over_http(url: str, requests: int, tokens: int) -> tuple[float, list[float]]:
-    """Wall seconds for so many streamed answers side by side, and their TTFTs."""
+def load(urls: list[str], model: str, requests: int, lone: int, tokens: int) -> tuple[float, list[float]]:
+    """Wall seconds for so many streamed answers side by side, of each URL in turn, and TTFTs of `lone` ones."""
 
-    async def one(client: httpx.AsyncClient) -> float:
-        body = {"prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True, "stream": True, "temperature": 0}
+    async def one(client: httpx.AsyncClient, url: str, count: int) -> float:
+        body = {"model": model, "prompt": PROMPT, "max_tokens": count, "ignore_eos": True, "stream": True,
+                "temperature": 0}  # fmt: skip
         began, first = time.perf_counter(), 0.0
-        async with client.stream("POST", "/v1/completions", json=body) as response:
+        async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
+            if response.status_code != 200:  # httpx's own error can't come back from this process
+                raise RuntimeError(f"{url}: {response.status_code} {await response.aread()}")
             async for _ in response.aiter_raw():
                 first = first or time.perf_counter() - began
         return first
 
     async def run() -> tuple[float, list[float]]:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
+        async with httpx.AsyncClient(timeout=600, limits=limits, trust_env=False) as client:
             began = time.perf_counter()
-            firsts = await asyncio.gather(*(one(client) for _ in range(requests)))
-            return time.perf_counter() - began, list(firsts)
+            await asyncio.gather(*(one(client, urls[index % len(urls)], tokens) for index in range(requests)))
+            took = time.perf_counter() - began
+            return took, [await one(client, urls[index % len(urls)], 2) for index in range(lone)]
 
     return asyncio.run(run())
-
-
-def directly(directory: str, replicas: int, prompt: list[int], requests: int, tokens: int) -> tuple[float, list[float]]:
-    """The same over the replicas' sockets, with no HTTP and no text."""
-
-    async def run() -> tuple[float, list[float]]:
-        firsts: dict[str, float] = {}
-        ended, up = asyncio.Semaphore(0), asyncio.Event()
-
-        def deliver(outputs: list[RequestOutput]) -> None:
-            for output in outputs:
-                firsts.setdefault(output.request_id, time.perf_counter() - began)
-                if output.finish_reason is not None:
-                    ended.release()
-
-        links = ClusterDirectory(Path(directory)).links(replicas, CONNECT_SECONDS)
-        dispatcher = Dispatcher(links, MostIdle(), deliver, CONNECT_SECONDS)
-        dispatcher.on_change = lambda: up.set() if all(link.is_up for link in links) else None
-        tasks = [asyncio.create_task(Link.run(link, dispatcher)) for link in links]
-        await asyncio.wait_for(up.wait(), CONNECT_SECONDS)
-        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-        began = time.perf_counter()
-        for index in range(requests):
-            record = to_record(Request(f"direct-{index}", prompt, params), 0.0)
-            dispatcher.add(record, None, 0, time.monotonic(), Future())
-        for _ in range(requests):
-            await ended.acquire()
-        took = time.perf_counter() - began
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        return took, list(firsts.values())
-
-    return asyncio.run(run())
-
-
-def spent(server: LaunchedServer, work: Callable[[], tuple[float, list[float]]], tokens: int) -> dict[str, float]:
-    """Rate, median TTFT, and processor µs a token of the front and of all replicas, of some work."""
-    replicas = server.children("replica")
-    before = cpu_seconds(server.pid), sum(map(cpu_seconds, replicas))
-    took, firsts = work()
-    after = cpu_seconds(server.pid), sum(map(cpu_seconds, replicas))
-    front, behind = (1e6 * (end - start) / tokens for start, end in zip(before, after, strict=True))
-    return {
-        "tokens_per_second": tokens / took,
-        "ttft_ms": 1e3 * median(firsts),
-        "front_us": front,
-        "replica_us": behind,
-    }
 
 
 def restart_seconds(server: LaunchedServer, client: httpx.Client, count: int) -> float:
@@ -135,22 +115,19 @@ def restart_seconds(server: LaunchedServer, client: httpx.Client, count: int) ->
         time.sleep(0.01)
 
 
-def rounds(server: LaunchedServer, args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Medians of what each way spent, in turns."""
-    sockets = Path(f"/proc/{server.children('replica')[0]}/cmdline").read_bytes().decode().split("\0")
-    directory = str(Path(sockets[sockets.index("--address-file") + 1]).parent)
-    with httpx.Client(base_url=server.url, timeout=60) as client:
-        prompt = client.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"]
-    seen: dict[str, list[dict[str, float]]] = {"front": [], "direct": []}
+def rounds(ways: dict[str, tuple[list[str], list[int]]], args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Medians of what each way spent, in turns. ways: by name the URLs, and the processes that take part."""
+    seen: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     total = args.requests * args.tokens
-    with multiprocessing.get_context("spawn").Pool(1) as load:
+    name = httpx.get(f"{ways['front'][0][0]}/v1/models", trust_env=False).json()["data"][0]["id"]
+    with multiprocessing.get_context("spawn").Pool(1) as client:
         for _ in range(args.rounds + 1):
-            calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-                "front": (over_http, (server.url, args.requests, args.tokens)),
-                "direct": (directly, (directory, args.replicas, prompt, args.requests, args.tokens)),
-            }
-            for name, (function, arguments) in calls.items():
-                seen[name].append(spent(server, lambda f=function, a=arguments: load.apply(f, a), total))
+            for way, (urls, processes) in ways.items():
+                before = sum(map(cpu_seconds, processes))
+                took, firsts = client.apply(load, (urls, name, args.requests, args.lone, args.tokens))
+                spent = sum(map(cpu_seconds, processes)) - before
+                values = {"tokens_per_second": total / took, "ttft_ms": 1e3 * median(firsts)}
+                seen[way].append({**values, "cpu_us_a_token": 1e6 * spent / total})
     return {
         way: {name: median(one[name] for one in found[1:]) for name in found[0]}  # the first round warms up
         for way, found in seen.items()
@@ -160,18 +137,33 @@ def rounds(server: LaunchedServer, args: argparse.Namespace) -> dict[str, dict[s
 def main() -> int:
     command = parser(__spec__, __doc__)
     command.add_argument("--replicas", type=int, default=3)
-    command.add_argument("--requests", type=int, default=48, help="requests at once")
-    command.add_argument("--tokens", type=int, default=128, help="tokens of an answer")
+    command.add_argument("--geometry", choices=GEOMETRIES, help="a random model of this size, not the built-in one")
+    command.add_argument("--requests", type=int, default=24, help="requests at once")
+    command.add_argument("--tokens", type=int, default=64, help="tokens of an answer")
+    command.add_argument("--lone", type=int, default=15, help="requests one after another, for the TTFT")
     command.add_argument("--rounds", type=int, default=3, help="rounds, of which the median counts")
-    command.add_argument("--floor", type=float, default=0.9, help="least share of the direct rate")
+    command.add_argument("--floor", type=float, default=0.9, help="least share of the servers' rate")
+    command.add_argument("--router", metavar="COMMAND", help="another router beside, such as 'sglang-router launch'")
     args = command.parse_args()
-    began = time.perf_counter()
-    with launched(["--replicas", str(args.replicas), "--threads", "1"], command=("cluster", "up")) as server:
+    model = []
+    if args.geometry is not None:
+        workload = Workload(geometry=GEOMETRIES[args.geometry])
+        model = [str(checkpoint(workload, Path.home() / ".cache/chorus/bench_cpu"))]
+    flags = [*model, "--threads", "1"]
+    with ExitStack() as stack:
+        servers = [stack.enter_context(launched(flags)) for _ in range(args.replicas)]
+        began = time.perf_counter()
+        front = stack.enter_context(launched([*flags, "--replicas", str(args.replicas)], command=("cluster", "up")))
         started = time.perf_counter() - began
-        found = rounds(server, args)
-        memory = {"front": rss_mib(server.pid), "replica": max(map(rss_mib, server.children("replica")))}
-        with httpx.Client(base_url=server.url, timeout=60) as client:
-            restarted = restart_seconds(server, client, args.replicas)
+        urls, pids = [one.url for one in servers], [one.pid for one in servers]
+        ways = {"front": ([front.url], [front.pid, *front.children("replica")]), "servers": (urls, pids)}
+        if args.router is not None:
+            url, pid = stack.enter_context(routing(args.router, urls))
+            ways["router"] = [url], [pid, *pids]
+        found = rounds(ways, args)
+        memory = {"front": rss_mib(front.pid), "replica": max(map(rss_mib, front.children("replica")))}
+        with httpx.Client(base_url=front.url, timeout=60) as client:
+            restarted = restart_seconds(front, client, args.replicas)
     table = Table(f"medians of {args.rounds} rounds", ["way", *found["front"]])
     for way, values in found.items():
         table.add(way, *values.values())
@@ -179,12 +171,12 @@ def main() -> int:
     sizes = Table("sizes", ["front MiB", "replica MiB", "start s", "restart of a replica s"])
     sizes.add(memory["front"], memory["replica"], started, restarted)
     sizes.show()
-    ratio = found["front"]["tokens_per_second"] / found["direct"]["tokens_per_second"]
-    added = found["front"]["ttft_ms"] - found["direct"]["ttft_ms"]
+    ratio = found["front"]["tokens_per_second"] / found["servers"]["tokens_per_second"]
+    added = found["front"]["ttft_ms"] - found["servers"]["ttft_ms"]
     result = {**found, "rss_mib": memory, "start_seconds": started, "restart_seconds": restarted,
               "ratio": round(ratio, 3), "added_ttft_ms": round(added, 2)}  # fmt: skip
-    goals = [Goal("rate behind the front, of the direct one", ratio, args.floor)]
-    goals.append(Goal("added TTFT, ms", added, 2.0, at_most=True))
+    goals = [Goal("rate behind the front, of the servers' without it", ratio, args.floor)]
+    goals.append(Goal("added TTFT of a request alone, ms", added, 2.0, at_most=True))
     return judge(result, goals)
 
 
