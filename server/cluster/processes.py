@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
 import shutil
 import signal
 import tempfile
@@ -11,7 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import IO, TYPE_CHECKING, Protocol
 
 from ...core.cpus import available_cpus
 from .address import AddressError, AddressFile, TcpSocket, UnixSocket, parse_address, tls_context
@@ -60,23 +62,43 @@ class Launcher(Protocol):
 class ClusterDirectory:
     """Addresses and secrets of a cluster, in a directory that only this user may enter."""
 
+    _PREFIX, _LOCK = "chorus-", "lock"
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.secret_file = path / "secret"
         self.settings_file = path / "replica.json"
         self.given_file = path / "front.json"
         self.registry_file = path / "registry.address"
+        self._locked: IO[str] | None = None
 
     @classmethod
     def new(cls, secret_file: Path | None = None) -> ClusterDirectory:
-        """secret_file: of a secret that machines share; None: a new secret."""
+        """A directory that is locked while this object lives; those of processes that were killed are removed.
+
+        secret_file: of a secret that machines share; None: a new secret.
+        """
+        cls._remove_abandoned()
         # a socket's path has at most 107 bytes, which a name of the user's choice may exceed
-        directory = cls(Path(tempfile.mkdtemp(prefix="chorus-")))
+        directory = cls(Path(tempfile.mkdtemp(prefix=cls._PREFIX)))
+        draft = directory.path / "lock.draft"  # no other process finds it before it is locked
+        directory._locked = draft.open("w")
+        fcntl.flock(directory._locked, fcntl.LOCK_EX)
+        draft.rename(directory.path / cls._LOCK)
         if secret_file is None:
             new_secret(directory.secret_file)
         else:
             directory.secret_file.symlink_to(secret_file.absolute())
         return directory
+
+    @classmethod
+    def _remove_abandoned(cls) -> None:
+        for file in Path(tempfile.gettempdir()).glob(f"{cls._PREFIX}*/{cls._LOCK}"):
+            with suppress(OSError):  # its process lives, or another one removes it
+                if file.parent.lstat().st_uid == os.getuid():
+                    with file.open() as lock:
+                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        shutil.rmtree(file.parent)
 
     @property
     def secret(self) -> bytes:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 from chorus.server.cluster import processes as module
 from chorus.server.cluster.address import AddressFile
 from chorus.server.cluster.plan import Plan
-from chorus.server.cluster.processes import Processes
+from chorus.server.cluster.processes import ClusterDirectory, Processes
 from chorus.server.settings import Settings
 
 SECONDS = 60
@@ -43,6 +45,24 @@ def test_a_plan_that_can_t_be_carried_out_leaves_nothing(tmp_path, plan, text):
     with pytest.raises(Exception, match=text):
         Processes(plan, Settings())
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path):
+    living = ClusterDirectory.new()
+    program = f"""
+import os, tempfile
+tempfile.tempdir = {str(tmp_path)!r}
+from chorus.server.cluster.processes import ClusterDirectory
+directory = ClusterDirectory.new()
+os.kill(os.getpid(), 9)
+"""
+    subprocess.run([sys.executable, "-c", program], check=False)
+    foreign = tmp_path / "chorus-of-something-else"
+    foreign.mkdir()
+    before = set(tmp_path.iterdir())
+    assert len(before) == 3
+    new = ClusterDirectory.new()
+    assert set(tmp_path.iterdir()) == {living.path, foreign, new.path}
 
 
 class Replica:
