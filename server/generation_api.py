@@ -227,7 +227,7 @@ class GenerationApi:
         """The whole answer; a long one is written beside the event loop, which must not make way for others there."""
         if answer.num_scores > THREAD_SCORES:
             return await self._threads.run(lambda: encode(answer.answer()))
-        return dumps(answer.answer()).encode()
+        return dumps(answer.answer())
 
     async def _events(self, generation: Generation, answer: AnswerFormat) -> AsyncIterator[bytes]:
         """A call's deltas as events; what is there together is sent together.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import orjson
 
 SLICE = 32
 """Items of a `Sliced` array in one piece."""
@@ -15,7 +16,7 @@ PLAIN_SLICE = 1024
 
 
 LONG_PIECE = 1024
-"""Characters that take some time to write."""
+"""Bytes that take some time to write."""
 
 
 class Sliced:
@@ -43,20 +44,20 @@ def sliced(items: Sequence[Any], make: Callable[[Any], Any]) -> list[Any] | Slic
     return [make(item) for item in items] if len(items) <= SLICE else Sliced(items, make)
 
 
-def dumps(value: Any) -> str:
-    """A value's JSON, written at once."""
-    return _encoder.encode(value)
+def dumps(value: Any) -> bytes:
+    """A value's JSON, written at once. TypeError for what has none; a number that is not finite becomes null."""
+    return orjson.dumps(value, _plain)
 
 
-def pieces(value: Any) -> Iterator[str]:
+def pieces(value: Any) -> Iterator[bytes]:
     """A value's JSON; joined, the pieces are what `dumps` writes."""
     if isinstance(value, dict) and value:
-        opening = "{"
+        opening = b"{"
         for name, item in value.items():
-            yield f"{opening}{dumps(name)}:"
+            yield b"%b%b:" % (opening, dumps(name))
             yield from pieces(item)
-            opening = ","
-        yield "}"
+            opening = b","
+        yield b"}"
     elif isinstance(value, Sliced):
         yield from _array([dumps(part)[1:-1]] for part in value.slices())
     elif isinstance(value, list | tuple) and value and isinstance(value[0], dict | Sliced):
@@ -68,15 +69,15 @@ def pieces(value: Any) -> Iterator[str]:
         yield dumps(value)
 
 
-def _array(items: Iterator[Any]) -> Iterator[str]:
+def _array(items: Iterator[Any]) -> Iterator[bytes]:
     """An array of items, each of which is given as pieces; several items may be in one."""
-    opening = "["
+    opening = b"["
     for item in items:
         for piece in item:
             yield opening + piece
-            opening = ""
-        opening = ","
-    yield "]" if opening != "[" else "[]"
+            opening = b""
+        opening = b","
+    yield b"]" if opening != b"[" else b"[]"
 
 
 def encode(value: Any) -> bytes:
@@ -87,13 +88,10 @@ def encode(value: Any) -> bytes:
         if len(piece) > LONG_PIECE:
             time.sleep(time.perf_counter() - began)
             began = time.perf_counter()
-    return "".join(written).encode()
+    return b"".join(written)
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Sliced):
         return list(value)
     raise TypeError(f"{type(value).__name__} has no JSON")
-
-
-_encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_plain)

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 def event(body: dict[str, Any]) -> bytes:
     """One event; JSON has no raw line breaks, so it is always one `data:` line."""
-    return b"data: " + dumps(body).encode() + b"\n\n"
+    return b"data: " + dumps(body) + b"\n\n"
 
 
 def long_event(body: dict[str, Any]) -> bytes:
