@@ -173,9 +173,13 @@ def test_where_requests_wait_adapters_that_are_there_go_first_and_others_are_rea
 
 
 def test_ranks_pay_where_they_differ_and_do_not_hurt_where_they_do_not():
-    results, rows = outcome("rank-skew", quick=True)
-    assert rows["BGMV, rank-aware"]["time_per_token_mean"] < 0.98 * rows["BGMV, without ranks"]["time_per_token_mean"]
-    assert all(order.holds for order in results.orders if order.rows[0].startswith("BGMV"))
+    rows = quick("rank-skew")
+    for kernel in ("BGMV", "BGMV apart"):
+        aware, hidden, idle = (
+            rows[f"{kernel}, {name}"]["time_per_token_mean"] for name in ("rank-aware", "without ranks", "most idle")
+        )
+        assert aware < 0.98 * hidden
+        assert aware < 0.98 * idle
     rows = quick("rank-even")
     for kernel in ("BGMV", "MBGMV", "BGMV apart"):
         aware, idle = (rows[f"{kernel}, {name}"]["time_per_token_mean"] for name in ("rank-aware", "most idle"))
@@ -192,18 +196,19 @@ def test_pages_end_fragmentation():
 
 
 def test_cold_starts_take_a_larger_share_at_higher_rates():
-    results, rows = outcome("cold-start-share", scale=0.15)
+    rows = quick("cold-start-share")
     shares = [rows[f"{rate} requests/s, on demand"]["cold_share"] for rate in (3, 6, 9)]
     assert shares[1] > 1.2 * shares[0]
     assert shares[2] > 1.1 * shares[1]
-    assert all(order.holds for order in results.orders)
     assert rows["9 requests/s, cached"]["cold_share"] == 0
     assert rows["9 requests/s, streamed and kept"]["cold_share"] < 0.3 * shares[0]
 
 
 def test_the_share_of_cold_starts_is_the_published_one_where_every_request_has_one():
     """CaraServe's Fig. 3 is not fitted; the popularity of its adapters, which it does not give, is left out."""
-    _, rows = outcome("cold-start-share")
+    study = load_study("cold-start-share")
+    alone = study.model_copy(update={"rows": [row for row in study.rows if row.name.endswith("no adapter twice")]})
+    rows = {row.name: found.metrics for row, found in run_study(alone, seeds=1).rows}
     for rate, published in ((3, 0.10), (6, 0.16), (9, 0.20)):
         assert rows[f"{rate} requests/s, no adapter twice"]["cold_share"] == pytest.approx(published, rel=0.1)
 
@@ -235,10 +240,9 @@ def test_rank_aware_routing_keeps_more_requests_within_the_slo():
 
 
 def test_consolidation_frees_replicas():
-    results, rows = outcome("consolidation", quick=True, scale=0.5)
+    rows = quick("consolidation")
     assert rows["consolidate"]["replicas_in_use"] < 0.5 * rows["most idle"]["replicas_in_use"]
     assert rows["consolidate"]["busy_batch"] > 2 * rows["random"]["busy_batch"]
-    assert [order.holds for order in results.orders if order.metric != "replicas_released"] == [True] * 4
 
 
 # -- fragmentation
