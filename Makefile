@@ -5,6 +5,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 
 RESULTS := build/results
+SEEDS := 10000
 NATIVE := $(wildcard ops/native/*.cpp ops/native/*.h)
 
 check: style types imports spelling ## everything that takes seconds
@@ -45,7 +46,7 @@ gate: kernels ## against the baselines of this kind of machine
 	python -m chorus.perf.gate --skip-unknown $(RESULTS)/*
 
 lives: ## seeded lives and histories of the engine
-	python -m chorus.perf.chaos.seeds --seeds 10000
+	python -m chorus.perf.chaos.seeds --seeds $(SEEDS)
 	python -m chorus.perf.chaos.history --questions 60
 
 bench: ## beside the peers that are installed
