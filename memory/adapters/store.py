@@ -1,4 +1,4 @@
-"""The adapter store: which adapters exist, where their bytes are, and who is using them.
+"""The adapter store: which adapters exist, where their bytes are, and which requests use them.
 
 An adapter name points at its current version; requests hold a version, so a reload never changes what a running
 request computes with. Idle resident adapters stay in the pool until their pages are wanted.
@@ -150,19 +150,19 @@ class AdapterStore:
         return Tier.LOADING if self.images.is_requested(adapter) else Tier.DISK
 
     def near(self, adapters: Set[Adapter | None]) -> tuple[Collection[Adapter], Collection[Adapter]]:
-        """Return those of `adapters` that are resident, and those of the others that have begun to come."""
+        """Split `adapters`: return the resident ones, and the others that are being read."""
         resident, images = self._resident.keys() & adapters, self.images
         return resident, [each for each in (images.keys() & adapters) - resident if images.is_coming(each)]
 
     def unfit(self, adapters: Iterable[Adapter]) -> list[Adapter]:
-        """Those that the arena can never hold beside the pinned ones."""
+        """Return the adapters that the arena can't hold beside the pinned ones."""
         most = self._pool.num_usable - self.num_pinned_pages
         return [adapter for adapter in adapters if adapter.num_pages > most and not adapter.pages]
 
     def poll(self) -> list[tuple[Adapter, BaseException]]:
-        """Take note of transfers that have ended; returns the adapters whose bytes will never come, and why.
+        """Complete ended transfers; return the adapters that failed to load, with the error.
 
-        Whoever runs with one of those must stop; then it is to be evicted.
+        The caller must fail their running requests, then evict them.
         """
         failed: list[tuple[Adapter, BaseException]] = []
         if not self.loads.under_way:
@@ -173,7 +173,7 @@ class AdapterStore:
                 self._offer(adapter)
                 continue
             failed.append((adapter, error))
-            if self.images.error(adapter) is None:  # else those that wait for it are still to be told
+            if self.images.error(adapter) is None:  # else waiting requests have yet to get the error
                 self.images.drop(adapter)
             self.unpin(adapter)
         return failed
@@ -222,7 +222,7 @@ class AdapterStore:
         self._offer(adapter)
 
     def idle(self) -> Iterator[Adapter]:
-        """Resident adapters that nobody uses."""
+        """Resident adapters without a pin or a running request."""
         return (adapter for adapter in self._resident if adapter.is_idle)
 
     def release(self, adapter: Adapter) -> None:
@@ -300,7 +300,7 @@ class AdapterStore:
         self.num_loads += 1
 
     def _offer(self, adapter: Adapter) -> None:
-        """Let an idle resident adapter compete for its pages; one whose bytes are still coming keeps them."""
+        """Make an idle resident adapter evictable; one that is still being loaded keeps its pages."""
         if not adapter.pages or adapter.references or adapter.transfer is not None:
             return
         if not adapter.is_idle:

@@ -23,7 +23,7 @@ class Lodger(Protocol):
 
 
 class HostBudget:
-    """Bytes of host memory that several share. Who came first gives way first."""
+    """Bytes of host memory shared by several lodgers. The first to join is evicted first."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes

@@ -27,13 +27,13 @@ class Buffers(Protocol):
 
 
 class HostBuffers:
-    """Hands out tensors; when the last reference to one is dropped, its memory waits for the next.
+    """Hands out tensors; when the last reference to one is dropped, its memory is kept for the next.
 
-    The system clears every fresh page, which takes longer than reading an adapter into it. Up to `max_idle_bytes` wait;
-    beyond that the longest idle go back to the system. Any thread may take or drop.
+    The system clears every fresh page, which takes longer than reading an adapter into it. Up to `max_idle_bytes` are
+    kept; beyond that the longest idle go back to the system. Any thread may take or drop.
 
-    What is dropped comes back by a finalizer, which may run inside any line of any thread, those here included: it
-    never waits for the lock.
+    A dropped tensor's memory comes back by a finalizer, which may run inside any line of any thread, also in this
+    class: it never waits for the lock.
     """
 
     def __init__(self, max_idle_bytes: int = 128 << 20) -> None:
@@ -68,7 +68,7 @@ class HostBuffers:
             return found
 
     def _give_back(self, mapping: mmap.mmap) -> None:
-        """Called by finalizers. Where somebody holds the lock, he or the next collects what was dropped."""
+        """Called by finalizers. If the lock is taken, its holder or the next finalizer collects dropped memory."""
         self._dropped.append(mapping)
         if self._lock.acquire(blocking=False):
             try:

@@ -55,14 +55,14 @@ class LayerStream:
 
 
 class ReadGivenUp(Exception):
-    """Nobody wants the rest of an image: its read is to end."""
+    """The rest of an image is not needed any more: its read must end."""
 
 
 class HostImage:
     """`data` is what the backend reads into: it is set before the first layer is published and belongs to the backend.
 
     stream: how many layers are in `data`; one thread reads, any may look. error: why it failed; it then holds no memory
-    and is followed by nobody, so that whoever keeps the error keeps nothing else.
+    and has no followers, so that a reference to the error keeps nothing else alive.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class HostImage:
         self._lock = threading.Lock()
 
     def publish(self, num_ready: int) -> None:
-        """Say that layers 0 … num_ready-1 are in `data`; on the reading thread. ReadGivenUp once it has failed."""
+        """Publish layers 0 … num_ready-1 of `data`; on the reading thread. ReadGivenUp once it has failed."""
         if not self.stream.publish(num_ready):
             raise ReadGivenUp
         self._tell()
@@ -97,14 +97,14 @@ class HostImage:
     def follow(self, follower: Callable[[], None]) -> None:
         """Have `follower` called on the reading thread whenever more layers have been read from now on.
 
-        What was published before may not be told: look at `stream` afterwards.
+        Layers published before this call may cause no call: check `stream` afterwards.
         """
         with self._lock:
             if self.error is None:
                 self._followers += (follower,)
 
     def unfollow(self, follower: Callable[[], None]) -> None:
-        """`follower` needs to know no more. Nothing happens when it didn't follow."""
+        """Stop calling `follower`. Does nothing if it didn't follow."""
         with self._lock:
             self._followers = tuple(other for other in self._followers if other != follower)
 
