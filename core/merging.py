@@ -27,8 +27,8 @@ RETRY_SECONDS = 1.0
 class Merging:
     """Shadow weights of one adapter at a time.
 
-    merged: the adapter that steps have in their weights, None in unmerged mode. shadowed: whose shadow there is or is
-    being made; while `merged` is None it may be kept, so that merging the same adapter again is a switch.
+    merged: the adapter in the weights that steps use, None in unmerged mode. shadowed: the adapter of the shadow
+    weights, complete or being made; while `merged` is None they may be kept, so that merging it again is a switch.
 
     The adapter stays resident: when it loses its pages, or its name gets another version, the shadow is given up first.
     Pages that requests or adapters need more are given up by `Reclaimer`, at any time between two steps.

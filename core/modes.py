@@ -96,8 +96,7 @@ class Modes:
         self._rows: list[ScheduledRow] = []  # of the last decode step, which go on while they are the same
         self._batch: Batch = {}
         self.predicted_seconds = self.measured_seconds = self.wrong_seconds = 0.0
-        """Of all decode steps whose price was known before: what was predicted, what they took, and the sum of the
-        differences, whichever way."""
+        """Sums over all decode steps with a prediction: predicted seconds, measured seconds, absolute errors."""
         self.num_left_out = 0
         """Steps that left requests out."""
 

@@ -1,4 +1,4 @@
-"""Interface of executors, and what those that load a model have in common."""
+"""Interface of executors, and the common part of executors that load a model."""
 
 from __future__ import annotations
 

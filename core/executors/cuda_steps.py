@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 #: The modes that steps are captured in.
 _MODES = (StepMode.BASE, StepMode.LORA)
 
-#: A step's logits, a row for each of its rows or more, and of each `[2, rows]` int64 the most likely token and 1 if it
-#: can be told; on the device, where both may still be under way.
+#: A step's logits, at least one row per row of the step, and `[2, rows]` int64: the most likely token, and 1 if it is
+#: defined (no NaN or +inf); on the device, where both may still be under way.
 Outputs = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -105,7 +105,7 @@ class CudaSteps:
 
     @property
     def captured(self) -> Sequence[CapturedStep]:
-        """The captured buckets and modes, in order of capture; those with shadow weights last."""
+        """The captured buckets and modes, in order of capture, with shadow weights last."""
         return [*self.graphs.report, *self.merged_graphs.report]
 
     # -- steps
@@ -234,9 +234,7 @@ class CudaSteps:
     # -- capture
 
     def warm_up(self) -> None:
-        """Have LoRA kernels compiled, and choose who multiplies; other kernels are compiled by `largest_step` and
-        captures.
-        """
+        """Compile LoRA kernels, and choose GEMM backends; `largest_step` and captures compile the other kernels."""
         self.lora.warm_up()
         self.ways = choose_ways(
             self._config.small_gemm, self.decoder, self._sizes, self._device, captures=self._captures
@@ -296,13 +294,13 @@ class CudaSteps:
         self.lora.rest()
 
     def _capture(self, bucket: int, mode: StepMode) -> Callable[[], None]:
-        """Capture a bucket whose attention is planned."""
+        """Capture a bucket; its attention must have been planned."""
         lora = {StepMode.LORA: self.bucket_lora, StepMode.MIXTURE: self.mixture_lora}.get(mode, {}).get(bucket)
         return self._device.capture(self._step(bucket, lora, mode in MERGED_MODES))
 
 
 def _pick(logits: torch.Tensor, out: torch.Tensor) -> None:
-    """Into out `[2, rows]` int64: each row's most likely token, and 1 if it can be told: no logit is NaN or +inf."""
+    """Write to out `[2, rows]` int64 each row's most likely token, and 1 if it is defined: no logit is NaN or +inf."""
     best, tokens = logits.max(-1)
     out[0].copy_(tokens)
     out[1].copy_(best.isfinite())

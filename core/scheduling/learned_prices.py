@@ -92,7 +92,7 @@ class LearnedPrices:
             self._prices = nonnegative(known, self._sums, self._prices)
 
     def observe_merge(self, adapter: Adapter, seconds: float) -> None:
-        """Believe it by half or twice the price at most: one that was held up must not be the last there ever is."""
+        """Update the cost of a merge, by a factor of 2 at most: one delayed merge must not rule out all later ones."""
         expected = self.merge_seconds(adapter)
         self._merge = min(max(seconds, expected / 2), expected * 2) if expected else seconds
 
