@@ -390,7 +390,7 @@ class Sgmv:
     def use_arena(self, arena: torch.Tensor) -> None:
         """Read rank-rows from another arena of the same layout from now on."""
         if arena.shape[1] != self._tables.page_elems:
-            raise ValueError(f"pages have {arena.shape[1]} elements, those of the tables {self._tables.page_elems}")
+            raise ValueError(f"pages have {arena.shape[1]} elements, the tables' pages {self._tables.page_elems}")
         if not arena.is_contiguous():
             raise ValueError("pages lie side by side")
         self._arena = arena

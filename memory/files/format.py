@@ -191,7 +191,7 @@ def _targets(config: AdapterConfig, path: Path, num_layers: int, stem: str) -> d
         elif not config.targets_all_linear:
             raise AdapterFormatError(
                 f"{file}: target_modules matches {name}; only {', '.join(MODULES)} are served: "
-                "train on those, or exclude the others with exclude_modules"
+                "train on these, or exclude the others with exclude_modules"
             )
     if not targets:
         raise AdapterFormatError(
