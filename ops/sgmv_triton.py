@@ -259,8 +259,8 @@ def expand_decode(
     PAGE]. tiles, offsets, places, first_elem, pages: see SgmvTables. ROW: the largest W. SPLIT_BLOCK: SPLITS or the
     next power of two. STAGES: blocks of rank-rows that are under way at once, after the first.
 
-    What is there before weights can be asked for, y and h, is asked for before they are; with PDL, which may run before
-    they are there, right after the first weights.
+    The loads of y and h are issued before the weight loads; with PDL, when y and h may not be complete yet, right after
+    the first weight loads.
     """
     if PDL:
         cuda.gdc_launch_dependents()

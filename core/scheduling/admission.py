@@ -37,10 +37,10 @@ _MOST_GROUPS = 32
 
 
 class Place(Enum):
-    """The slot that a request may take in a step: a free one, or the row of a tenant or call with more rows."""
+    """The slot that a request may take in a step: a free one, or the row of another tenant or call."""
 
     SEAT = auto()
-    ACCOUNT = auto()  # from a tenant with more rows than the request's
+    ACCOUNT = auto()  # from a tenant that was served more, see `SeatShares`
     CALL = auto()  # from a call with several answers, for a call with no running answer
 
 
@@ -75,7 +75,7 @@ class Admission:
         self._doubt_until = 0.0
 
     def arrive(self, account: str) -> None:
-        """Enter a tenant in the order of turns, if its queue was empty."""
+        """If a tenant's queue was empty, enter the tenant with the policy and in the order of turns."""
         accounts = self._waiting.accounts
         if account not in accounts and not self._prefills.holds(account):
             now, step = self._clock(), self._num_steps()
@@ -135,9 +135,9 @@ class Admission:
 
         rows: number of running requests in the step. Requests for adapters not yet available are skipped. Admission
         stops at the first request that lacks tokens or pages, so that small requests don't starve a large one. With
-        every slot taken, two kinds of request may still begin. A tenant with fewer rows than another takes over a row
-        of the other. A call with no running answer takes a row while the step has one; answers of calls with n > 1 then
-        take turns.
+        every slot taken, two kinds of request may still begin. A tenant without a row, or that was served less, takes
+        over a row of another (`SeatShares`). A call with no running answer takes a row while the step has one; answers
+        of calls with n > 1 then take turns.
         """
         return self._admit(running, budget, rows)
 
@@ -202,7 +202,7 @@ class Admission:
         return None
 
     def _find_room(self, request: Request, step: Step) -> bool:
-        """Free pages for a request that lacks them, or skip it or fail it; False if no other may begin before it."""
+        """Free pages for a request that lacks them, or skip or fail it; False ends the step's admission."""
         if self._store.give_up_loads():
             return True
         if self._make_way(request, step):
@@ -219,8 +219,8 @@ class Admission:
     def _make_way(self, request: Request, step: Step) -> bool:
         """Preempt a request for one that lacks pages; False if none may be preempted.
 
-        First preempt a paused request, for any tenant with fewer rows. Otherwise preempt a running one, but only for an
-        overdue tenant with no running request.
+        First preempt a paused request, for any tenant that may take over a row (`SeatShares.may_begin`). Otherwise
+        preempt a running one, but only for an overdue tenant with no running request.
         """
         account, late = request.account, step.order.is_late()
         if not self._shares.may_begin(account):

@@ -35,7 +35,7 @@ _MOST_SECONDS = 5.0
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """An image with its read. may_drop: whether it is unused. is_slow: its read no longer counts against the limit."""
+    """An image with its read. may_drop: whether it may be dropped now. is_slow: its read was set aside as slow."""
 
     future: Future
     num_bytes: int
@@ -188,7 +188,7 @@ class HostImages(Generic[Key]):
         return key in self._entries
 
     def is_coming(self, key: Key) -> bool:
-        """True if some of it is here, or never will be; not while others are read beside it because it takes long."""
+        """True if at least one layer has been read, or the read failed; False while the read is set aside as slow."""
         entry = self._entries.get(key)
         return entry is not None and entry.image.stream.num_ready != 0 and not self.is_slow(key)
 

@@ -67,8 +67,8 @@ class _Copy:
 class SwappedKv:
     """Images of KV, within the host memory budget shared with adapters' images.
 
-    A new image evicts unused adapters' images, never another request's KV. Adapters that requests wait for evict KV
-    images as a last resort, oldest first.
+    A new image evicts adapters' images that may be dropped, never another request's KV. Adapters that requests wait for
+    evict KV images as a last resort, oldest first.
 
     Pages belong to their copy until it has ended: they are freed when they have been copied out; pages of a cancelled
     copy back, when nothing writes to them any more.
