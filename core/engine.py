@@ -103,7 +103,7 @@ class Engine:
         self.modes = self._modes(policies)
         start = executor.start if config.async_scheduling else None
         self._ahead = None if start is None else StepAhead(start, executor, self._foresee)
-        self._decode_seconds = 0.0  # of the last decode step: what merging may hold up the next ones by goes by it
+        self._decode_seconds = 0.0  # of the last decode step: bounds the pause for merging
         self._next_check = 0.0
         self._base_names = names_of(config.model, config.served_model_name)
         self.quarantine: dict[str, Quarantined] = {}
@@ -165,7 +165,7 @@ class Engine:
         return to_record(self.scheduler.get(request_id), self._clock())
 
     def resume(self, record: Mapping[str, Any]) -> Request | NotHere:
-        """Queue an exported request, whatever the length of the queue; it goes on behind the last token that it has.
+        """Queue an exported request, whatever the length of the queue; it continues after its last token.
         NotHere, and nothing queued, unless an adapter of the same content is registered, under any name.
 
         The request keeps its age, goes before requests without a token if it has one, and pays for no token twice.
@@ -488,7 +488,7 @@ class Engine:
             request.params = replace(request.params, max_tokens=most - count)
 
     def _foresee(self, plan: StepPlan) -> StepPlan | None:
-        """Return the plan behind one that is under way; None where the host's next decision may be another."""
+        """Return the plan after one under way; None where the plan may depend on its tokens."""
         if self.modes is not None or self.merging.is_under_way:
             return None
         ahead = self.scheduler.foresee(plan)

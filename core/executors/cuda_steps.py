@@ -44,9 +44,9 @@ class CudaSteps:
     """Owns a step's buffers and graphs, all allocated once; weights and arena belong to others.
 
     A step's inputs reach static buffers through pinned memory and its tokens come back in one copy; the host waits for
-    that copy, for the bytes of adapters that are still being read, and for nothing else. A step that is launched before
-    the tokens of the one before it are back takes them from where they were drawn. All work is given to one stream:
-    what a step leaves in static buffers is overwritten in its turn.
+    that copy and for adapters that are still being read, and for nothing else. A step launched before the previous
+    step's tokens are back gathers them on the device. All work goes to one stream, so that a step overwrites static
+    buffers only after the steps before it.
     """
 
     def __init__(
@@ -134,8 +134,8 @@ class CudaSteps:
     ) -> Outputs:
         """Run a step of one token per row in the bucket's static buffers, captured if steps are.
 
-        sources: the rows of the last step that drew the tokens; None: the rows have them. They lie in the place of the
-        token ids until these are taken. merged: as in `ragged`.
+        sources: the rows of the last step that drew the tokens; None: the rows have them. Until the gather runs, the
+        token-id buffer holds these row indices. merged: as in `ragged`.
         """
         self._fill(bucket, rows, sources)
         if sources is not None:
@@ -161,7 +161,7 @@ class CudaSteps:
     def draw(
         self, rows: Sequence[ScheduledRow], logits: torch.Tensor, chosen: torch.Tensor
     ) -> Callable[[], StepResult]:
-        """Draw the tokens of the last step's rows, and score what they ask for; what is returned waits for them."""
+        """Draw the tokens of the last step's rows, and compute requested scores; the returned call waits for both."""
         eos, vocab = self.decoder.config.eos_token_ids, self.decoder.config.vocab_size
         if rows is not self._asking[0]:  # decode rows go from step to step, and what they ask for stays
             self._asking = rows, any(map(needs_logits, rows)), any(row.scores_prompt for row in rows)

@@ -67,9 +67,9 @@ class LoraState:
     ) -> None:
         """Describe a step: row i has `lengths[i]` tokens and uses `adapters[slots[i]]`, or the base model at -1.
 
-        Neighbouring rows of the same slot, or of the same several, become one segment. merged: the adapter that the
-        weights have in them: it is taken off the rows of others, neighbouring ones as one segment, and its own have
-        nothing to add.
+        Neighbouring rows of the same slot, or of the same several, become one segment. merged: the adapter merged into
+        the weights: it is subtracted from the rows of other adapters (neighbouring rows as one segment), and its own
+        rows have no LoRA work.
         """
         transfers = [adapter.transfer for adapter in adapters]
         step = None

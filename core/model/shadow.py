@@ -31,8 +31,8 @@ MATRICES = ("qkv", "o", "gate_up", "down")
 MOST_GROWTH = {2: 2.0, 4: 256.0}
 
 
-#: Bytes of a matrix for which the system is asked for memory at a time: half a huge page, so that no piece but the
-#: first reaches into two that are not there yet.
+#: Bytes of a matrix that `_touch` makes the system allocate at a time: half a huge page, so that no piece but the first
+#: reaches into two unallocated ones.
 PIECE_BYTES = 1 << 20
 
 
@@ -201,7 +201,7 @@ class ShadowWeights:
         return 1 - left / self._num_elems if self._num_elems else 0.0
 
     def drop(self) -> None:
-        """Forget the shadow; its pages are others' then."""
+        """Drop the shadow; its pages may then have another owner."""
         self._model.use_merged(None)
         self.adapter = None
         self._left, self._layers = [], []

@@ -1,4 +1,4 @@
-"""Adapters on their way from the disk to their pages: reads into host memory, and loads from there."""
+"""Loading of adapters: reads from disk into host memory, and copies from there into pages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Load:
 class AdapterLoads:
     """Reads versions of adapters into host images, which stay as long as there is room for them, and fills pages.
 
-    under_way: loads that have pages but not yet all of their bytes, and cancelled ones until nothing writes any more.
+    under_way: loads with incomplete pages, and cancelled loads until nothing writes to their pages.
     """
 
     _pool: PagePool
@@ -45,7 +45,7 @@ class AdapterLoads:
     # -- from the disk into host memory
 
     def request(self, adapter: Adapter) -> None:
-        """Start reading it unless it is in host memory, on its way, or has failed."""
+        """Start reading an adapter unless it is in host memory, being read, or has failed."""
         if self._images.keep(adapter):
             return
         if adapter.transfer is not None and _is_whole(load := self.under_way[adapter.transfer]):
@@ -101,7 +101,7 @@ class AdapterLoads:
             self.keep(adapter, image)
 
     def fetch(self, adapter: Adapter) -> bool:
-        """Have it read if need be; True once all of it is in memory. Raises the reason why it can't be read."""
+        """Start reading an adapter if needed; True once all of it is in memory. Raises its read's error."""
         if adapter.transfer is not None:
             image = self.under_way[adapter.transfer].image
             if image.error is not None:
@@ -119,11 +119,11 @@ class AdapterLoads:
         return adapter.transfer is not None and _is_coming(self.under_way[adapter.transfer])
 
     def seconds_left(self, adapter: Adapter, patience: float) -> float:
-        """Seconds until the rest of an adapter that is being read is here, by what reads have taken so far and by its
-        own pace.
+        """Estimated seconds until the rest of an adapter has been read, from the times of earlier reads and its own
+        pace.
 
-        Infinite before its first layer, since a disk that hangs looks no different until then, and for one that has
-        brought nothing for `patience` longer than its rest was to take.
+        Infinite before its first layer, since a disk that hangs looks no different until then, and for a read without
+        progress for `patience` longer than the estimate.
         """
         load = None if adapter.transfer is None else self.under_way[adapter.transfer]
         image = self._images.peek(adapter) if load is None else load.image

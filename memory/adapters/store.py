@@ -30,8 +30,7 @@ class UnknownAdapter(KeyError):
 class AdapterStore:
     """Registers, loads, pins and evicts adapters; its pages come from the pool that the KV cache uses.
 
-    images: the weights in host memory, by adapter, from where they are loaded. loads: what brings them there, and from
-    there into pages.
+    images: the weights in host memory, by adapter. loads: reads weights into `images`, and copies them into pages.
     """
 
     def __init__(
@@ -181,7 +180,7 @@ class AdapterStore:
     # -- use
 
     def hold(self, adapter: Adapter) -> None:
-        """A request came that will use this version."""
+        """Record that a request holds this version."""
         adapter.requests += 1
         if self.images.error(adapter) is not None:
             self.images.drop(adapter)  # it is tried again
@@ -189,7 +188,7 @@ class AdapterStore:
             self._offer(adapter)
 
     def let_go(self, adapter: Adapter) -> None:
-        """A request that held this version has ended."""
+        """Record that a request that held this version has ended."""
         adapter.requests -= 1
         if adapter.requests == 0:
             if adapter in self._retired:
@@ -276,9 +275,9 @@ class AdapterStore:
         self.num_evictions += 1
 
     def give_up_loads(self) -> bool:
-        """Take back pages that no running request uses and into which bytes are still being read; whether there were.
+        """Cancel loads without a running request while they still wait for reads; return whether there were any.
 
-        The reads go on into host memory. What has been read and is only being copied is left to come.
+        The reads go on into host memory. Loads with complete reads, which are only being copied, go on.
         """
         unused = [adapter for adapter in self.loads.unread() if not adapter.references]
         for adapter in unused:
@@ -312,7 +311,7 @@ class AdapterStore:
         self._order.add(adapter, num_pages, cost * num_pages, adapter.uses, wanted=adapter.requests > 0)
 
     def _withdraw(self, adapter: Adapter) -> None:
-        """The adapter is in use, or gone: it no longer competes."""
+        """Make an adapter that is in use, or gone, no longer evictable."""
         self._order.discard(adapter)
         if adapter.is_idle:
             adapter.is_idle = False

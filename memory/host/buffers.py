@@ -44,7 +44,7 @@ class HostBuffers:
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes that wait for the next tensor."""
+        """Bytes kept for the next tensors."""
         return sum(map(len, self._idle))
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -57,7 +57,7 @@ class HostBuffers:
         return torch.frombuffer(lease, dtype=dtype, count=count).view(*shape)
 
     def _find(self, num_bytes: int) -> mmap.mmap | None:
-        """The smallest that is large enough and not wastefully so."""
+        """The smallest idle mapping that is large enough and does not waste too much."""
         with self._lock:
             self._collect()
             fitting = [mapping for mapping in self._idle if num_bytes <= len(mapping) <= 2 * num_bytes]
@@ -77,7 +77,7 @@ class HostBuffers:
                 self._lock.release()
 
     def _collect(self) -> None:
-        """Take in what was dropped, and keep to the limit. The caller holds the lock."""
+        """Move dropped memory to the idle list, and keep it within the limit. The caller holds the lock."""
         while self._dropped:
             self._idle.append(self._dropped.popleft())
         while self.idle_bytes > self._max_idle_bytes:

@@ -12,7 +12,7 @@ from ..files.error import forget_frames
 
 
 class LayerStream:
-    """Counts the layers that are there. One thread publishes; any may look, wait or fail it.
+    """Counts the layers that have been read. One thread publishes; any may look, wait or fail it.
 
     A prefill that waits for layer l only when it reaches layer l trails a warm one by about one layer's copy, instead
     of by all of them.
@@ -26,7 +26,7 @@ class LayerStream:
 
     @property
     def num_ready(self) -> int:
-        """Layers 0 … num_ready-1 are there; FAILED when the rest will never come."""
+        """Layers 0 … num_ready-1 have been read; FAILED once the read has failed."""
         return int(self._ready[0])
 
     @property
@@ -35,7 +35,7 @@ class LayerStream:
         return self._ready.ctypes.data
 
     def publish(self, num_ready: int) -> bool:
-        """Say that the bytes of layers 0 … num_ready-1 are written. False, and nothing said, once it has failed."""
+        """Publish layers 0 … num_ready-1, which must be written. False, and nothing published, once it has failed."""
         with self._changed:
             if self._ready[0] == self.FAILED:
                 return False
@@ -44,11 +44,11 @@ class LayerStream:
             return True
 
     def fail(self) -> None:
-        """Say that no more layers will come; from any thread."""
+        """Mark the stream as failed: no more layers will come; from any thread."""
         self.publish(self.FAILED)
 
     def wait(self, layer: int, timeout: float) -> bool:
-        """Sleep until `layer` is there, at most `timeout` seconds; whether it is."""
+        """Sleep until `layer` has been read, at most `timeout` seconds; return whether it has."""
         with self._changed:
             self._changed.wait_for(lambda: self.num_ready > layer or self.num_ready == self.FAILED, timeout)
             return self.num_ready > layer
@@ -79,7 +79,7 @@ class HostImage:
         self._tell()
 
     def fail(self, error: BaseException) -> None:
-        """Say that the rest will never come, and why; from any thread. Only the first failure counts.
+        """Mark the image as failed, with the error; from any thread. Only the first failure counts.
 
         The error loses its frames, which refer to the buffers that were read into.
         """

@@ -30,7 +30,7 @@ Key = TypeVar("Key", bound=Hashable)
 #: Seconds between looks at reads under way.
 _LOOK_SECONDS = 0.05
 _MOST_SECONDS = 5.0
-"""Seconds that count between two looks at most: in the rest the process, or the machine, was stopped."""
+"""Most seconds counted between two looks: for the rest, the process or the machine was stopped."""
 
 
 @dataclass(slots=True, eq=False)
@@ -106,10 +106,10 @@ class HostImages(Generic[Key]):
         group: str = "",
         may_drop: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Start reading `key` unless it is here, on its way, or has failed. Never raises: what fails is the image.
+        """Start reading `key` unless it has been read, is being read, or has failed. Never raises: the image fails.
 
-        read: fills the image, layer by layer. label: what it is, for errors. group: see `Reads.submit`. may_drop:
-        whether the image may make room for others once it has been read.
+        read: fills the image, layer by layer. label: its name in errors. group: see `Reads.submit`. may_drop: whether
+        the image may be dropped once it has been read.
         """
         if self.keep(key):
             return
@@ -148,7 +148,7 @@ class HostImages(Generic[Key]):
             self._under_way[key] = entry, ReadWatch(future, image, num_bytes, self._stall_seconds, self._now())
 
     def arrange(self, keys: Iterable[Key]) -> None:
-        """Have the reads of `keys` that have not begun begin before all others that have not, in this order."""
+        """Move reads of `keys` that have not begun to the head of the queue, in this order."""
         if len(self._under_way) > 1:
             self.reads.arrange([self._under_way[key][0].future for key in keys if key in self._under_way])
 
@@ -209,15 +209,15 @@ class HostImages(Generic[Key]):
         return entry is not None and entry.has_ended
 
     def is_slow(self, key: Key) -> bool:
-        """True if it is being read, and for so long, as of the last look, that others are read beside it."""
+        """True while its read is set aside as slow, as of the last `watch`."""
         if key not in self._under_way:
             return False
         entry = self._under_way[key][0]
         return entry.is_slow and not entry.has_ended
 
     def pace(self, key: Key) -> tuple[float, float]:
-        """Seconds for which a read under way has brought nothing, its wait for a thread included, and that each of its
-        layers has taken so far; zeros without one.
+        """Seconds without progress of a read under way, including its wait for a thread, and mean seconds per layer;
+        zeros without one.
         """
         if key not in self._under_way:
             return 0.0, 0.0
@@ -232,7 +232,7 @@ class HostImages(Generic[Key]):
         return bool(self._failed)
 
     def forget_failures(self) -> None:
-        """Let what could not be read be read again."""
+        """Forget failed reads, so that they may be tried again."""
         for key in list(self._failed):
             self.drop(key)
 
@@ -257,9 +257,9 @@ class HostImages(Generic[Key]):
         return self._entries[key].image
 
     def drop(self, key: Key) -> None:
-        """Forget an image; a read that has not begun is cancelled, one under way ends with its next layer.
+        """Drop an image; a read that has not begun is cancelled, one under way ends with its next layer.
 
-        What has been read is left as it is: it may still be copied from.
+        Its data stays intact: it may still be copied from.
         """
         if (entry := self._entries.pop(key, None)) is None:
             return

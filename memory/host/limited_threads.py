@@ -21,7 +21,7 @@ class NoThreadLeft(Exception):
 
 
 class NoAnswer(TimeoutError):
-    """A function took longer than it may; its thread is left to it."""
+    """A function exceeded its timeout; its thread goes on."""
 
 
 class LimitedThreads:
@@ -37,7 +37,7 @@ class LimitedThreads:
         self._busy = 0
 
     def run(self, function: Callable[[], T], seconds: float) -> T:
-        """Result of `function`, or what it raises. Raises NoThreadLeft, and NoAnswer after so many seconds."""
+        """Return or raise what `function` does. Raises NoThreadLeft, and NoAnswer after `seconds`."""
         future = self.submit(function)
         try:
             return future.result(seconds)

@@ -143,9 +143,9 @@ class ThreadReads(Reads):
         return group != "" and self._hanging[group] >= self._most_of_group
 
     def shutdown(self) -> None:
-        """Drop what has not begun. Reads that were not set aside get a moment to end; nothing waits for others.
+        """Drop reads that have not begun. Running reads get a moment to end, except reads set aside.
 
-        Their threads have let go of what they held then: one that frees a tensor while the interpreter ends would end
+        So their threads have released their tensors: a thread that frees a tensor while the interpreter ends would kill
         the process by a signal.
         """
         with self._changed:
@@ -233,7 +233,7 @@ def _run(future: Future, read: Callable[[], Any]) -> None:
         future.set_result(result)
 
 
-#: A read that takes longer has another beside it.
+#: Seconds after which a read is slow.
 SLOW_SECONDS = 1.0
 
 #: Layers come in groups of about so many bytes, and so slowly at least.
@@ -242,7 +242,7 @@ _LEAST_BYTES_PER_SECOND = 512 << 10
 
 
 class ReadStalled(AdapterFormatError):
-    """A read brought nothing for too long and is not waited for any more."""
+    """A read made no progress for too long and was given up."""
 
     failure = LoadFailure.TIMEOUT
 
@@ -273,7 +273,7 @@ class ReadWatch:
         return self._stall_seconds + min(self._num_bytes, _GROUP_BYTES) / _LEAST_BYTES_PER_SECOND
 
     def look(self, now: float) -> bool:
-        """Take note of how far it is; whether anything came since the last look."""
+        """Record the progress; return whether there was any since the last look."""
         if self.began is None:
             if not self._future.running():
                 return False
@@ -288,11 +288,11 @@ class ReadWatch:
         return self.began is not None and now - self.began > SLOW_SECONDS
 
     def stalled_seconds(self, now: float) -> float:
-        """Seconds since anything came; 0 while it waits for a thread."""
+        """Seconds without progress; 0 while it waits for a thread."""
         return 0.0 if self.began is None else now - self.last_moved
 
     def quiet_seconds(self, now: float) -> float:
-        """Seconds since anything came, or since it was asked for: that it has begun says nothing of its disk."""
+        """Seconds without progress, or since the request: that the read has begun says nothing about its disk."""
         return now - self._last_brought
 
     @property
