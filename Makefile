@@ -1,5 +1,5 @@
 # What a change must pass, step by step; `.ci/run` runs all of it in an environment of its own.
-.PHONY: check format style types imports spelling test demo kernels gate lives bench
+.PHONY: check format style types imports spelling words test demo kernels gate lives bench
 .DEFAULT_GOAL := check
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -8,7 +8,7 @@ RESULTS := build/results
 SEEDS := 10000
 NATIVE := $(wildcard ops/native/*.cpp ops/native/*.h)
 
-check: style types imports spelling ## everything that takes seconds
+check: style types imports spelling words ## everything that takes seconds
 
 format: ## write all code in its style
 	ruff check --fix .
@@ -28,6 +28,9 @@ imports:
 
 spelling:
 	codespell core docs examples graphs memory ops perf server tests *.md pyproject.toml Makefile
+
+words:
+	python tests/test_words.py
 
 test:
 	pytest -q

@@ -16,14 +16,13 @@ logger = logging.getLogger(__name__)
 class StepAhead:
     """Runs steps, each launched before the tokens of the one before it are read, where it can be foreseen.
 
-    The device takes these tokens from its own memory, so that it has work all the time; the host deals with them while
-    it does that. What the tokens turn out to end is dropped from the step that is under way by then
-    (`Scheduler.update`). Such a row may still write KV behind its request's last token, and read its pages and its
-    adapter's, after the request has given them up: steps and copies of a device do their work in the order in which
-    they were launched, so it does that before whoever has these pages next writes there. No known block holds what it
-    writes, since blocks become known by the tokens that have been read.
+    The device takes these tokens from its own memory, so that it is never idle; the host reads them meanwhile. A row of
+    a request that they end is stale, and `Scheduler.update` drops it. A stale row may still write KV behind its
+    request's last token, and read the request's and its adapter's pages, after the request has freed them. This is
+    safe: a device runs steps and copies in the order of their launches, so before any write of the pages' next owner.
+    And no known block contains the stale row's KV, since blocks become known only by tokens that have been read.
 
-    plan: of the step that was launched ahead by the last `run`, and is to be given to the next; None if there is none.
+    plan: of the step that the last `run` launched ahead, to be passed to the next `run`; None if there is none.
     """
 
     def __init__(
@@ -32,9 +31,8 @@ class StepAhead:
         executor: Executor,
         foresee: Callable[[StepPlan], StepPlan | None],
     ) -> None:
-        """start, executor: begins steps; runs one. foresee: the plan behind one that is under way, if that can be told.
-
-        Its rows have been moved on, see `running.follow`.
+        """start: launches a step. executor: runs one to its end. foresee: returns the plan after one under way, with
+        its rows moved on (see `running.follow`), or None.
         """
         self._start = start
         self._executor = executor
@@ -46,10 +44,10 @@ class StepAhead:
         """Steps launched ahead."""
 
     def run(self, plan: StepPlan) -> StepResult | None:
-        """Return the result of a step, having launched the one behind it if that can be foreseen.
+        """Return the result of a step, having launched the next one if `foresee` plans it.
 
-        None when it failed and one of the two was ahead: neither has happened, and the next step that is run has none
-        behind it. Otherwise it raises what `Executor.execute` raises.
+        None when it failed and one of the two was ahead: neither has happened, and the next `run` launches nothing
+        ahead. Otherwise it raises what `Executor.execute` raises.
         """
         if self._runs_alone:
             self._runs_alone = False

@@ -191,7 +191,7 @@ class EngineConfig(BaseModel):
 
     @property
     def host_bytes(self) -> int:
-        """`host_cache_bytes`, or the least that it is by default where nobody has looked at the machine."""
+        """`host_cache_bytes`, or the least default while it has not been derived from the machine's memory."""
         return LEAST_HOST_CACHE_BYTES if self.host_cache_bytes is None else self.host_cache_bytes
 
     @field_validator("device")

@@ -17,7 +17,7 @@ FAST_PRODUCTS = {
 
 
 def available_cpus(proc: Path = PROC) -> int:
-    """Processors of the affinity mask, or the whole ones of the CPU quota if those are fewer; at least one.
+    """Processors of the affinity mask, or the whole processors of the CPU quota if these are fewer; at least one.
 
     A thread beyond the quota gains nothing: once the group's time is spent, all its threads stand still until the next
     period begins.

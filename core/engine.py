@@ -75,7 +75,7 @@ class Engine:
         self.executor = executor
         self._clock = clock
         self.block_tokens = executor.layout.block_tokens
-        """Tokens whose KV a page holds."""
+        """KV tokens per page."""
         self.pool = PagePool(executor.num_pages)
         order = EvictionOrder(lru=config.eviction == "lru")
         costs = self.costs = RestoreCosts()
@@ -103,7 +103,7 @@ class Engine:
         self.modes = self._modes(policies)
         start = executor.start if config.async_scheduling else None
         self._ahead = None if start is None else StepAhead(start, executor, self._foresee)
-        self._decode_seconds = 0.0  # of the last decode step: what merging may hold up the next ones by goes by it
+        self._decode_seconds = 0.0  # of the last decode step: bounds the pause for merging
         self._next_check = 0.0
         self._base_names = names_of(config.model, config.served_model_name)
         self.quarantine: dict[str, Quarantined] = {}
@@ -131,7 +131,7 @@ class Engine:
         return engine
 
     def _modes(self, policies: Policies | None) -> Modes | None:
-        """Return what chooses the modes of steps, None where nobody but `merge` and `unmerge` does."""
+        """Return the chooser of step modes, None if only `merge` and `unmerge` change the mode."""
         prices = (policies and policies.prices) or LearnedPrices()
         policy = (policies and policies.mode) or mode_policy(self.config.mode_policy, prices)
         if policy is None:
@@ -165,7 +165,7 @@ class Engine:
         return to_record(self.scheduler.get(request_id), self._clock())
 
     def resume(self, record: Mapping[str, Any]) -> Request | NotHere:
-        """Queue an exported request, whatever the length of the queue; it goes on behind the last token that it has.
+        """Queue an exported request, whatever the length of the queue; it continues after its last token.
         NotHere, and nothing queued, unless an adapter of the same content is registered, under any name.
 
         The request keeps its age, goes before requests without a token if it has one, and pays for no token twice.
@@ -239,8 +239,8 @@ class Engine:
         return outputs + self.scheduler.update(plan, result)
 
     def _note_overflows(self, plan: StepPlan, result: StepResult) -> None:
-        """Count the requests of adapters whose logits were not finite, unless another adapter was in the weights. Of a
-        request that has ended since the step was launched, the step before has told.
+        """Count, per adapter, requests with non-finite logits, unless another adapter was merged into the weights. A
+        request that has ended since the step was launched was counted by the step before.
         """
         for request_id, error in result.errors.items():
             tells = error == NOT_FINITE and request_id in self.scheduler
@@ -319,7 +319,7 @@ class Engine:
         )
 
     def accounts(self) -> list[AccountStats]:
-        """Return the tenants, or adapters, with requests in progress: those that have most first."""
+        """Return the tenants (or adapters, by `fair_by`) with requests in progress, most requests first."""
         return self.scheduler.accounts()
 
     def adapter_load(self) -> tuple[list[str], list[str]]:
@@ -389,11 +389,11 @@ class Engine:
         return self.scheduler.end_users(versions, f"adapter {name!r} was removed", LoadFailure.REMOVED)
 
     def merge(self, name: str) -> None:
-        """Have steps compute with an adapter in a copy of the weights as soon as that is made, a part between any two.
+        """Merge an adapter into shadow weights, a part between any two steps, and use them once they are complete.
 
-        Its rows then pay nothing for it; those of others, and of the base model, have the difference added. It lasts
-        until `unmerge`, and no longer than there is memory for it. UnknownAdapter, or CannotMerge when it is not
-        resident, outweighs the weights, or has no room.
+        The adapter's rows then have no LoRA work; rows of other adapters and of the base model add the difference. It
+        lasts until `unmerge`, or until its memory is needed. Raises UnknownAdapter, or CannotMerge when the adapter is
+        not resident, outweighs the weights, or has no room.
         """
         self.merging.merge(self.store.get(name))
 
@@ -488,7 +488,7 @@ class Engine:
             request.params = replace(request.params, max_tokens=most - count)
 
     def _foresee(self, plan: StepPlan) -> StepPlan | None:
-        """Return the plan behind one that is under way; None where the host's next decision may be another."""
+        """Return the plan after one under way; None where the plan may depend on its tokens."""
         if self.modes is not None or self.merging.is_under_way:
             return None
         ahead = self.scheduler.foresee(plan)

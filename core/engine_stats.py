@@ -54,7 +54,7 @@ class EngineStats:
     num_steps_ahead: int = 0  # launched before the tokens of the one before were read
     oldest_read_seconds: float = 0.0  # the longest time without progress among reads under way
     num_kv_events: int = 0  # blocks that entered or left the prefix cache, while that is published
-    num_dropped_kv_events: int = 0  # those that the publisher was too slow for
+    num_dropped_kv_events: int = 0  # dropped, as the publisher was too slow
 
 
 @dataclass(frozen=True, slots=True)

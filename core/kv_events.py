@@ -19,7 +19,7 @@ class Stored(NamedTuple):
     """A block that became known. parent: its parent's page, None for the first of a prompt.
 
     adapter, version, content_hash: of the adapter that it was computed with, None and 0 for the base model.
-    scope: whom it is shared with.
+    scope: the tenant and salt that share it.
     """
 
     page: int
@@ -34,8 +34,8 @@ class Stored(NamedTuple):
 class KvEvents:
     """Events between two threads: the engine's adds them and never waits, the publisher's takes them.
 
-    When the publisher lags by `most` events, further ones are dropped until it has taken all, so that what it is given
-    is a gapless beginning, and then, behind a loss that it is told of, a gapless beginning anew.
+    When the publisher lags by `most` events, further ones are dropped until it has taken all. So the publisher gets
+    gapless sequences, with each loss between two of them reported.
     """
 
     def __init__(self, store: AdapterStore, most: int = MAX_EVENTS) -> None:

@@ -16,19 +16,19 @@ from .requests.types import CannotMerge
 
 logger = logging.getLogger(__name__)
 
-#: Share of a step's time that merging may take between two steps, chosen: a pause is shorter than a step, and what is
-#: begun is done before many steps have passed. The least is one matrix.
+#: Share of a step's time that merging may take between two steps; chosen: a pause is shorter than a step, and a merge
+#: ends before many steps have passed. At least one matrix is made each time.
 SHARE = 0.5
 
-#: Until a policy's choice is tried again for which there was no room; looking for it takes a while.
+#: Seconds until a policy's choice that found no room is tried again; searching for runs takes a while.
 RETRY_SECONDS = 1.0
 
 
 class Merging:
     """Shadow weights of one adapter at a time.
 
-    merged: the adapter that steps have in their weights, None in unmerged mode. shadowed: whose shadow there is or is
-    being made; while `merged` is None it may be kept, so that merging the same adapter again is a switch.
+    merged: the adapter in the weights that steps use, None in unmerged mode. shadowed: the adapter of the shadow
+    weights, complete or being made; while `merged` is None they may be kept, so that merging it again is a switch.
 
     The adapter stays resident: when it loses its pages, or its name gets another version, the shadow is given up first.
     Pages that requests or adapters need more are given up by `Reclaimer`, at any time between two steps.
@@ -48,7 +48,7 @@ class Merging:
         self._spent = 0.0  # seconds on it
         self._uses = 0  # switches to the shadow that is there
         self.is_under_way = False
-        """True if a shadow is being made: `advance` is to be called between steps."""
+        """True while a shadow is being made: call `advance` between steps."""
         self.merged: Adapter | None = None
         self.shadowed: Adapter | None = None
         self.num_merges = 0
@@ -61,9 +61,9 @@ class Merging:
         store.on_leaving = self._leave
 
     def merge(self, adapter: Adapter) -> None:
-        """Have steps compute with the adapter in their weights: at once if its shadow is there, or once it is made.
+        """Have steps use the adapter's shadow weights: at once if they are made, else once they are.
 
-        Until then they go on unmerged. CannotMerge, and all stays as it is, when it can't be made.
+        Until then steps run unmerged. Raises CannotMerge, and changes nothing, when they can't be made.
         """
         if adapter is not self.shadowed:
             began = self._clock()
@@ -125,7 +125,7 @@ class Merging:
 
     @property
     def expected_seconds(self) -> float | None:
-        """Seconds that the merge under way will have taken, by the share of it that is made; None while that is 0."""
+        """Estimated seconds of the whole merge under way, from the share made so far; None while that is 0."""
         if not self.is_under_way or not self.share_made:
             return None
         return self._spent / self.share_made
@@ -149,7 +149,7 @@ class Merging:
             raise CannotMerge(self._refused[adapter])
         if not _is_complete(adapter):
             raise CannotMerge(f"adapter {adapter.name!r} is not resident; merge it once it has been loaded")
-        self._store.hold(adapter)  # what a request waits for is not evicted for the runs
+        self._store.hold(adapter)  # an adapter that a request waits for is not evicted for the runs
         try:
             sizes = backend.sizes(adapter)
             runs = self._reclaimer.find_runs(sizes, backend.wished_runs(adapter))

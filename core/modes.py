@@ -1,4 +1,4 @@
-"""Modes of steps by a policy: asks it before each, does what it says, and holds it to the limits of waiting."""
+"""Applies a mode policy: asks it before each step, applies its choice, and bounds how long it may exclude requests."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def mode_policy(name: str, prices: ModePrices) -> ModePolicy | None:
 
 
 class Patience:
-    """Limits how long steps may leave out all requests of an account, whatever the policy.
+    """Limits how long steps may exclude all requests of a tenant, whatever the policy.
 
-    They may until that has gone on for as long as a turn may be waited for (`max_turn_seconds`, `max_turn_steps`) or
-    an account is due its turn; then all requests run for as long as an account was left out. So in the long run no
-    account loses more than half of the steps, or waits longer than before. Where one account has all requests, or each
-    has a request in the step, no turn is waited for, and the policy alone decides.
+    Steps may do so for `max_turn_seconds` or `max_turn_steps`, or until a tenant is overdue for its turn; then all
+    requests run for as long as a tenant was excluded. So in the long run no tenant loses more than half of the steps,
+    or waits longer than without a mode policy. Where one tenant has all requests, or each tenant has a request in the
+    step, the policy alone decides.
     """
 
     def __init__(self, seconds: float, steps: int) -> None:
         self._seconds, self._steps = seconds, steps
-        self._left_out = self._num_left_out = 0.0  # seconds and steps that are to be made good
+        self._left_out = self._num_left_out = 0.0  # seconds and steps to make up for
         self._is_due = False
 
     def pass_by(self, seconds: float, left_out: bool, is_late: bool) -> None:
-        """A step took so long. left_out: an account was. is_late: an account has waited too long for its turn."""
+        """Record a step's time. left_out: a tenant was excluded. is_late: a tenant is overdue for its turn."""
         if left_out:
             self._left_out += seconds
             self._num_left_out += 1
@@ -67,7 +67,7 @@ class Patience:
 
 
 class Modes:
-    """Before each step: the policy's choice, done; after it: its time, which the policy's prices learn from."""
+    """Applies the policy's choice before each step, and passes the step's time to the policy's prices after it."""
 
     def __init__(
         self,
@@ -90,16 +90,15 @@ class Modes:
         self._patience = Patience(seconds, config.max_turn_steps)
         self._clock = clock
         self._began = math.nan  # of the step before, by which time goes by
-        self._leaves_out = False  # an account, in the step before
+        self._leaves_out = False  # a tenant, in the step before
         self._context = self._step_seconds = 0.0
         self._num_merges = 0
         self._rows: list[ScheduledRow] = []  # of the last decode step, which go on while they are the same
         self._batch: Batch = {}
         self.predicted_seconds = self.measured_seconds = self.wrong_seconds = 0.0
-        """Of all decode steps whose price was known before: what was predicted, what they took, and the sum of the
-        differences, whichever way."""
+        """Sums over all decode steps with a prediction: predicted seconds, measured seconds, absolute errors."""
         self.num_left_out = 0
-        """Steps that left requests out."""
+        """Number of steps that excluded requests."""
 
     def decide(self) -> None:
         """Have the next step run in the mode that the policy chooses."""
@@ -128,7 +127,7 @@ class Modes:
         self._leaves_out = only is not None and scheduler.leaves_account_out(only)
 
     def credit(self, adapter: Adapter | None) -> float | None:
-        """Return what an adapter, or the base model, has been credited; None where the policy keeps no credits."""
+        """Return the credit of an adapter, or of the base model; None where the policy keeps no credits."""
         return self.policy.credit(adapter) if isinstance(self.policy, Credits) else None
 
     def _apply(self, choice: ModeChoice) -> None:
@@ -141,10 +140,10 @@ class Modes:
                 merging.merge(choice.merged)
 
     def of_prefill(self, plan: StepPlan) -> Adapter | None:
-        """Return what a step with prompts has in its weights: the merged adapter if most of the tokens are its own.
+        """Return the adapter to merge in a step with prompts: the merged one if most of the tokens are its own.
 
-        The policy goes by decode steps. Prompts are many tokens of few requests; if they are others', each of them has
-        the merged adapter's part taken away again, which is more work than to add it to its own tokens.
+        The policy goes by decode steps. Prompts are many tokens of few requests; from each token of another adapter the
+        merged adapter's part must be subtracted, which is more work than to add it to its own tokens.
         """
         merged = self._merging.merged
         if merged is None or merged not in plan.adapters:
@@ -154,7 +153,7 @@ class Modes:
         return merged if 2 * own >= plan.num_tokens else None
 
     def note(self, plan: StepPlan, seconds: float) -> None:
-        """A decode step has taken so long."""
+        """Record the time of a decode step."""
         if plan.rows is not self._rows:
             self._rows, self._batch = plan.rows, _batch_of(plan)
         batch, context = self._batch, sum([row.start for row in plan.rows]) / len(plan.rows)

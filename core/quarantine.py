@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 MAX_STUCK = 8
 """Directories that may hang at the start; as every one takes its time limit, no more are tried then."""
 
-#: Stamp of a directory, which changes when somebody mends the adapter in it.
+#: Stamp of a directory, which changes when the adapter in it is repaired.
 Stamp = tuple[tuple[int, int, int, int] | None, ...]
 
 
@@ -72,10 +72,10 @@ def register_directories(
     strict: bool,
     seconds: float,
 ) -> dict[str, Quarantined]:
-    """Register adapters, each a name and its directory; returns the adapters that can't be served. Of two
-    with one name the last counts.
+    """Register adapters, each a name and its directory; return the adapters that can't be served. Of two with one name
+    the last counts.
 
-    strict: raise AdapterFormatError for the first such adapter instead. seconds: how long a directory may take.
+    strict: raise AdapterFormatError for the first such adapter instead. seconds: timeout for a directory.
     """
     threads = LimitedThreads("adapter-inspect", MAX_STUCK)
     quarantine: dict[str, Quarantined] = {}

@@ -117,7 +117,7 @@ class DecodeBuffers:
 
 
 class DeviceDecodeBuffers:
-    """`DecodeBuffers` whose per-token tensors lie on `device`; block tables and lengths stay on the host, where
+    """`DecodeBuffers` with per-token tensors on `device`; block tables and lengths stay on the host, where
     `attention.plan` reads them.
 
     A bucket's four columns lie side by side, so that they are one copy. All buckets use the same memory: a bucket's

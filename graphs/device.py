@@ -32,7 +32,7 @@ class CudaDevice:
         if index >= (count := torch.cuda.device_count()):
             raise DeviceError(f"device is 'cuda:{index}', but there are {count} GPUs, the last is 'cuda:{count - 1}'")
         self.torch_device = torch.device("cuda", index)
-        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # those that share the pool
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # graphs that share the pool
         with torch.cuda.device(self.torch_device):
             self._stream = torch.cuda.Stream()
             self._pool = torch.cuda.graph_pool_handle()
@@ -53,11 +53,11 @@ class CudaDevice:
         target.copy_(source, non_blocking=True)
 
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
-        """Run `work` once, record it, and return what replays it. Its results are what it writes into static tensors;
-        tensors that it makes are gone by the next replay of any graph.
+        """Run `work` once, capture it, and return the replay function. `work` must write its results into static
+        tensors; tensors that it allocates are invalid after the next replay of any graph.
 
         All graphs share one memory pool as long as one of them lives. The first run compiles kernels and makes
-        workspaces, which must not happen in a capture. Other threads may allocate meanwhile, as those that read
+        workspaces, which must not happen in a capture. Other threads may allocate meanwhile, as the threads that read
         adapters into pinned memory do.
         """
         with self.scope():
@@ -95,7 +95,7 @@ class CudaDevice:
         return torch.cuda.mem_get_info(self.torch_device)
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
-        """Bytes that `work` has allocated at most beyond those allocated before it."""
+        """Peak bytes allocated by `work`, beyond the bytes allocated before it."""
         self.synchronize()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         before = torch.cuda.memory_allocated(self.torch_device)
@@ -108,11 +108,11 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch_device)
 
     def failure(self) -> str | None:
-        """Reason why the device does nothing more for this process; None while it works.
+        """Reason why the device is lost to this process; None while it works.
 
-        An illegal address, a failed assertion in a kernel, an ECC error and their like are told by every later call,
-        until the process ends; by whichever library they are told first, and under whatever name. What an earlier call
-        left behind is told once.
+        Fatal errors (an illegal address, a failed assertion in a kernel, an ECC error, …) are reported by every later
+        call until the process ends, by any library and under any name. An error left behind by an earlier call is
+        reported once, so only one that is reported twice counts.
         """
         found = None
         for _ in range(2):
@@ -128,7 +128,7 @@ class CudaDevice:
         """Give memory that nothing refers to back to the device. Graphs captured before share none with later ones."""
         self.synchronize()
         torch.cuda.empty_cache()
-        self._graphs.clear()  # later ones share no pool with those
+        self._graphs.clear()  # later graphs share no pool with these
 
 
 class Blocks:

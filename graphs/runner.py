@@ -45,8 +45,8 @@ class DecodeBuckets:
 class StepMode(StrEnum):
     """base: no row has an adapter, so no LoRA work is captured and base traffic pays nothing for LoRA being on.
 
-    merged: one adapter is part of a copy of the weights, and the rows of others add what they differ by. mixture: where
-    launches are captured, those of merged steps that have such rows; the others then have no LoRA work.
+    merged: one adapter is merged into a copy of the weights, and rows of other adapters add the difference. mixture:
+    where launches are captured, merged steps with such rows; a captured `merged` step then has no LoRA work.
     """
 
     BASE = "base"

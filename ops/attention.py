@@ -142,7 +142,7 @@ def count_prefills(qo_indptr: Sequence[int], num_rows: int) -> int:
     while row < num_rows and qo_indptr[row + 1] - qo_indptr[row] > 1:
         row += 1
     if qo_indptr[-1] - qo_indptr[row] != num_rows - row:
-        raise ValueError("rows with more than one token must come before those with one")
+        raise ValueError("rows with more than one token must come before rows with one")
     return row
 
 

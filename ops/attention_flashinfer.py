@@ -39,8 +39,8 @@ from .attention_plan import PlanBuffers
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128, 256)
 
-#: Heads sharing a KV head from which decode takes the tensor-core kernel: it multiplies tiles of 16 rows, of which
-#: those heads fill as many. The other kernel is compiled for groups of 1, 2, 3, 4 and 8 alone.
+#: Decode takes the tensor-core kernel if at least this many heads share a KV head: it multiplies tiles of 16 rows, one
+#: row per head. The other kernel is compiled for groups of 1, 2, 3, 4 and 8 alone.
 TENSOR_CORE_GROUP = 4
 
 #: Tensor-core kernel of decode, said rather than left to a version's choice: the others neither split a long KV nor

@@ -15,9 +15,9 @@ _ALIGN = 32  # int32 elements: parts begin on 128 bytes
 class PlanBuffers:
     """Static int32 buffers, once in page-locked memory (`on_host`) and once on the device (`on_device`).
 
-    On both: `indptr [max_rows + 1]`, `last_page_len [max_rows]` and `indices`, which row i's pages
-    `indices[indptr[i]:indptr[i+1]]` are in. On the host alone: `qo_indptr` and `prefill_indptr`, of a step's prefill
-    rows; `host_indptr` is then of the rows behind them, whose pages follow those of the prefill rows.
+    On both: `indptr [max_rows + 1]`, `last_page_len [max_rows]` and `indices`: row i's pages are
+    `indices[indptr[i]:indptr[i+1]]`. On the host alone: `qo_indptr` and `prefill_indptr`, of a step's prefill rows;
+    `host_indptr` then covers the rows after them, with pages after the prefill rows' pages.
     """
 
     def __init__(self, max_rows: int, max_pages_per_row: int, block_tokens: int, device: torch.device) -> None:
@@ -50,11 +50,11 @@ class PlanBuffers:
         qo_indptr: Sequence[int] = (),
         tables: Sequence[Sequence[int]] | None = None,
     ) -> int:
-        """Write a step's rows into host memory, whose last copy must be done. Returns the prefill rows' page count.
+        """Write a step's rows into host memory; its last copy must have ended. Return the prefill rows' page count.
 
         page_table: `[rows, max_pages]` int64 in host memory. tables: the block tables that its rows hold, lists that
-        only ever grow: where they are those of the last step, only new pages are written. ValueError where a row has no
-        token or too many pages, or the step too many rows.
+        only ever grow: if they are the last step's, only new pages are written. ValueError if a row has no token or too
+        many pages, or the step too many rows.
         """
         last = np.array(kv_lens, dtype=np.int64) - 1
         counts = last // self._block_tokens + 1

@@ -65,9 +65,9 @@ def attention_constants(
 
 
 def attention_options() -> dict[str, int | bool]:
-    """Options of a launch. Without fusion: a part is added alike in whichever loop it is.
+    """Options of a launch. Without fusion, so that a part is added with the same bits in every loop.
 
-    With three stages the next tile is asked for behind the one that is multiplied with. Five, for heads of up to 128
-    elements in 16 bits, would have two under way and fit every GPU's shared memory; five were not measured.
+    With three stages the next tile is loaded while the present one is multiplied. Five, for heads of up to 128 elements
+    in 16 bits, would have two loads under way and fit every GPU's shared memory; five were not measured.
     """
     return {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False}

@@ -1,8 +1,8 @@
 """Programmatic dependent launch: a kernel begins while the one before it on its stream ends.
 
 CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"; compute capability 9.0 and later. A
-kernel launched so reads what no kernel before it writes, and waits before it reads or writes anything else. Every way
-through it has to wait: who waits for it takes it that all before it is done, too.
+kernel launched so may read data that no earlier kernel writes, and waits before it reads or writes anything else. Every
+path through it has to wait: a kernel that waits for it assumes that all earlier kernels have ended, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-#: Major compute capability on which launches begin early unless told otherwise.
+#: Major compute capability on which launches begin early by default.
 _MAJOR = 9
 
 #: Options of a launch that begins early; the kernel's constant PDL is 1 then.

@@ -46,5 +46,5 @@ def rotary_options() -> dict[str, int | bool]:
 
 
 def rotary_blocks(num_heads: int, kv_heads: int) -> int:
-    """Programs per token: those of query heads, then those of KV heads."""
+    """Programs per token: first for query heads, then for KV heads."""
     return -(-num_heads // ROTARY_HEADS) - (-kv_heads // ROTARY_HEADS)

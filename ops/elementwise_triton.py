@@ -129,12 +129,12 @@ def rotate_and_write_heads(
     """Grid (tokens, blocks of query heads and behind them of KV heads).
 
     q: [tokens, HEADS, HEAD_DIM], contiguous. k_cache, v_cache: [pages, block_tokens, KV_HEADS, HEAD_DIM], …_stride
-    apart. qkv: [tokens, (HEADS + 2 · KV_HEADS) · HEAD_DIM]. cos, sin: [positions, HEAD_DIM], whose halves are the same.
-    rows, page, offset: int64 [tokens]. q_norm, k_norm: [HEAD_DIM], read with NORM.
+    apart. qkv: [tokens, (HEADS + 2 · KV_HEADS) · HEAD_DIM]. cos, sin: [positions, HEAD_DIM], both halves equal. rows,
+    page, offset: int64 [tokens]. q_norm, k_norm: [HEAD_DIM], read with NORM.
 
-    A head whose k or v is not finite is written as a key of NaN and a value of 0. Attention kernels mask scores, and
-    weigh values by 0 where they are masked, which leaves NaN NaN: so who sees the token gets NaN, and nobody else does,
-    such as earlier tokens, whose pages another request may have in its prefix.
+    A head with a non-finite k or v is written as a key of NaN and a value of 0. Attention kernels mask scores and weigh
+    masked values by 0, and 0 · NaN is NaN. With a value of 0 only tokens that attend to this one get NaN (by the key),
+    not earlier tokens, which another request may share as its prefix.
     """
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     HALF: tl.constexpr = HEAD_DIM // 2

@@ -46,7 +46,8 @@ class Launcher:
     ) -> None:  # fmt: skip
         """Launch on the current stream of the tensors' device, which is the current device.
 
-        free: numbers that the kernel is not compiled for, floats or `do_not_specialize`. strides: those that it may be.
+        free: numbers that the kernel is not specialized for, floats or `do_not_specialize`. strides: numbers that it
+        may be specialized for.
         """
         kind = tensors[0].get_device(), strides, *[tensor.dtype for tensor in tensors]
         found = self._found.get(kind)

@@ -187,12 +187,12 @@ class NativeDecoder:
     ) -> torch.Tensor:
         """Compute a step and write its KV; logits `[kept, vocab]` float32, in memory that the next step overwrites.
 
-        token_ids, positions, page, offset: `[tokens]` int64; logit_tokens: `[logits]` int64, which tokens
-        to give logits for; `kept` says which of these, None all. score_tokens: `[scores]` int64, whose logits
-        `score_logits` gives afterwards. max_stall: seconds to wait in all for adapters that are still coming.
-        `best` then holds the likeliest token of each, the first of several, and -1 where a logit is NaN or +inf; of
-        those in `chances` a drawn token; what it needs of their logits is computed again where they are not kept.
-        merged: with the weights of `use_merged`.
+        token_ids, positions, page, offset: `[tokens]` int64. logit_tokens: `[logits]` int64, the tokens to compute
+        logits for; `kept` names the ones to return, None: all. score_tokens: `[scores]` int64, the tokens that
+        `score_logits` computes logits for afterwards. max_stall: seconds to wait in all for adapters being loaded.
+        merged: with the weights of `use_merged`. `best` then holds per logit token the most likely token (the first of
+        equal ones; -1 if a logit is NaN or +inf) or, for tokens in `chances`, a drawn one; logits needed for a draw and
+        not kept are computed again.
         """
         step = self._step
         if self._segments[0] is not segments or step.segment_ready:

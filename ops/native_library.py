@@ -129,7 +129,7 @@ def built(level: str) -> ctypes.CDLL | None:
                 function = getattr(found, f"chorus_{name}")
                 function.restype, function.argtypes = result, arguments
             if found.chorus_descriptors() != _DESCRIPTORS:
-                raise OSError("its descriptors are not those of this version")
+                raise OSError("its descriptors are of another version")
         except (OSError, AttributeError) as error:
             logger.warning("%s is not used: %s; reinstall to build it anew", path.name, error)
             continue

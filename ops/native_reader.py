@@ -133,7 +133,7 @@ class FileRows:
         """A copy of the file's bytes `start` … `end`, of the group that was read last. LookupError if they weren't."""
         at = self._library.chorus_rows_at(self._handle, start, end - start) if self._handle else None
         if at is None:
-            raise LookupError(f"bytes {start} to {end} are not among those read last")
+            raise LookupError(f"bytes {start} to {end} are not in the group read last")
         return ctypes.string_at(at, end - start)
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ Block = list[torch.Tensor]
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class AdapterRows:
-    """Places of an adapter's rank-rows in the arena: those of all its modules and layers with one rank and scale.
+    """Places of an adapter's rank-rows in the arena, for all its modules and layers of one rank and scale.
 
     The adapter's elements run over its `pages`: element v is in `pages[v // page_elems]`, at `v % page_elems`.
     Rank-row i of a layer begins at `first_elem[layer] + i · slab_elems`, -1 where there is none; row i of module m's A
@@ -106,10 +106,10 @@ class Segments:
     them with its scale negated, for instance. Tokens of the base model have none. What the entries of a token add to
     the same module is summed in the order in which they were added.
 
-    level: 0, or above that of all earlier entries that share tokens, and a module of a layer, with this one. Entries of
-    one level can be computed side by side, a level after those below it.
-    ready: where the number of its layers that have arrived lies, an int32; 0 when all have. late: those that `forward`
-    waited for in vain.
+    level: 0, or above the level of every earlier entry that shares tokens, and a module of a layer, with this one.
+    Entries of one level can be computed side by side, a level after all lower ones.
+    ready: address of an int32, the number of its layers that have arrived; 0 when all have. late: the entries that
+    `forward` waited for in vain.
     """
 
     begin: list[int] = field(default_factory=list)
@@ -120,8 +120,8 @@ class Segments:
     level: list[int] = field(default_factory=list)
     _tiles: list[Tile] = field(default_factory=list, init=False)
     _end: int = 0  # of all entries
-    _tokens: tuple[int, int] | None = None  # of the last entries, if nobody else has any of them
-    _taken: list[int] = field(default_factory=list)  # by those, of each level
+    _tokens: tuple[int, int] | None = None  # of the last entries, if no other entry has any of them
+    _taken: list[int] = field(default_factory=list)  # places taken by these entries, of each level
 
     def add(self, begin: int, end: int, rows: AdapterRows, ready: int = 0) -> None:
         self.level.append(self._level(begin, end, rows.places))
@@ -134,7 +134,7 @@ class Segments:
     def _level(self, begin: int, end: int, places: int) -> int:
         if begin == end:
             return 0
-        if begin >= self._end:  # as most are: nobody has these tokens yet
+        if begin >= self._end:  # the usual case: no entry has these tokens yet
             self._tokens, self._end, self._taken = (begin, end), end, [places]
             return 0
         if (begin, end) == self._tokens:

@@ -58,14 +58,13 @@ class Schedule:
 
 
 def decode(tokens: int, max_rank: int) -> Schedule:
-    """Every token may be of another adapter: reading rank-rows is the work, so many small programs read them. Tokens of
-    one adapter have programs of their own, too: the second-level cache has the rank-rows that the first has read, and
-    token after token in one program waits for that cache once for each.
+    """Every token may be of another adapter: the time goes to reading rank-rows, so many small programs read them. Even
+    tokens of one adapter have a program each: the L2 cache has the rank-rows that the first program has read, and one
+    program that takes token after token would wait for that cache once per token.
 
     tokens, max_rank: the bucket's, not a step's. Lanes are for high ranks in small buckets, which leave a GPU idle; in
-    large ones most would find that the rank is low and there is nothing to do. A program of expand is one warp, whose
-    threads have all rank-rows of their columns, so that nothing is added up between threads, or differently where the
-    bucket is another.
+    large buckets most lanes would find a low rank and have nothing to do. A program of expand is one warp, with all
+    rank-rows of a column in one thread, so that no sum crosses threads, or depends on the bucket.
     """
     block_r = 16 if max_rank > 8 else 8
     return Schedule(
@@ -84,7 +83,7 @@ def decode(tokens: int, max_rank: int) -> Schedule:
 
 
 def rank_class(rank: int, max_rank: int) -> int:
-    """The rank whose prefill schedule serves a step whose largest rank is `rank`; few, as each is compiled ahead."""
+    """Return the rank class, for a prefill schedule, of a step's largest rank. Few, as each is compiled ahead."""
     return next((limit for limit in RANK_CLASSES if rank <= limit < max_rank), max_rank)
 
 

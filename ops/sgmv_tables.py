@@ -20,7 +20,7 @@ TILE_WIDTH = 8
 OFFSETS_B = 8
 OFFSETS_WIDTH = 16
 
-#: Rank-rows that have a record in `SgmvTables.places`: those that a program of a decode launch reads at once, or more.
+#: Rank-rows per record in `SgmvTables.places`: at least as many as a program of a decode launch reads at once.
 PLACE_ROWS = 16
 
 #: A tile that says that there is nothing to do.
@@ -54,8 +54,8 @@ class SgmvTables:
     first_elem: int64 `[slots, layers]`, where the layer's slabs begin in the adapter, -1 where it has none; an adapter
                 of a large model has more elements than 32 bits count
     places:     int32 `[slots, layers, blocks, 1 + pages]`, for every PLACE_ROWS rank-rows of a layer where the first of
-                them begins in a page, -1 where the layer has none; then that page and those after it. One column where
-                a block may touch more than a record holds
+                them begins in a page, -1 where the layer has none; then that page and the following pages. One column
+                where a block may touch more than a record holds
     pages:      int32 `[slots, max_pages]`, the adapter's pages in the arena
     h:          float32, flat: the partial sums `[splits, tokens, modules, max_rank]` between shrink and expand
     """
@@ -111,12 +111,11 @@ class SgmvTables:
         """Write a step's tables: segments cut into tiles of at most `tile_tokens` tokens. Returns how many tiles the
         pass with the most has; `passes` is how many passes there are.
 
-        Tokens from `border` on are in tiles of their own, of at most `tail_tile` tokens: `tail_tiles` of them at most,
-        behind those of the others, which count tokens from the border.
+        Tokens from `border` on are in tiles of their own, of at most `tail_tile` tokens: at most `tail_tiles` of them,
+        after the other tiles; they count tokens from the border.
 
-        Tiles beyond them say that there is nothing to do, so a launch over any number of tiles from here on is right,
-        and so is one more pass. The segments of the last step, which most steps have, are written already; adding to
-        them makes them others.
+        Further tiles and passes are marked as empty, so that launching more of them is right. Segments that are the
+        last step's, the usual case, are written already; adding to them makes them others.
         """
         key = len(segments.rows), tile_tokens, border, tail_tile
         if segments is self._planned[0] and key == self._planned[1]:
@@ -158,9 +157,9 @@ class SgmvTables:
         return count
 
     def _assign(self, used: Sequence[AdapterRows]) -> bool:
-        """Give each of `used` a slot; those that the step doesn't use give theirs up, the longest unused first.
+        """Give each of `used` a slot: a free one, else one that the step doesn't use, longest unused first.
 
-        Returns if a slot has become another's.
+        Return True if any was given a new slot.
         """
         fresh: dict[AdapterRows, None] = {}
         for rows in used:
@@ -243,7 +242,7 @@ class _Records:
         tables.pages.index_copy_(0, slots, device[:, pages])
 
     def _places(self, rows: AdapterRows) -> np.ndarray:
-        """The adapter's records `[layers, blocks, 1 + pages]`; the last page stands for those that it does not have."""
+        """The adapter's records `[layers, blocks, 1 + pages]`; missing pages are filled with the last page."""
         begin = np.array(rows.first_elem, dtype=np.int64)[:, None]
         page, at = np.divmod(begin + self._blocks * (PLACE_ROWS * rows.slab_elems), self._tables.page_elems)
         last = len(rows.pages) - 1

@@ -143,12 +143,12 @@ def shrink_decode(
 ):  # fmt: skip
     """h[split, t, m, i] = Σ_k x[t, k] · A_m[i, k], k in the split's share of the inputs; a tile is one token.
 
-    Grid (tiles, MODULES · LANES, splits). VEC: elements in 16 bytes. WARPS: those of a program.
+    Grid (tiles, MODULES · LANES, splits). VEC: elements in 16 bytes. WARPS: warps of a program.
     h: float32 [splits, tokens, MODULES, BLOCKS · PLACE_ROWS]. x: [tokens, D_IN], rows x_stride apart.
     arena: [num_pages, PAGE]. tiles, offsets, places, first_elem, pages: see SgmvTables. M0 … M2: ids of the modules.
 
     A warp has rank-rows of its own, [BLOCK_R / WARPS, WARPS], and x of its own to multiply them with, so that no warp
-    waits for another. With PDL the first weights are asked for before the launch before this one has ended.
+    waits for another. With PDL the first weight loads are issued before the previous launch has ended.
     """
     if PDL:
         cuda.gdc_launch_dependents()
@@ -259,8 +259,8 @@ def expand_decode(
     PAGE]. tiles, offsets, places, first_elem, pages: see SgmvTables. ROW: the largest W. SPLIT_BLOCK: SPLITS or the
     next power of two. STAGES: blocks of rank-rows that are under way at once, after the first.
 
-    What is there before weights can be asked for, y and h, is asked for before they are; with PDL, which may run before
-    they are there, right after the first weights.
+    The loads of y and h are issued before the weight loads; with PDL, when y and h may not be complete yet, right after
+    the first weight loads.
     """
     if PDL:
         cuda.gdc_launch_dependents()
@@ -390,7 +390,7 @@ class Sgmv:
     def use_arena(self, arena: torch.Tensor) -> None:
         """Read rank-rows from another arena of the same layout from now on."""
         if arena.shape[1] != self._tables.page_elems:
-            raise ValueError(f"pages have {arena.shape[1]} elements, those of the tables {self._tables.page_elems}")
+            raise ValueError(f"pages have {arena.shape[1]} elements, the tables' pages {self._tables.page_elems}")
         if not arena.is_contiguous():
             raise ValueError("pages lie side by side")
         self._arena = arena
@@ -409,10 +409,10 @@ class Sgmv:
         """Add the products of planned tiles to y, in place.
 
         y: `[tokens, out]`, the packed outputs. x: `[tokens, in]`. tiles: `tables.tiles_of_pass`, or of each pass the
-        tiles from some on, which count tokens from the first of x; each pass adds to what those before it have left in
-        y. num_tiles: the bucket's, at least what `tables.plan` returned for the schedule's `tile_tokens`. tokens: how
-        many of x the tiles may name; all by default. compile_only: have the kernels compiled, beside each other within
-        `compiling`, and launch nothing.
+        tiles from some on, which count tokens from the first of x; each pass adds to the result of earlier passes in y.
+        num_tiles: the bucket's, at least what `tables.plan` returned for the schedule's `tile_tokens`. tokens: how many
+        of x the tiles may name; all by default. compile_only: compile the kernels, in parallel within `compiling`, and
+        launch nothing.
         """
         if tokens is None:
             tokens = len(x)

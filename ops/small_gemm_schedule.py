@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Most rows of a product: those of a tile of the matrix instruction, which a launch has whether they are there or not.
+#: Most rows of a product: the rows of a matrix instruction's tile, which a launch computes in any case.
 MAX_ROWS = 16
 
 #: Outputs from which on programs of 32 columns are as many as a large GPU's multiprocessors (4096 / 32 = 128, and an
@@ -56,5 +56,5 @@ def gemm_constants(
 
 
 def gemm_options(schedule: GemmSchedule) -> dict[str, int | bool]:
-    """Options of a launch; norms and activations round as those of `elementwise_triton` do, without fusion."""
+    """Options of a launch; norms and activations round as in `elementwise_triton`, without fusion."""
     return {"num_warps": schedule.splits, "num_stages": schedule.stages, "enable_fp_fusion": False}

@@ -2,10 +2,10 @@
 
     y[t] = x[t] @ Wᵀ (+ bias)        for up to MAX_ROWS rows t, summed in float32
 
-A warp of a program has a part of the sum over the inputs for all of the program's columns; the parts are added up in
-the program, in one order. So nothing goes through memory, there is no second launch, and no atomic addition. The parts
-and their order are by the weight's shape; a tile always has MAX_ROWS rows, and those that are not there are zero: a
-row's bits are the same alone, among others, and at any place.
+Each warp of a program sums a part of the inputs (split K) for all of the program's columns; the program adds the parts
+in a fixed order. So nothing goes through memory, and there is no second launch and no atomic addition. The parts and
+their order depend only on the weight's shape, and a tile always has MAX_ROWS rows, padded with zeros: a row's bits are
+the same alone, among others, and at any index.
 
 Import this module lazily: it needs triton.
 """
@@ -38,7 +38,7 @@ def _prefetch(pointers):
 
 @triton.jit
 def _load_x(x, residual, at, residual_at, mask, ADD: tl.constexpr):
-    """Inputs, with ADD those of the residual added and rounded, in their dtype."""
+    """Load inputs; with ADD, add the residual's and round, in their dtype."""
     value = tl.load(x + at, mask=mask, other=0.0)
     if ADD:
         before = tl.load(residual + residual_at, mask=mask, other=0.0)

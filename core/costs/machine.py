@@ -178,9 +178,9 @@ def _measure_overhead(config: EngineConfig, executor: Executor, adapters: Sequen
 def _overhead_of(
     engine: Engine, timed: TimedExecutor, names: Sequence[str], count: int, seed: int
 ) -> Iterator[tuple[tuple[int, int], float]]:
-    """Serve `count` requests: (rows, requests that come plus those that go) of each step and its seconds.
+    """Serve `count` requests: (rows, arrivals plus departures) of each step and its seconds.
 
-    A request's coming and going are taken to cost the same, each half of what a request costs.
+    A request's arrival and departure are assumed to cost the same, each half of the request's cost.
     """
     source = random.Random(seed)
     num_tokens = min(_OVERHEAD_PROMPT, engine.model.max_model_len // 2)

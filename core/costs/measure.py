@@ -71,7 +71,7 @@ class Samples:
 
 
 class StepProfiler:
-    """Runs steps on an executor that nobody else uses meanwhile; it fills the arena as it likes."""
+    """Runs steps on an executor that it uses exclusively; it fills the arena as it likes."""
 
     def __init__(
         self, executor: Executor, adapters: Sequence[Path], *, max_num_seqs: int, max_num_batched_tokens: int,
@@ -146,7 +146,7 @@ class StepProfiler:
         return time.perf_counter() - began
 
     def _read(self, reads: ThreadReads, adapter: Adapter, image: HostImage, beside: StepPlan) -> tuple[float, float]:
-        """Seconds to read an adapter on a thread while this one runs steps, and how much longer those take by it."""
+        """Seconds to read an adapter on a thread while this one runs steps, and by how much that prolongs the steps."""
 
         def read() -> float:
             began = time.perf_counter()
@@ -202,7 +202,7 @@ class StepProfiler:
     ) -> Samples:
         """Typical seconds of each plan over `rounds`; adapters must have been placed. progress: called per step.
 
-        Plans whose rounds disagree are run again, up to as often.
+        Plans with disagreeing rounds are run up to `rounds` more times.
         """
         every: list[list[float]] = [[] for _ in plans]
         order = list(range(len(plans)))

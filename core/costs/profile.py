@@ -175,7 +175,7 @@ def load_profile(name: str | Path) -> Profile:
         return parse_profile(path.read_bytes(), text)
     except FileNotFoundError:
         raise ProfileError(
-            f"{text} is neither a file nor a shipped profile; those are {', '.join(shipped_profiles())}"
+            f"{text} is neither a file nor a shipped profile; shipped are {', '.join(shipped_profiles())}"
         ) from None
     except OSError as error:
         raise ProfileError(f"{path}: cannot be read: {error}") from None

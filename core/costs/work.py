@@ -13,13 +13,12 @@ from .models import Kernel, StepCost
 class StepWork:
     """Counts over a plan's rows.
 
-    tokens: those computed, with the padding of a bucket, which a step with a prompt does without; but beside more than
-    64 rows as many at least as these would be padded to, since the products are computed in tiles of about an eighth of
-    them, and a prompt of few tokens makes no step cheaper. rows: without padding.
-    kv_tokens: tokens in the rows' KV cache once the step has run. longest: the most that a row has there before it.
-    row_ranks, token_ranks: rank-rows computed, once per row and once per token. adapter_ranks: sum of the distinct
-    adapters' ranks. pairs: (token, token that it attends to) of the rows that compute more than one.
-    ragged: there are such rows.
+    tokens: computed tokens, with the padding of a bucket; a step with a prompt has no padding, but with more than 64
+    rows it counts at least the padded number of rows, since products are computed in tiles of about an eighth of them,
+    and a prompt of few tokens makes no step cheaper. rows: without padding. kv_tokens: tokens in the rows' KV cache
+    after the step. longest: most KV tokens of a row before the step. row_ranks, token_ranks: rank-rows computed, once
+    per row and once per token. adapter_ranks: sum of the distinct adapters' ranks. pairs: (token, token that it attends
+    to) of the ragged rows. ragged: there are rows that compute more than one token.
     """
 
     tokens: int
@@ -96,7 +95,7 @@ STEP_TERMS = (
     "base", "ragged", "per_token", "per_row", "per_padding", "per_kv_token", "per_pair", "lora", "per_rank",
     "per_token_rank", "per_adapter_rank",
 )  # fmt: skip
-"""The terms that are fitted; `weights` follows from the knee, and those of the LM head are not told from others."""
+"""The fitted terms; `weights` follows from the knee, and the LM head's are not separated from the others."""
 
 
 def term_values(work: StepWork, knee: float = 0.0) -> tuple[float, ...]:

@@ -109,7 +109,7 @@ class CudaAdapters(ModelAdapters):
         return manifest
 
     def advance(self) -> None:
-        """Issue the next copies, and release images whose copies are complete."""
+        """Issue the next copies, and release images that have been copied completely."""
         self.dma.copies.advance()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Rows of a step that failed, one by one, so that only those that fail again are lost."""
+"""Runs the rows of a failed step one by one, so that only rows that fail again are lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_rows_alone(executor: Executor, plan: StepPlan) -> StepResult:
-    """Return the result of a plan whose rows are run each in a step of its own; those that raise have an error in it.
+    """Run each row of a plan in a step of its own; return the joint result, with an error for each row that raised.
 
     A step writes nothing but its own rows' KV slots, so running a row again is harmless. Raises ExecutorLost.
     """

@@ -1,4 +1,4 @@
-"""Interface of executors, and what those that load a model have in common."""
+"""Interface of executors, and the common part of executors that load a model."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ class ShadowBackend(Protocol):
         ...
 
     def begin(self, adapter: Adapter, runs: Sequence[range]) -> None:
-        """Give an adapter that is complete in the arena the runs of `sizes`; what was there is forgotten."""
+        """Begin the shadow of an adapter that is complete in the arena, in runs of `sizes`; drop the present one."""
         ...
 
     def advance(self, max_seconds: float) -> bool:
-        """Do some of the work, for about so long at most; True when plans may name the adapter as `merged`.
+        """Do some of the work, for about `max_seconds` at most; True when plans may name the adapter as `merged`.
 
-        Raises CannotMerge; then the shadow is to be dropped.
+        Raises CannotMerge; the caller must then drop the shadow.
         """
         ...
 
@@ -91,7 +91,7 @@ class ShadowBackend(Protocol):
         ...
 
     def drop(self) -> None:
-        """Forget the shadow; its pages are others' then."""
+        """Drop the shadow; its pages may then have another owner."""
         ...
 
 
@@ -99,7 +99,7 @@ class StartedStep(Protocol):
     """A step that was launched."""
 
     def result(self) -> StepResult:
-        """Wait for the step. To be called once at most, and before any but the next step is launched.
+        """Wait for the step. Call it at most once, and before the step after next is launched.
 
         Raises what `Executor.execute` raises.
         """
@@ -130,13 +130,13 @@ class Executor(Protocol):
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. Running the same plan again gives the same result: a step only writes its own KV slots.
 
-        Raises ExecutorLost where that and all else is in vain.
+        Raises ExecutorLost when no step can run any more.
         """
         ...
 
     @property
     def start(self) -> Callable[[StepPlan], StartedStep] | None:
-        """Launch a step without waiting for it; None where nothing would be gained by that.
+        """Launch a step without waiting for it; None for an executor that gains nothing by that.
 
         Before a decode step's result is asked for, the next one may be launched, with `sources` in its plan. All steps,
         and copies from and into the arena, do their work in the order in which they were launched.

@@ -38,7 +38,7 @@ A = TypeVar("A", bound=RowPlan)
 class CpuExecutor(ModelExecutor):
     """Runs steps with torch on the CPU. One thread at a time."""
 
-    start = None  # its processors are the host's: there is nobody to plan the next step meanwhile
+    start = None  # it computes on the host's processors: none is free to plan the next step meanwhile
 
     def __init__(self, config: EngineConfig) -> None:
         threads = config.threads or available_cpus()

@@ -133,7 +133,7 @@ class CudaExecutor(ModelExecutor):
 
 @dataclass(slots=True, eq=False)
 class _Started:
-    """A step that was launched. late: requests whose adapter did not arrive in time."""
+    """A launched step. late: requests of adapters that missed the deadline."""
 
     _device: CudaDevice
     _read: Callable[[], StepResult]

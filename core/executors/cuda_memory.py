@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 _GIB = 1 << 30
 
-#: Most pages of an arena that takes what there is: the books of more, for the small pages of a small model, would cost
-#: more than they bring.
+#: Most pages of an arena sized by the free memory: for the small pages of a small model, the bookkeeping of more pages
+#: would cost more than they gain.
 MAX_PAGES = 1 << 18
 
 

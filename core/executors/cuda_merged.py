@@ -18,7 +18,7 @@ from .base import watched
 #: Modes that steps with shadow weights are captured in.
 MERGED_MODES = (StepMode.MERGED, StepMode.MIXTURE)
 
-#: Places whose graphs are kept: adapters that target other projections than the last one have others.
+#: Number of places to keep graphs for: adapters that target other projections than the last one have others.
 KEPT_PLACES = 2
 
 
@@ -46,7 +46,7 @@ class PlacedGraphs:
 
     @property
     def places(self) -> Sequence[Places]:
-        """Those that there are graphs for, the last used first."""
+        """Places with graphs, the last used first."""
         return [*reversed(self._runners)]
 
     @property
@@ -92,7 +92,7 @@ class PlacedGraphs:
 
 
 class CudaShadow(ShadowWeights):
-    """Shadow weights of a GPU: its work is in the order of the steps', and an error that ends the device is told."""
+    """Shadow weights on a GPU: work runs in stream order with the steps; a fatal device error raises ExecutorLost."""
 
     def __init__(
         self, model: DecoderModel, arena: Arena, lora: LoraState, graphs: PlacedGraphs, device: CudaDevice

@@ -1,4 +1,4 @@
-"""Choice of who multiplies in decode steps of few rows: cuBLAS, or our kernel where it takes less time."""
+"""Choice of the GEMM backend in decode steps of few rows: cuBLAS, or our kernel where it is faster."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 #: The modes that steps are captured in.
 _MODES = (StepMode.BASE, StepMode.LORA)
 
-#: A step's logits, a row for each of its rows or more, and of each `[2, rows]` int64 the most likely token and 1 if it
-#: can be told; on the device, where both may still be under way.
+#: A step's logits, at least one row per row of the step, and `[2, rows]` int64: the most likely token, and 1 if it is
+#: defined (no NaN or +inf); on the device, where both may still be under way.
 Outputs = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -44,9 +44,9 @@ class CudaSteps:
     """Owns a step's buffers and graphs, all allocated once; weights and arena belong to others.
 
     A step's inputs reach static buffers through pinned memory and its tokens come back in one copy; the host waits for
-    that copy, for the bytes of adapters that are still being read, and for nothing else. A step that is launched before
-    the tokens of the one before it are back takes them from where they were drawn. All work is given to one stream:
-    what a step leaves in static buffers is overwritten in its turn.
+    that copy and for adapters that are still being read, and for nothing else. A step launched before the previous
+    step's tokens are back gathers them on the device. All work goes to one stream, so that a step overwrites static
+    buffers only after the steps before it.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class CudaSteps:
 
     @property
     def captured(self) -> Sequence[CapturedStep]:
-        """The captured buckets and modes, in order of capture; those with shadow weights last."""
+        """The captured buckets and modes, in order of capture, with shadow weights last."""
         return [*self.graphs.report, *self.merged_graphs.report]
 
     # -- steps
@@ -134,8 +134,8 @@ class CudaSteps:
     ) -> Outputs:
         """Run a step of one token per row in the bucket's static buffers, captured if steps are.
 
-        sources: the rows of the last step that drew the tokens; None: the rows have them. They lie in the place of the
-        token ids until these are taken. merged: as in `ragged`.
+        sources: the rows of the last step that drew the tokens; None: the rows have them. Until the gather runs, the
+        token-id buffer holds these row indices. merged: as in `ragged`.
         """
         self._fill(bucket, rows, sources)
         if sources is not None:
@@ -161,7 +161,7 @@ class CudaSteps:
     def draw(
         self, rows: Sequence[ScheduledRow], logits: torch.Tensor, chosen: torch.Tensor
     ) -> Callable[[], StepResult]:
-        """Draw the tokens of the last step's rows, and score what they ask for; what is returned waits for them."""
+        """Draw the tokens of the last step's rows, and compute requested scores; the returned call waits for both."""
         eos, vocab = self.decoder.config.eos_token_ids, self.decoder.config.vocab_size
         if rows is not self._asking[0]:  # decode rows go from step to step, and what they ask for stays
             self._asking = rows, any(map(needs_logits, rows)), any(row.scores_prompt for row in rows)
@@ -234,9 +234,7 @@ class CudaSteps:
     # -- capture
 
     def warm_up(self) -> None:
-        """Have LoRA kernels compiled, and choose who multiplies; other kernels are compiled by `largest_step` and
-        captures.
-        """
+        """Compile LoRA kernels, and choose GEMM backends; `largest_step` and captures compile the other kernels."""
         self.lora.warm_up()
         self.ways = choose_ways(
             self._config.small_gemm, self.decoder, self._sizes, self._device, captures=self._captures
@@ -296,13 +294,13 @@ class CudaSteps:
         self.lora.rest()
 
     def _capture(self, bucket: int, mode: StepMode) -> Callable[[], None]:
-        """Capture a bucket whose attention is planned."""
+        """Capture a bucket; its attention must have been planned."""
         lora = {StepMode.LORA: self.bucket_lora, StepMode.MIXTURE: self.mixture_lora}.get(mode, {}).get(bucket)
         return self._device.capture(self._step(bucket, lora, mode in MERGED_MODES))
 
 
 def _pick(logits: torch.Tensor, out: torch.Tensor) -> None:
-    """Into out `[2, rows]` int64: each row's most likely token, and 1 if it can be told: no logit is NaN or +inf."""
+    """Write to out `[2, rows]` int64 each row's most likely token, and 1 if it is defined: no logit is NaN or +inf."""
     best, tokens = logits.max(-1)
     out[0].copy_(tokens)
     out[1].copy_(best.isfinite())

@@ -43,7 +43,7 @@ class PageSwaps:
             return _rest(self._dma.copies.copy_pages(image[skip:], pages, to_device=True))
 
     def wait(self, timeout: float) -> None:
-        """Look again soon: nobody tells the host when a device's copy has ended."""
+        """Sleep briefly, then poll again: the host gets no signal when a device's copy has ended."""
         time.sleep(min(timeout, _LOOK_SECONDS))
 
     def _measure(self, num_pages: int) -> float:

@@ -47,10 +47,10 @@ class StepBatch(Generic[P, L]):
     """Inputs of a forward pass, with attention and adapters in the form that the model takes.
 
     token_ids, positions, page, offset: `[tokens]` int64; (page, offset) is where a token's KV is written.
-    logit_tokens: `[logits]` int64, indices of the tokens whose logits are wanted; None: of every token.
-    score_tokens: `[scores]` int64, indices of the tokens whose logits are asked for in slices once the step is done.
-    lora: None when no row uses an adapter. merged: the weights are the shadow's, which have an adapter in them.
-    ways: who multiplies; others than the library only for few tokens on a GPU.
+    logit_tokens: `[logits]` int64, indices of the tokens to compute logits for; None: every token. score_tokens:
+    `[scores]` int64, indices of the tokens for which logits are computed in slices after the step. lora: None when no
+    row uses an adapter. merged: use the shadow weights, with an adapter merged into them. ways: backend of each
+    product; other than the library only for few tokens on a GPU.
     """
 
     token_ids: torch.Tensor

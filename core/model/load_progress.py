@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def progress(label: str, total: int, *, in_bytes: bool = False) -> Iterator[Callable[[int], None]]:
-    """Show progress, of bytes or of items, where standard error is a terminal; gone when the context ends.
+    """Show a progress bar, of bytes or of items, if standard error is a terminal; it is removed when the context ends.
 
-    It is told what was done since the last time.
+    Yields a function that takes the amount done since its last call.
     """
     if not sys.stderr.isatty():  # no bar in pipes and log files
         yield lambda amount: None

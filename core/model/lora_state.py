@@ -38,7 +38,7 @@ class StepLora(Protocol):
         """Wait for `layer` of adapters that are still being loaded; called before the layer is computed."""
 
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int, /) -> None:
-        """Add those of one of the groups of projections that share an input: QKV, ATTN_O, GATE_UP or DOWN."""
+        """Add the adapters' products of a group of projections with a common input: QKV, ATTN_O, GATE_UP or DOWN."""
 
 
 class LoraState:
@@ -67,9 +67,9 @@ class LoraState:
     ) -> None:
         """Describe a step: row i has `lengths[i]` tokens and uses `adapters[slots[i]]`, or the base model at -1.
 
-        Neighbouring rows of the same slot, or of the same several, become one segment. merged: the adapter that the
-        weights have in them: it is taken off the rows of others, neighbouring ones as one segment, and its own have
-        nothing to add.
+        Neighbouring rows of the same slot, or of the same several, become one segment. merged: the adapter merged into
+        the weights: it is subtracted from the rows of other adapters (neighbouring rows as one segment), and its own
+        rows have no LoRA work.
         """
         transfers = [adapter.transfer for adapter in adapters]
         step = None
@@ -112,7 +112,7 @@ class LoraState:
         self.segments = segments
 
     def wait(self, layer: int) -> None:
-        """Wait for `layer` of adapters that are still being loaded; those that don't arrive in time are late."""
+        """Wait for `layer` of adapters that are still being loaded; adapters that miss the deadline are late."""
         for slot, transfer in self._coming.items():
             if slot not in self._late:
                 began = time.monotonic()
@@ -124,11 +124,11 @@ class LoraState:
                 self._patience -= time.monotonic() - began
 
     def late_slots(self) -> set[int]:
-        """Slots whose adapter did not arrive in time: their rows are void."""
+        """Slots of adapters that missed the deadline: their rows are void."""
         return self._late.union(self._slots[index] for index in self.segments.late)
 
     def late_requests(self, rows: Sequence[ScheduledRow]) -> list[str]:
-        """Return the requests whose rows are void, because their adapter did not arrive in time."""
+        """Return the requests with void rows: their adapter missed the deadline."""
         if not (self._late or self.segments.late):
             return []
         late = self.late_slots()
@@ -179,7 +179,7 @@ def lora_groups(config: ModelConfig) -> list[list[tuple[int, int, int]]]:
 
 
 def _group(names: Sequence[str], widths: dict[str, int]) -> list[tuple[int, int, int]]:
-    """(module id, first column, width) of projections whose outputs are packed side by side."""
+    """(module id, first column, width) of projections with outputs packed side by side."""
     group, column = [], 0
     for name in names:
         group.append((MODULES.index(name), column, widths[name]))

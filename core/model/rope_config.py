@@ -27,7 +27,7 @@ class RopeConfig:
     original_max_position_embeddings: int = 8192
 
     def inverse_frequencies(self, head_dim: int) -> torch.Tensor:
-        """Rotary frequencies `[head_dim / 2]` float32, bit for bit those of transformers."""
+        """Rotary frequencies `[head_dim / 2]` float32, bit for bit as in transformers."""
         import torch
 
         frequencies = 1.0 / self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
@@ -38,7 +38,7 @@ class RopeConfig:
         return frequencies
 
     def _llama3(self, frequencies: torch.Tensor) -> torch.Tensor:
-        """Slow waves are stretched by `factor`, fast ones kept, those between interpolated."""
+        """Long wavelengths are stretched by `factor`, short ones kept, medium ones interpolated."""
         import torch
 
         low, high, length = self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings

@@ -25,19 +25,19 @@ from .weights import LayerWeights
 #: Names of a layer's matrices, in the order of the groups of projections.
 MATRICES = ("qkv", "o", "gate_up", "down")
 
-#: By how much the norm of a row of weights may grow, by the bytes of an element; chosen. Rounding the sum makes an
-#: error in proportion to it, which rows of the base model and of other adapters see: in 16 bits it may be twice that of
-#: the weights' own rounding. In float32, whose rounding is 2^16 times as fine, 256 times as much still moves no token.
+#: Largest factor by which the norm of a row of weights may grow, by bytes per element; chosen. Rounding the sum makes
+#: an error proportional to it, which rows of the base model and of other adapters see: in 16 bits it may be twice the
+#: weights' own rounding error. Float32 rounds 2^16 times as finely, and a factor of 256 still changes no token.
 MOST_GROWTH = {2: 2.0, 4: 256.0}
 
 
-#: Bytes of a matrix for which the system is asked for memory at a time: half a huge page, so that no piece but the
-#: first reaches into two that are not there yet.
+#: Bytes of a matrix that `_touch` makes the system allocate at a time: half a huge page, so that no piece but the first
+#: reaches into two unallocated ones.
 PIECE_BYTES = 1 << 20
 
 
 class MergeableModel(Protocol):
-    """A model whose layers can be given copies of their weights."""
+    """A model with replaceable layer weights."""
 
     @property
     def layers(self) -> Sequence[LayerWeights]: ...
@@ -52,7 +52,7 @@ class MergeableModel(Protocol):
         ...
 
     def use_merged(self, layers: Sequence[LayerWeights] | None, /) -> None:
-        """Have steps that say so take these layers; None: there are none."""
+        """Set the layers that merged steps use; None: there are none."""
         ...
 
 
@@ -65,33 +65,33 @@ class CapturedSteps(Protocol):
 
     @property
     def places(self) -> Sequence[Places]:
-        """Those that steps have been captured with, the last used first."""
+        """Places that steps have been captured with, the last used first."""
         ...
 
     def use(self, places: Places, /) -> None:
-        """Have steps in merged mode go by these."""
+        """Set the places of steps in merged mode."""
         ...
 
     @property
     def num_left(self) -> int:
-        """Steps that are yet to be captured with them."""
+        """Number of steps yet to be captured with the places in use."""
         ...
 
     def capture_next(self) -> None:
-        """Capture one of those."""
+        """Capture one of these steps."""
         ...
 
 
 class ShadowWeights:
     """The shadow of one adapter at a time, in runs of pages of the arena; made matrix by matrix between steps.
 
-    adapter: whose it is, None when there is none.
+    adapter: the adapter merged into it, None when there is no shadow.
     """
 
     def __init__(
         self, model: MergeableModel, arena: Arena, lora: LoraState, captured: CapturedSteps | None = None
     ) -> None:
-        """captured: steps that are made ready once the weights are; None where nothing needs to be."""
+        """captured: steps to capture once the weights are made; None if steps are not captured."""
         self._model = model
         self._arena = arena
         self._lora = lora
@@ -139,8 +139,8 @@ class ShadowWeights:
     def advance(self, max_seconds: float) -> bool:
         """Make the next matrix, and more while there is time for them; True when all are made and steps may use them.
 
-        Where steps are captured with their weights' places, those come last, and each is a pause of its own.
-        CannotMerge when the adapter outweighs the weights; then it is to be dropped.
+        Where steps are captured with their weights' places, the captures come last, one per call. Raises CannotMerge
+        when the adapter outweighs the weights; the caller must then drop the shadow.
         """
         if self.adapter is None:
             raise RuntimeError("there is no shadow to make")
@@ -201,7 +201,7 @@ class ShadowWeights:
         return 1 - left / self._num_elems if self._num_elems else 0.0
 
     def drop(self) -> None:
-        """Forget the shadow; its pages are others' then."""
+        """Drop the shadow; its pages may then have another owner."""
         self._model.use_merged(None)
         self.adapter = None
         self._left, self._layers = [], []

@@ -200,7 +200,7 @@ def open_weights(
     load_format: str = "auto",
     device: torch.device | str = "cpu",
 ) -> Iterator[Weights]:
-    """A loader whose progress is shown while the context lasts, where somebody watches.
+    """Yield a loader that shows its progress while the context lasts, if standard error is a terminal.
 
     load_format: `auto` reads the checkpoint, on the host; `dummy` looks for none and makes random weights on `device`.
     """

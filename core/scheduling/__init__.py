@@ -1,1 +1,1 @@
-"""Decisions: who is admitted, who runs, who waits, and what a step computes."""
+"""Decisions: which requests are admitted, run or wait, and what a step computes."""

@@ -28,26 +28,28 @@ from .waiting import Group, WaitingQueue
 logger = logging.getLogger(__name__)
 
 DOUBT_SECONDS = 10.0
-"""Seconds for which no request starts before its adapter has been read, after one did not arrive in time."""
+"""After an adapter load misses its deadline, disable streamed starts for this many seconds: requests then start only
+once their adapter has been read.
+"""
 
 _MOST_GROUPS = 32
-"""Adapters of an account that are looked at for one to read, those first that have been asked for longest."""
+"""Adapters of a tenant searched for one to read, longest requested first."""
 
 
 class Place(Enum):
-    """A place that a request may take in a step: a free seat, or a row of those that have more than it."""
+    """The slot that a request may take in a step: a free one, or the row of another tenant or call."""
 
     SEAT = auto()
-    ACCOUNT = auto()  # of an account with more rows than the request's
-    CALL = auto()  # of a call with several answers, for one that has none running
+    ACCOUNT = auto()  # from a tenant that was served more, see `SeatShares`
+    CALL = auto()  # from a call with several answers, for a call with no running answer
 
 
 @dataclass(eq=False)
 class Admission:
-    """Lets waiting requests run while tokens, seats and pages last.
+    """Admits waiting requests while tokens, slots and pages last.
 
-    _num_steps: steps so far. _fail: ends a request that is in no queue, with an error message, and why its adapter was
-    not loaded. _preempt: sends a running request back to the queue.
+    _num_steps: steps so far. _fail: ends a request that is in no queue, with an error message and the cause of a failed
+    adapter load. _preempt: sends a running request back to the queue.
     """
 
     _limits: EngineConfig
@@ -68,12 +70,12 @@ class Admission:
         self._prefills = SharedPrefills(self._memory, self._waiting)
         self._seats = self._limits.max_num_seqs
         self._turns = Turns(self._limits, self._waiting, self._policy)
-        self.late: set[Adapter] = set()  # did not arrive in time: requests start only once it has been read
-        self.only: Collection[Adapter | None] | None = None  # whose requests alone may begin; None: everybody's
+        self.late: set[Adapter] = set()  # missed their deadline: requests start only once they have been read
+        self.only: Collection[Adapter | None] | None = None  # adapters eligible for admission; None: all
         self._doubt_until = 0.0
 
     def arrive(self, account: str) -> None:
-        """Note that an account comes to the queue, if it had nothing waiting."""
+        """If a tenant's queue was empty, enter the tenant with the policy and in the order of turns."""
         accounts = self._waiting.accounts
         if account not in accounts and not self._prefills.holds(account):
             now, step = self._clock(), self._num_steps()
@@ -81,7 +83,7 @@ class Admission:
             self._turns.take(account, now, step)
 
     def end(self, request: Request) -> None:
-        """Note that a request, which has left those that run, is charged for what it has computed."""
+        """Charge the tenant of a request that has left the running ones for what it has computed."""
         expected = request.charged
         self._policy.settle(request)
         self._shares.end(request, expected)
@@ -90,8 +92,8 @@ class Admission:
     def coming(self) -> Iterator[Request]:
         """Yield the waiting requests in the order in which their adapters are to be read.
 
-        Where several accounts wait, those whose adapter is not resident come first, one of each account after another,
-        of the accounts whose turn is next: nobody's adapter waits behind all that another has sent.
+        Where several tenants wait, requests for non-resident adapters come first, one of each tenant in order of turns,
+        round robin: no tenant's adapter waits behind another tenant's whole queue.
         """
         accounts, turns = self._waiting.accounts, self._turns
         if len(accounts) > 1:
@@ -106,9 +108,9 @@ class Admission:
         yield from self._waiting
 
     def settle(self) -> None:
-        """Release requests whose shared prefill is done, and forget late adapters that have been read.
+        """Release requests held for a shared prefill that is done, and forget late adapters that have been read.
 
-        Nothing to do while nobody waits and no adapter is late.
+        Needed only while a request waits or an adapter is late.
         """
         if self._prefills:
             self._prefills.settle()
@@ -116,35 +118,35 @@ class Admission:
             self.late = {adapter for adapter in self.late if adapter.requests and not _is_read(self._store, adapter)}
 
     def has_late_turn(self) -> bool:
-        """True if an account has waited too long for its turn."""
+        """True if a tenant is overdue for its turn."""
         if len(self._waiting.accounts) < 2:
             return False
         self._turns.restart(self._clock(), self._num_steps())
         return self._turns.top() is not None and self._turns.is_late
 
     def note_late(self, adapter: Adapter) -> None:
-        """Note that an adapter did not arrive in time: for a while, no estimate of a read is trusted."""
+        """Record an adapter that missed its deadline; no read estimate is trusted for `DOUBT_SECONDS`."""
         self.late.add(adapter)
         self._doubt_until = self._clock() + DOUBT_SECONDS
 
     def admit(self, running: Running, budget: int, rows: int) -> dict[Request, int]:
-        """Move waiting requests to `running`, in queue order; returns how many tokens of `budget` each computes: none
-        while its KV comes back from host memory.
+        """Move waiting requests to `running`, in queue order; return how many tokens of `budget` each computes: 0 while
+        its KV is copied back from host memory.
 
-        rows: number of running requests in the step. Requests whose adapter is not available yet are skipped. Admission
+        rows: number of running requests in the step. Requests for adapters not yet available are skipped. Admission
         stops at the first request that lacks tokens or pages, so that small requests don't starve a large one. With
-        every seat taken, an account with fewer rows than another may still begin a request, which takes the other's
-        row; and so may a call without a running answer while the step has a row for it: answers of calls with several
-        then take turns.
+        every slot taken, two kinds of request may still begin. A tenant without a row, or that was served less, takes
+        over a row of another (`SeatShares`). A call with no running answer takes a row while the step has one; answers
+        of calls with n > 1 then take turns.
         """
         return self._admit(running, budget, rows)
 
     def would_admit(self, running: Running, budget: int) -> bool:
-        """True if `admit` would let a request run, or might send another back for it. All of `running` have rows."""
+        """True if `admit` would admit a request, or might preempt another for it. All of `running` have rows."""
         return bool(self._admit(running, budget, len(running), only_look=True))
 
     def _admit(self, running: Running, budget: int, rows: int, *, only_look: bool = False) -> dict[Request, int]:
-        """See `admit`. only_look: name the first request that would run, and leave it in the queue."""
+        """See `admit`. only_look: return the first request that would run, and leave it in the queue."""
         admitted: dict[Request, int] = {}
         if budget <= 0 or (place := self._place(running, rows)) is None:
             return admitted
@@ -164,8 +166,8 @@ class Admission:
         return admitted
 
     def _candidate(self, step: Step, budget: int, rows: int) -> tuple[Request, list[Block], int] | None:
-        """Return the next request that may begin if it has pages, its cached prefix and its tokens of `budget`; None
-        where there is none.
+        """Return the next request that may begin if it gets pages, its cached prefix and its tokens of `budget`; None
+        if there is none.
         """
         while (request := step.order.next()) is not None:
             place = self._place(step.running, rows)
@@ -187,9 +189,8 @@ class Admission:
         return None
 
     def _place(self, running: Running, rows: int) -> Place | None:
-        """Return the place that one more request may take: with a seat free any, else that of a request without a row
-        of its own. None where there is none. While a mode policy leaves requests out, these keep their pages and others
-        may take the step's rows.
+        """Return the kind of slot that one more request may take; None if there is none. While a mode policy excludes
+        requests, up to `max_num_seqs` others may run; the excluded keep their pages.
         """
         seats = self._seats
         if len(running) < seats or (self.only is not None and rows < seats):
@@ -201,11 +202,11 @@ class Admission:
         return None
 
     def _find_room(self, request: Request, step: Step) -> bool:
-        """See to pages for a request that lacks them, or pass it over; False if no request may begin before it."""
+        """Free pages for a request that lacks them, or skip or fail it; False ends the step's admission."""
         if self._store.give_up_loads():
             return True
         if self._make_way(request, step):
-            return not self._memory.swapped.frees_pages  # the pages are there once they have been copied
+            return not self._memory.swapped.frees_pages  # if so, the pages are free only after the copy
         if step.running or self._store.loads.under_way:
             step.held.update(step.running.accounts)
             return request.account in step.held and not step.held >= self._waiting.accounts.keys()
@@ -216,10 +217,10 @@ class Admission:
         return True
 
     def _make_way(self, request: Request, step: Step) -> bool:
-        """Preempt a request for one that lacks pages; False if none is to yield.
+        """Preempt a request for one that lacks pages; False if none may be preempted.
 
-        Whoever sits out yields to an account that has fewer rows; who has a row does to one that is late for its turn
-        and has nothing running.
+        First preempt a paused request, for any tenant that may take over a row (`SeatShares.may_begin`). Otherwise
+        preempt a running one, but only for an overdue tenant with no running request.
         """
         account, late = request.account, step.order.is_late()
         if not self._shares.may_begin(account):
@@ -237,7 +238,7 @@ class Admission:
         return True
 
     def _open(self, step: Step, place: Place) -> None:
-        """Have the step's candidates be the requests that may take a place of a kind, from the first one on."""
+        """Restart the step's candidates: the requests that may take this kind of slot."""
         self._turns.restart(step.now, self._num_steps())
         step.place, step.order = place, QueueOrder(
             self._waiting, self._turns, self._store, step.overdue_before, step.may_come if step.is_limited else None,
@@ -245,7 +246,7 @@ class Admission:
         )  # fmt: skip
 
     def _may_join(self, request: Request, step: Step, budget: int) -> bool:
-        """True unless a request must wait for its adapter or for a free adapter place in the step."""
+        """True unless a request must wait for its adapter or for a free adapter slot in the step."""
         adapter = request.adapter
         if adapter is not None and step.is_barred(adapter):
             if step.order.is_overdue():
@@ -256,7 +257,7 @@ class Admission:
         return adapter is None or self._loads.may_start(adapter, min(request.num_tokens, budget))
 
     def _has_room(self, request: Request, blocks: list[Block], step: Step) -> bool:
-        """True if there are pages for a request's known tokens and for the expected growth of all that run.
+        """True if there are pages for a request's known tokens and for the expected growth of all running requests.
 
         blocks: its prefix in the prefix cache.
         """
@@ -270,7 +271,7 @@ class Admission:
         return fits(request, blocks, growth.total_with(request)) or fits(request, blocks, growth.peak_with(request))
 
     def _start(self, request: Request, blocks: list[Block], count: int, step: Step) -> int | None:
-        """Start a waiting request with `count` tokens; returns how many it computes, 0 while its KV comes back.
+        """Start a waiting request with `count` tokens; return how many it computes, 0 while its KV is copied back.
 
         None if its adapter can't be loaded, which fails this request only.
         """
@@ -298,13 +299,14 @@ class Admission:
 class Step:
     """One step's admission: the running requests, and the adapters that may join them.
 
-    _late: adapters whose requests start only once they have been read; until `_doubt_until` that holds for all.
-    _only: adapters whose requests may join; None: all. growth: pages that `running` is expected to grow by; None until
-    they are counted. place, order: what the next request may take, and the candidates for it. held: accounts that may
-    begin nothing more, because others of theirs run or made way.
+    _late: adapters that must be read completely before their requests start; until `_doubt_until` all must.
+    _only: adapters that may join; None: all. growth: pages that `running` is expected to grow by; None until counted.
+    place, order: the kind of slot that the next request may take, and the candidates for it. held: tenants that may
+    begin no more requests: pages ran short while they had one running, or one of theirs was preempted in this step (it
+    would take its own slot back).
 
-    A step has at most `max_adapters_per_step` adapters. An overdue request that waits for a free adapter place reserves
-    it: requests behind it in the queue may neither add an adapter nor take the last seat.
+    A step has at most `max_adapters_per_step` adapters. An overdue request that waits for a free adapter slot reserves
+    it: requests behind it in the queue may neither add an adapter nor take the last slot.
     """
 
     _limits: EngineConfig
@@ -322,7 +324,7 @@ class Step:
     _doubts: bool = field(init=False)
     _most_adapters: int | None = field(init=False)
     _adapters: set[Adapter] = field(default_factory=set)
-    _reserved: float = math.inf  # queue position of the first request that has a place reserved
+    _reserved: float = math.inf  # queue position of the first request with a reserved slot
 
     def __post_init__(self) -> None:
         self.overdue_before = self.now - self._limits.max_overtake_seconds
@@ -339,7 +341,7 @@ class Step:
     def may_come(self, adapter: Adapter | None, head: Request | None) -> bool:
         """True if an adapter, or the base model, may join the step.
 
-        head: the first request of an account that waits for it, which has a place reserved if it is overdue.
+        head: a tenant's first request that waits for it; an overdue head gets a slot reserved.
         """
         if self._only is not None and adapter not in self._only:
             return False
@@ -354,16 +356,16 @@ class Step:
         return True
 
     def is_barred(self, adapter: Adapter) -> bool:
-        """True if the step has no place for an adapter."""
+        """True if the step has no slot for an adapter."""
         most, adapters = self._most_adapters, self._adapters
         return most is not None and adapter not in adapters and len(adapters) >= most
 
     def reserve(self, request: Request) -> None:
-        """Reserve a place for an overdue request whose adapter is barred."""
+        """Reserve a slot for an overdue request with a barred adapter."""
         self._reserved = min(self._reserved, request.place)
 
     def is_reserved(self, request: Request) -> bool:
-        """True if a request would take the place reserved for one before it."""
+        """True if a request would take the slot reserved for an earlier one."""
         if self._reserved >= request.place:
             return False
         return request.adapter is not None or len(self.running) >= self._limits.max_num_seqs - 1
@@ -407,12 +409,12 @@ class SharedPrefills:
             self._leaders.setdefault(self._key(request), request)
 
     def holds(self, account: str) -> bool:
-        """True if a request of an account is held back."""
+        """True if a request of a tenant is held back."""
         followers = chain.from_iterable(self._followers.values())
         return any(request.account == account and request in self._waiting for request in followers)
 
     def settle(self) -> None:
-        """Release the requests whose leader has computed the prompt, or never will."""
+        """Release a leader's followers once it has computed the prompt, or never will."""
         for key, leader in list(self._leaders.items()):
             if not self._leads(leader):
                 del self._leaders[key]
@@ -446,9 +448,9 @@ def _is_read(store: AdapterStore, adapter: Adapter) -> bool:
 
 
 def load_error(request: Request, error: BaseException) -> tuple[str, LoadFailure | None]:
-    """Return the error of a request whose adapter was not loaded, and why it was not; None for a fault of our own.
+    """Return the error of a request with an unloadable adapter, and the cause; None for a fault of our own.
 
-    ExecutorLost is raised again: it is not this request's alone.
+    ExecutorLost is raised again: it affects more than this request.
     """
     if isinstance(error, ExecutorLost):
         raise error

@@ -1,6 +1,6 @@
 """dLoRA's policy of modes: dynamic batching, adaptive thresholds and credits (§4.2 and §A.1, Algorithms 1 to 3).
 
-Numbers that the paper leaves open are those of the authors' code (LLMServe/dLoRA-artifact, vllm/core/scheduler.py).
+Numbers that the paper leaves open are from the authors' code (LLMServe/dLoRA-artifact, vllm/core/scheduler.py).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ PERIOD = 100
 """Steps after which thresholds are tuned anew if nothing else changes; chosen, as no document says."""
 
 INITIAL_CREDIT, STARVE_CREDIT, NORMAL_CREDIT = 70_000.0, 80_000.0, 75_000.0
-"""Credit to begin with, T_starve and T_normal: the artifact's for 8 adapters. A whole batch that gives way moves 1, so
-that an adapter starves after 10,000 steps in which others had all of its rows: in no experiment of the paper's length.
+"""Initial credit, T_starve and T_normal: the artifact's for 8 adapters. A whole displaced batch moves 1, so that an
+adapter starves after 10,000 steps in which others had all of its rows: in no experiment of the paper's length.
 """
 
 
@@ -70,7 +70,7 @@ def most_requested(requests: Batch, legal: Collection[Adapter]) -> Adapter | Non
 
 
 class Iteration(NamedTuple):
-    """Step of a period: |B_i| and IterationTime(B_i), the merged batch's, and those of B'_i, the one of B_fcfs."""
+    """Step of a period: |B_i| and IterationTime(B_i) of the merged batch, |B'_i| and its time of the B_fcfs batch."""
 
     merged: int
     merged_seconds: float
@@ -184,11 +184,10 @@ class _Account:
 
 
 class Credits:
-    """Algorithm 3: whoever gives way to others is credited by them, and served first when it has had enough of it.
+    """Algorithm 3: adapters served out of turn pay credit to the adapters that they displace.
 
-    An adapter's credit grows when its requests give way to others that are not next in turn, at these others' cost. One
-    whose credit is above T_starve starves, and only its like are served until it is below T_normal. One that could not
-    pay for it is not merged.
+    An adapter starves once its credit is above T_starve, and until it is below T_normal; while any adapter starves,
+    only starving ones are served. An adapter without the credit for being served alone is not merged.
     """
 
     def __init__(
@@ -241,7 +240,7 @@ class Credits:
         return sum(waived(first(state.requests, (adapter,), state.max_batch), state.fcfs).values()) / state.max_batch
 
     def _transfer(self, batch: Batch, state: ModeState) -> None:
-        """Move credit from those that are served to those that were next in turn: `transfer_credit`."""
+        """Move credit from the served adapters to the adapters next in turn: `transfer_credit`."""
         gains = waived(batch, state.fcfs)
         total, rows = sum(gains.values()) / state.max_batch, sum(batch.values())
         if not rows:

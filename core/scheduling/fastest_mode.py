@@ -1,4 +1,4 @@
-"""Our policy of modes: whatever is predicted to compute most tokens a second, once it has earned what it costs."""
+"""Our mode policy: the mode with the highest predicted tokens a second, once the loss without it has paid for it."""
 
 from __future__ import annotations
 
@@ -8,32 +8,31 @@ from ...memory.adapters.adapter import Adapter
 from .mode_policy import Batch, ModeChoice, ModePrices, ModeState
 
 MARGIN = 0.01
-"""Share by which a mode must promise more than the present one; chosen: predictions are not that good."""
+"""Share by which a mode's predicted rate must exceed the present one's; chosen, as predictions are less exact."""
 
 EARNED = 2.0
-"""Costs of a merge that must have been lost without it; chosen: requests come and go, and with 1 what the last ones
-missed is merged for the next. So merging takes half, at most, of what it is meant to gain.
+"""Merge when the tokens lost without it reach this many times its cost. Chosen: requests come and go, and with 1 a
+merge would serve requests already gone. So merging costs at most half of its expected gain.
 """
 
 PROBE, MOST_PROBE = 64, 1024
-"""Steps of one adapter alone before one with all requests, which tells whether its price still holds: what is never run
-is never known to have become cheaper, or to have been cheaper all along. Twice as many after each that changed nothing,
-at most `MOST_PROBE`. Chosen: the first costs a hundredth at most.
+"""Exploration: run all requests together once every `PROBE` steps of one adapter alone, so that the cost estimate stays
+current. The interval doubles after each probe that changed nothing, up to `MOST_PROBE`. Chosen: the first costs at most
+a hundredth.
 """
 
 
 class FastestMode:
-    """Chooses among unmerged mode, merged mode of everybody, and of the merged adapter's requests alone.
+    """Chooses among unmerged mode, merged mode with all requests, and merged mode with the merged adapter's alone.
 
-    What is there is chosen by predicted tokens a second, step by step, as switching to it and back is free. Merged
-    weights are made when what was lost without them, in tokens, has come to `EARNED` times what making them costs:
-    whoever rents until then and buys pays a fixed multiple, at most, of what he would have paid had he known how long
-    it lasts.
+    Modes with existing weights are compared step by step, by predicted tokens a second: switching between them is free.
+    Merged weights are made when the tokens lost without them reach `EARNED` times the cost of making them. Ski-rental
+    rule: within a constant factor of the offline optimum.
     """
 
     def __init__(self, prices: ModePrices) -> None:
         self._prices = prices
-        self._lost: dict[Adapter, float] = {}  # tokens, without the merged weights of each
+        self._lost: dict[Adapter, float] = {}  # tokens lost without the merged weights of each
         self._earned = math.inf  # tokens, lost before the merge under way was begun
         self._num_alone, self._probe = 0, PROBE  # steps in a row, and after how many one has all requests
 
@@ -64,7 +63,7 @@ class FastestMode:
         return rate * (1 + MARGIN) if choice.merged is state.merged else rate
 
     def _best(self, state: ModeState, merged: Adapter | None) -> tuple[float, ModeChoice]:
-        """Return the most tokens a second with an adapter in the weights, None for none, and what is to run for it."""
+        """Return the highest rate (tokens a second) with an adapter (None: none) in the weights, and its choice."""
         everybody = self._rate(state, state.fcfs, merged)
         if merged is None or not state.may_leave_out:
             return everybody, ModeChoice(merged)
@@ -78,7 +77,7 @@ class FastestMode:
         return sum(batch.values()) / self._prices.step_seconds(batch, merged, state.context)
 
     def _wanted(self, state: ModeState, rate: float) -> Adapter | None:
-        """Return an adapter whose merged weights have been missed for long enough. rate: without them."""
+        """Return an adapter for which enough has been lost without merged weights. rate: without them."""
         lost = {}
         for adapter in self._candidates(state):
             gain = self._best(state, adapter)[0] - rate * (1 + MARGIN)
@@ -92,10 +91,10 @@ class FastestMode:
         return None
 
     def _go_on(self, state: ModeState, adapter: Adapter) -> ModeChoice:
-        """Make the rest of merged weights, unless it costs more than all that was lost without them.
+        """Make the rest of merged weights, unless it costs more than was lost without them.
 
-        Their first matrices tell what they cost. Before there has been a merge that is a guess, and one that was too
-        low must not take a whole merge: this one is begun again when enough has been lost for what it costs.
+        Before the first merge its cost is a guess; the first matrices give the real one. A merge begun on too low a
+        guess is given up, and begun again when enough has been lost to pay for it.
         """
         rest = self._prices.merge_seconds(adapter) * (1 - state.share_made)
         if not state.fcfs or self._earned >= rest * self._rate(state, state.fcfs, None):

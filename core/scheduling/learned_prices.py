@@ -1,4 +1,4 @@
-"""Prices of decode steps that are learned from the steps themselves, for policies of modes."""
+"""Decode step costs, learned online by ridge regression, for mode policies."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ first step of one row tells little of full ones.
 """
 
 LIKELY = (1.0, 0.4, 0.4, 0.4, 0.4, 0.4)
-"""Share of a step that each term may well take, before steps tell. The weights are read once a step whatever is in it,
-which may be all of its time; LoRA took 38.9 % at most where dLoRA's authors measured it. Taken to be as likely as the
-rest, LoRA and KV would be most of the first steps, and merging tried everywhere at once.
+"""Standard deviation of each term's prior, as a share of a step's time. The weights are read once a step whatever it
+contains, which may be all of its time; LoRA took at most 38.9 % in the dLoRA authors' measurements. With equal priors
+LoRA and KV would explain most of the first steps, and merging would be tried everywhere at once.
 """
 
 NOISE = 0.05
@@ -40,11 +40,11 @@ One that took less is believed: nothing makes a step shorter than its work.
 
 
 class LearnedPrices:
-    """A linear model of a decode step's time, whose prices are not below 0: the most likely ones after each step.
+    """A linear model of a decode step's time with nonnegative coefficients: ridge regression, updated after each step.
 
-    Terms: a step, a row, a token of KV, whether there is LoRA work, rank-rows computed, rank-rows read. What steps
-    leave open is shared out among their terms by `LIKELY`: merged mode is tried where it might help, and once it has
-    been tried its price is known.
+    Terms: a step, a row, a token of KV, whether there is LoRA work, rank-rows computed, rank-rows read. `LIKELY` is the
+    Gaussian prior over coefficients; it decides what the data do not identify. So merged mode is tried where it might
+    help, and once tried its cost is known.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class LearnedPrices:
             self._prices = nonnegative(known, self._sums, self._prices)
 
     def observe_merge(self, adapter: Adapter, seconds: float) -> None:
-        """Believe it by half or twice the price at most: one that was held up must not be the last there ever is."""
+        """Update the cost of a merge, by a factor of 2 at most: one delayed merge must not rule out all later ones."""
         expected = self.merge_seconds(adapter)
         self._merge = min(max(seconds, expected / 2), expected * 2) if expected else seconds
 

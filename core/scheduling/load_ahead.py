@@ -1,4 +1,4 @@
-"""Loading of adapters ahead of the requests that wait for them, and starting those while it is under way."""
+"""Loading adapters ahead for waiting requests, and starting requests while their adapter is being read."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
 
-#: Most waiting requests that are searched for adapters to read, where some are read slowly.
+#: Most waiting requests searched for adapters to read, where some wait for slow reads.
 _MOST_LOOKED_AT = 512
 
 
 class LoadAhead:
     """Reads and loads adapters of the first waiting requests: `lookahead` from disk, `prefetch` into the arena.
 
-    Requests that wait for a slow read are not counted, so that nobody waits behind them. A broken adapter raises
+    Requests that wait for a slow read are not counted, so that no request waits behind them. A broken adapter raises
     nothing here: its requests get the error when they are about to start.
     """
 
@@ -39,7 +39,7 @@ class LoadAhead:
         self._unfit: set[Adapter] = set()  # not read, because the arena could not hold them
 
     def hopeless(self, waiting: Iterable[Request]) -> list[tuple[Request, BaseException]]:
-        """Return waiting requests whose adapter can't be loaded, with the reason; a failed read is reported once."""
+        """Return waiting requests for adapters that can't be loaded, with the error; a failed read is reported once."""
         store = self._store
         store.images.watch()
         if not store.images.has_failures and not self._unfit:
@@ -72,7 +72,7 @@ class LoadAhead:
     def _first(self, waiting: Iterable[Request]) -> Iterator[Adapter]:
         """Yield the non-resident adapters of the first requests that wait for no slow read.
 
-        Those that were sent back for a late adapter that is still being read need no read of their own.
+        A request sent back for a late adapter that is still being read needs no further read.
         """
         images, left = self._store.images, self._limits.lookahead
         for request in itertools.islice(waiting, max(left, _MOST_LOOKED_AT)):
@@ -110,11 +110,11 @@ class LoadAhead:
 class LoadPolicy:
     """Starts a request while its adapter is being read, if the rest of the read can hide behind the prefill.
 
-    The prefill waits for each layer when it reaches it, and with it every other request of the step and whoever comes
-    meanwhile. So the rest of the read must not take much longer than the prefill itself.
+    The prefill waits for each layer when it reaches it, and with it every other request of the step and every arrival.
+    So the rest of the read must not take much longer than the prefill itself.
 
-    max_stall: the longest that a step waits for adapters, in seconds; rows of adapters that come later are discarded.
-    0: no request starts before its adapter has been read.
+    max_stall: the longest that a step waits for adapters, in seconds; rows of adapters that miss it are discarded. 0:
+    no request starts before its adapter has been read.
     """
 
     store: AdapterStore

@@ -1,4 +1,4 @@
-"""Policy by which steps have an adapter in their weights, and whose requests they run (dLoRA §4.2): its seam."""
+"""Interface of mode policies: which adapter is merged into the weights, and which requests run (dLoRA §4.2)."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ Batch = Mapping[Adapter | None, int]
 
 @dataclass(frozen=True, slots=True)
 class ModeState:
-    """State that a mode is chosen by, before each step.
+    """Input of a mode policy, before each step.
 
-    requests: waiting and running ones, the paper's R. fcfs: those of them that run or came first, as many as a step has
-    rows: B_fcfs. eligible: adapters with requests that may be merged now: L. max_batch: rows of a
-    step. context: tokens in the KV cache of a running request, the mean. merged: the adapter in the weights that steps
-    use. shadowed: whose merged weights there are, so that merging it is a switch, or are being made, if `is_under_way`:
-    `share_made` of them is there.
-    step_seconds: of the last decode step. may_leave_out: a step may leave some requests out.
-    running: requests with a row.
-    beginning: waiting requests that may be admitted beside the requests that the mode excludes, which keep their pages.
+    requests: all waiting and running requests, the paper's R. fcfs: the first `max_batch` of them, running ones first:
+    B_fcfs. eligible: adapters with requests that may be merged now: L. max_batch: rows of a step. context: mean number
+    of KV tokens of a running request. merged: the adapter merged into the weights in use. shadowed: the adapter of the
+    shadow weights, so that merging it is a switch; while `is_under_way` they are being made, `share_made` of them so
+    far. step_seconds: of the last decode step. may_leave_out: a step may exclude requests. running: requests with a
+    row. beginning: waiting requests that may be admitted beside the excluded requests, which keep their pages.
     """
 
     requests: Batch
@@ -41,14 +39,14 @@ class ModeState:
     beginning: int = 0
 
     def alone(self, adapter: Adapter) -> int:
-        """Return the rows of a step that leaves all others out: those that run, and those that may begin."""
+        """Return the rows of a step that runs this adapter alone: its running requests, and the ones that may begin."""
         return min(self.requests.get(adapter, 0), self.max_batch, self.running.get(adapter, 0) + self.beginning)
 
 
 class ModeChoice(NamedTuple):
-    """A choice for the next step. merged: the adapter that steps are to have in their weights; None: none.
+    """A choice for the next step. merged: the adapter to merge into the weights; None: none.
 
-    only: adapters, or the base model, whose requests alone run; None: all. It counts once steps are in the mode.
+    only: eligible adapters (None in it: the base model); None: all. Applied once steps are in the mode.
     """
 
     merged: Adapter | None = None
@@ -61,32 +59,31 @@ class ModeChoice(NamedTuple):
 
 
 class ModePolicy(Protocol):
-    """Chooses between unmerged mode and merged mode with one adapter, and may leave the others' requests out of steps.
+    """Chooses between unmerged mode and merged mode with one adapter, and may exclude other requests from steps.
 
-    An adapter that can't be merged, or not yet, is served unmerged; until its merged weights are made, so is one that
-    can, beside all others.
+    An adapter is served unmerged, beside all others, if it can't be merged or until its merged weights are made.
     """
 
     def choose(self, state: ModeState) -> ModeChoice: ...
 
 
 class ModePrices(Protocol):
-    """Seconds by which policies compare modes."""
+    """Costs in seconds by which policies compare modes."""
 
     def step_seconds(self, batch: Batch, merged: Adapter | None, context: float) -> float:
         """Return the time of a decode step of so many requests by adapter, each with `context` tokens of KV."""
         ...
 
     def merge_seconds(self, adapter: Adapter) -> float:
-        """Return what making an adapter's merged weights takes, in pauses between steps."""
+        """Return the time between steps that making an adapter's merged weights takes."""
         ...
 
     def observe(self, batch: Batch, merged: Adapter | None, context: float, seconds: float) -> None:
-        """A decode step took so long."""
+        """Record the time of a decode step."""
         ...
 
     def observe_merge(self, adapter: Adapter, seconds: float) -> None:
-        """Merged weights were made in so long, or will have been, by what is made of them so far."""
+        """Record the time of a merge; of one under way, extrapolated from the part made so far."""
         ...
 
 

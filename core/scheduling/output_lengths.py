@@ -1,4 +1,4 @@
-"""Expected lengths of answers, and the pages that they will take, for which admission leaves room."""
+"""Expected lengths of answers, and the pages that admission reserves for them."""
 
 from __future__ import annotations
 
@@ -19,22 +19,21 @@ _ENDLESS = 1 << 40
 class OutputLengths:
     """Lengths of the latest answers, from which the length of a running one is estimated.
 
-    It is expected to draw as many more tokens as those that got as far drew from there on, for each of them that ended
-    of itself.
+    Mean residual life: expected remaining length, given that the answer has reached this length. Truncated answers are
+    censored: their tokens count, their ends do not. If all were truncated, the request's limit is expected.
 
-    A limit alone says little: most answers end long before the one that their clients set. An answer that its limit cut
-    off says as little: it would have gone on. Where all were cut off, the limit is what is left to expect.
+    A limit alone says little: most answers end long before the limit that their clients set.
     """
 
     def __init__(self) -> None:
         self._latest: deque[tuple[int, int]] = deque(maxlen=_NUM_REMEMBERED)  # lengths, and 1 if it ended of itself
         self._sorted: list[int] = []
         self._sums: list[int] = []  # of the sorted lengths from each on
-        self._ends: list[int] = []  # how many of these ended of themselves
+        self._ends: list[int] = []  # number of these that were not truncated
         self._is_new = False
 
     def end(self, num_tokens: int, was_cut: bool) -> None:
-        """Record an answer that ended with so many tokens, of itself or, if `was_cut`, at its limit."""
+        """Record the length of an ended answer. was_cut: truncated at its limit."""
         self._latest.append((num_tokens, int(not was_cut)))
         self._is_new = True
 
@@ -52,7 +51,7 @@ class OutputLengths:
         ]
 
     def _answer_length(self, drawn: int) -> int:
-        """Return the expected length of an answer that has `drawn` tokens; a quarter more where none got so far."""
+        """Return the expected length of an answer that has `drawn` tokens; a quarter more if no answer got so far."""
         if self._is_new:
             self._is_new = False
             latest = sorted(self._latest)
@@ -81,16 +80,16 @@ class Growth:
             grown = -(-(end - 1) // block_tokens) + -request.room // block_tokens
             if grown > 0:
                 self.total += grown
-        self._ends: np.ndarray | None = None  # see `_end`, of each; counted where the sum is too much
+        self._ends: np.ndarray | None = None  # `_end` of each; computed only if the sum does not fit
 
     def add(self, request: Request) -> None:
-        """Count one more that runs."""
+        """Add a running request."""
         self.total += self._pages(request, request.room)
         if self._ends is not None:
             self._ends = np.vstack((self._ends, self._end(request, self._lengths.final_length(request))))
 
     def total_with(self, request: Request) -> int:
-        """Return the pages by which they and `request`, which has those for its known tokens, grow in all."""
+        """Return the pages by which they and `request` grow in all; its known tokens count as having pages."""
         return self.total + self._pages(request, request.num_tokens)
 
     def peak_with(self, request: Request) -> int:
@@ -105,16 +104,16 @@ class Growth:
         known = -(-request.num_tokens // self._block)
         own = self._lengths.final_length(request) - 1 - request.num_tokens, known, known
         steps, frees, has = np.vstack((self._ends, own)).T
-        order = np.argsort(-steps)  # when one ends, those before it still run
+        order = np.argsort(-steps)  # when a request ends, the earlier ones in this order still run
         needs = np.cumsum(frees[order]) * self._block + np.arange(1, len(steps) + 1) * steps[order]
         return max(0, -(-int(needs.max()) // self._block) - int(has.sum()))
 
     def _pages(self, request: Request, room: int) -> int:
-        """Return the pages that a request with room for so many tokens grows by."""
+        """Return the pages that a request with room for `room` tokens grows by."""
         return max(0, -(-(self._lengths.final_length(request) - 1) // self._block) + -room // self._block)
 
     def _end(self, request: Request, final: int) -> tuple[int, int, int]:
-        """Return the steps until a request ends, the pages that it frees then, and those of them that it has."""
+        """Return the steps until a request ends, the pages that it frees then, and how many of these it has now."""
         block, count, room = self._block, len(request.token_ids), request.room
         shared = request.began_at // block
         return final - 1 - count, -(-max(room, count) // block) - shared, room // block - shared

@@ -22,7 +22,7 @@ class Overloaded(Exception):
 
 
 class QueueRoom:
-    """Limit of the waiting queue, shared by accounts."""
+    """Limit of the waiting queue, shared by tenants."""
 
     def __init__(self, most: int | None, clock: Callable[[], float]) -> None:
         """most: requests that may wait; None: no limit."""
@@ -37,7 +37,7 @@ class QueueRoom:
     def check(self, queue: WaitingQueue, account: str, count: int = 1) -> None:
         """Raise Overloaded when there is no room for `count` more requests of `account`.
 
-        An account's waiting requests must not outnumber the free places, so that new accounts find room. Changes
+        A tenant's waiting requests must not outnumber the free places, so that new tenants find room. Changes
         nothing, so that any thread may look before it makes requests.
         """
         most, waiting = self._most, len(queue) + count - 1  # when the last of them is queued

@@ -1,4 +1,4 @@
-"""Policies that an engine takes from outside: turns among accounts, and the victim of a preemption."""
+"""Policies that an engine takes from outside: turns among tenants, and the victim of a preemption."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ from .mode_policy import ModePolicy, ModePrices
 
 
 class QueuePolicy(Protocol):
-    """Shares what the engine does among accounts: tenants or, where it is configured so, adapters."""
+    """Orders tenants by the service that they received. account: a tenant's name or, with `fair_by="adapter"`, an
+    adapter's.
+    """
 
     def arrive(self, account: str, waiting: Collection[str], least: float | None) -> None:
-        """Note that an account that had nothing waiting has now. waiting: the other accounts that have. least: the
-        lowest of their standings, None where there are none.
+        """Record that a tenant's queue is no longer empty. waiting: the other waiting tenants. least: the lowest of
+        their standings, None if there are none.
         """
         ...
 
     def standing(self, account: str) -> float:
-        """Return a number by which accounts are ordered: the lowest comes next. While an account waits it changes with
-        `charge` and `settle` only.
+        """Return a tenant's sort key: the lowest comes next. While the tenant waits, only `charge` and `settle` change
+        it.
         """
         ...
 
     def charge(self, request: Request, length: int) -> None:
         """Charge a request that begins to run from `began_at` and is expected to end with `length` tokens computed.
 
-        `charged` is its cost then.
+        Sets `charged` to its cost.
         """
         ...
 
     def settle(self, request: Request) -> None:
-        """Charge a request that runs no more for what it has computed, instead of what was expected."""
+        """Replace the expected charge of a request that no longer runs by the cost of what it has computed."""
         ...
 
 
@@ -49,24 +51,24 @@ _MOST_ACCOUNTS = 4096
 class TokenCounters(QueuePolicy):
     """Virtual token counters (VTC; Sheng et al., Fairness in Serving Large Language Models): least served comes next.
 
-    An account's counter grows by the cost of what its requests compute, over its weight. They are charged when they
-    begin, for the length that is expected of them, and corrected when they end. A request that runs again after a
-    preemption is not charged twice.
+    A tenant's counter grows by the cost of its requests' tokens, divided by its weight. A request is charged for its
+    expected length when it begins, and corrected when it ends. One that runs again after a preemption is not charged
+    twice.
 
-    An account that comes anew is lifted to the least counter among those that wait or, where nobody does, to that of
-    the one served last: what nobody asked for is not saved up. Between two accounts that always wait, the costs served
-    over their weights never differ by more than those of the requests that they have running, and one more.
+    The counter of a returning tenant is lifted to the least counter of the waiting tenants or, if none waits, to that
+    of the tenant served last: unused service is not saved up. Between two backlogged tenants, weighted served costs
+    differ by at most the cost of their running requests and one more.
     """
 
     def __init__(self, weights: Mapping[str, float] = MappingProxyType({})) -> None:
-        """weights: by account; 1 where nothing is said."""
+        """weights: by tenant; by default 1."""
         self._weights = weights
-        self._counters: OrderedDict[str, float] = OrderedDict()  # who came or was charged least recently first
-        self._level = 0.0  # of the account that was served last, before it was
+        self._counters: OrderedDict[str, float] = OrderedDict()  # least recently arrived or charged first
+        self._level = 0.0  # counter of the tenant served last, before its charge
 
     @property
     def counters(self) -> Mapping[str, float]:
-        """Counters of the accounts that were served lately."""
+        """Counters of the recently served tenants."""
         return self._counters
 
     def arrive(self, account: str, waiting: Collection[str], least: float | None) -> None:
@@ -101,9 +103,7 @@ class TokenCounters(QueuePolicy):
         return cost / self._weights.get(request.account, 1.0)
 
     def _bound(self, waiting: Collection[str]) -> None:
-        """Forget who was not served for longest and does not wait; should it come back, it is lifted like one that
-        comes anew.
-        """
+        """Forget the least recently served tenants that do not wait; a forgotten tenant returns as a new one."""
         while len(self._counters) > _MOST_ACCOUNTS + len(waiting):
             account, counter = self._counters.popitem(last=False)
             if account in waiting:
@@ -119,9 +119,9 @@ class VictimPolicy(Protocol):
 
 
 class MostServed(VictimPolicy):
-    """The newest request of the account that has been served most: it has computed least of what is over a share.
+    """The newest request of the most served tenant: of the requests above a fair share, it loses the least work.
 
-    Never the one that has run longest, as long as there is another: so that preemptions can't go round in circles.
+    Never the oldest running request, as long as there is another, so that preemptions can't cycle.
     """
 
     def __init__(self, queue: QueuePolicy) -> None:
@@ -137,8 +137,8 @@ class MostServed(VictimPolicy):
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """One of each. victim: by default `MostServed` of the queue's accounts. mode: by default that of the configuration.
-    prices: what it compares modes by; by default they are learned.
+    """One of each. victim: by default `MostServed` by the queue policy. mode: by default as configured. prices: the
+    costs by which `mode` compares modes; by default learned.
     """
 
     queue: QueuePolicy = field(default_factory=TokenCounters)

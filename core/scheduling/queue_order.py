@@ -1,4 +1,4 @@
-"""Order in which waiting requests are considered for admission: turns of accounts, resident adapters first."""
+"""Order in which waiting requests are considered for admission: turns of tenants, resident adapters first."""
 
 from __future__ import annotations
 
@@ -21,56 +21,56 @@ Entry = tuple[int, int, int, Group]
 """Class of a group's head, its queue position, class of the group's adapter, the group."""
 
 Turn = tuple[float, int, str]
-"""Standing of an account, its number in the order in which accounts came, the account."""
+"""Standing of a tenant, its number in order of arrival, the tenant."""
 
 Since = tuple[float, int, int]
-"""Time and step since when an account waits, and a number that grows in their order."""
+"""Time and step since which a tenant waits, and a sequence number."""
 
 MANY = 64
-"""Accounts that wait from which on those are found first that have something that may run. Chosen."""
+"""With at least this many waiting tenants, first look for the tenants with an eligible request. Chosen."""
 
 SHARE = 4
-"""One of so many at least has, or all are looked at in turn: somebody is then found soon. Chosen."""
+"""If at least one waiting tenant in so many has one, all are tried in turn instead: a hit comes soon. Chosen."""
 
 
 class Turns:
-    """Accounts that wait, by whose turn it is.
+    """Waiting tenants in order of their turns.
 
-    First come those that have waited too long for one, for `max_turn_seconds` or `max_turn_steps` since their last turn
-    or, if later, since they had nothing waiting: a small weight, or a wrong guess of a length, might keep one waiting
-    for long. Then come the others, those first that stand lowest with the policy, and of these those that came first.
-    A change takes a time that grows with the logarithm of their number, since steps must not pay for who waits.
+    First come overdue tenants, longest wait first: they have waited for `max_turn_seconds` or `max_turn_steps` since
+    their last turn or, if later, since their queue was empty. Otherwise a small weight or a wrong length estimate could
+    keep a tenant waiting for long. The others follow by the policy's standing, lowest first, then by arrival. A change
+    takes time logarithmic in the number of tenants, so that a long queue does not slow steps down.
     """
 
     def __init__(self, limits: EngineConfig, waiting: WaitingQueue, policy: QueuePolicy) -> None:
         self._max_seconds, self._max_steps = limits.max_turn_seconds, limits.max_turn_steps
         self._waiting = waiting
         self._policy = policy
-        self._since: OrderedDict[str, Since] = OrderedDict()  # who has waited longest first
+        self._since: OrderedDict[str, Since] = OrderedDict()  # longest wait first
         self._heap: list[Turn] = []
-        self._turns: dict[str, Turn] = {}  # of the heap's entries those that hold
+        self._turns: dict[str, Turn] = {}  # the valid entries of both heaps
         self._count = itertools.count()
         self._late_before = (-math.inf, -math.inf)
-        self._passed: list[Turn] = []  # a heap, too: of those that are not looked at again until `restart`
+        self._passed: list[Turn] = []  # a heap, too: turns skipped until `restart`
         self._passed_late: list[tuple[str, Since]] = []
         self.is_late = False
-        """True if the account that `top` returned last has waited too long."""
+        """True if the tenant that `top` returned last is overdue."""
 
     def take(self, account: str, now: float, step: int) -> None:
-        """Note that an account has a turn, or begins to wait for one."""
+        """Record that a tenant has a turn, or begins to wait for one."""
         self._since[account] = now, step, next(self._count)
         self._since.move_to_end(account)
         self._bound()
 
     def note(self, account: str) -> None:
-        """Note that the policy may think better of an account than before."""
+        """Update a tenant's turn after its standing with the policy may have fallen."""
         turn = self._turns.get(account)
         if turn is not None and self._policy.standing(account) < turn[0]:
             self._enter(self._heap, account, turn[1])
             self._bound()
 
     def restart(self, now: float, step: int) -> None:
-        """Begin with the first account again. now, step: of the moment, in seconds and steps."""
+        """Begin with the first tenant again. now, step: the current time in seconds, and step number."""
         self._late_before = now - self._max_seconds, step - self._max_steps
         for account, since in reversed(self._passed_late):
             if account not in self._since:
@@ -83,12 +83,12 @@ class Turns:
         self._take_new(self._heap, now, step)
 
     def least(self, now: float, step: int) -> float | None:
-        """Return the lowest standing of all that wait; None if nobody does. Who has been passed over stays so."""
+        """Return the lowest standing of any waiting tenant; None if none waits. Skipped tenants stay skipped."""
         self._take_new(self._passed, now, step)
         return min((turn[0] for heap in (self._heap, self._passed) if (turn := self._first(heap))), default=None)
 
     def top(self) -> str | None:
-        """Return the account whose turn it is; None if all have been passed over."""
+        """Return the next tenant; None if all have been skipped."""
         accounts, since = self._waiting.accounts, self._since
         while since:
             account = next(iter(since))
@@ -103,25 +103,25 @@ class Turns:
         return None if turn is None else turn[2]
 
     def pass_over(self) -> None:
-        """Go on to the next account, until `restart`."""
+        """Skip the tenant that `top` returned, until `restart`."""
         if self.is_late:
             self._passed_late.append(self._since.popitem(last=False))
         else:
             heapq.heappush(self._passed, heapq.heappop(self._heap))
 
     def rank(self, account: str) -> tuple[bool, float, float]:
-        """Return a key by which accounts that wait are in the order of turns; False first: it has waited too long."""
+        """Return a waiting tenant's sort key in the order of turns; its first item is False for an overdue tenant."""
         since = self._since.get(account)
         if since is not None and self._is_late(since):
             return False, 0.0, since[2]
-        turn = self._turns.get(account)  # None for one that comes back in this very step
+        turn = self._turns.get(account)  # None if it returns to the queue in this very step
         return True, self._policy.standing(account), math.inf if turn is None else turn[1]
 
     def _is_late(self, since: Since) -> bool:
         return since[0] <= self._late_before[0] or since[1] <= self._late_before[1]
 
     def _first(self, heap: list[Turn]) -> Turn | None:
-        """Return the least of a heap's turns that hold; None if there is none."""
+        """Return the least valid turn of a heap; None if there is none."""
         while heap:
             turn = heap[0]
             account = turn[2]
@@ -138,7 +138,7 @@ class Turns:
         return None
 
     def _take_new(self, heap: list[Turn], now: float, step: int) -> None:
-        """Give those a turn that have begun to wait."""
+        """Enter the tenants that have begun to wait."""
         for account in self._waiting.take_new_accounts():
             number = next(self._count)
             self._since.setdefault(account, (now, step, number))
@@ -149,7 +149,7 @@ class Turns:
         heapq.heappush(heap, turn)
 
     def _bound(self) -> None:
-        """Forget accounts that wait no more and turns that hold no more, when they are many."""
+        """Once they are many, drop tenants that no longer wait and stale turns."""
         accounts = self._waiting.accounts
         if max(len(self._since), len(self._heap)) <= 2 * len(accounts) + 64:
             return
@@ -161,18 +161,18 @@ class Turns:
 
 
 class SomeTurns:
-    """Some of the accounts that wait, in the order of turns as of the moment; `turns` has all of them, restarted."""
+    """Some of the waiting tenants, in the current order of turns; `turns` has all of them, restarted."""
 
     def __init__(self, turns: Turns, waiting: WaitingQueue, accounts: Iterable[str]) -> None:
         self._turns = turns
         self._waiting = waiting
         self._heap = [(turns.rank(account), account) for account in accounts]
         heapq.heapify(self._heap)
-        self._last = ""  # what `top` returned, the only one whose rank may have changed since
+        self._last = ""  # returned by `top`: only its rank may have changed since
         self.is_late = False
 
     def top(self) -> str | None:
-        """Return the account whose turn it is; None if all have been passed over."""
+        """Return the next tenant; None if all have been skipped."""
         heap = self._heap
         while heap:
             rank, account = heap[0]
@@ -192,12 +192,12 @@ class SomeTurns:
 class QueueOrder:
     """Candidates for admission in one step.
 
-    Whose turn it is comes first. Within an account, requests whose adapter is resident, or that need none, come first,
-    then those whose adapter is being read, each in queue order. Those of whose adapter nothing has been read, or whose
-    read has taken long and goes on, can't run and are left out. A request that arrived before `overdue_before` has been
-    overtaken for long enough and goes first in its account, whatever its adapter.
+    Tenants come in order of their turns. Within a tenant, requests for resident adapters and for the base model come
+    first, then requests for adapters being read, each in queue order. A request can't run, and is left out, while no
+    part of its adapter has been read, or while the read is slow and unfinished. A request that arrived before
+    `overdue_before` has been overtaken for long enough: it goes first in its tenant, whatever its adapter.
 
-    Where many accounts wait and few of them have a request that can run, only these are looked at.
+    Where many tenants wait and few of them have an eligible request, only these few are tried.
     """
 
     def __init__(
@@ -211,10 +211,10 @@ class QueueOrder:
         may_begin: Callable[[str], bool] | None = None,
         held: Container[str] = (),
     ) -> None:
-        """turns: restarted. may_run: filters adapters; called with an adapter, or None for the base model, and the
-        first request of an account that waits for it, or None for any. None: every adapter may. only_firsts: consider
-        only the first answer of each call. may_begin: filters accounts; None: every one may. held: accounts that are
-        left out, more and more of them.
+        """turns: restarted. may_run: filters adapters; called with an adapter (None: the base model) and the first
+        request of a tenant that waits for it (None: of any tenant). None: every adapter is eligible. only_firsts:
+        consider only the first answer of each call. may_begin: filters tenants; None: every tenant is eligible. held:
+        excluded tenants; the caller adds to it during the step.
         """
         self._waiting = waiting
         self._turns: Turns | SomeTurns = turns
@@ -229,14 +229,14 @@ class QueueOrder:
         if None in waiting.by_adapter:
             self._near[None] = RESIDENT
         if may_run is not None and not any(may_run(adapter, None) for adapter in self._near):
-            self._near = {}  # no request can begin, and none needs an adapter place kept
-        self._entries: dict[str, list[Entry]] = {}  # of accounts that have come to the top
+            self._near = {}  # no request can begin, and none needs an adapter slot reserved
+        self._entries: dict[str, list[Entry]] = {}  # of tenants that have come to the top
         self._account = ""  # of the last candidate
         if len(waiting.accounts) >= MANY and (few := self._few()) is not None:
             self._turns = SomeTurns(turns, waiting, few)
 
     def next(self) -> Request | None:
-        """Return the next candidate; the same one until it has left its group, or its group is passed over."""
+        """Return the next candidate; the same request until it has left its group, or its group is skipped."""
         while (account := self._turns.top()) is not None:
             if account not in self._held and (self._may_begin is None or self._may_begin(account)):
                 entries = self._entries.get(account)
@@ -253,7 +253,7 @@ class QueueOrder:
         return self._top()[0][0] == OVERDUE
 
     def is_late(self) -> bool:
-        """True if the last candidate's account has waited too long for a turn."""
+        """True if the last candidate's tenant is overdue for a turn."""
         return self._turns.is_late
 
     def go_on(self) -> None:
@@ -273,7 +273,7 @@ class QueueOrder:
         return self._entries[self._account]
 
     def _open(self, groups: dict[Adapter | None, Group]) -> list[Entry]:
-        """Return an account's groups that may run, as a heap."""
+        """Return a tenant's eligible groups, as a heap."""
         only_firsts = self._only_firsts
         entries: list[Entry] = []
         for adapter in self._near.keys() & groups.keys():
@@ -287,7 +287,7 @@ class QueueOrder:
         return entries
 
     def _few(self) -> set[str] | None:
-        """Return the accounts that have something that may run; None where these are many."""
+        """Return the tenants with a request for a near adapter; None if these are many."""
         found: list[str] = []
         for adapter in self._near:
             found += self._waiting.by_adapter[adapter]

@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 class RequestMemory:
     """Allocates and frees pages, prefix blocks and adapter pins for requests; it decides nothing about their order.
 
-    share_prefix_cache: also between tenants. may_swap: whether KV of requests that are preempted is to be kept in host
-    memory. arriving: requests whose KV is coming back.
+    share_prefix_cache: also between tenants. may_swap: whether to keep a preempted request's KV in host memory.
+    arriving: requests with KV being copied back.
     """
 
     _pool: PagePool
@@ -102,7 +102,7 @@ class RequestMemory:
             self.grow(request, request.num_computed_tokens + count)
 
     def kept_tokens(self, request: Request, blocks: list[Block]) -> int:
-        """Return the tokens whose KV a request has when it starts: in `blocks`, its cached prefix, or on the host."""
+        """Return the number of tokens with KV when a request starts: in `blocks`, its cached prefix, or on the host."""
         cached, image = len(blocks) * self.block_tokens, request.kv_image
         if image is None or image.is_dropped or len(blocks) < image.blocks.start:
             return cached
@@ -132,7 +132,7 @@ class RequestMemory:
         return request.kv_image is not None
 
     def settle(self) -> list[Request]:
-        """End the copies that have ended; returns the requests whose KV will never come: they are to be sent back."""
+        """Complete finished copies; return the requests with lost KV, which the caller sends back to the queue."""
         done, failed = self.swapped.settle()
         lost = []
         for request in list(self.arriving):

@@ -27,17 +27,17 @@ class Running(list[Request]):
         super().__init__()
         self._groups: Groups | None = {}
         self.calls: dict[str, dict[Request, None]] = {}
-        """Those that belong to a call with others, by call; whoever deals out their turns may reorder both."""
+        """Requests of calls with n > 1, by call; `StepShares` reorders both levels to take turns."""
         self.lone: dict[Request, None] = {}
-        """The others."""
+        """Requests alone in their call."""
         self.num_looking_back = 0
-        """Those whose next token can't be drawn before the host knows the last; see `SamplingParams.looks_back`."""
+        """Requests that need the last token on the host before the next is drawn; see `SamplingParams.looks_back`."""
         self.plan: StepPlan | None = None
-        """The last step's, if each of them decoded a token in it and they are still the same: their rows are reused."""
+        """The last step's plan, if every request decoded a token in it and none joined or left: its rows are reused."""
         self.accounts: dict[str, int] = {}
-        """Their number by account."""
+        """Number of running requests by tenant."""
         self.dealt: list[Request] | None = None
-        """Those that have the rows of a step, where there are more of them than rows, while they are still the same."""
+        """The requests with a row, where there are more requests than rows; None once a request joins or leaves."""
 
     @property
     def num_calls(self) -> int:

@@ -1,7 +1,7 @@
 """Token-budget continuous batching with chunked prefill.
 
-A step takes from every running request the tokens whose KV is missing (one for a decoding request), then admits
-waiting requests in queue order while tokens, seats and pages last. No tensors here.
+A step takes from every running request the tokens that have no KV yet (one for a decoding request), then admits
+waiting requests in queue order while tokens, slots and pages last. No tensors here.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Scheduler:
         policies: Policies | None = None,
     ) -> None:
         self._limits = limits
-        self._max_tokens = limits.max_num_batched_tokens  # every step asks; a pydantic model takes its time
+        self._max_tokens = limits.max_num_batched_tokens  # read in every step; a pydantic attribute is slow
         self._store = store
         self._memory = memory
         self._buckets = DecodeBuckets(limits.max_num_seqs)
@@ -89,7 +89,7 @@ class Scheduler:
         self._room.check(self.waiting, account, count)
 
     def add(self, request: Request) -> None:
-        """Queue a request that has been validated; one that has run elsewhere before all that have not."""
+        """Queue a validated request; one that has run on another engine goes first."""
         self._requests[request.id] = request
         self._admission.arrive(request.account)
         (self.waiting.append_first if request.num_paid_tokens else self.waiting.append)(request)
@@ -107,7 +107,7 @@ class Scheduler:
         return True
 
     def end_users(self, adapters: Collection[Adapter], error: str, failure: LoadFailure) -> int:
-        """End every request that holds one of `adapters`, with an error; returns how many there were."""
+        """End every request that holds one of `adapters`, with an error; return their number."""
         users = [request for request in self._requests.values() if request.adapter in adapters]
         for request in users:
             self._end(request, error, failure)
@@ -115,9 +115,9 @@ class Scheduler:
 
     @property
     def only(self) -> Collection[Adapter | None] | None:
-        """Adapters, or the base model, whose requests alone run; the others' keep what they hold. None: all.
+        """Adapters (None: the base model) with requests that may run; excluded requests keep their pages. None: all.
 
-        Should none of these be able to run, all may.
+        `schedule` resets it to None if none of these requests can run.
         """
         return self._admission.only
 
@@ -126,7 +126,7 @@ class Scheduler:
         self._admission.only = adapters
 
     def has_late_turn(self) -> bool:
-        """True if an account has waited too long for its turn."""
+        """True if a tenant is overdue for its turn."""
         return self._admission.has_late_turn()
 
     def schedule(self) -> StepPlan | None:
@@ -159,10 +159,10 @@ class Scheduler:
         return plan
 
     def foresee(self, plan: StepPlan) -> StepPlan | None:
-        """Plan the step behind `plan`, which is under way, from what is known without its tokens; None when they, or
-        anything but decoding, have a say in it: then `plan` is to be read first.
+        """Plan the step after `plan`, which is under way, before its tokens are known; None if the step depends on
+        them, or is not pure decoding: then read the result of `plan` first.
 
-        Should a request end by its token, its row in the next step is dropped. Whoever ends by length has none there.
+        A request that hits EOS leaves a stale row, which `update` drops; one that reaches `max_length` is left out.
         """
         running, memory = self.running, self._memory
         if (
@@ -182,10 +182,10 @@ class Scheduler:
         return follow(plan, running, staying, self._buckets)
 
     def _keep_waiting(self, running: Running, staying: Sequence[Request]) -> bool:
-        """True if no waiting request could join the next step; adapters are read and loaded ahead for them."""
+        """True if no waiting request could join the next step; then read and load adapters ahead for the queue."""
         self._admission.settle()
         self._fail_hopeless()
-        if self.waiting and len(staying) < len(running):  # who comes in their place should not wait for a step more
+        if self.waiting and len(staying) < len(running):  # their successors should not wait a step more
             return False
         self._seats.begin_step(running)
         if self._admission.would_admit(running, self._budget(self._max_tokens - len(running), len(running))):
@@ -196,7 +196,7 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """Apply a step's result: append sampled tokens, end requests that are done, return the new outputs.
 
-        Of a step that was planned ahead, rows of requests that have ended or were sent back meanwhile are dropped.
+        Of a step that was planned ahead, rows of requests that have ended or were preempted meanwhile are dropped.
         """
         info = self.last_step = StepInfo(plan.step_id, len(plan.rows), len(plan.adapters), plan.num_tokens)
         self.num_steps += 1
@@ -217,10 +217,10 @@ class Scheduler:
         return outputs
 
     def count_by_adapter(self, most: int) -> tuple[dict[Adapter | None, int], dict[Adapter | None, int]]:
-        """Return the numbers of running and waiting requests by adapter, and those of the first `most` of them.
+        """Count running and waiting requests by adapter (None: the base model): all of them, and the first `most`.
 
-        None: of the base model. Adapters are in the order of their first requests, as far as these are among the first
-        `most`. Takes time with `most` and the adapters, however many requests wait.
+        Adapters are in the order of their first requests, as far as these are among the first `most`. Takes time
+        proportional to `most` and the number of adapters, however many requests wait.
         """
         running, waiting = self.running.count_by_adapter(), self.waiting.num_of
         if len(self.running) > most:
@@ -236,15 +236,15 @@ class Scheduler:
         return requests, first
 
     def leaves_account_out(self, only: Collection[Adapter | None]) -> bool:
-        """True if an account has requests, but no running one of `only`, while another account has requests, too."""
+        """True if a tenant has requests, but no running one of `only`, while another tenant has requests, too."""
         accounts = self.running.accounts.keys() | self.waiting.accounts
         if len(accounts) < 2:
             return False
         return len(accounts) > len({request.account for request in self.running if request.adapter in only})
 
     def count_beginning(self) -> int:
-        """Return how many waiting requests memory has room for: the pages that are left beside the running
-        requests' expected growth, over the mean of what these are expected to end with.
+        """Return how many waiting requests memory has room for: the pages left after the running requests' expected
+        growth, over the mean number of pages that a running request is expected to end with.
         """
         running = self.running
         if not self.waiting or not running:
@@ -269,7 +269,7 @@ class Scheduler:
         return (request.kv_image for request in self._requests.values() if request.kv_image is not None)
 
     def accounts(self) -> list[AccountStats]:
-        """Return the accounts with requests in progress, those with most of them first."""
+        """Return the tenants with requests in progress, most requests first."""
         running, waiting = (Counter(request.account for request in queue) for queue in (self.running, self.waiting))
         standing = self._policies.queue.standing
         names = sorted(running | waiting, key=lambda name: (-running[name] - waiting[name], name))
@@ -278,9 +278,9 @@ class Scheduler:
     # -- choosing
 
     def _settle(self) -> None:
-        """Take note of what has ended since the last step: copies, loads, and prompts that others wait for."""
+        """Apply what has ended since the last step: copies, loads, and shared prefills."""
         if self._memory.swapped.is_under_way:
-            for request in self._memory.settle():  # its KV is lost: it computes that again
+            for request in self._memory.settle():  # its KV is lost and must be recomputed
                 self._send_back(request, RequestState.SWAPPED)
         if self._loading or self._store.loads.under_way:
             self._settle_loads()
@@ -288,7 +288,7 @@ class Scheduler:
             self._admission.settle()
 
     def _settle_loads(self) -> None:
-        """End the requests whose adapter failed to load, and mark those whose adapter is complete as running."""
+        """End requests of adapters that failed to load; mark requests of adapters now complete as running."""
         for adapter, error in self._store.poll():
             for request in [request for request in self.running if request.adapter is adapter]:
                 self._end(request, *load_error(request, error))
@@ -304,7 +304,7 @@ class Scheduler:
         self._loading = still
 
     def _fail_hopeless(self) -> None:
-        """End the waiting requests whose adapter can't be loaded."""
+        """End the waiting requests for adapters that can't be loaded."""
         for request, error in self._ahead.hopeless(self.waiting):
             self.waiting.remove(request)
             self._fail(request, *load_error(request, error))
@@ -312,7 +312,7 @@ class Scheduler:
     def _choose_sharing(self, only: Collection[Adapter | None] | None) -> list[Request] | None:
         """Return the running requests that share the next step, None for all of them.
 
-        only: adapters whose requests may; None: all. A request whose KV is coming back has nothing to compute yet.
+        only: eligible adapters; None: all. A request with KV still being copied back is left out.
         """
         running = self.running
         sharing = self._shares.choose(running, self.waiting) if running.calls else None
@@ -327,7 +327,7 @@ class Scheduler:
         return running.dealt
 
     def _yield_rows(self, counts: dict[Request, int], admitted: Mapping[Request, int]) -> dict[Request, int]:
-        """Return the token counts of those that keep their row beside the requests that were admitted."""
+        """Return the token counts of the requests that keep their row beside the admitted ones."""
         taking = [r for r in self.running if (r in counts or r in admitted) and r.coming is None]
         return {r: counts[r] for r in self._seats.deal(taking, admitted) if r not in admitted}
 
@@ -353,8 +353,8 @@ class Scheduler:
         return all(len(r.token_ids) - r.num_computed_tokens == 1 for r in [r for r in self.running if r.row is None])
 
     def _schedule_running(self, sharing: Sequence[Request]) -> tuple[dict[Request, int], list[Request], bool]:
-        """Return the token counts of the running requests that share the step, those of them that their account's share
-        cut short, and True if any had to be preempted.
+        """Return the token counts of the running requests in the step, the prompts cut short by their tenant's share,
+        and True if any request had to be preempted.
 
         Decoding requests come first, so that a long prompt's chunks never delay them; then in order of admission.
         """
@@ -369,7 +369,7 @@ class Scheduler:
         for request in (*decoding, *prompts):
             if budget <= 0:
                 break
-            if not request.is_running:  # preempted for one before it
+            if not request.is_running:  # preempted for an earlier request
                 continue
             wanted = min(budget, _missing(request))
             count = _take_share(request, wanted, shares)
@@ -388,7 +388,7 @@ class Scheduler:
     def _find_pages(self, request: Request, end: int) -> tuple[bool, list[Request]]:
         """Return whether a running request has pages up to `end` now, and the requests that were preempted for them.
 
-        It has none where it is one of these, and where pages are free only once they have been copied.
+        False if it was preempted itself, or if pages become free only after they have been copied out.
         """
         victims: list[Request] = []
         while request.room < end and not self._memory.grow(request, end):
@@ -403,7 +403,7 @@ class Scheduler:
         return True, victims
 
     def _prompt_shares(self, prompts: Sequence[Request], num_decoding: int) -> dict[str, int] | None:
-        """Return the step's tokens by account with prompts under way; None where one account has them all."""
+        """Split the step's tokens among the tenants with prompts under way; None where one tenant has them all."""
         wanted: dict[str, int] = {}
         for request in prompts:
             wanted[request.account] = wanted.get(request.account, 0) + _missing(request)
@@ -416,7 +416,7 @@ class Scheduler:
     def _add_to_chunks(
         self, cut: Sequence[Request], counts: dict[Request, int], admitted: Mapping[Request, int]
     ) -> None:
-        """Give prompts that were cut short the tokens that nobody else took, as far as there are rows and pages."""
+        """Give prompts that were cut short the tokens left over, as far as there are rows and pages."""
         budget = self._max_tokens - sum(counts.values()) - sum(admitted.values())
         for request in cut:
             count = counts.get(request, 0)
@@ -431,8 +431,8 @@ class Scheduler:
     def _schedule_waiting(
         self, counts: dict[Request, int], cut: Sequence[Request], all_decode: bool, preempted: bool
     ) -> tuple[dict[Request, int], bool]:
-        """Admit waiting requests and prefetch the adapters of those behind them. Returns the token counts of the step,
-        and whether all others that run decode in it: these have none then.
+        """Admit waiting requests and prefetch adapters for the queue. Return the step's token counts, and whether every
+        other running request decodes in it; these then have no entry.
 
         counts, cut, preempted: see `_schedule_running`; counts is empty if `all_decode`.
         """
@@ -453,11 +453,11 @@ class Scheduler:
         return counts | admitted, all_decode
 
     def _budget(self, tokens: int, rows: int) -> int:
-        """Return the tokens that those may compute who begin: of whoever takes another's row, its token at least."""
+        """Token budget for newly admitted requests; at least 1, so that one that takes over a row can decode."""
         return max(1, tokens) if rows == self._limits.max_num_seqs else tokens
 
     def _read_ahead(self) -> None:
-        """Read and load the adapters of the requests that may be next."""
+        """Read and load the adapters of the next candidates."""
         self._ahead.read(self._admission.coming())
         if self._limits.prefetch:
             self._ahead.load(self.waiting)
@@ -484,9 +484,9 @@ class Scheduler:
         self.waiting.append_first(request)
 
     def _send_back_late(self, plan: StepPlan, result: StepResult) -> None:
-        """Send requests whose adapter did not arrive in time back to the queue until it is complete.
+        """Send requests for adapters that missed their deadline back to the queue until the load is complete.
 
-        They keep neither seats nor pages, and the adapter's own pages may be evicted.
+        They keep neither slots nor pages, and the adapter's own pages may be evicted.
         """
         slots = {row.slot for row in plan.rows if row.request_id in result.unready}
         late = {plan.adapters[slot] for slot in slots}
@@ -496,7 +496,7 @@ class Scheduler:
             self._admission.note_late(adapter)
 
     def _give_back(self, request: Request) -> None:
-        """Free all that a running request holds, and charge its account for what it has computed."""
+        """Free all that a running request holds, and charge its tenant for what it has computed."""
         self._admission.end(request)
         self._memory.release(request)
 
@@ -577,7 +577,7 @@ class Scheduler:
 
 
 def _take_share(request: Request, wanted: int, shares: dict[str, int] | None) -> int:
-    """Return how many of the tokens that a request wants its account has left, if it shares them; these it takes."""
+    """Take up to `wanted` tokens from the share of a request's tenant, if there are shares; return their number."""
     if shares is None or _missing(request) == 1:
         return wanted
     count = min(wanted, shares[request.account])
@@ -586,5 +586,5 @@ def _take_share(request: Request, wanted: int, shares: dict[str, int] | None) ->
 
 
 def _missing(request: Request) -> int:
-    """Return the number of known tokens whose KV is still to be computed."""
+    """Return the number of known tokens that have no KV yet."""
     return len(request.token_ids) - request.num_computed_tokens

@@ -1,4 +1,4 @@
-"""Shares of the seats: who gives the row of a step away, and to whom, where more requests run than it has rows."""
+"""Shares of a step's rows: which tenants keep theirs when more requests run than the step has rows."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from ..requests.request import Request
 from .running import Running
 
 WINDOW_SECONDS = 10.0
-"""Time in which what an account was given is forgotten, but for a part of 1/e. Chosen: as long as a turn."""
+"""Time constant of the exponential decay of a tenant's served cost. Chosen: as long as a turn."""
 
 
 Giver = tuple[float, int, int, str]
-"""What an account was given and its rows, both negated, its place among those of the step, and the account."""
+"""A tenant's served cost and its rows, both negated, its index among the step's tenants, and the tenant."""
 
 
 class SeatShares:
-    """Deals the rows of a step to accounts by what each was given lately.
+    """Deals the rows of a step to tenants by their recently served cost.
 
-    That is the cost, by the queue's policy, of the requests that it has running and of those that ended lately. With
-    every seat taken, an account may still begin a request if it has no row, or was given less than the one that was
-    given most of those with two rows or more: the newest decoding request of that one sits out for it. It keeps its
-    pages and its state, nothing is computed twice, and it goes on when a row is free. An account keeps one row at
-    least, of its oldest request, and begins nothing while one of its own sits out. Whoever begins keeps its row of that
-    step.
+    Served cost is the queue policy's cost of a tenant's running requests and of its recently ended requests. With every
+    slot taken, a tenant may still begin a request if it has no row, or if its served cost is below the giver's. The
+    giver is the tenant with the highest served cost among tenants with two or more rows; its newest decoding request is
+    paused: it keeps its pages and state, nothing is recomputed, and it resumes when a row is free. Each tenant keeps at
+    least one row (its oldest request). A tenant with a paused request admits no new one. A request keeps its row in the
+    step that admits it.
     """
 
     def __init__(self, max_rows: int, running: Running, clock: Callable[[], float]) -> None:
-        """max_rows: of a step. running: the requests that run, which others change."""
+        """max_rows: of a step. running: the running requests; the scheduler changes it."""
         self._max_rows = max_rows
         self._running = running
         self._clock = clock
-        self._held: dict[str, float] = {}  # cost of running requests, by account
-        self._ended: dict[str, tuple[float, float]] = {}  # cost of those that ended, and as of when
-        self._taking: Sequence[Request] = running  # those that have rows of the step being decided
-        self._only: Collection[Adapter | None] | None = None  # whose requests alone may have; None: everybody's
+        self._held: dict[str, float] = {}  # cost of running requests, by tenant
+        self._ended: dict[str, tuple[float, float]] = {}  # decayed cost of ended requests, and its time
+        self._taking: Sequence[Request] = running  # requests with a row in the step being planned
+        self._only: Collection[Adapter | None] | None = None  # adapters eligible for a row; None: all
         self._begun: set[Request] = set()
-        self._rows: dict[str, int] = {}  # their number by account, with those that begin
-        self._yields: dict[str, int] = {}  # of these those that others may take, who begin
+        self._rows: dict[str, int] = {}  # number of rows by tenant, with admitted requests
+        self._yields: dict[str, int] = {}  # of these, rows that admitted requests may take
         self._now = 0.0  # of the step
-        self._known: dict[str, float] = {}  # `given` then, of the accounts that it has asked for
-        self._givers: list[Giver] | None = None  # a heap; None until it is asked for
-        self._places: dict[str, int] = {}  # of accounts, in the order of the step's rows
-        self._entries: dict[str, Giver] = {}  # the heap's entries that hold, by account
+        self._known: dict[str, float] = {}  # `given` at that time, cached
+        self._givers: list[Giver] | None = None  # a heap; None until first needed
+        self._places: dict[str, int] = {}  # index of a tenant, in the order of the step's rows
+        self._entries: dict[str, Giver] = {}  # the heap's valid entries, by tenant
 
-    # -- what accounts were given
+    # -- served cost
 
     def begin(self, request: Request) -> None:
-        """Note that a request begins to run, which its account has been charged for, and takes a row of the step."""
+        """Record an admitted request, already charged to its tenant, and the row that it takes."""
         account = request.account
         self._held[account] = self._held.get(account, 0.0) + request.charged
         self._begun.add(request)
@@ -62,19 +62,19 @@ class SeatShares:
             self._take_row(giver)
 
     def end(self, request: Request, expected: float) -> None:
-        """Note that a request, which has left those that run, was settled. expected: its cost when it began."""
+        """Record that a request has left the running ones and was settled. expected: its cost when it began."""
         account, now = request.account, self._clock()
         self._held[account] -= expected
         if account not in self._running.accounts:
             del self._held[account]
         self._ended[account] = self._lately(account, now) + request.charged, now
         self._change(account)
-        if len(self._ended) > 2 * self._max_rows + 64:  # those that were given least
+        if len(self._ended) > 2 * self._max_rows + 64:  # drop the smallest costs
             kept = sorted(self._ended, key=lambda each: self._lately(each, now))[-self._max_rows - 32 :]
             self._ended = {each: self._ended[each] for each in kept}
 
     def given(self, account: str) -> float:
-        """Return the cost of what an account was given lately."""
+        """Return a tenant's served cost."""
         return self._held.get(account, 0.0) + self._lately(account, self._clock())
 
     def _lately(self, account: str, now: float) -> float:
@@ -84,9 +84,8 @@ class SeatShares:
     # -- rows
 
     def deal(self, requests: Sequence[Request], begun: Container[Request] = ()) -> list[Request]:
-        """Return those of `requests`, which are in order of admission, that share a step: as many as it has rows.
-
-        begun: those of them that have a row in any case.
+        """Return the `max_rows` of `requests` that share a step. requests: in order of admission. begun: requests that
+        keep their row in any case.
         """
         short = len(requests) - self._max_rows
         members: dict[str, list[Request]] = {}
@@ -111,9 +110,9 @@ class SeatShares:
         return [request for request in requests if request not in sits_out]
 
     def begin_step(self, taking: Sequence[Request], only: Collection[Adapter | None] | None = None) -> None:
-        """Take note of a step before requests are admitted to it.
+        """Begin a step, before requests are admitted to it.
 
-        taking: the running requests that have rows of it. only: adapters whose requests alone may; None: all.
+        taking: the running requests with a row in it. only: eligible adapters; None: all.
         """
         self._taking, self._begun, self._only = taking, set(), only
         everybody = len(taking) == len(self._running)
@@ -122,7 +121,7 @@ class SeatShares:
         self._known, self._givers, self._now = {}, None, self._clock()
 
     def is_open_to(self, waiting: Set[str]) -> bool:
-        """True if one of the accounts that wait may begin a request though every seat is taken."""
+        """True if one of the waiting tenants may begin a request although every slot is taken."""
         running = self._running.accounts
         if self._giver is None:
             return False
@@ -131,21 +130,21 @@ class SeatShares:
         return len(running) > 1 and any(map(self.may_begin, running.keys() & waiting))
 
     def may_begin(self, account: str) -> bool:
-        """True if an account may begin a request though every seat is taken: another can give it a row."""
+        """True if a tenant may begin a request although every slot is taken: another can give it a row."""
         own, accounts = self._rows.get(account, 0), self._running.accounts
-        if not self._rows:  # nobody runs, or none of them can yet
+        if not self._rows:  # no request runs, or none can compute yet
             return False
-        if own < accounts.get(account, 0):  # some of its own sit out
+        if own < accounts.get(account, 0):  # some of its own are paused
             return False
-        if not own and len(accounts) >= self._max_rows:  # each account keeps a row
+        if not own and len(accounts) >= self._max_rows:  # each tenant keeps a row
             return False
         giver = self._giver
         return giver is not None and (not own or self._given(account) < self._given(giver))
 
     def sitting_out(self, account: str) -> Request | None:
-        """Return the newest request of another account that sits out the step for others; None where there is none.
+        """Return the newest paused request of another tenant; None if there is none.
 
-        Not one whose KV is coming back, or who may not run now: these keep what they have.
+        Requests with KV being copied back, and requests that `only` excludes, keep their pages and are not returned.
         """
         if len(self._taking) >= len(self._running):
             return None
@@ -162,7 +161,7 @@ class SeatShares:
         return [request for request in self._running if request in had]
 
     def free_row(self, request: Request) -> None:
-        """Note that a request that had a row of the step before others were admitted goes back to the queue."""
+        """Free the row of a request that had it before this step's admission and goes back to the queue."""
         self._take_row(request.account)
 
     def _take_row(self, account: str) -> None:
@@ -180,9 +179,8 @@ class SeatShares:
 
     @property
     def _giver(self) -> str | None:
-        """The account that gives a row to the next that begins; None where none has one to give.
-
-        Of those with two rows or more the one that was given most.
+        """The tenant that gives a row to the next admitted request: highest served cost among tenants with two or more
+        rows. None if no tenant has one to give.
         """
         givers = self._givers
         if givers is None:
@@ -195,7 +193,7 @@ class SeatShares:
         return givers[0][3] if givers else None
 
     def _change(self, account: str) -> None:
-        """Note that an account's rows, or what it was given, have changed."""
+        """Update the heap after a tenant's rows or served cost have changed."""
         self._known.pop(account, None)
         if self._givers is not None and account in self._yields:
             self._entries.pop(account, None)

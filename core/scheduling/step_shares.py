@@ -1,4 +1,4 @@
-"""Shares of a step: its tokens among accounts with prompts, its rows among the answers of one call and other calls."""
+"""Shares of a step: its tokens among tenants with prompts, its rows among calls with one and with several answers."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ PLACES = 8
 """Answers of the larger calls in their first step."""
 
 NUM_SAMPLES = 8
-"""Steps without the larger calls from whose times the usual one is taken."""
+"""Number of latest steps without the larger calls; the least of their times is the baseline."""
 
 WINDOW = 16
-"""Steps in a row with the larger calls, per such sample: then there is one without them, to know what that takes."""
+"""Steps in a row with the larger calls, per such sample, before a step without them measures the baseline again."""
 
 
 def prompt_shares(wanted: Mapping[str, int], budget: int, others: bool) -> dict[str, int]:
-    """Divide a step's tokens among the accounts with prompts under way: max-min fair, none more than it wants.
+    """Divide a step's tokens among the tenants with prompts under way: max-min fair, none more than it wants.
 
-    wanted: tokens by account. budget: tokens. others: an equal share is left for the accounts that wait.
+    wanted: tokens by tenant. budget: tokens. others: leave one equal share for the waiting tenants.
     """
     shares, left = {}, len(wanted) + others
     for account, tokens in sorted(wanted.items(), key=lambda item: item[1]):
@@ -43,14 +43,14 @@ def prompt_shares(wanted: Mapping[str, int], budget: int, others: bool) -> dict[
 
 
 class StepShares:
-    """Chooses the answers that take part in a step, when some calls have more of them than others.
+    """Chooses the answers that take part in a step, when some calls have more running answers than others.
 
-    A call whose answers are few always runs whole. The larger ones pay for what they take: every step adds to their
-    debt the time by which it was longer than one without them, and pays back `SHARE` of such a step. While they owe
-    something the steps go on without them, and then with as many of their answers as one step bears, in turns. So a
-    call of one answer keeps at least 1 / (1 + SHARE) of its rate, whatever it is that costs: rows on a CPU, scores, or
-    text that the server has to send. Where a row costs next to nothing, as on a GPU, everybody runs all the time.
-    An answer that sits out keeps its seat, its pages and its state.
+    Calls with the fewest answers always run whole. The larger calls are rate-limited by a debt: each step adds its time
+    above the baseline step (one without them), and pays back `SHARE` of a baseline step. While they are in debt, steps
+    run without them; then with as many of their answers as one step bears, in turns. So a call with one answer keeps at
+    least 1 / (1 + SHARE) of its rate, whatever the cost: rows on a CPU, scores, or text that the server sends. Where a
+    row costs next to nothing, as on a GPU, all answers run all the time. A paused answer keeps its slot, its pages and
+    its state.
     """
 
     def __init__(self, max_rows: int, clock: Callable[[], float]) -> None:
@@ -66,10 +66,10 @@ class StepShares:
         self._dealt = 0  # places of the larger calls in it
 
     def choose(self, running: Running, waiting: WaitingQueue) -> list[Request] | None:
-        """Requests of the next step, None for all that run. To be asked while calls with several answers run.
+        """Return the requests of the next step, None for all running ones. Call it while calls with n > 1 run.
 
-        With every row taken it leaves one to a call that waits for its first. They may be more than a step has rows
-        where requests that are alone in their calls are.
+        With every row taken, one is left to a call that waits for its first. The result exceeds a step's rows where the
+        requests alone in their calls do.
         """
         free = self._max_rows
         if len(running) >= free and running.num_calls < free and waiting.has_firsts():
@@ -92,11 +92,11 @@ class StepShares:
         return None if self._dealt == larger else self._deal(running, fewest, self._dealt)
 
     def forget(self) -> None:
-        """The step that was chosen last computes a prompt of another call, too: the time it takes says nothing."""
+        """Ignore the time of the step chosen last: it also computes a prompt of another call."""
         self._began = None
 
     def _account(self, seconds: float | None) -> None:
-        """Charge the larger calls for the last step, and fit their places to its time; None if that says nothing."""
+        """Charge the larger calls for the last step, and fit their rows to its time; None: ignore its time."""
         if seconds is None:
             seconds = self._usual
         elif not self._dealt:
@@ -112,9 +112,9 @@ class StepShares:
             self._places = min(2 * self._places, self._max_rows)
 
     def _deal(self, running: Running, fewest: int, places: int, without: bool = False) -> list[Request]:
-        """All requests of the calls with `fewest` or less, and the others' in turns, as far as there are places.
+        """Return all requests of calls with `fewest` answers or less, and `places` of the larger calls', in turns.
 
-        without: none of the larger call that is first in turn, and of the others no more than `fewest`.
+        without: none of the larger call that is first in turn, and at most `fewest` of each other.
         """
         calls = running.calls
         chosen, counts = list(running.lone), {}

@@ -1,4 +1,4 @@
-"""The waiting queue: in order of arrival, and by account and adapter, so that a step need not scan every request."""
+"""The waiting queue: in order of arrival, and by tenant and adapter, so that a step need not scan every request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BEFORE_ALL = 1 << 62  # subtracted from the places of requests that have run
 
 
 class Group:
-    """Waiting requests of one account for one adapter, in order."""
+    """Waiting requests of one tenant for one adapter, in order."""
 
     __slots__ = ("adapter", "firsts", "more")
 
@@ -28,7 +28,7 @@ class Group:
         return request in self.line(request)
 
     def line(self, request: Request) -> OrderedDict[Request, None]:
-        """Those among which a request belongs."""
+        """Return the line that a request belongs to: first answers of calls, or further answers."""
         return self.more if request.is_further else self.firsts
 
     @property
@@ -46,7 +46,7 @@ class Group:
 class WaitingQueue(OrderedDict[Request, None]):
     """Waiting requests in order; only the methods here change it, which also maintain the groups.
 
-    They take constant time, but `append_first` scans the requests that came back before.
+    They take constant time, except that `append_first` and `release` scan the earlier requests.
     """
 
     def __init__(self) -> None:
@@ -55,13 +55,13 @@ class WaitingQueue(OrderedDict[Request, None]):
         self._last_call = ""  # of the newest request: the answers of a call come one after another
         self.accounts: dict[str, dict[Adapter | None, Group]] = {}
         self.num_of: dict[Adapter | None, int] = {}
-        """Numbers of requests by adapter, those that are held back included; None: of the base model."""
+        """Number of requests by adapter (None: the base model), including held-back requests."""
         self.by_adapter: dict[Adapter | None, dict[str, None]] = {}
-        """Accounts with candidates for an adapter, or for the base model."""
+        """Tenants with candidates for an adapter, or for the base model."""
         self._new_accounts: dict[str, None] = {}
 
     def count(self, account: str) -> int:
-        """Return the number of an account's waiting requests, without those held back; from any thread."""
+        """Return the number of a tenant's waiting requests, without held-back ones; from any thread."""
         return sum(map(len, [*self.accounts.get(account, {}).values()]))
 
     def append(self, request: Request) -> None:
@@ -74,7 +74,7 @@ class WaitingQueue(OrderedDict[Request, None]):
         self._group(request).line(request)[request] = None
 
     def append_first(self, request: Request) -> None:
-        """Add a request that has run: before all that have not, and in order of arrival among those that have."""
+        """Add a request that has run before: ahead of all new requests, in order of arrival among such requests."""
         if not request.place:  # it ran elsewhere
             self._number(request)
         if request.place > 0:
@@ -95,12 +95,12 @@ class WaitingQueue(OrderedDict[Request, None]):
         self._leave_group(request)
 
     def release(self, request: Request) -> None:
-        """Make a held-back request a candidate at its place in its group. Does nothing if it has left the queue."""
+        """Make a held-back request a candidate again, at its position in its group, unless it has left the queue."""
         if request in self:
             _insert(self._group(request).line(request), request)
 
     def take_new_accounts(self) -> list[str]:
-        """Return the accounts that have had no candidates and have now, in the order in which they came, once."""
+        """Return the tenants that have become waiting since the last call, in order of arrival."""
         new, self._new_accounts = self._new_accounts, {}
         return list(new)
 
@@ -148,7 +148,7 @@ class WaitingQueue(OrderedDict[Request, None]):
 
 
 def _insert(requests: OrderedDict[Request, None], request: Request) -> None:
-    """Put a request before the first of a later place; few are expected to be before it."""
+    """Insert a request by its position; few earlier ones are expected."""
     before = list(takewhile(lambda other: other.place < request.place, requests))
     requests[request] = None
     for earlier in (request, *reversed(before)):

@@ -35,7 +35,7 @@ def check_name(name: str) -> str:
 
 
 class Tier(StrEnum):
-    """Tier of an adapter's bytes; LOADING is on the way from the disk, FAILED on the disk but not to be had."""
+    """Tier of an adapter's bytes; LOADING: being read from disk; FAILED: on disk, but its read failed."""
 
     DISK = "disk"
     LOADING = "loading"
@@ -49,7 +49,7 @@ class Adapter:
     """One version of one adapter. `pages` is empty unless it is resident.
 
     requests: live requests that hold this version, waiting or running. references: running ones, which pin its pages.
-    transfer: the way of its bytes into the pages, until they are all there. load_seconds: of its latest way from host
+    transfer: the copy of its bytes into the pages, until it is complete. load_seconds: of its latest copy from host
     memory to the pages. num_overflows: requests that ended because its logits were not finite; None once one has ended
     well.
     """
@@ -66,7 +66,7 @@ class Adapter:
     uses: int = 0
     load_seconds: float | None = None
     num_overflows: int | None = 0
-    rank: int = field(init=False)  # asked for in every step
+    rank: int = field(init=False)  # used in every step
 
     def __post_init__(self) -> None:
         self.rank = self.manifest.rank
@@ -95,7 +95,7 @@ class AdapterInfo:
 
 
 class AdapterBackend(Protocol):
-    """Reads and moves adapter bytes; the executor brings it, so the store never touches a tensor."""
+    """Reads and moves adapter bytes; the executor implements it, so the store never touches a tensor."""
 
     def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
         """Check a directory and the headers of its files, which must really lie below `roots` if there are any."""

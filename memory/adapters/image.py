@@ -72,7 +72,7 @@ def row_jobs(
     layout: AdapterLayout,
     dims: tuple[tuple[str, tuple[int, int]], ...],
 ) -> RowJobs:
-    """The jobs of an adapter; those of equal shape, saved alike, share them. dims: items of `ModuleDims`."""
+    """The jobs of an adapter; adapters of equal shape and file layout share them. dims: items of `ModuleDims`."""
     sizes = dict(dims)
     by_layer: list[list[tuple[int, ...]]] = [[] for _ in range(layout.num_layers)]
     starts = iter(places)
@@ -125,7 +125,7 @@ def _groups(num_bytes: list[int]) -> Iterator[range]:
 
 
 def _merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The spans in order, those that lie close to each other as one."""
+    """The spans in order, nearby spans merged."""
     found: list[tuple[int, int]] = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1] + _MERGE_BYTES:
@@ -171,7 +171,7 @@ def read_image(
             jobs = row_jobs(manifest.parts, manifest.places, layout, tuple(dims.items()))
             rows = open_rows(file.fd, jobs, math.prod(shape), dtype)
             done = _read_by_rows(file, manifest.places, jobs, take, rows)
-        with closing(done):  # here and now: whoever drops an open one would wait for the disk
+        with closing(done):  # here and now: dropping an open generator would wait for the disk
             for num_ready in done:
                 if num_ready == layout.num_layers and not file.is_unchanged():
                     raise file.changed()

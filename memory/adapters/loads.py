@@ -1,4 +1,4 @@
-"""Adapters on their way from the disk to their pages: reads into host memory, and loads from there."""
+"""Loading of adapters: reads from disk into host memory, and copies from there into pages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Load:
 class AdapterLoads:
     """Reads versions of adapters into host images, which stay as long as there is room for them, and fills pages.
 
-    under_way: loads that have pages but not yet all of their bytes, and cancelled ones until nothing writes any more.
+    under_way: loads with incomplete pages, and cancelled loads until nothing writes to their pages.
     """
 
     _pool: PagePool
@@ -45,7 +45,7 @@ class AdapterLoads:
     # -- from the disk into host memory
 
     def request(self, adapter: Adapter) -> None:
-        """Start reading it unless it is in host memory, on its way, or has failed."""
+        """Start reading an adapter unless it is in host memory, being read, or has failed."""
         if self._images.keep(adapter):
             return
         if adapter.transfer is not None and _is_whole(load := self.under_way[adapter.transfer]):
@@ -65,17 +65,17 @@ class AdapterLoads:
         )  # fmt: skip
 
     def ahead(self, adapters: Iterable[Adapter]) -> None:
-        """Start reading, in order, those that are on disk only, as many as host memory takes beside each other.
+        """Start reading, in order, the adapters that are on disk only, as many as host memory holds together.
 
-        What requests hold keeps its room there. The first is read whatever its size, so that there is always progress.
-        Those that were asked for before and have not begun wait behind them.
+        Images that requests hold keep their room. The first adapter is read whatever its size, so that there is always
+        progress. Earlier reads that have not begun wait behind these.
         """
         adapters, num_bytes = list(dict.fromkeys(adapters)), 0
         for adapter in adapters:
             if not adapter.pages:
                 size = self._size(adapter)
                 num_bytes += size
-                if num_bytes > size and not self._images.is_requested(adapter):  # all others have their room already
+                if num_bytes > size and not self._images.is_requested(adapter):  # a requested one has its room already
                     has_room = num_bytes <= self._images.budget.capacity_bytes and self._images.has_room(size)
                     if not has_room:
                         break
@@ -83,7 +83,7 @@ class AdapterLoads:
         self._images.arrange(adapters)
 
     def keep(self, adapter: Adapter, image: HostImage) -> None:
-        """Take an image that somebody else has made, in place of what there is."""
+        """Keep an image made elsewhere, in place of the present one."""
         self._images.put(adapter, self._size(adapter), image, may_drop=lambda: _may_drop(adapter))
 
     def save(self, adapter: Adapter) -> None:
@@ -101,7 +101,7 @@ class AdapterLoads:
             self.keep(adapter, image)
 
     def fetch(self, adapter: Adapter) -> bool:
-        """Have it read if need be; True once all of it is in memory. Raises the reason why it can't be read."""
+        """Start reading an adapter if needed; True once all of it is in memory. Raises its read's error."""
         if adapter.transfer is not None:
             image = self.under_way[adapter.transfer].image
             if image.error is not None:
@@ -119,11 +119,11 @@ class AdapterLoads:
         return adapter.transfer is not None and _is_coming(self.under_way[adapter.transfer])
 
     def seconds_left(self, adapter: Adapter, patience: float) -> float:
-        """Seconds until the rest of an adapter that is being read is here, by what reads have taken so far and by its
-        own pace.
+        """Estimated seconds until the rest of an adapter has been read, from the times of earlier reads and its own
+        pace.
 
-        Infinite before its first layer, since a disk that hangs looks no different until then, and for one that has
-        brought nothing for `patience` longer than its rest was to take.
+        Infinite before its first layer, since a disk that hangs looks no different until then, and for a read without
+        progress for `patience` longer than the estimate.
         """
         load = None if adapter.transfer is None else self.under_way[adapter.transfer]
         image = self._images.peek(adapter) if load is None else load.image
@@ -138,7 +138,7 @@ class AdapterLoads:
     # -- from host memory into pages
 
     def load(self, adapter: Adapter) -> bool:
-        """Give it free pages and begin to fill them; True if it is still being read, which nobody waits for.
+        """Give an adapter free pages and begin to fill them; True if it is still being read. Does not wait.
 
         The adapter has a `transfer` until all of it is there. Raises OutOfPages when free pages are short, the error of
         its read, or what the copy raises; then it has no pages.
@@ -165,10 +165,10 @@ class AdapterLoads:
         return is_streamed
 
     def settle(self) -> list[tuple[Adapter, BaseException | None]]:
-        """End the loads that are complete, and free what cancelled ones held once nothing writes to it.
+        """Complete finished loads, and free the pages of cancelled ones once nothing writes to them.
 
-        Returns the adapters that are there, and those whose bytes will never come and why: they are to be evicted.
-        Raises ExecutorLost.
+        Return the loaded adapters, with None, and the failed ones, with their error; the caller must evict the failed
+        ones. Raises ExecutorLost.
         """
         self._free_what_is_quiet()
         found: list[tuple[Adapter, BaseException | None]] = []
@@ -190,7 +190,7 @@ class AdapterLoads:
                 adapter.transfer = None
                 found.append((adapter, None))
             elif has_failed:
-                if isinstance(load.image.error, ExecutorLost):  # the reading thread was told of it
+                if isinstance(load.image.error, ExecutorLost):  # the reading thread saw it first
                     raise load.image.error
                 found.append((adapter, load.image.error or RuntimeError("its bytes did not come")))
         return found
@@ -238,5 +238,5 @@ def _is_coming(load: _Load) -> bool:
 
 
 def _may_drop(adapter: Adapter) -> bool:
-    """True if a host image may make room: nobody holds the version, or its pages can be saved in time."""
+    """True if a host image may be dropped: no request holds the version, or it can be saved again from its pages."""
     return adapter.requests == 0 or (bool(adapter.pages) and adapter.transfer is None)

@@ -1,4 +1,4 @@
-"""Reclaiming of pages: what nobody uses makes room, in one order."""
+"""Reclaiming of pages: evicts unused items in one order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .adapter import Adapter
 from .store import AdapterStore
 
 _COSTS = np.array([0 if kind in (PageKind.FREE, PageKind.SHADOW) else BLOCKED for kind in PageKind], np.uint32)
-"""Of taking a page of each kind for shadow weights; what idle adapters hold is told by its owner."""
+"""Cost of taking a page of each kind for shadow weights; `find_runs` sets the cost of idle adapters' pages."""
 _COSTS[PageKind.CACHED] = 1
 
 
@@ -37,11 +37,11 @@ class Reclaimer:
 
     @property
     def spare(self) -> int:
-        """Those of them that nothing is made with."""
+        """Available pages minus the merged weights in use."""
         return self.available - (self.shadow.num_pages if self.shadow.in_use else 0)
 
     def make_room(self, num_pages: int) -> bool:
-        """Evict until `num_pages` are free. False, and nothing evicted, if that can't be had."""
+        """Evict until `num_pages` are free. False, and nothing evicted, if that is impossible."""
         if self.pool.num_free >= num_pages:
             return True
         if self.available < num_pages:
@@ -57,10 +57,10 @@ class Reclaimer:
         return True
 
     def find_runs(self, sizes: Sequence[int], wished: Sequence[range] | None = None) -> list[range] | None:
-        """Return runs of so many pages each that `clear` can free; None where there are none.
+        """Return runs of `sizes` pages that `clear` can free; None if there are none.
 
-        They are for shadow weights, in place of those that there are. Where the least has to go, but never what a
-        waiting request will use: steps can do without a shadow. wished: the very runs to take if they can be had.
+        They are for shadow weights that replace the present ones. They evict as little as possible, and never an item
+        that a waiting request will use: steps can do without a shadow. wished: preferred runs, taken if possible.
         """
         costs = _COSTS[self.pool.kinds()]
         costs[list(self._idle_pages())] = 1

@@ -1,4 +1,4 @@
-"""The adapter store: which adapters exist, where their bytes are, and who is using them.
+"""The adapter store: which adapters exist, where their bytes are, and which requests use them.
 
 An adapter name points at its current version; requests hold a version, so a reload never changes what a running
 request computes with. Idle resident adapters stay in the pool until their pages are wanted.
@@ -30,8 +30,7 @@ class UnknownAdapter(KeyError):
 class AdapterStore:
     """Registers, loads, pins and evicts adapters; its pages come from the pool that the KV cache uses.
 
-    images: the weights in host memory, by adapter, from where they are loaded. loads: what brings them there, and from
-    there into pages.
+    images: the weights in host memory, by adapter. loads: reads weights into `images`, and copies them into pages.
     """
 
     def __init__(
@@ -150,19 +149,19 @@ class AdapterStore:
         return Tier.LOADING if self.images.is_requested(adapter) else Tier.DISK
 
     def near(self, adapters: Set[Adapter | None]) -> tuple[Collection[Adapter], Collection[Adapter]]:
-        """Return those of `adapters` that are resident, and those of the others that have begun to come."""
+        """Split `adapters`: return the resident ones, and the others that are being read."""
         resident, images = self._resident.keys() & adapters, self.images
         return resident, [each for each in (images.keys() & adapters) - resident if images.is_coming(each)]
 
     def unfit(self, adapters: Iterable[Adapter]) -> list[Adapter]:
-        """Those that the arena can never hold beside the pinned ones."""
+        """Return the adapters that the arena can't hold beside the pinned ones."""
         most = self._pool.num_usable - self.num_pinned_pages
         return [adapter for adapter in adapters if adapter.num_pages > most and not adapter.pages]
 
     def poll(self) -> list[tuple[Adapter, BaseException]]:
-        """Take note of transfers that have ended; returns the adapters whose bytes will never come, and why.
+        """Complete ended transfers; return the adapters that failed to load, with the error.
 
-        Whoever runs with one of those must stop; then it is to be evicted.
+        The caller must fail their running requests, then evict them.
         """
         failed: list[tuple[Adapter, BaseException]] = []
         if not self.loads.under_way:
@@ -173,7 +172,7 @@ class AdapterStore:
                 self._offer(adapter)
                 continue
             failed.append((adapter, error))
-            if self.images.error(adapter) is None:  # else those that wait for it are still to be told
+            if self.images.error(adapter) is None:  # else waiting requests have yet to get the error
                 self.images.drop(adapter)
             self.unpin(adapter)
         return failed
@@ -181,7 +180,7 @@ class AdapterStore:
     # -- use
 
     def hold(self, adapter: Adapter) -> None:
-        """A request came that will use this version."""
+        """Record that a request holds this version."""
         adapter.requests += 1
         if self.images.error(adapter) is not None:
             self.images.drop(adapter)  # it is tried again
@@ -189,7 +188,7 @@ class AdapterStore:
             self._offer(adapter)
 
     def let_go(self, adapter: Adapter) -> None:
-        """A request that held this version has ended."""
+        """Record that a request that held this version has ended."""
         adapter.requests -= 1
         if adapter.requests == 0:
             if adapter in self._retired:
@@ -222,7 +221,7 @@ class AdapterStore:
         self._offer(adapter)
 
     def idle(self) -> Iterator[Adapter]:
-        """Resident adapters that nobody uses."""
+        """Resident adapters without a pin or a running request."""
         return (adapter for adapter in self._resident if adapter.is_idle)
 
     def release(self, adapter: Adapter) -> None:
@@ -276,9 +275,9 @@ class AdapterStore:
         self.num_evictions += 1
 
     def give_up_loads(self) -> bool:
-        """Take back pages that no running request uses and into which bytes are still being read; whether there were.
+        """Cancel loads without a running request while they still wait for reads; return whether there were any.
 
-        The reads go on into host memory. What has been read and is only being copied is left to come.
+        The reads go on into host memory. Loads with complete reads, which are only being copied, go on.
         """
         unused = [adapter for adapter in self.loads.unread() if not adapter.references]
         for adapter in unused:
@@ -300,7 +299,7 @@ class AdapterStore:
         self.num_loads += 1
 
     def _offer(self, adapter: Adapter) -> None:
-        """Let an idle resident adapter compete for its pages; one whose bytes are still coming keeps them."""
+        """Make an idle resident adapter evictable; one that is still being loaded keeps its pages."""
         if not adapter.pages or adapter.references or adapter.transfer is not None:
             return
         if not adapter.is_idle:
@@ -312,7 +311,7 @@ class AdapterStore:
         self._order.add(adapter, num_pages, cost * num_pages, adapter.uses, wanted=adapter.requests > 0)
 
     def _withdraw(self, adapter: Adapter) -> None:
-        """The adapter is in use, or gone: it no longer competes."""
+        """Make an adapter that is in use, or gone, no longer evictable."""
         self._order.discard(adapter)
         if adapter.is_idle:
             adapter.is_idle = False

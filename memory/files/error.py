@@ -8,7 +8,7 @@ _LONGEST = 160
 
 
 class LoadFailure(StrEnum):
-    """Reason why an adapter is not there, or pages were lacking; the values are the codes that clients are told."""
+    """Reason why an adapter is missing, or pages were lacking; the values are error codes that clients receive."""
 
     UNREADABLE = "adapter_unreadable"
     TIMEOUT = "adapter_timeout"
@@ -20,7 +20,7 @@ class LoadFailure(StrEnum):
 
     @property
     def may_pass(self) -> bool:
-        """True if the same request may succeed later, though nobody mends the adapter."""
+        """True if the same request may succeed later with an unchanged adapter."""
         return self in (LoadFailure.UNREADABLE, LoadFailure.TIMEOUT, LoadFailure.NO_ROOM)
 
 

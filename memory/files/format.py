@@ -165,9 +165,9 @@ def module_key(layer: int, module: str) -> str:
 
 @lru_cache(16)
 def _keys(num_layers: int, stem: str) -> tuple[ModuleNames, dict[str, tuple[int, str]]]:
-    """All modules that a pattern may match, and (layer, module) of those that can be targeted here.
+    """All modules that a pattern may match, and (layer, module) of the modules that can be targeted here.
 
-    The others are most of those that can't be, nor with PEFT.
+    The rest are most of the modules that can't be targeted, by PEFT neither.
     """
     keys = {
         f"{stem}{module_key(layer, module).removeprefix(STEM)}": (layer, module)
@@ -191,7 +191,7 @@ def _targets(config: AdapterConfig, path: Path, num_layers: int, stem: str) -> d
         elif not config.targets_all_linear:
             raise AdapterFormatError(
                 f"{file}: target_modules matches {name}; only {', '.join(MODULES)} are served: "
-                "train on those, or exclude the others with exclude_modules"
+                "train on these, or exclude the others with exclude_modules"
             )
     if not targets:
         raise AdapterFormatError(

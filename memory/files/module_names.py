@@ -69,7 +69,7 @@ class ModuleNames:
         return _number([self._end_of[name] for name in names], len(self.text))
 
     def at(self, ends: int) -> list[str]:
-        """The names whose ends are in a set of places, in their order."""
+        """The names that end in a set of places, in order."""
         found = []
         while ends:
             lowest = ends & -ends

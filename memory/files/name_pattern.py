@@ -1,8 +1,8 @@
 """Regular expressions that an untrusted file matches module names with, as `re` does, in a bounded number of steps.
 
-Nothing is tried and taken back: a step leads from the set of all places where the pattern's beginning may have ended to
-the set of those where a little more of it may, in all module names at once. What PEFT's files use is understood:
-literals, `.`, classes, groups, alternatives, repeats and looking ahead. The rest is refused by name.
+No backtracking: a step leads from the set of all places where a prefix of the pattern may end to the set of places
+where a longer prefix may end, in all module names at once. Supported is what PEFT's files use: literals, `.`, classes,
+groups, alternatives, repeats and look-ahead. The rest is refused by name.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Walk:
         return places >> count & characters if self.backwards else (places & characters) << count
 
 
-#: A part of a pattern: from the places where it may begin to those where it may end.
+#: A part of a pattern: maps the places where it may begin to the places where it may end.
 _Part = Callable[[_Walk, int], int]
 
 
@@ -89,7 +89,7 @@ class NamePattern:
         return self._run(names, names.starts)
 
     def tail(self, names: ModuleNames, among: int) -> int:
-        r"""The ends, of those in `among`, of the names that `re.match(rf"(.*\.)?({pattern})$", name)` finds."""
+        r"""The ends, within `among`, of the names that `re.match(rf"(.*\.)?({pattern})$", name)` finds."""
         return self._run(names, names.starts | names.after_dots if among else 0) & among
 
     def before_number(self, names: ModuleNames, *, anywhere: bool) -> int:

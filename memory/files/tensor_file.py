@@ -1,6 +1,6 @@
 """A safetensors file from an untrusted place, read with plain reads.
 
-A mapped file that somebody truncates kills the process that touches it; a read only fails. The header is checked as
+A mapped file that gets truncated kills the process that touches it; a read only fails. The header is checked as
 strictly as the safetensors library does: every byte of the file belongs to exactly one tensor.
 """
 
@@ -193,8 +193,8 @@ _TYPE_BITS = 2
 class TensorPlaces:
     """Iterates over (first byte, number of the element type in `ITEM_BYTES`' order) of each tensor.
 
-    header_bytes: from the file's beginning to its data. digest: of those bytes, so that a file with another header is
-    told without being parsed. packed: the places, 8 bytes each.
+    header_bytes: from the file's beginning to its data. digest: of the header, so that a file with another header is
+    recognised without parsing. packed: the places, 8 bytes each.
     """
 
     header_bytes: int

@@ -1,4 +1,4 @@
-"""One budget of host memory for all that is kept there."""
+"""One budget of host memory for adapters' images and swapped-out KV."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ class Lodger(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it takes now."""
+        """Bytes in use."""
         ...
 
     def can_spare(self, num_bytes: int) -> bool:
-        """True if it keeps at least so many bytes that may be dropped."""
+        """True if at least `num_bytes` may be dropped."""
         ...
 
     def spare(self, num_bytes: int) -> None:
-        """Drop what was used least recently until so many bytes are free, or nothing is left that may be dropped."""
+        """Drop the least recently used until `num_bytes` are freed, or no more may be dropped."""
         ...
 
 
 class HostBudget:
-    """Bytes of host memory that several share. Who came first gives way first."""
+    """Bytes of host memory shared by several lodgers. The first to join is evicted first."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -38,18 +38,18 @@ class HostBudget:
         return sum(lodger.num_bytes for lodger in self._lodgers)
 
     def excess(self, num_bytes: int) -> int:
-        """Bytes that would have to go before so many more fit; zero or less if they fit."""
+        """Bytes to free before `num_bytes` more fit; zero or less if they fit."""
         return self.num_bytes + num_bytes - self.capacity_bytes
 
     def make_room(self, num_bytes: int) -> None:
-        """Drop what may be dropped until so many more bytes fit, as far as that can be had."""
+        """Drop data until `num_bytes` more fit, as far as lodgers may drop any."""
         for lodger in self._lodgers:
             if (excess := self.excess(num_bytes)) <= 0:
                 return
             lodger.spare(excess)
 
     def claim(self, num_bytes: int, lodger: Lodger) -> bool:
-        """Make room at the expense of another than `lodger`; False, and nothing dropped, if no other can give it."""
+        """Make room at the expense of a lodger other than `lodger`; False, and nothing dropped, if none has enough."""
         if (excess := self.excess(num_bytes)) <= 0:
             return True
         for other in self._lodgers:

@@ -27,13 +27,13 @@ class Buffers(Protocol):
 
 
 class HostBuffers:
-    """Hands out tensors; when the last reference to one is dropped, its memory waits for the next.
+    """Hands out tensors; when the last reference to one is dropped, its memory is kept for the next.
 
-    The system clears every fresh page, which takes longer than reading an adapter into it. Up to `max_idle_bytes` wait;
-    beyond that the longest idle go back to the system. Any thread may take or drop.
+    The system clears every fresh page, which takes longer than reading an adapter into it. Up to `max_idle_bytes` are
+    kept; beyond that the longest idle go back to the system. Any thread may take or drop.
 
-    What is dropped comes back by a finalizer, which may run inside any line of any thread, those here included: it
-    never waits for the lock.
+    A dropped tensor's memory comes back by a finalizer, which may run inside any line of any thread, also in this
+    class: it never waits for the lock.
     """
 
     def __init__(self, max_idle_bytes: int = 128 << 20) -> None:
@@ -44,7 +44,7 @@ class HostBuffers:
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes that wait for the next tensor."""
+        """Bytes kept for the next tensors."""
         return sum(map(len, self._idle))
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -57,7 +57,7 @@ class HostBuffers:
         return torch.frombuffer(lease, dtype=dtype, count=count).view(*shape)
 
     def _find(self, num_bytes: int) -> mmap.mmap | None:
-        """The smallest that is large enough and not wastefully so."""
+        """The smallest idle mapping that is large enough and does not waste too much."""
         with self._lock:
             self._collect()
             fitting = [mapping for mapping in self._idle if num_bytes <= len(mapping) <= 2 * num_bytes]
@@ -68,7 +68,7 @@ class HostBuffers:
             return found
 
     def _give_back(self, mapping: mmap.mmap) -> None:
-        """Called by finalizers. Where somebody holds the lock, he or the next collects what was dropped."""
+        """Called by finalizers. If the lock is taken, its holder or the next finalizer collects dropped memory."""
         self._dropped.append(mapping)
         if self._lock.acquire(blocking=False):
             try:
@@ -77,7 +77,7 @@ class HostBuffers:
                 self._lock.release()
 
     def _collect(self) -> None:
-        """Take in what was dropped, and keep to the limit. The caller holds the lock."""
+        """Move dropped memory to the idle list, and keep it within the limit. The caller holds the lock."""
         while self._dropped:
             self._idle.append(self._dropped.popleft())
         while self.idle_bytes > self._max_idle_bytes:

@@ -12,7 +12,7 @@ from ..files.error import forget_frames
 
 
 class LayerStream:
-    """Counts the layers that are there. One thread publishes; any may look, wait or fail it.
+    """Counts the layers that have been read. One thread publishes; any may look, wait or fail it.
 
     A prefill that waits for layer l only when it reaches layer l trails a warm one by about one layer's copy, instead
     of by all of them.
@@ -26,7 +26,7 @@ class LayerStream:
 
     @property
     def num_ready(self) -> int:
-        """Layers 0 … num_ready-1 are there; FAILED when the rest will never come."""
+        """Layers 0 … num_ready-1 have been read; FAILED once the read has failed."""
         return int(self._ready[0])
 
     @property
@@ -35,7 +35,7 @@ class LayerStream:
         return self._ready.ctypes.data
 
     def publish(self, num_ready: int) -> bool:
-        """Say that the bytes of layers 0 … num_ready-1 are written. False, and nothing said, once it has failed."""
+        """Publish layers 0 … num_ready-1, which must be written. False, and nothing published, once it has failed."""
         with self._changed:
             if self._ready[0] == self.FAILED:
                 return False
@@ -44,25 +44,25 @@ class LayerStream:
             return True
 
     def fail(self) -> None:
-        """Say that no more layers will come; from any thread."""
+        """Mark the stream as failed: no more layers will come; from any thread."""
         self.publish(self.FAILED)
 
     def wait(self, layer: int, timeout: float) -> bool:
-        """Sleep until `layer` is there, at most `timeout` seconds; whether it is."""
+        """Sleep until `layer` has been read, at most `timeout` seconds; return whether it has."""
         with self._changed:
             self._changed.wait_for(lambda: self.num_ready > layer or self.num_ready == self.FAILED, timeout)
             return self.num_ready > layer
 
 
 class ReadGivenUp(Exception):
-    """Nobody wants the rest of an image: its read is to end."""
+    """The rest of an image is not needed any more: its read must end."""
 
 
 class HostImage:
     """`data` is what the backend reads into: it is set before the first layer is published and belongs to the backend.
 
     stream: how many layers are in `data`; one thread reads, any may look. error: why it failed; it then holds no memory
-    and is followed by nobody, so that whoever keeps the error keeps nothing else.
+    and has no followers, so that a reference to the error keeps nothing else alive.
     """
 
     def __init__(self) -> None:
@@ -73,13 +73,13 @@ class HostImage:
         self._lock = threading.Lock()
 
     def publish(self, num_ready: int) -> None:
-        """Say that layers 0 … num_ready-1 are in `data`; on the reading thread. ReadGivenUp once it has failed."""
+        """Publish layers 0 … num_ready-1 of `data`; on the reading thread. ReadGivenUp once it has failed."""
         if not self.stream.publish(num_ready):
             raise ReadGivenUp
         self._tell()
 
     def fail(self, error: BaseException) -> None:
-        """Say that the rest will never come, and why; from any thread. Only the first failure counts.
+        """Mark the image as failed, with the error; from any thread. Only the first failure counts.
 
         The error loses its frames, which refer to the buffers that were read into.
         """
@@ -97,14 +97,14 @@ class HostImage:
     def follow(self, follower: Callable[[], None]) -> None:
         """Have `follower` called on the reading thread whenever more layers have been read from now on.
 
-        What was published before may not be told: look at `stream` afterwards.
+        Layers published before this call may cause no call: check `stream` afterwards.
         """
         with self._lock:
             if self.error is None:
                 self._followers += (follower,)
 
     def unfollow(self, follower: Callable[[], None]) -> None:
-        """`follower` needs to know no more. Nothing happens when it didn't follow."""
+        """Stop calling `follower`. Does nothing if it didn't follow."""
         with self._lock:
             self._followers = tuple(other for other in self._followers if other != follower)
 

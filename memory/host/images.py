@@ -30,12 +30,12 @@ Key = TypeVar("Key", bound=Hashable)
 #: Seconds between looks at reads under way.
 _LOOK_SECONDS = 0.05
 _MOST_SECONDS = 5.0
-"""Seconds that count between two looks at most: in the rest the process, or the machine, was stopped."""
+"""Most seconds counted between two looks: for the rest, the process or the machine was stopped."""
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """An image with its read. may_drop: whether nobody would miss it. is_slow: others are read beside it."""
+    """An image with its read. may_drop: whether it may be dropped now. is_slow: its read was set aside as slow."""
 
     future: Future
     num_bytes: int
@@ -54,7 +54,7 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class ReadCounts:
-    """Reads under way; those that failed and those given up so far; the longest that one under way brought nothing."""
+    """Number of reads under way, failed, and given up; longest time without progress of a read under way."""
 
     num_under_way: int
     num_failed: int
@@ -65,11 +65,10 @@ class ReadCounts:
 class HostImages(Generic[Key]):
     """Images by key, whole or being read. Used by one thread; only the reads themselves run elsewhere.
 
-    A read that brings nothing for `stall_seconds`, and somewhat longer for large layers, is given up: its image fails
-    at once, and its thread is left to itself until it returns. Its memory counts until then, and the key is not read
-    again before.
+    A read without progress for `stall_seconds`, somewhat longer for large layers, is given up: its image fails at once,
+    and its thread goes on until the read returns. Until then its memory counts, and the key is not read again.
 
-    budget: who else keeps something in this memory has joined it.
+    budget: shared with the other users of this memory, which join it.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class HostImages(Generic[Key]):
         self._stall_seconds = stall_seconds
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
         self._under_way: dict[Key, tuple[_Entry, ReadWatch]] = {}
-        self._given_up: dict[Key, _Entry] = {}  # whose threads have not returned
+        self._given_up: dict[Key, _Entry] = {}  # reads given up, while their threads have not returned
         self._failed: set[Key] = set()  # of entries
         self._stopped = 0.0  # seconds that do not count
         self._looked = 0.0
@@ -107,10 +106,10 @@ class HostImages(Generic[Key]):
         group: str = "",
         may_drop: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Start reading `key` unless it is here, on its way, or has failed. Never raises: what fails is the image.
+        """Start reading `key` unless it has been read, is being read, or has failed. Never raises: the image fails.
 
-        read: fills the image, layer by layer. label: what it is, for errors. group: see `Reads.submit`. may_drop:
-        whether the image may make room for others once it has been read.
+        read: fills the image, layer by layer. label: its name in errors. group: see `Reads.submit`. may_drop: whether
+        the image may be dropped once it has been read.
         """
         if self.keep(key):
             return
@@ -149,24 +148,24 @@ class HostImages(Generic[Key]):
             self._under_way[key] = entry, ReadWatch(future, image, num_bytes, self._stall_seconds, self._now())
 
     def arrange(self, keys: Iterable[Key]) -> None:
-        """Have the reads of `keys` that have not begun begin before all others that have not, in this order."""
+        """Move reads of `keys` that have not begun to the head of the queue, in this order."""
         if len(self._under_way) > 1:
             self.reads.arrange([self._under_way[key][0].future for key in keys if key in self._under_way])
 
     def put(self, key: Key, num_bytes: int, image: HostImage, *, may_drop: Callable[[], bool] = lambda: True) -> None:
-        """Keep an image that somebody else has made, in place of what there is under the key."""
+        """Keep an image made elsewhere, in place of the one under the key."""
         self.drop(key)
         self.budget.make_room(num_bytes)
         self._add(key, _Entry(_ended(), num_bytes, image, "", may_drop))
 
     def has_room(self, num_bytes: int) -> bool:
-        """True if so many more bytes fit beside images that may not be dropped, and what others keep."""
+        """True if `num_bytes` more fit beside images that may not be dropped and the budget's other users."""
         excess = self.budget.excess(num_bytes)
         return excess <= 0 or self.can_spare(excess)
 
     def can_spare(self, num_bytes: int) -> bool:
-        """True if images of at least so many bytes may be dropped."""
-        for entry in self._entries.values():  # those that were used least recently come first, and are mostly loose
+        """True if images of at least `num_bytes` may be dropped."""
+        for entry in self._entries.values():  # least recently used first: mostly loose
             if _is_loose(entry):
                 num_bytes -= entry.num_bytes
                 if num_bytes <= 0:
@@ -189,7 +188,7 @@ class HostImages(Generic[Key]):
         return key in self._entries
 
     def is_coming(self, key: Key) -> bool:
-        """True if some of it is here, or never will be; not while others are read beside it because it takes long."""
+        """True if at least one layer has been read, or the read failed; False while the read is set aside as slow."""
         entry = self._entries.get(key)
         return entry is not None and entry.image.stream.num_ready != 0 and not self.is_slow(key)
 
@@ -210,15 +209,15 @@ class HostImages(Generic[Key]):
         return entry is not None and entry.has_ended
 
     def is_slow(self, key: Key) -> bool:
-        """True if it is being read, and for so long, as of the last look, that others are read beside it."""
+        """True while its read is set aside as slow, as of the last `watch`."""
         if key not in self._under_way:
             return False
         entry = self._under_way[key][0]
         return entry.is_slow and not entry.has_ended
 
     def pace(self, key: Key) -> tuple[float, float]:
-        """Seconds for which a read under way has brought nothing, its wait for a thread included, and that each of its
-        layers has taken so far; zeros without one.
+        """Seconds without progress of a read under way, including its wait for a thread, and mean seconds per layer;
+        zeros without one.
         """
         if key not in self._under_way:
             return 0.0, 0.0
@@ -233,7 +232,7 @@ class HostImages(Generic[Key]):
         return bool(self._failed)
 
     def forget_failures(self) -> None:
-        """Let what could not be read be read again."""
+        """Forget failed reads, so that they may be tried again."""
         for key in list(self._failed):
             self.drop(key)
 
@@ -258,26 +257,26 @@ class HostImages(Generic[Key]):
         return self._entries[key].image
 
     def drop(self, key: Key) -> None:
-        """Forget an image; a read that has not begun is cancelled, one under way ends with its next layer.
+        """Drop an image; a read that has not begun is cancelled, one under way ends with its next layer.
 
-        What has been read is left as it is: it may still be copied from.
+        Its data stays intact: it may still be copied from.
         """
         if (entry := self._entries.pop(key, None)) is None:
             return
         if self._under_way.pop(key, None) is not None:
             if entry.future.done():
-                self._last_moved = self._now()  # those that wait for its thread could begin meanwhile
+                self._last_moved = self._now()  # its thread may have begun a waiting read meanwhile
             elif not entry.future.cancel():
-                self._set_aside(entry)  # nobody looks after it any more
+                self._set_aside(entry)  # `watch` no longer sees it
                 entry.image.fail(ReadGivenUp("it is not needed any more"))
         self._failed.discard(key)
         if self._given_up.get(key) is not entry:
             self.num_bytes -= entry.num_bytes
 
     def watch(self) -> None:
-        """Look how reads under way get on: those that take long are set aside, those that bring nothing given up.
+        """Check the reads under way: set slow ones aside, give up stalled ones.
 
-        At those that take long it looks now and then only, as there may be many and it is called before every step.
+        Slow reads are checked only now and then, as there may be many and this is called before every step.
         """
         if not self._under_way and not self._given_up:
             return
@@ -339,7 +338,7 @@ class HostImages(Generic[Key]):
             self._failed.add(key)
 
     def _set_aside(self, entry: _Entry) -> bool:
-        """Let others be read beside a read; those that have not begun may do so now, and count anew from here."""
+        """Set a slow read aside: waiting reads may begin beside it, and their waiting time counts anew."""
         could = self.reads.set_aside(entry.future)
         if could:
             self._last_moved = self._now()
@@ -370,8 +369,8 @@ class HostImages(Generic[Key]):
             return
         with self._count_lock:
             self._num_failed += 1
-        if not isinstance(error, AdapterFormatError):  # which says all there is to say
-            # As text: who keeps a log record with a traceback keeps all that its frames refer to.
+        if not isinstance(error, AdapterFormatError):  # its message says it all
+            # As text: a kept log record with a traceback would keep alive all that its frames refer to.
             logger.error("%s could not be read\n%s", label, "".join(traceback.format_exception(error)))
         image.fail(error)
 

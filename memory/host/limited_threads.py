@@ -21,13 +21,13 @@ class NoThreadLeft(Exception):
 
 
 class NoAnswer(TimeoutError):
-    """A function took longer than it may; its thread is left to it."""
+    """A function exceeded its timeout; its thread goes on."""
 
 
 class LimitedThreads:
-    """A daemon thread for each function, `limit` at once: a function that hangs keeps its thread, and no more.
+    """A daemon thread for each function, at most `limit` at once: a function that hangs blocks only its own thread.
 
-    Nobody has to wait for one: it ends when it ends, at the latest with the process. May be used by any thread.
+    No thread has to be joined: it ends with its function, at the latest with the process. May be used by any thread.
     """
 
     def __init__(self, name: str, limit: int) -> None:
@@ -37,7 +37,7 @@ class LimitedThreads:
         self._busy = 0
 
     def run(self, function: Callable[[], T], seconds: float) -> T:
-        """Result of `function`, or what it raises. Raises NoThreadLeft, and NoAnswer after so many seconds."""
+        """Return or raise what `function` does. Raises NoThreadLeft, and NoAnswer after `seconds`."""
         future = self.submit(function)
         try:
             return future.result(seconds)
@@ -64,18 +64,18 @@ class LimitedThreads:
         return future
 
     def _run(self, function: Callable[[], T], future: Future[T]) -> None:
-        future.set_running_or_notify_cancel()  # from now on nobody can cancel what it is to tell
+        future.set_running_or_notify_cancel()  # from now on the future can't be cancelled
         ask_for_short_slices()
         try:
             result = function()
         except BaseException as error:
-            if isinstance(error, AdapterFormatError):  # which says all there is to say
-                forget_frames(error)  # they hold what was read, for as long as anybody has the error
+            if isinstance(error, AdapterFormatError):  # its message says it all
+                forget_frames(error)  # they hold what was read, for as long as the error is referenced
             self._end()
             future.set_exception(error)
             del future  # this frame is the error's, too
         else:
-            self._end()  # before anybody knows, so that whoever waited for it can submit the next
+            self._end()  # before the result is seen, so that its waiter can submit the next
             future.set_result(result)
 
     def _end(self) -> None:

@@ -23,33 +23,33 @@ class Reads(Protocol):
     def submit(self, read: Callable[[], Any], group: str = "") -> Future:
         """Run `read` soon. Its future is `running()` from when it begins until it ends.
 
-        group: of reads that may all hang at once, such as those of one directory; empty: it is of none.
+        group: of reads that may all hang at once, such as reads of one directory; empty: none.
         """
         ...
 
     def is_full(self, group: str) -> bool:
-        """True if so many reads of a group hang that no other of it begins."""
+        """True if so many reads of a group hang that no more of it may begin."""
         return False
 
     def wait(self, pending: list[Future], timeout: float) -> None:
-        """Let time go by until one of `pending` has ended or somebody calls `wake`, at most `timeout` seconds."""
+        """Wait until one of `pending` has ended or `wake` is called, at most `timeout` seconds."""
         wait(pending, timeout, FIRST_COMPLETED)
 
     def wake(self) -> None:
         """End the `wait` under way, or else the next one at once; from any thread."""
 
     def arrange(self, futures: Sequence[Future]) -> None:
-        """Put those of `futures` that have not begun before all others that have not, in this order."""
+        """Move `futures` that have not begun to the head of the queue, in this order."""
 
     def set_aside(self, future: Future) -> bool:
-        """Let others be read beside a read that takes long, as if it were not there. Whether that could be done."""
+        """Stop counting a slow read, so that another may begin; return whether that could be done."""
         return False
 
     def shutdown(self) -> None: ...
 
 
 class InlineReads(Reads):
-    """Reads at once, on the caller's thread: what is asked for is ready when the call returns."""
+    """Reads at once, on the caller's thread: the read has ended when `submit` returns."""
 
     def submit(self, read: Callable[[], Any], group: str = "") -> Future:
         future: Future = Future()
@@ -73,13 +73,13 @@ CLOSE_SECONDS = 1.0
 class ThreadReads(Reads):
     """Reads in threads of their own, so that the engine's thread never waits for a disk.
 
-    `threads` read at once. One whose read is set aside no longer counts, so that another may begin in its place: of
-    those there are as many as make `most_threads` in all, a quarter of it of one group, and what is beyond waits: a
-    directory that hangs keeps no other from being read. A read that never returns keeps its thread for good. The
-    threads are daemons: neither `shutdown` nor the end of the process waits for one that hangs.
+    `threads` read at once. A read set aside no longer counts, so that another may begin in its place, up to
+    `most_threads` in all and a quarter of it per group: a directory that hangs keeps no other from being read. Further
+    reads wait. A read that never returns keeps its thread for good. The threads are daemons: neither `shutdown` nor the
+    end of the process waits for one that hangs.
 
-    To start a thread takes milliseconds while others compute. So a thread that begins to read starts the one that will
-    come for the next read; only when there is none at all, whoever submits does.
+    To start a thread takes milliseconds while other threads compute. So a thread that begins to read starts the thread
+    for the next read; `submit` starts one only if there is none at all.
     """
 
     def __init__(self, threads: int = 2, most_threads: int = 64) -> None:
@@ -88,13 +88,13 @@ class ThreadReads(Reads):
         self._most_of_group = max(1, most_threads // 4)
         self._queue: deque[tuple[Future, Callable[[], Any], str]] = deque()
         self._running: dict[Future, str] = {}  # with their groups
-        self._aside: set[Future] = set()  # of those that run
-        self._hanging: Counter[str] = Counter()  # those by group
+        self._aside: set[Future] = set()  # of `_running`
+        self._hanging: Counter[str] = Counter()  # number of `_aside` by group
         self._num_threads = 0
         self._num_idle = 0
         self._is_closed = False
         self._changed = threading.Condition(threading.Lock())
-        self._news = threading.Event()  # a read has ended, or somebody called `wake`
+        self._news = threading.Event()  # a read has ended, or `wake` was called
 
     def submit(self, read: Callable[[], Any], group: str = "") -> Future:
         """Run `read` soon. RuntimeError when no thread could be started for it, or after `shutdown`."""
@@ -111,9 +111,9 @@ class ThreadReads(Reads):
         return future
 
     def wait(self, pending: list[Future], timeout: float) -> None:
-        """Sleep until a read has ended or somebody calls `wake`, at most `timeout` seconds; not if nothing is pending.
+        """Sleep until a read has ended or `wake` is called, at most `timeout` seconds; not if nothing is pending.
 
-        However many are pending, it takes no longer to begin and to end.
+        The overhead does not depend on the number of pending reads.
         """
         if pending:
             self._news.wait(timeout)
@@ -143,9 +143,9 @@ class ThreadReads(Reads):
         return group != "" and self._hanging[group] >= self._most_of_group
 
     def shutdown(self) -> None:
-        """Drop what has not begun. Reads that were not set aside get a moment to end; nothing waits for others.
+        """Drop reads that have not begun. Running reads get a moment to end, except reads set aside.
 
-        Their threads have let go of what they held then: one that frees a tensor while the interpreter ends would end
+        So their threads have released their tensors: a thread that frees a tensor while the interpreter ends would kill
         the process by a signal.
         """
         with self._changed:
@@ -233,7 +233,7 @@ def _run(future: Future, read: Callable[[], Any]) -> None:
         future.set_result(result)
 
 
-#: A read that takes longer has another beside it.
+#: Seconds after which a read is slow.
 SLOW_SECONDS = 1.0
 
 #: Layers come in groups of about so many bytes, and so slowly at least.
@@ -242,18 +242,18 @@ _LEAST_BYTES_PER_SECOND = 512 << 10
 
 
 class ReadStalled(AdapterFormatError):
-    """A read brought nothing for too long and is not waited for any more."""
+    """A read made no progress for too long and was given up."""
 
     failure = LoadFailure.TIMEOUT
 
 
 @dataclass(slots=True, eq=False)
 class ReadWatch:
-    """Follows a read's progress; whoever owns it tells it the time.
+    """Follows a read's progress; the owner passes the time in.
 
-    What counts is how long nothing came, not how long it all takes: a slow disk that goes on bringing layers may take
-    its time. Layers come in groups, for which `patience` is more by what a group of `num_bytes` takes at 512 KiB/s.
-    While it waits for a thread nothing counts.
+    What counts is the time without progress, not the total: a slow disk that goes on delivering layers may take its
+    time. Layers come in groups, so `patience` includes the time of a group of `num_bytes` at 512 KiB/s. Waiting for a
+    thread does not count.
     """
 
     _future: Future
@@ -263,7 +263,7 @@ class ReadWatch:
     last_moved: float
     began: float | None = None
     _num_ready: int = 0
-    _last_brought: float = field(init=False)  # or when it was asked for
+    _last_brought: float = field(init=False)  # or time of the request
 
     def __post_init__(self) -> None:
         self._last_brought = self.last_moved
@@ -273,7 +273,7 @@ class ReadWatch:
         return self._stall_seconds + min(self._num_bytes, _GROUP_BYTES) / _LEAST_BYTES_PER_SECOND
 
     def look(self, now: float) -> bool:
-        """Take note of how far it is; whether anything came since the last look."""
+        """Record the progress; return whether there was any since the last look."""
         if self.began is None:
             if not self._future.running():
                 return False
@@ -288,14 +288,14 @@ class ReadWatch:
         return self.began is not None and now - self.began > SLOW_SECONDS
 
     def stalled_seconds(self, now: float) -> float:
-        """Seconds since anything came; 0 while it waits for a thread."""
+        """Seconds without progress; 0 while it waits for a thread."""
         return 0.0 if self.began is None else now - self.last_moved
 
     def quiet_seconds(self, now: float) -> float:
-        """Seconds since anything came, or since it was asked for: that it has begun says nothing of its disk."""
+        """Seconds without progress, or since the request: that the read has begun says nothing about its disk."""
         return now - self._last_brought
 
     @property
     def layer_seconds(self) -> float:
-        """Seconds that a layer took, of those that came; 0 before the first."""
+        """Mean seconds per layer read so far; 0 before the first."""
         return 0.0 if self.began is None or self._num_ready <= 0 else (self.last_moved - self.began) / self._num_ready

@@ -36,6 +36,6 @@ class BlockTable:
         return BlockTable(self._pool, self._prefix, self._block_tokens, pages)
 
     def free(self) -> None:
-        """Give back every page; those of known blocks stay cached until they are wanted."""
+        """Give back every page; pages of known blocks stay cached until evicted."""
         pages, self.pages = self.pages, []
         self._prefix.release(pages)

@@ -52,8 +52,8 @@ class EvictionOrder:
         """Make `item` evictable, or change its priority.
 
         cost: seconds to bring it back. wanted: a waiting request will use it, so everything else goes before it.
-        depth: among equals the deeper goes first. in_use: it can be done without at any time, but is used until then:
-        it goes when nothing is left but what is wanted.
+        depth: among equals the deeper goes first. in_use: evictable as a last resort, before only items wanted by
+        waiting requests.
         """
         serial = self._serials[item] = next(self._serial)
         if in_use:

@@ -1,4 +1,4 @@
-"""The page pool: who owns which page. It never looks into a page.
+"""The page pool: the owner of each page. It never looks into a page.
 
 One pool serves the KV cache and the adapters, so memory moves between them page by page with no fixed split
 (S-LoRA's unified paging, papers/004).
@@ -22,14 +22,14 @@ class PageKind(IntEnum):
     RESERVED = 1
     KV = 2
     ADAPTER = 3
-    CACHED = 4  # KV that nobody uses now, kept because a later request may begin with the same tokens
+    CACHED = 4  # unused KV, kept because a later request may begin with the same tokens
     SHADOW = 5  # a second copy of some weights, with an adapter in it
 
 
 _KINDS = tuple(PageKind)
 _FREE, _CACHED = PageKind.FREE, PageKind.CACHED
 
-#: Kinds of pages that have references; those of all but KV have one owner.
+#: Kinds of pages that have references; all but KV pages have one owner.
 _HELD = (PageKind.KV, PageKind.ADAPTER, PageKind.SHADOW)
 
 
@@ -106,7 +106,7 @@ class PagePool:
         return pages
 
     def take(self, runs: Sequence[range], kind: PageKind) -> None:
-        """Take those very pages with one reference each. OutOfPages, and nothing taken, when one is not free."""
+        """Take exactly these pages with one reference each. OutOfPages, and nothing taken, when one is not free."""
         if any(self._kind[run.start : run.stop].count(_FREE) < len(run) for run in runs):
             raise OutOfPages(f"not all of {sum(map(len, runs))} pages are free")
         self._mark(runs, kind, 1)

@@ -2,8 +2,8 @@
 
 A trie of blocks per adapter version and scope. Lookups compare the tokens themselves, so there is no hash collision to
 fear, and a version that is gone takes its tries with it: a reloaded adapter can't be served its predecessor's KV. The
-scope, whom the blocks are shared with, chooses the trie before any token is looked at: no choice of tokens leads to
-another scope's blocks.
+scope (tenant and salt) chooses the trie before any token is compared: no choice of tokens leads to another scope's
+blocks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Root(Block):
 
 
 class BlockListener(Protocol):
-    """Is called for blocks that become known, each after its parent, and for those that are forgotten, by page."""
+    """Called for each stored block, after its parent, and for each removed block, by page."""
 
     def stored(self, version: int, scope: Hashable, block: Block) -> None: ...
 
@@ -52,7 +52,7 @@ class BlockListener(Protocol):
 
 
 class PrefixCache:
-    """Full blocks that are known, and those of them that are evictable.
+    """Known full blocks, used or evictable.
 
     A request that knows of a block holds the block's ancestors too, so an unused block has only unused descendants, and
     every CACHED page can be had by evicting leaves one after another.
@@ -93,7 +93,7 @@ class PrefixCache:
         return found
 
     def unused(self, blocks: Iterable[Block]) -> int:
-        """Number of the blocks whose page nobody uses: taking them lowers what can be reclaimed."""
+        """Number of the blocks with an unused page: taking them lowers what can be reclaimed."""
         return sum(self._pool.kind(block.page) is PageKind.CACHED for block in blocks)
 
     def take(self, blocks: Sequence[Block], num_tokens: int) -> list[int]:
@@ -120,7 +120,7 @@ class PrefixCache:
     def insert(
         self, version: int, parent: Block | None, tokens: Sequence[int], page: int, scope: Hashable = None
     ) -> Block | None:
-        """Make a block known whose KV was just completed in `page`, which the caller uses.
+        """Store a block; its KV was just completed in `page`, which the caller uses.
 
         parent: the block before it as returned by `insert` or `match`, None for the first. Returns None when an equal
         block is known already: the caller keeps its own page to itself and inserts nothing after it.

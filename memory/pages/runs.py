@@ -38,19 +38,19 @@ def place_runs(sizes: Sequence[int], costs: np.ndarray) -> list[range] | None:
 
 
 class _Places:
-    """First pages of runs of one size, the least cost of each `_WIDTH` of them noted: a look at all takes too long."""
+    """First pages of runs of one size, with the least cost of each `_WIDTH` of them: scanning all takes too long."""
 
     def __init__(self, costs: np.ndarray) -> None:
-        self._sums = np.zeros(len(costs) + 1, np.uint32)  # modulo 2**32: those of a run, their difference, are less
+        self._sums = np.zeros(len(costs) + 1, np.uint32)  # modulo 2**32; a run's cost, a difference, is less
         np.cumsum(costs, dtype=np.uint32, out=self._sums[1:])
         self._costs = np.empty(-(-len(self._sums) // _WIDTH) * _WIDTH, np.uint32)
         self._table = self._costs.reshape(-1, _WIDTH)
         self._least = np.empty(len(self._table), np.uint32)
-        self._stale = slice(0)  # rows whose least is to be looked for again
+        self._stale = slice(0)  # rows with a stale least cost
         self._size = self._next = self._cost = 0
 
     def open(self, size: int, placed: Sequence[range]) -> None:
-        """Begin with runs of a size. placed: those that are taken."""
+        """Begin with runs of a size. placed: runs already taken."""
         count = len(self._sums) - size
         np.subtract(self._sums[size:], self._sums[:count], out=self._costs[:count])
         self._costs[count:] = BLOCKED
@@ -59,7 +59,7 @@ class _Places:
         self._size, self._next, self._stale = size, -1, slice(len(self._table))
 
     def take(self) -> int | None:
-        """Return the last of the places that cost least, which overlaps with no other from now on; None without one."""
+        """Take the last run of least cost, so that later ones don't overlap it; return its first page, None without."""
         first, stop = self._next, self._stale.stop
         if first < 0 or self._costs[first] != self._cost:  # else it ends where the last one begins
             np.minimum.reduce(self._table[self._stale], axis=1, out=self._least[self._stale])

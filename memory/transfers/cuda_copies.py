@@ -1,15 +1,15 @@
 """Copies that run beside compute, on streams of their own.
 
-Why each step sees the right bytes. A stream runs what it is given in order; an event recorded on a stream fires after
-all that the stream was given before; a stream that waits for an event runs what it is given later after the event.
+Why each step sees the right bytes. A stream runs its work in order; an event recorded on a stream fires after all work
+enqueued before it; a stream that waits for an event runs work enqueued later after the event.
 
 - *A layer's bytes are there when compute reads them.* An event is recorded on the copy stream after the group's copies,
   and `join` makes the compute stream wait for it before the caller launches what reads them. When the host has already
   seen the event fire, the copies are complete, and whatever is launched later comes after them.
 - *The former owner is done with the pages when a copy writes them.* `fence` records an event on the compute stream, on
   the thread that launches compute, when the pages change hands; everything that the former owner launched comes before
-  it, and every copy of the transfer after it, those that a reader's thread issues later as well. Copies out of the
-  arena wait for the same event, and so read what compute has written.
+  it, and every copy of the transfer after it, also copies that a reader's thread issues later. Copies out of the arena
+  wait for the same event, and so read what compute has written.
 - *The former owner's own copies are done too:* its pages come back only when its transfer is quiet, which is when the
   host has seen the event after its last copy fire.
 - *A host image is not reused while a copy reads it:* the engine holds the transfer, and that the image, until then.
@@ -75,7 +75,7 @@ class CudaCopies:
 
         image: `[len(pages), page_elems]` on the host. The current compute stream's work so far comes first. All copies
         are issued before this returns. Bytes moved to the host may be read once `is_done()`; after `wait()` the pages
-        may have a new owner whose work follows on the compute stream.
+        may have a new owner, if its work follows on the compute stream.
         """
         check_pages(pages, len(pages), self._num_pages)
         plan = CopyPlan.of_pages(pages, self._page_elems, self._group_elems)

@@ -106,9 +106,9 @@ def _runs(ranges: list[tuple[int, int]], pages: Sequence[int], page_elems: int) 
 class CudaTransfer:
     """Made by CudaCopies. Any thread may call it; only `wait_layer` and `wait` touch the compute stream.
 
-    The pages and the image are the transfer's until `is_quiet()`: whoever owns them must not give them to anybody else
-    before, even after `cancel()`, because a copy that was issued can't be called back. The transfer keeps the image
-    alive until then by itself; the pages are the owner's to keep.
+    The pages and the image are in use until `is_quiet()`: their owner must not hand them on before, even after
+    `cancel()`, because an issued copy can't be called back. Until then the transfer itself keeps the image alive; the
+    owner keeps the pages.
     """
 
     address = 0  # nothing to watch: the compute stream waits

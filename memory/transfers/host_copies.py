@@ -74,7 +74,7 @@ class HostCopies:
 
 
 class CompleteTransfer:
-    """A transfer that was complete before anybody could ask."""
+    """A transfer that was complete from the start."""
 
     address = 0
 

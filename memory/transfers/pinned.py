@@ -67,7 +67,7 @@ _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 class CupyPinnedMemory(CupyCalls):
     """CuPy's pool, which hands out powers of two.
 
-    index: the device on whose behalf to pin; None needs no device. allocator: where the pool gets its blocks, as
+    index: the device to pin for; None needs no device. allocator: where the pool gets its blocks, as
     `cupy.cuda.PinnedMemoryPool` takes it; CuPy's own by default.
     """
 
@@ -121,9 +121,9 @@ class PinnedBuffers:
     """Hands out tensors cut from pinned chunks, as HostBuffers does from ordinary memory; any thread may take or drop.
 
     A tensor's memory is free again once the last reference to it or to a view of it is dropped; a transfer holds its
-    image until the last copy is complete. Chunks are powers of two, as the pool rounds up to: an image of its own would
-    waste up to half of what it pins. limit_bytes: how much may be pinned; what does not fit is ordinary memory, whose
-    copies are right but slow.
+    image until the last copy is complete. Chunks are powers of two, as the pool rounds up to these: an image of its own
+    would waste up to half of its pinned memory. limit_bytes: how much may be pinned; the rest is ordinary memory, with
+    correct but slow copies.
     """
 
     def __init__(self, memory: PinnedMemory, limit_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> None:

@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 class SwapBackend(Protocol):
-    """Copies pages between arena and host; the executor brings it, so that nobody else touches a tensor."""
+    """Copies pages between arena and host; the executor implements it, so that no other code touches a tensor."""
 
     @property
     def page_seconds(self) -> float:
-        """Seconds that a page takes out and back again, as measured before anything was swapped."""
+        """Seconds to copy a page out and back, as measured before anything was swapped."""
         ...
 
     def copy_out(self, pages: Sequence[int]) -> tuple[Any, Transfer | None]:
@@ -39,10 +39,10 @@ class SwapBackend(Protocol):
 
 @dataclass(slots=True, eq=False)
 class KvImage:
-    """KV of a request's first `num_tokens` tokens, but for the blocks before `blocks`, which others used at that time.
+    """KV of a request's first `num_tokens` tokens, without the blocks before `blocks`, which others used at that time.
 
     is_whole: all of it is in host memory. is_used: it is being copied back and must not be dropped. is_dropped: it is
-    lost, or nobody wants it any more.
+    lost, or no longer needed.
     """
 
     data: Any
@@ -65,17 +65,17 @@ class _Copy:
 
 
 class SwappedKv:
-    """Images of KV within the budget of host memory that adapters' images have too.
+    """Images of KV, within the host memory budget shared with adapters' images.
 
-    An image takes the place of adapters' images that nobody would miss, never of another request's KV. Adapters that
-    requests wait for take its place, when nothing else is left: then it is dropped, the oldest first.
+    A new image evicts adapters' images that may be dropped, never another request's KV. Adapters that requests wait for
+    evict KV images as a last resort, oldest first.
 
-    Pages belong to their copy until that has ended: they are freed when they have been copied out, and those of a copy
-    back that was cancelled when nothing is written to them any more.
+    Pages belong to their copy until it has ended: they are freed when they have been copied out; pages of a cancelled
+    copy back, when nothing writes to them any more.
     """
 
     def __init__(self, backend: SwapBackend | None, budget: HostBudget, page_bytes: int) -> None:
-        """backend: None where nothing can be copied: then nothing is ever saved."""
+        """backend: None where copies are impossible: then no KV is ever saved."""
         self.backend = backend
         self._budget = budget
         self._page_bytes = page_bytes
@@ -86,7 +86,7 @@ class SwappedKv:
         budget.join(self)
 
     def __len__(self) -> int:
-        """Number of images, those on their way included."""
+        """Number of images, including images being copied."""
         return len(self._images)
 
     @property
@@ -152,7 +152,7 @@ class SwappedKv:
             self.forget(image)
 
     def forget(self, image: KvImage) -> None:
-        """Nobody wants an image any more. Its memory counts until nothing is copied from or to it."""
+        """Drop an image. Its memory counts until nothing is copied from or to it."""
         image.is_dropped = True
         for copy in self._copies:
             if copy.image is image:
@@ -160,9 +160,9 @@ class SwappedKv:
         self._clear(image)
 
     def settle(self) -> tuple[list[Transfer], list[Transfer]]:
-        """End the copies that have ended; returns the transfers of copies back that are done, and of those that failed.
+        """Complete ended copies; return the transfers of finished and of failed copies back.
 
-        Whoever waits for a failed one is to `cancel` it.
+        The caller must `cancel` the failed ones.
         """
         done, failed = [], []
         for copy in list(self._copies):
