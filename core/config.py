@@ -18,7 +18,7 @@ class EngineConfig(BaseModel):
 
     model: Path = Field(description="directory of a Hugging Face checkpoint (config.json, *.safetensors)")
     adapters: Path | None = Field(
-        default=None, description="directory whose sub-directories with a PEFT adapter are served under their names"
+        default=None, description="directory of PEFT adapters: each sub-directory with one is served under its name"
     )
     strict_adapters: bool = Field(
         default=False,
@@ -33,8 +33,8 @@ class EngineConfig(BaseModel):
     )
     strict_base: bool = Field(
         default=False,
-        description="refuse adapters whose base_model_name_or_path names another base model than this one's directory, "
-        "origin or served name; by default that is logged and listed",
+        description="refuse an adapter if its base_model_name_or_path names another base model than this one's "
+        "directory, origin or served name; by default that is logged and listed",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="dtype of weights, KV cache and adapters; auto: the checkpoint's own"
@@ -93,19 +93,20 @@ class EngineConfig(BaseModel):
     )
     attention: Literal["auto", "flashinfer", "triton", "torch"] = Field(
         default="auto",
-        description="on a GPU: who computes attention. auto: FlashInfer, where it can't serve our kernel in Triton for "
-        "decode rows and torch for prompts, where that can't either torch alone, which captures nothing; with a name "
-        "that one, or no start. With triton a decode row's attention has the same bits in any company",
+        description="on a GPU: the attention backend. auto: FlashInfer; where it can't serve, our Triton kernel for "
+        "decode rows and torch for prompts; where that can't either, torch alone, which captures nothing. A named "
+        "backend that can't serve stops the start. With triton a decode row's attention has the same bits in any "
+        "company",
     )
     small_gemm: Literal["auto", "on", "fused", "off"] = Field(
         default="auto",
-        description="on a GPU: who multiplies with the base weights in decode steps of up to 16 rows. auto: our kernel "
-        "or cuBLAS, product by product and batch size by batch size, whichever takes the device less time at the "
-        "start; on: our kernel; fused: our kernel with the norms in it; off: cuBLAS. With on or fused a row's products "
-        "have the same bits in each of these batch sizes and at every start",
+        description="on a GPU: the kernel of products with the base weights in decode steps of up to 16 rows. auto: "
+        "ours or cuBLAS's, product by product and batch size by batch size, whichever takes the device less time at "
+        "the start; on: our kernel; fused: our kernel with the norms in it; off: cuBLAS. With on or fused a row's "
+        "products have the same bits in each of these batch sizes and at every start",
     )
     max_lora_rank: int = Field(
-        default=256, ge=1, le=256, description="largest rank of an adapter on a GPU, whose tables are made for it once"
+        default=256, ge=1, le=256, description="largest rank of an adapter on a GPU; its tables are made for it once"
     )
     cpu_kernels: Literal["auto", "native", "torch"] = Field(
         default="auto", description="CPU operators: the native decoder where it was built and can run, or torch's"
@@ -138,12 +139,12 @@ class EngineConfig(BaseModel):
         description="let requests of different tenants start from each other's cached KV; then one can tell what "
         "another has asked. A request's cache salt is honoured either way",
     )
-    lookahead: int = Field(default=8, ge=1, description="waiting requests whose adapters are read ahead")
+    lookahead: int = Field(default=8, ge=1, description="adapters are read ahead for this many waiting requests")
     prefetch: int = Field(
         default=0,
         ge=0,
-        description="waiting requests whose adapters are loaded into the arena before they may run, where there is "
-        "room that nobody else waits for",
+        description="adapters are loaded into the arena for this many waiting requests before they may run, where "
+        "there is room that no other request waits for",
     )
     max_adapters_per_step: int | None = Field(
         default=None, ge=1, description="most distinct adapters among running requests; default: no limit"
@@ -153,8 +154,7 @@ class EngineConfig(BaseModel):
     )
     fair_by: Literal["tenant", "adapter"] = Field(
         default="tenant",
-        description="whose requests take turns: those of each tenant, or those of each adapter; the base model counts "
-        "as one",
+        description="what takes turns: tenants, or adapters; the base model counts as an adapter",
     )
     weights: dict[str, float] = Field(
         default={},
@@ -169,7 +169,7 @@ class EngineConfig(BaseModel):
     max_turn_steps: int = Field(default=1000, ge=1, description="the same in steps")
     mode_policy: Literal["manual", "fastest", "dlora-1", "dlora-2", "dlora-3", "dlora-artifact"] = Field(
         default="manual",
-        description="which adapter steps have in their weights, and whose requests they run: manual: none "
+        description="which adapter is merged into a step's weights, and which requests the step runs: manual: none "
         "unless it is merged by hand; fastest: whatever is predicted to compute most tokens a second; dlora-1, 2, 3: "
         "the paper's dynamic batching, with adaptive thresholds from 2 on, with credits at 3; dlora-artifact: all of "
         "these as the authors' code has them, which tunes thresholds at mode switches only. These are to compare with",

@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-LIMITS = {"core": 0.8, "memory": 0.5, "ops": 1.2, "graphs": 0.5, "server": 8.0, "perf": 6.3}
+LIMITS = {"core": 0.8, "memory": 0.5, "ops": 0.7, "graphs": 0.5, "server": 8.0, "perf": 6.3}
 """Most pronouns per 1,000 words of each package; 0.5 is the aim of all."""
 
 PRONOUN = re.compile(r"\b(?:who|whom|whose|whoever|whomever|nobody|somebody|anybody|everybody|those|told)\b", re.I)
@@ -31,6 +31,8 @@ LITERAL = re.compile(
     r"|'(?:[^'\\\n]|\\.)*'",
     re.DOTALL,
 )
+CPP_LITERAL = re.compile(r'//[^\n]*|"(?:[^"\\\n]|\\.)*"')
+LITERALS = {".py": LITERAL, ".h": CPP_LITERAL, ".cpp": CPP_LITERAL}
 
 
 class Text(NamedTuple):
@@ -40,10 +42,10 @@ class Text(NamedTuple):
     words: str
 
 
-def texts(source: str) -> Iterator[Text]:
+def texts(source: str, literal: re.Pattern[str]) -> Iterator[Text]:
     """The comments, and the docstrings: literals in triple quotes with lines of their own."""
-    for found in LITERAL.finditer(source):
-        if found[0].startswith("#"):
+    for found in literal.finditer(source):
+        if found[0].startswith(("#", "//")):
             yield Text(found.start(), found[0])
         elif found[0].startswith('"""'):
             before = source[source.rfind("\n", 0, found.start()) + 1 : found.start()]
@@ -56,9 +58,9 @@ def check(root: Path) -> list[str]:
     breaches = []
     for package, limit in LIMITS.items():
         num_words, places = 0, []
-        for path in sorted(root.joinpath(package).rglob("*.py")):
+        for path in sorted(each for each in root.joinpath(package).rglob("*") if each.suffix in LITERALS):
             source = path.read_text("utf-8")
-            for text in texts(source):
+            for text in texts(source, LITERALS[path.suffix]):
                 num_words += len(WORD.findall(text.words))
                 for found in PRONOUN.finditer(text.words):
                     line = source.count("\n", 0, text.start + found.start()) + 1
@@ -109,6 +111,11 @@ ALLOWED = {
     "one in two thousand": "#" + " page" * 1999 + " whose\n",
     "no text": "x = 1\n",
 }
+
+
+def test_planted_pronoun_in_cpp_is_caught(tmp_path):
+    source = 'f("// those");  // it\'s whose\n#include "a.h"  // told_\n'
+    assert plant(tmp_path, source, "ops/native/a.h")[1:] == ["ops/native/a.h:1: whose"]
 
 
 @pytest.mark.parametrize("case", ALLOWED)

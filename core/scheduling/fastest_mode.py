@@ -64,14 +64,14 @@ class FastestMode:
 
     def _best(self, state: ModeState, merged: Adapter | None) -> tuple[float, ModeChoice]:
         """Return the highest rate (tokens a second) with an adapter (None: none) in the weights, and its choice."""
-        everybody = self._rate(state, state.fcfs, merged)
+        together = self._rate(state, state.fcfs, merged)
         if merged is None or not state.may_leave_out:
-            return everybody, ModeChoice(merged)
+            return together, ModeChoice(merged)
         count = state.alone(merged)
         alone = self._rate(state, {merged: count}, merged) if count else 0.0
-        if alone > everybody * (1 + MARGIN):
+        if alone > together * (1 + MARGIN):
             return alone, ModeChoice.alone(merged)
-        return everybody, ModeChoice(merged)
+        return together, ModeChoice(merged)
 
     def _rate(self, state: ModeState, batch: Batch, merged: Adapter | None) -> float:
         return sum(batch.values()) / self._prices.step_seconds(batch, merged, state.context)

@@ -115,8 +115,8 @@ class SeatShares:
         taking: the running requests with a row in it. only: eligible adapters; None: all.
         """
         self._taking, self._begun, self._only = taking, set(), only
-        everybody = len(taking) == len(self._running)
-        accounts = self._running.accounts if everybody else Counter(request.account for request in taking)
+        all_running = len(taking) == len(self._running)
+        accounts = self._running.accounts if all_running else Counter(request.account for request in taking)
         self._rows, self._yields = dict(accounts), dict(accounts)
         self._known, self._givers, self._now = {}, None, self._clock()
 

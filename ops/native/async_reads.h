@@ -30,7 +30,7 @@ class AsyncReads {
     }
     AsyncReads(const AsyncReads&) = delete;
 
-    // Begin the reads, if there is room for all of them. Those that could not be begun are not pending afterwards.
+    // Begin the reads, if there is room for all of them. A read that could not be begun is not pending afterwards.
     void begin(int fd, Read* reads, size_t count) {
         if (!context_ || count > kMostReads - under_way_) return;
         iocb controls[kMostReads];
@@ -69,7 +69,8 @@ class AsyncReads {
         return true;
     }
 
-    // Sleep until nothing is under way. False if that can't be told: then what they write to must not be used again.
+    // Sleep until no read is under way. False if the system refuses to tell: then the reads' memory must not be used
+    // again.
     bool drain() {
         while (under_way_)
             if (!wait()) return false;

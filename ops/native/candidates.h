@@ -26,8 +26,8 @@ struct Found {
     double before;  // the mass of all before it
 };
 
-// The first of n whose mass with all before it exceeds `target`; the last that has any if rounding left none.
-// masses(i, out): those of 16 from i on, 0 beyond the n.
+// The first index, of n, up to which the masses, its own included, exceed `target`; the last with any mass if rounding
+// left none. masses(i, out): the masses of 16 from i on, 0 beyond the n.
 template <class Of>
 inline Found first_above(int n, double target, Of masses) {
     double before = 0;
@@ -85,7 +85,7 @@ struct Candidates {
             masses.resize(vocab + kLanes);
         }
     }
-    // Those of n logits, of which the first has the id `first`, that are at least `least`.
+    // Append the tokens with logits of at least `least`. x: n logits, the first of the token `first`.
     void gather(const float* x, int n, int first, float least) {
         static constexpr uint32_t lanes[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         for (int i = 0; i < n; i += kLanes) {
@@ -122,7 +122,7 @@ struct Candidates {
         for (int i = 0; i < count; i += 8) all = all + masses_at(i);
         return sum(all);
     }
-    // Keep those above `value`, and of those equal to it the first `equal`.
+    // Keep the logits above `value`, and the first `equal` of the logits equal to it.
     void cut(float value, int equal) {
         filter([&](int i) {
             const bool same = values[i] == value;
@@ -139,8 +139,8 @@ struct Candidates {
         for (int i = 0; i < count; i++) above += values[i] > least;
         cut(least, k - above);
     }
-    // Keep the largest whose masses, without their own, add up to less than `target`: a radix selection by the bits of the
-    // logits, eleven at a time, so that only what falls into the border's bucket is looked at again.
+    // Top-p: keep the largest logits, each while the masses before it add up to less than `target`. A radix selection
+    // by the bits of the logits, eleven at a time, so that only what falls into the border's bucket is looked at again.
     void keep_nucleus(double target) {
         static constexpr int shifts[] = {21, 10, 0}, bits[] = {11, 11, 10};
         live.resize(count);

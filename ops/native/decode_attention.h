@@ -26,8 +26,8 @@ inline std::vector<DecodeUnit> decode_units(const int32_t* kv_lens, int rows, in
     return units;
 }
 
-// Query vectors whose scores and sums are computed together: of two K/V heads where each has few, else of one. A score is the
-// sum of two chains of products, and those of one query alone would leave the multipliers waiting for each other.
+// Query vectors with scores and sums computed together: of two K/V heads where each has few, else of one. A score is
+// the sum of two chains of products, and the two of one query alone would leave the multipliers waiting for each other.
 constexpr int kQueries = std::min(4, kTileVectors / 2), kHeads = 2;
 
 // run(heads, rows) with numbers that the compiler knows: so many K/V heads, and query vectors of each.
@@ -38,7 +38,7 @@ inline void with_shape(int heads, int rows, Run run) {
 }
 
 // scores[r] = q[r] · key for sixteen keys, which lie `offset` elements after keys[i], HEADS K/V heads side by side and ROWS
-// queries of each: the products with an even number one after the other, those with an odd one likewise, and the two together.
+// queries of each: the even-numbered products one after the other, the odd-numbered likewise, then the two sums.
 // A product is one of `Kind<X>`: of an element, or of a pair of bf16.
 template <class T, int HEADS, int ROWS>
 inline void key_scores(const Act<T>* q, int head_dim, const T* const* keys, long offset, float* scores, long lds) {
@@ -82,7 +82,7 @@ inline void weighted_values(const Act<T>* p, long ldp, const T* const* values, l
     using A = Kind<Act<T>>;
     constexpr int queries = HEADS * ROWS;
     constexpr int count = kStreamVectors >= 4 * kQueries ? 4 : 2;  // registers of columns
-    constexpr int together = kStreamVectors >= 4 * kQueries ? 4 : 1;  // of them, whose values are in registers
+    constexpr int together = kStreamVectors >= 4 * kQueries ? 4 : 1;  // of them, with their values in registers
     const int columns = whole_columns(head_dim);
     for (int c = 0; c < head_dim; c += count * kLanes) {
         Floats acc[queries][count];

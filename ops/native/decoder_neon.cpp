@@ -1,4 +1,4 @@
-// The library for aarch64, all of whose processors have NEON.
+// The library for aarch64: all its processors have NEON.
 #ifdef __aarch64__
 #include "supported.h"
 CHORUS_SUPPORTED(true)

@@ -36,13 +36,13 @@ struct StepDesc {
     const Adapter* const* segment_adapters;       // [segments]
     float* logits;                                // rows of vocab; null when only the best are wanted
     const int32_t* logit_rows;  // [logits_wanted]: the row of `logits` of each, below 0: not kept; null: in order
-    // Of adapters that are still coming: how many layers have (below 0: the rest never will), null for a segment whose
-    // adapter is there; null as a whole when all are. late: set for those that were waited for in vain.
+    // Layers loaded so far of the segment's adapter (below 0: the rest never will be); null for a segment with a loaded
+    // adapter; null as a whole when all are loaded. late: set for the segments with adapters waited for in vain.
     const std::atomic<int32_t>* const* segment_ready;
     int32_t* segment_late;
     int64_t max_stall_ns;  // of the step
     int64_t* best;  // [logits_wanted]: the likeliest token, or a drawn one; -1 when a logit is not finite
-    int64_t scores_wanted;  // tokens whose logits are asked for in slices once the step is done
+    int64_t scores_wanted;  // tokens with logits that are asked for in slices once the step is done
     const int32_t* segment_level;  // [segments]: see Segments; null where all are 0
     const LayerDesc*
         layer;  // [layers] in place of the model's own: with an adapter in some of their projections; or null

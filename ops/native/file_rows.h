@@ -40,7 +40,7 @@ struct ReadStation {
     Buffer<char> memory[kBuffers];
 };
 
-// Stations that nobody uses. As many exist as files were ever read at once.
+// Idle stations. As many exist as files were ever read at once.
 class ReadStations {
    public:
     std::unique_ptr<ReadStation> take() {
@@ -99,7 +99,7 @@ class FileRows {
         fault.job = group.jobs_begin;
         begin(g);
         const bool whole = finish(g, fault);
-        if (next_ < (int64_t)groups_.size()) begin(next_);  // not before this one is here, which somebody waits for
+        if (next_ < (int64_t)groups_.size()) begin(next_);  // only now: the caller waits for the group before it
         if (!whole) return false;
         SlabRows rows(element_, out);
         for (fault.job = group.jobs_begin; fault.job < group.jobs_end; fault.job++) {

@@ -13,7 +13,7 @@ constexpr int kPanel = 32;    // output columns of a panel
 constexpr long kPrefetchBytes = 8192;
 constexpr int kSegmentChunk = 300;  // the same where every chunk has an adapter's rows to pack
 constexpr int kShortChunk = kSegmentChunk / 4;  // fewer rows are not worth a pass over the weights
-constexpr int kRowChunk = 192;  // rows whose activations stay in L2 while panels pass
+constexpr int kRowChunk = 192;  // rows: their activations stay in L2 while panels pass
 
 template <class T> inline size_t panel_elems(int k) { return (size_t)k * kPanel; }
 
@@ -33,9 +33,9 @@ struct Ahead {
     long step;
 };
 
-// Addresses of a tile's rows: an address is a pointer and 1, 2, 4 or 8 times a register, so that those of all rows take one
-// register for each odd number below theirs and no instruction. Left to itself, the compiler takes a pointer for each row,
-// keeps what it has no register for in memory, and loads it once for every step.
+// Addresses of a tile's rows: an address is a pointer and 1, 2, 4 or 8 times a register, so that the addresses of all
+// rows take one register for each odd number below ROWS and no instruction. Left to itself, the compiler takes a
+// pointer for each row, keeps what it has no register for in memory, and loads it once for every step.
 template <int ROWS>
 struct RowAddresses {
     long odd[(ROWS + 1) / 2];  // bytes to rows 1, 3, 5 …

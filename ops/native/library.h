@@ -36,7 +36,7 @@ using namespace chorus;
 
 extern "C" {
 
-// Sizes of the descriptors, so that a library built from other sources than the Python side is told apart.
+// Sizes of the descriptors, by which the Python side rejects a library built from other sources than its own.
 CHORUS_API int64_t chorus_descriptors() {
     return (((int64_t)sizeof(StepDesc) * 1000 + sizeof(ModelDesc)) * 1000 + sizeof(LayerDesc)) * 1000 +
            sizeof(MergeDesc);

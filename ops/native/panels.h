@@ -1,10 +1,10 @@
 // Tokens drawn from rows of logits by inverse transform in vocabulary order; nothing is sorted.
 //
 // A row is seen panel by panel, by the head while it computes them or from memory. Of each panel there remain the largest
-// logit and the mass of all, relative to it; they say which panels hold what may be drawn, and only those are read again.
-// Nothing but the row's own logits, in a fixed order, goes into its draw, so that it is the same bits whoever saw them and
-// whatever else is drawn. Masses are float64: implementations that differ in the last bit of a mass still draw the same
-// token.
+// logit and the mass of all, relative to it; they say which panels hold what may be drawn, and only these panels are
+// read again. Nothing but the row's own logits, in a fixed order, goes into its draw, so that it is the same bits
+// whichever threads saw the panels and whatever else is drawn. Masses are float64: implementations that differ in the
+// last bit of a mass still draw the same token.
 #pragma once
 #include <cmath>
 #include "candidates.h"
@@ -87,7 +87,7 @@ class Panels {
         return scratch[k - 1];
     }
 
-    // All of a row's logits that are at least `least`. logits(panel): those of one.
+    // All of a row's logits that are at least `least`. logits(panel): the logits of one.
     template <class Logits>
     void gather(int row, float least, Candidates& c, Logits logits) const {
         const float* most = most_.data() + (long)row * panels_;
@@ -102,7 +102,7 @@ class Panels {
         }
     }
 
-    // Once all of a row's panels have been seen: the token that is drawn. logits(panel): those of one.
+    // Once all of a row's panels have been seen: the token that is drawn. logits(panel): the logits of one.
     template <class Logits>
     int64_t draw(int row, const Draw& d, Candidates& c, Logits logits) {
         const double inverse = d.inverse_temperature;

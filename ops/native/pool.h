@@ -3,9 +3,9 @@
 // Within a step the threads spin at first: phases take microseconds. Between steps the helpers sleep, so that an idle
 // engine costs nothing and HTTP has the cores.
 //
-// Whoever waits at a barrier waits for threads that may not be running: a busy neighbour has their core, or there are more
-// threads than cores. Where that takes more time than the threads save, steps are run by half of them; after a pause,
-// longer each time it was in vain, by twice as many again.
+// A thread at a barrier waits for threads that may not be running: another process has their core, or there are more
+// threads than cores. Where that takes more time than the threads save, steps run on half of them; after a pause,
+// longer each time it was in vain, on twice as many again.
 #pragma once
 #include <linux/futex.h>
 #include <pthread.h>
@@ -35,7 +35,7 @@ class Team {
         for (auto& helper : helpers_) helper.join();
     }
     int most() const { return most_; }  // threads there are
-    int size() const { return size_; }  // threads of the next step: those from 0 on
+    int size() const { return size_; }  // threads of the next step: 0 … size-1
 
     // Run body(thread) on the threads of the step; the caller is thread 0.
     void run(const std::function<void(int)>& body) {
@@ -63,7 +63,7 @@ class Team {
     }
 
     // As `each`, but every thread has its own units 0 … count(thread)-1 and does them in order, so that what a unit leads
-    // up to in memory is this thread's too. Whoever is done takes from the end of what another still has to do.
+    // up to in memory is this thread's too. A thread that is done takes units from the end of another's.
     // work(owner, unit, more): more says that the owner's next unit follows on the same thread.
     template <class Count, class Work>
     void each_own(int& phase, int thread, Count count, Work work) {
@@ -82,8 +82,8 @@ class Team {
         std::atomic<int> given{0}, done{0};
     };
 
-    // Return once the gate's work below `end` is done: work(i) here, of what nobody has yet. The work of a later phase follows
-    // that of the ones before.
+    // Return once the gate's work below `end` is done; this thread runs work(i) for the units that no thread has begun.
+    // The work of a later phase follows that of earlier phases.
     template <class Work>
     void pass(Gate& gate, int end, Work work) {
         if (gate.done.load(std::memory_order_acquire) >= end) return;
@@ -100,8 +100,8 @@ class Team {
    private:
     using Clock = std::chrono::steady_clock;
 
-    // A thread's units that are left in the phase `tag`: tag, last, first. Whoever comes first sets it up for its phase,
-    // so that a thread that isn't running holds up nothing but the unit it is in.
+    // A thread's units that are left in the phase `tag`: tag, last, first. The first thread to take one sets it up for
+    // its phase, so that a thread that isn't running holds up nothing but the unit it is in.
     struct alignas(64) Share : std::atomic<uint64_t> {};
     static constexpr uint32_t kTagMask = 0xFFFFFF;
     static constexpr int kUnitBits = 20;
@@ -137,7 +137,7 @@ class Team {
         }
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
             arrived_.store(0, std::memory_order_relaxed);
-            counters_[(at + 2) % 3].store(0, std::memory_order_relaxed);  // nobody is in that phase yet, nor still
+            counters_[(at + 2) % 3].store(0, std::memory_order_relaxed);  // of phases at - 1 and at + 2, now empty
             phase_.store(at + 1);
             if (sleepers_.load()) futex(phase_, FUTEX_WAKE_BITSET_PRIVATE, INT_MAX);
         } else {
@@ -145,7 +145,7 @@ class Team {
         }
     }
 
-    // Wait until word is ready; whoever makes it so wakes its sleepers.
+    // Wait until word is ready; the thread that makes it ready wakes its sleepers.
     template <class Ready>
     void wait(std::atomic<int>& word, Ready ready) {
         if (ready(word.load(std::memory_order_acquire))) return;
@@ -159,8 +159,8 @@ class Team {
         sleepers_.fetch_sub(1);
     }
 
-    // True if it was ready within some 50 µs. Who takes longer isn't running, but waits for this or another core: sleep, and
-    // the system puts it here, where `sched_yield` would leave it there.
+    // True if it was ready within some 50 µs. A thread that takes longer isn't running, but waits for this or another
+    // core: if this thread sleeps, the system puts that one here, where `sched_yield` would leave it there.
     template <class Ready>
     static bool spin(Ready ready) {
         for (int i = 0; i < kSpins; i++) {
@@ -199,8 +199,8 @@ class Team {
         syscall(SYS_futex, &word, operation, value, nullptr, nullptr, threads);
     }
 
-    // Tell threads 1 … size-1 that a step begins; the others sleep on. Those that are no longer among them are told once, so
-    // that the last step that a sleeper knows of is never one of as many threads as the step that it is woken for.
+    // Wake threads 1 … size-1 for a step; the others sleep on. Threads dropped since the last step are woken once more,
+    // so that the last step that a sleeper has seen never has as many threads as the step that it is woken for.
     void begin_round(int size) {
         const int round = epoch_.load(std::memory_order_relaxed) / (kMost + 1) % (1 << 20) + 1;
         epoch_.store(round * (kMost + 1) + size, std::memory_order_release);
@@ -226,7 +226,7 @@ class Team {
     }
 
     const int most_;
-    int size_, told_ = 0;  // told_: of the last step that helpers were told of
+    int size_, told_ = 0;  // told_: of the last step that woke helpers
     std::vector<std::thread> helpers_;
     const std::function<void(int)>* body_ = nullptr;
     std::atomic<bool> stop_{false};

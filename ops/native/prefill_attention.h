@@ -43,8 +43,8 @@ inline void transpose_keys(const T* const* keys, long offset, int words, float* 
     }
 }
 
-// scores[r][0 … 16·BLOCKS-1] = q[r] · key for ROWS queries and the keys of as many `transpose_keys`: the words with an even
-// number one after the other, those with an odd one likewise, and the two together.
+// scores[r][0 … 16·BLOCKS-1] = q[r] · key for ROWS queries and the keys of as many `transpose_keys`: the
+// even-numbered words one after the other, the odd-numbered likewise, then the two sums.
 template <class X, int ROWS, int BLOCKS>
 inline void column_scores(const X* const* q, const float* keys, int words, float* scores, long lds) {
     using K = Kind<X>;

@@ -9,7 +9,7 @@
 
 namespace chorus {
 
-// Groups of modules whose outputs lie side by side: 0 query, key and value, 1 output, 2 gate and up, 3 down.
+// Groups of modules with outputs side by side: 0 query, key and value, 1 output, 2 gate and up, 3 down.
 template <class T>
 class Projections {
     using X = Act<T>;
@@ -84,9 +84,9 @@ class Projections {
     // y (+)= x · wᵀ and the step's LoRA products of one group.
     //
     // Few tokens: base product and shrink side by side, then expand in chunks of columns long enough to stream.
-    // Many: a chunk's shrink by whoever comes to its first tiles, which is mostly the thread that wrote x, then expand as more
-    // of the base product's reduction dimension. By themselves still expand segments of few tokens, a second part of an
-    // adapter for the same tokens, and panels that hold columns of two modules.
+    // Many: a chunk's shrink by the first threads to reach its tiles, mostly the thread that wrote x, then expand as
+    // more of the base product's reduction dimension. Expanded by themselves still: segments of few tokens, a second
+    // part of an adapter for the same tokens, and panels that hold columns of two modules.
     void run(const StepDesc& step, int thread, int& phase, int g, int layer, const X* x, long ldx, int k, const void* w,
              int n, float* y, long ldy, bool accumulate, const float* bias) {
         const Product<T> product{x, ldx, step.tokens, (const T*)w, n, k, y, ldy, accumulate, bias, &cuts_};
@@ -144,7 +144,7 @@ class Projections {
         std::vector<int> split;
     };
 
-    // Row chunks of the products: a segment whose expand is part of them has its own, as each chunk packs its adapter's rows;
+    // Row chunks of the products: a segment with a fused expand has its own, as each chunk packs its adapter's rows;
     // but none is so short that it reads all weights for few rows, as the tokens of running requests after a prompt's would.
     void cut(const StepDesc& step) {
         cuts_.assign(1, 0);
@@ -171,7 +171,7 @@ class Projections {
         }
     }
 
-    // A product's units of work for many tokens: a thread's own are those of the rows that it normalises.
+    // A product's units of work for many tokens: a thread owns the units of the rows that it normalises.
     template <class Work>
     void each_tile(int& phase, int thread, int panels, Work work) {
         const int units = ((int)cuts_.size() - 1) * panels;
@@ -211,7 +211,7 @@ class Projections {
     }
 
     // A tile of a group's product at `out`, with the expands that are fused with it or, where the tile stays in the cache, `all`
-    // of them. Those that aren't fused, and what the panel can't take in one piece, are added to what the product gave.
+    // of them. Unfused expands, and what the panel can't take in one piece, are added to what the product gave.
     void run_tile(const StepDesc& step, int thread, int g, int layer, const Product<T>& product, const Tile& tile,
                   float* out, long ldo, bool all) {
         Scratch& own = scratch_[thread];
@@ -249,8 +249,8 @@ class Projections {
     }
     static int level_of(const StepDesc& step, int s) { return step.segment_level ? step.segment_level[s] : 0; }
 
-    // The parts of a level's segments, of all or of those that are fused, and of the group's modules that lie in a tile of the
-    // product.
+    // Expand the parts of the group's modules, and of a level's segments (all, or only the fused), that lie in a tile
+    // of the product.
     template <class Run>
     void expand_tile(const StepDesc& step, int g, const Tile& tile, int level, bool all, Run run_expand) {
         for (int s = 0; s < step.segments; s++) {

@@ -32,7 +32,7 @@ inline double read_rate(Team& team, const char* memory, int64_t bytes) {
     return part * team.size() / seconds;
 }
 
-// Floating-point operations per second of products of T whose operands are in registers.
+// Floating-point operations per second of products of T with operands in registers.
 template <class T>
 inline double product_rate(Team& team, int64_t rounds) {
     using A = Kind<Act<T>>;

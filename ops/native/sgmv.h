@@ -56,8 +56,8 @@ struct LoraUnit {
     int segment, module, first, count, token, tokens;
 };
 
-// The step's segments: tokens begin[s] … end[s]-1 use *adapters[s]. Several may have the same tokens: those of one level then
-// have no module of a layer in common, so that their units never meet. level: null where all have level 0.
+// The step's segments: tokens begin[s] … end[s]-1 use *adapters[s]. Several may have the same tokens; if of one level,
+// they have no module of a layer in common, so that their units never meet. level: null where all have level 0.
 struct Segments {
     int count;
     const int32_t *begin, *end;
@@ -67,13 +67,13 @@ struct Segments {
     int level_of(int s) const { return level ? level[s] : 0; }
 };
 
-// A module of a group whose outputs are packed side by side: its id, its first column in y, its width.
+// A module of a group with outputs packed side by side: its id, its first column in y, its width.
 struct Target {
     int module, column, width;
 };
 
-// Units are the same for all layers; those of a segment without rows in a layer are skipped there. Appended: those of the
-// tokens begin … end-1.
+// Append the units of the tokens begin … end-1. Units are the same for all layers; a segment without rows in a layer
+// skips its units there.
 inline void shrink_units(const Segments& segments, const std::vector<Target>& group, int begin, int end,
                          std::vector<LoraUnit>& units) {
     for (int s = 0; s < segments.count; s++) {
@@ -90,7 +90,7 @@ inline void shrink_units(const Segments& segments, const std::vector<Target>& gr
     }
 }
 
-// Those of one level: the next must not begin before they have ended.
+// Units of one level: the next level must not begin before they have ended.
 inline void expand_units(const Segments& segments, int level, const std::vector<Target>& group, int threads,
                          std::vector<LoraUnit>& units) {
     units.clear();
@@ -112,7 +112,7 @@ template <class T, int TOKENS, int RANKS>
 inline void dots(const Act<T>* x, long ldx, const T* const* rows, bool fetch, int k, float scale, Act<T>* h, long ldh) {
     using K = Kind<T>;
     using A = Kind<Act<T>>;
-    constexpr int together = std::min(RANKS, std::max(1, kDotVectors / TOKENS));  // rows whose sums are in registers
+    constexpr int together = std::min(RANKS, std::max(1, kDotVectors / TOKENS));  // rows with their sums in registers
     Floats acc[16];
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) acc[i] = floats(0);

@@ -9,8 +9,8 @@ namespace chorus {
 
 constexpr int kFewTokens = 48;  // up to this many, weights are streamed rather than computed with
 
-// First thing of thread t's part of `count` things: of tokens as of a product's units, whose rows are in the same
-// order, so that most of what a thread reads was written by itself and lies in its own cache.
+// First thing of thread t's part of `count` things: of tokens as of a product's units, which have their rows in the
+// same order, so that most of what a thread reads was written by itself and lies in its own cache.
 inline int part_begin(int count, int t, int threads) { return (int)((long)count * t / threads); }
 
 // work(i, more): thing i; more: the next one runs on the same thread.

@@ -96,7 +96,7 @@ inline Floats reduce16(const Floats* a) {
     for (int i = 0; i < 4; i++) v[i] = zip_low2(u[i], u[i + 4]) + zip_high2(u[i], u[i + 4]);
     const Floats w0 = even_quads(v[0], v[1]) + odd_quads(v[0], v[1]);
     const Floats w1 = even_quads(v[2], v[3]) + odd_quads(v[2], v[3]);
-    // quad j of the sum holds those of a[j], a[j + 8], a[j + 4], a[j + 12]
+    // quad j of the sum holds the sums of a[j], a[j + 8], a[j + 4], a[j + 12]
     return by_lane(even_quads(w0, w1) + odd_quads(w0, w1));
 }
 

@@ -4,7 +4,7 @@
 
 namespace chorus {
 
-// With attributes of their own, as a template's arguments lose those of the intrinsics' types.
+// With attributes of their own, as the intrinsics' types lose theirs as a template's arguments.
 typedef float Floats8 __attribute__((vector_size(32)));
 typedef uint32_t Words8 __attribute__((vector_size(32)));
 typedef double Doubles4 __attribute__((vector_size(32)));

@@ -1,4 +1,4 @@
-// Vectors of sixteen lanes made of halves, for levels whose registers are shorter. A level defines everything for one
+// Vectors of sixteen lanes made of halves, for levels with shorter registers. A level defines everything for one
 // register first; what is here does it for both halves.
 #pragma once
 #include <algorithm>

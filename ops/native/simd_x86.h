@@ -1,6 +1,6 @@
 // Sixteen lanes of 16 bits, alike at all x86 levels.
 #pragma once
-#pragma GCC diagnostic push  // the compiler's own header uses registers whose contents don't matter
+#pragma GCC diagnostic push  // the compiler's own header uses uninitialised registers on purpose
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
