@@ -88,7 +88,7 @@ class AdapterKeeper:
             for one, stamp in zip(batch, stamps or (), strict=False):
                 if self._stopped.is_set():
                     return
-                if stamp != one.stamp and stamp == self._stamps.get(one.name):  # else still being written
+                if stamp != one.stamp and stamp == self._stamps.get(one.name):  # else unchanged, or still being written
                     self._try(one, stamp)
                 self._stamps[one.name] = stamp
 
