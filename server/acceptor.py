@@ -1,4 +1,4 @@
-"""The acceptor: takes connections off the listeners' queues, and begins those whose requests have come."""
+"""The acceptor: accepts connections, and begins each one once it has a request's head."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .connections import Connections
 from .http_protocol import MAX_HEAD_BYTES
 
 ACCEPT_AT_ONCE = 512
-"""Connections taken off a queue before others have their turn on the event loop: a tenth of the time to begin them.
+"""Connections accepted in one callback of the event loop, which takes a tenth of the time to begin them.
 
-At most half of the places, so that what comes first can be begun before its place is taken by what comes after.
+Never more than half of the connections allowed, so that a connection can be begun before a later one replaces it.
 """
 
 BEGIN_AT_ONCE = 8
-"""Connections begun before others have their turn."""
+"""Connections begun in one callback of the event loop."""
 
 LACK_SECONDS = 0.02
-"""For how long nothing is accepted when there is no place or descriptor."""
+"""Seconds without accepting when all connections are in use, or no descriptor is free."""
 
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,15})[ \t]*\r\n", re.IGNORECASE)
 
@@ -71,8 +71,8 @@ class Accepted:
 class Acceptor:
     """Accepts connections on the running event loop.
 
-    To begin one takes ten times as long as to accept it. Where more come than can be begun at once, whole requests come
-    first, of these the shortest, which are the least to answer, and the latest, whose clients are still there.
+    To begin a connection takes ten times as long as to accept it. When several are ready, whole requests come before
+    partial ones, then the shortest, which are the least work, then the latest: its client is likely still there.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Acceptor:
         self._make = make
         self._connections = connections
         self._at_once = max(1, min(ACCEPT_AT_ONCE, connections.count // 2))
-        self._ready: list[tuple[bool, int, int, Accepted]] = []  # a heap; those that are closed are passed over
+        self._ready: list[tuple[bool, int, int, Accepted]] = []  # a heap; closed connections are skipped
         self._count = 0
         self._turn: asyncio.Handle | None = None
         self._tasks: set[asyncio.Task] = set()

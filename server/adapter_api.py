@@ -291,9 +291,9 @@ def _body(one: AdapterState, request: Request) -> dict[str, Any]:
 
 
 def shown_path(path: Path, request: Request) -> str:
-    """A path as JSON can hold it: what is not UTF-8 or can't be printed is escaped.
+    """A path as JSON can hold it: bytes that are not UTF-8 and unprintable characters are escaped.
 
-    Who may not know where files lie sees it from below its root.
+    A client that may not see this machine's paths gets it relative to its root.
     """
     text = str(path) if request.state.sees_paths else request.app.state.private_paths.shown(path)
     return text if text.isprintable() else shown(text)

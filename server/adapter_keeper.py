@@ -1,4 +1,4 @@
-"""Care of adapters while nobody asks: weights are read and hashed, and broken adapters tried again."""
+"""Background care of adapters: weights are read and hashed, and broken adapters tried again."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ TURN_SECONDS = 2.0
 """Seconds between looks at quarantined directories; one is tried again once it has not changed for as long."""
 
 HASH_SHARE = 1 / 8
-"""Of the time, at most, in which adapters are read for their hash."""
+"""Largest share of the time spent reading adapters for their hashes."""
 
 
 BATCH = 64
-"""Quarantined directories that one thread looks at; where one hangs, the rest of these wait with it."""
+"""Quarantined directories that one thread looks at; where one hangs, the rest of the batch waits with it."""
 
 
 class AdapterKeeper:
-    """A thread beside the engine. What touches a disk is given up after `seconds`, on a thread that is left behind.
+    """A thread beside the engine. Disk reads run on threads of their own, and are abandoned after `seconds`.
 
-    places: directories below which the files of what is tried again must lie.
+    places: directories that must contain the files of an adapter that is tried again.
     """
 
     def __init__(self, worker: Backend, seconds: float, places: Sequence[Path] = ()) -> None:
@@ -88,7 +88,7 @@ class AdapterKeeper:
             for one, stamp in zip(batch, stamps or (), strict=False):
                 if self._stopped.is_set():
                     return
-                if stamp != one.stamp and stamp == self._stamps.get(one.name):  # whoever writes there has paused
+                if stamp != one.stamp and stamp == self._stamps.get(one.name):  # else unchanged, or still being written
                     self._try(one, stamp)
                 self._stamps[one.name] = stamp
 
@@ -135,9 +135,10 @@ class AdapterKeeper:
         return with_content(manifest)
 
     def _give_up(self, name: str, version: int, manifest: AdapterManifest, error: AdapterFormatError) -> None:
-        """Into quarantine with an adapter of the start whose weights are broken.
+        """Quarantine an adapter with broken weights that was registered at startup; hash no other one again.
 
-        What was loaded over HTTP has been checked, and so has only changed; what a disk failed to read may be whole.
+        An adapter loaded over HTTP was checked then, so its files have changed since; after a disk error the weights
+        may be whole.
         """
         log.warning("adapter %s can't be read: %s", name, error)
         is_broken = manifest.no_effect is None and not isinstance(error.__cause__, OSError)
@@ -154,7 +155,7 @@ class AdapterKeeper:
         return Quarantined(name, manifest.path, reason, stamp)
 
     def _set_aside_overflowing(self) -> None:
-        """Into quarantine with adapters whose weights are finite, and what is computed with them is not."""
+        """Quarantine adapters with finite weights and non-finite logits."""
         reason = f"its logits were not finite in its first {MOST_OVERFLOWS} requests; train it again, or scale it down"
         for one in self._book.overflowing().result():
             aside = self._quarantined(one.name, one.manifest, reason)

@@ -1,4 +1,4 @@
-"""Adapters in /metrics: where their bytes are, under our names and under those that gateways made for vLLM read."""
+"""Adapters in /metrics: where their bytes are, under Chorus's names and under vLLM's, which gateways read."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class AdapterView:
 
 
 def adapter_families(view: EngineView, everything: tuple[str, str]) -> Iterator[Metric]:
-    """Series of the adapters, and of those in use. everything: values of vLLM's labels."""
+    """Series of the adapters, and of the adapters in use. everything: values of vLLM's labels."""
     yield GaugeMetricFamily(
         "chorus_adapters_quarantined", "Adapters that are not served, see /v1/adapters", view.num_quarantined
     )
@@ -96,7 +96,7 @@ def _residency(view: EngineView, everything: tuple[str, str]) -> Iterator[Metric
     resident = view.tier_counts.get(Tier.DEVICE, 0)
     for name, text, value in (
         ("num_gpu_loaded_lora_adapters", "Adapters in the arena", resident),
-        ("max_gpu_lora_adapters", "Those, and how many more of average size fit without evicting one",
+        ("max_gpu_lora_adapters", "Adapters in the arena, and how many more of average size fit without evicting one",
          resident + view.num_loadable),
     ):  # fmt: skip
         yield with_samples(GaugeMetricFamily(f"vllm:{name}", text, labels=MODEL_LABELS), (everything, value))

@@ -45,7 +45,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         command.add_argument("--url", default=URL, help=f"the server's address (default: {URL})")
         command.add_argument(
             "--api-key-file", type=Path, metavar="FILE",
-            help=f"file whose first line is a key; else that of {' or '.join(KEY_VARIABLES)} is sent, if one is set",
+            help=f"file with a key in its first line; default: the key in {' or '.join(KEY_VARIABLES)}, if one is set",
         )  # fmt: skip
 
 

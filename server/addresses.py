@@ -57,7 +57,7 @@ class Networks:
 
 
 class Places:
-    """Counts the connections of each place. Those of `proxies` stand for many clients, and have no limit."""
+    """Counts the connections of each client address. `proxies` stand for many clients and have no limit."""
 
     def __init__(self, limit: int, proxies: Networks) -> None:
         self._limit = limit
@@ -68,7 +68,7 @@ class Places:
         return len(self._counts)
 
     def enter(self, address: str) -> str | None:
-        """Count a connection; the place that it counts for, None for a proxy's."""
+        """Count a connection; return the client address that it counts for, None for a proxy's."""
         if address in self._proxies:
             return None
         place = place_of(address)
@@ -83,5 +83,5 @@ class Places:
                 del self._counts[place]
 
     def is_over(self, place: str | None) -> bool:
-        """True if a place has more connections than it may."""
+        """True if a client address has more connections than it may."""
         return place is not None and self._counts[place] > self._limit

@@ -40,7 +40,7 @@ class Api:
     async def health(self, request: Request) -> Response:
         """200 while the engine takes requests and gets on with them, 503 when it doesn't, or is about to end.
 
-        A client without a key, where keys are needed, is told the status alone.
+        Where keys are needed, a client without one gets the status alone.
         """
         healthy = self._worker.healthy and not self._gate.draining
         body: dict[str, object] = {"status": "ok" if healthy else "draining" if self._gate.draining else "unavailable"}

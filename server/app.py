@@ -134,7 +134,7 @@ def create_app(
     )  # fmt: skip
     app.state.gate, app.state.worker, app.state.executors, app.state.key_watch = gate, worker, executors, key_watch
     app.state.private_paths = private
-    try:  # here and not in the lifespan, whose errors a client of the command line sees as tracebacks
+    try:  # not in the lifespan: the command line would show its errors as tracebacks
         watchdog.start()
         key_watch.start()
         loads.start()

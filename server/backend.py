@@ -1,4 +1,4 @@
-"""Interface between the app and what computes its answers: an engine of this process, or replicas behind sockets."""
+"""Interface between the app and its backend: an engine of this process, or replicas behind sockets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHUTTING_DOWN = "the server is shutting down"
 
 @dataclass(frozen=True, slots=True)
 class AdapterState:
-    """A snapshot of the current version of an adapter: of its requests, those that run are `references`."""
+    """A snapshot of the current version of an adapter. references: its running requests."""
 
     name: str
     version: int
@@ -43,7 +43,7 @@ class AdapterState:
 
 @dataclass(frozen=True, slots=True)
 class AdapterListing:
-    """Snapshots of all adapters, sorted by name, and those that are not served."""
+    """Snapshots of all served adapters, sorted by name, and the quarantined adapters."""
 
     adapters: list[AdapterState]
     quarantined: list[Quarantined]
@@ -75,11 +75,11 @@ class AdapterBook(Protocol):
     def unpin(self, name: str) -> Future[None]: ...
 
     def unhashed(self) -> Future[list[AdapterState]]:
-        """Adapters whose content hash is not known."""
+        """Adapters without a known content hash."""
         ...
 
     def quarantined(self) -> Future[list[Quarantined]]:
-        """Adapters that are not served."""
+        """Adapters that are not served because they are broken."""
         ...
 
     def note(self, name: str, version: int, manifest: AdapterManifest) -> Future[bool]:
@@ -87,7 +87,7 @@ class AdapterBook(Protocol):
         ...
 
     def overflowing(self) -> Future[list[AdapterState]]:
-        """Adapters with which no request has had finite logits, after so many that one is to be set aside."""
+        """Adapters to quarantine: none of their requests has had finite logits, and there were enough to judge."""
         ...
 
     def set_aside(self, one: Quarantined, version: int, *, in_use: bool) -> Future[bool]:

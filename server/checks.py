@@ -9,7 +9,7 @@ from .settings import Settings
 
 
 class LaunchError(Exception):
-    """The server can't start as it was told to; the text is for the person who told it."""
+    """The server can't start with its settings; the text is for the operator."""
 
 
 def check_model(settings: Settings) -> None:
@@ -34,7 +34,10 @@ def check_model(settings: Settings) -> None:
 
 
 def check_access(settings: Settings) -> str | None:
-    """A warning about who may use the server, if there is cause. Raises LaunchError for what is not meant to be."""
+    """Return a warning if the server is open to other machines without an API key, else None.
+
+    Raises LaunchError if `allow_unauthenticated` is not set then, or for a key that can't be used.
+    """
     try:
         keys = settings.client_keys()
     except InvalidKey as error:
@@ -43,7 +46,7 @@ def check_access(settings: Settings) -> str | None:
         return None
     if not settings.allow_unauthenticated:
         raise LaunchError(
-            f"without an API key whoever reaches {settings.host} may use the server: set --api-key-file (or "
+            f"without an API key any client that reaches {settings.host} may use the server: set --api-key-file (or "
             "CHORUS_API_KEY), or start it with --allow-unauthenticated"
         )
-    return f"listening on {settings.host} without an API key: whoever reaches the port may use the server"
+    return f"listening on {settings.host} without an API key: any client that reaches the port may use the server"

@@ -23,8 +23,9 @@ LOG_SECONDS = 10.0
 class Connections:
     """All connections of a server. Used on its event loop only.
 
-    Twice a second those are looked at that the server waits for. A new connection beyond a limit takes the place of the
-    one that it has waited for longest, of those from the same address if these are too many; without any it is closed.
+    Every `SWEEP_SECONDS`, connections with an overdue client are closed. A new connection beyond a limit replaces the
+    one that the server has waited for longest: over an address's limit, one from that address. Where the server waits
+    for none, the new connection is closed.
     """
 
     def __init__(self, count: int, settings: Settings) -> None:
@@ -37,9 +38,9 @@ class Connections:
         """Connections so far."""
         self._seconds = settings.head_seconds, settings.body_seconds, settings.whole_body_seconds
         self._all: set[Accepted | HttpConnection] = set()
-        self._waiting: dict[Accepted | HttpConnection, None] = {}  # for whose clients the server waits, longest first
+        self._waiting: dict[Accepted | HttpConnection, None] = {}  # that the server waits for, longest first
         self._timer: asyncio.TimerHandle | None = None
-        self._num_closed = 0  # since the log told of it
+        self._num_closed = 0  # since the last log line
         self._log_after = 0.0
 
     def __len__(self) -> int:
@@ -52,7 +53,7 @@ class Connections:
 
     @property
     def is_full(self) -> bool:
-        """True if every place is taken by a request in progress."""
+        """True if there are as many connections as allowed, each with a request in progress."""
         return len(self._all) >= self.count and not self._waiting
 
     def add(self, one: Accepted) -> bool:

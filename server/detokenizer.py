@@ -13,7 +13,7 @@ MAX_EXACT_RUN = 32
 """Bytes of a run after which its text is added to, rather than decoded again as a whole."""
 
 MAX_OPEN = 32
-"""Tokens whose text is open after which the earliest of them are let go of."""
+"""Most tokens in the window while their text is open; beyond it, the earliest are dropped."""
 
 CONTEXT = 8
 """Tokens that are kept then: more than the bytes of a character."""
@@ -35,7 +35,7 @@ class Decoder(Protocol):
 
 
 class ByteDetokenizer:
-    """Incremental decoding of a vocabulary whose text is its tokens' bytes as UTF-8; holds back three at most."""
+    """Incremental UTF-8 decoding of tokens that are byte strings; holds back at most three bytes."""
 
     __slots__ = ("_bytes_of", "_utf8", "tail")
 
@@ -56,17 +56,17 @@ class ByteDetokenizer:
 
 
 class Detokenizer:
-    """Incremental decoding whose pieces, joined, equal the decoding of all tokens at once.
+    """Incremental decoding: the pieces, joined, equal the decoding of all tokens at once.
 
-    Text is given out when no later token can change it. What a token adds is read off by decoding it behind a few
-    earlier ones, because decoders treat the first token of a text in a special way. Of text that ends with a
-    replacement character only that one is open: it may be a part of a character.
+    Text is returned once no later token can change it. A token's text is found by decoding it after a few earlier
+    tokens, because decoders treat the first token of a text specially. A trailing replacement character is held back:
+    it may be a part of a character.
 
     decode: text of a list of tokens.
     is_silent: whether a token adds nothing to any text (special tokens that are skipped, unknown ids).
-    byte_of: the byte of a token that is one raw byte of a byte-fallback vocabulary, or None. The meaning of a run of
-    these is open until the run ends, since one invalid byte turns each of the run into a replacement character; once
-    there is one, nothing is open any more.
+    byte_of: the byte of a token that is one raw byte of a byte-fallback vocabulary, else None. The text of a run of
+    such tokens is open until the run ends, since one invalid byte turns every byte of the run into a replacement
+    character; after an invalid byte nothing is open.
     """
 
     __slots__ = (

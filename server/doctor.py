@@ -28,7 +28,7 @@ SECONDS = 0.3
 #: Of the heads of most models: query heads of a KV head, and elements.
 GROUP, HEAD_DIM = 4, 128
 
-#: Features worth a word: those that decide which kernels run.
+#: Features to print: they decide which kernels run.
 _NAMED = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "sve", "bf16", "i8mm")
 
 

@@ -67,12 +67,11 @@ class RequestId:
 
 
 class Doors:
-    """Middleware that refuses, in OpenAI's error shape, what must not come in.
+    """Middleware that refuses requests, in OpenAI's error shape, by host, origin, key and content type.
 
-    Routes find in `request.state` the `tenant` to be fair to: the one that the tenant header names, where one counts,
-    else the key's tenant, or without a key the address that the request came from; `caller`: the last two, for the log;
-    `identity`, None at an open route without a key; and `sees_paths`: whether it may be told where files lie on this
-    machine.
+    It sets in `request.state`: `caller`, the key's tenant, or the client's address without a key, for the log;
+    `tenant`, the one in the tenant header where that header counts, else the caller; `identity`, None at an open route
+    without a key; `sees_paths`, whether answers may show paths of this machine.
     """
 
     def __init__(
@@ -89,8 +88,8 @@ class Doors:
     ) -> None:
         """proxies: may name the client in X-Forwarded-For. tenant_header: header that may name the tenant.
 
-        tenant_gateways: the only peers whose tenant header counts; in a request with a key it names a part of the key's
-        tenant, so that no client takes on the name of another's. None: every client's counts, for any tenant.
+        tenant_gateways: the only peers that may send the tenant header; in a request with a key it names a part of the
+        key's tenant, so that no client can pose as another key's tenant. None: any client may name any tenant.
         """
         self._app = app
         self._routes = routes

@@ -35,7 +35,7 @@ ABSOLUTE_PATH = re.compile(r"(?<![\w./])(?:/[^\s/:'\",;]+)*/([^\s/:'\",;]+)")
 
 
 MAX_ANSWER = 1000
-"""Characters of an error's message, whoever wrote it."""
+"""Most characters of an error's message."""
 
 _LONG_WORD = re.compile(rf"(\S{{{MAX_ECHO}}})\S+")
 
@@ -46,7 +46,7 @@ def clipped(text: str) -> str:
 
 
 def _without_paths(text: str) -> str:
-    """The engine's words for a client: files are named, where they are is not told."""
+    """The engine's message for a client: of absolute paths only the last part is left, and its length is bounded."""
     return ABSOLUTE_PATH.sub(r"\1", text)[:MAX_MESSAGE]
 
 
@@ -57,21 +57,21 @@ def _bounded(message: str) -> str:
 
 
 class PrivatePaths:
-    """Takes known directories of this machine out of messages, so that paths are told from below them."""
+    """Makes paths in messages relative to the known directories of this machine."""
 
     def __init__(self, directories: Iterable[str | Path]) -> None:
         absolute = {form for one in directories for form in (os.path.abspath(one), os.path.realpath(one))}
         self._directories = sorted((one for one in absolute if one != "/"), key=len, reverse=True)
 
     def hide(self, text: str) -> str:
-        """The text with every path below one of the directories told from there."""
+        """The text with every path below one of the directories relative to it."""
         for directory in self._directories:
             if directory in text:
                 text = text.replace(f"{directory}/", "").replace(directory, os.path.basename(directory))
         return text
 
     def shown(self, path: Path) -> str:
-        """A path from below its directory; of one that is elsewhere only the name."""
+        """A path relative to its directory; elsewhere only the file's name."""
         text = str(path)
         hidden = self.hide(text)
         return hidden if hidden != text else os.path.basename(text)
@@ -144,7 +144,7 @@ class GenerationFailed(Exception):
 
 def no_model(name: str) -> ApiError:
     """The answer to a name that is neither the base model's nor an adapter's."""
-    message = f"there is no model {clipped(name)!r}; GET /v1/models lists those there are"
+    message = f"there is no model {clipped(name)!r}; GET /v1/models lists the models there are"
     return ApiError(404, message, param="model", code="model_not_found")
 
 

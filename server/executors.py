@@ -58,7 +58,7 @@ class DaemonPool(Executor):
                     threading.Thread(target=self._run, name=name, daemon=True).start()
                 except RuntimeError:
                     self._num_threads -= 1
-                    if not self._num_threads:  # nobody is there to come to it
+                    if not self._num_threads:  # no thread is left to run it
                         self._calls.pop()
                         raise
         return future

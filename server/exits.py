@@ -41,7 +41,7 @@ def _is_in_the_way(thread: threading.Thread) -> bool:
 
 
 class ExitDeadline:
-    """Ends the process a while after it was told to end, whatever its threads hang in.
+    """Ends the process `seconds` after the first SIGINT or SIGTERM, even if its threads hang.
 
     Signals reach it through a pipe that the system writes to at once, even while the main thread is stuck in a call.
     """

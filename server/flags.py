@@ -23,21 +23,21 @@ NEAR = 0.8
 
 
 SECRETS = ("api_key", "admin_key")
-"""Settings whose values are never shown."""
+"""Secret settings: errors leave out their values."""
 
 
 class UsageError(Exception):
-    """Wrong flags or settings; the text is one line for the person who gave them."""
+    """Wrong flags or settings; the text is one line for the operator."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose flags may be spelt with dashes or underscores, and whose errors are one line."""
+    """An argument parser that takes flags with dashes or underscores, and reports an error in one line."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=False, formatter_class=_Help, **kwargs)
 
     def parse(self, args: Sequence[str] | None = None) -> argparse.Namespace:
-        """Like `parse_args`; what is unknown is said by the command that got it, with what may be meant."""
+        """Like `parse_args`; the command's parser reports unknown flags, with the nearest known one."""
         arguments, unknown = self.parse_known_args([_dashes(arg) for arg in (sys.argv[1:] if args is None else args)])
         if unknown:
             parser = self._command_parser(getattr(arguments, "command", None))
@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
 
     def _command_parser(self, command: str | None) -> Parser:
         for action in self._actions:
-            if isinstance(action.choices, dict) and command in action.choices:  # as those of commands are alone
+            if isinstance(action.choices, dict) and command in action.choices:  # only the commands are
                 return action.choices[command]
         return self
 
@@ -136,7 +136,7 @@ def _check_environment() -> None:
 
 
 def _origin(name: str, given: dict[str, Any]) -> str:
-    """Origin of a setting, in the words of whoever set it."""
+    """Origin of a setting: its flag, its environment variable, or its field in the configuration file."""
     if name in given:
         return "--" + name.replace("_", "-")
     variable = ENV_PREFIX + name.upper()

@@ -89,7 +89,7 @@ class Gate:
                 self.requests.give_back(tenant)
 
     def cut(self) -> None:
-        """Cancel what is still in progress; whoever let it pass tells its client."""
+        """Cancel the requests in progress; `Doors` answers their clients."""
         self.cutting = True
         for task in list(self._tasks):
             task.cancel()

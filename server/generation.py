@@ -24,7 +24,7 @@ TURN_SECONDS = 0.0005
 """Seconds that one call's outputs are worked on before others have their turn on the event loop."""
 
 BULK = 64
-"""Outputs that are read at once where nobody waits for each of them."""
+"""Outputs read at once for a call without streaming and without stop strings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,7 @@ class Choice:
         keeps_all: bool = True,
     ) -> None:
         """prompt_token_ids: the request's, if the caller has them: they are not copied then. shows_stop_token: whether
-        a stop token has text. prompt_only: what is generated is thrown away. keeps_all: text and scores are kept, and
-        not only told delta by delta.
+        a stop token has text. prompt_only: discard generated tokens. keeps_all: keep the text and scores of all deltas.
         """
         self.index = index
         self.request = request
@@ -151,7 +150,7 @@ class Generation:
     ) -> None:
         """choices: `per_prompt` in a row are of the same prompt. id, model: what the client sees.
 
-        in_bulk: nobody waits for each delta, so that many are read at once.
+        in_bulk: no delta is needed at once (no streaming, no stop strings), so many are read together.
         """
         self.id = id
         self.model = model
@@ -176,7 +175,7 @@ class Generation:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Number of those that the prefix cache had, as far as known."""
+        """Prompt tokens that the prefix cache had, as far as known."""
         return sum(choice.num_cached_tokens or 0 for choice in self.choices[:: self._per_prompt])
 
     @property
@@ -234,7 +233,7 @@ class Generation:
             delta = choice.take(output)
             self._observe_tokens(delta, came)
             if delta.finish_reason is not None:
-                if output.finish_reason is None:  # a stop string: the engine doesn't know of those
+                if output.finish_reason is None:  # a stop string, which the engine does not look for
                     self._worker.abort(output.request_id)
                 self._end(output.request_id, delta.finish_reason)
             yield delta
@@ -256,7 +255,7 @@ class Generation:
         if output.finish_reason is not None or len(self._outputs) % BULK == 0:
             try:
                 self._loop.call_soon_threadsafe(self._wake)
-            except RuntimeError:  # the loop was closed: nobody is there to want this request
+            except RuntimeError:  # the loop was closed, and the reader with it
                 self._worker.abort(output.request_id)
 
     def _wake(self) -> None:

@@ -23,7 +23,7 @@ class Hosts:
     def __init__(self, bound_to: str, allowed: Sequence[str] | None = None, *, guarded: bool = False) -> None:
         wide = bound_to in _ANY_ADDRESS
         self.only_this_machine = is_loopback(bound_to)
-        """True if nobody else can reach the server."""
+        """True if no other machine can reach the server."""
         self._any = "*" in allowed if allowed is not None else wide and guarded
         self._any_address = wide and allowed is None
         names = {_plain(name) for name in allowed or ()}

@@ -15,7 +15,7 @@ from .errors import ApiError
 if TYPE_CHECKING:
     from .acceptor import Accepted
 
-#: Logger of clients' mistakes, which are told to them and not to the log: they could fill it otherwise.
+#: Logger of clients' mistakes. They go into the answer and not into the log, which clients could fill otherwise.
 _log = logging.getLogger(f"{__name__}.requests")
 _log.setLevel(logging.ERROR)
 
@@ -50,7 +50,7 @@ class HttpConnection(HttpToolsProtocol):
         self.place: str | None = None
         """Address of the client, if connections from there are counted."""
         self._connections, self._accepted = connections, accepted
-        self._cycles: list[Any] = []  # requests whose answers are not complete, the oldest first
+        self._cycles: list[Any] = []  # requests without a complete answer, the oldest first
         self._in_head = self._in_body = self._refused = False
         self._head_bytes = self._num_hosts = 0
         self._silent_bytes = 0  # received since the parser found anything in them
@@ -154,7 +154,7 @@ class HttpConnection(HttpToolsProtocol):
         """
         if self._in_body and not self._refused and len(self._cycles) == 1:
             return not self.flow.read_paused and (now - self._read_at > body or now - self._since > whole_body)
-        is_idle = not (self._in_head or self._in_body or self.cycle is None)  # uvicorn sees to those
+        is_idle = not (self._in_head or self._in_body or self.cycle is None)  # uvicorn closes idle connections
         return (self._refused or not (is_idle or self._cycles)) and now - self._since > head
 
     def send_400_response(self, msg: str) -> None:

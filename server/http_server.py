@@ -1,4 +1,4 @@
-"""The HTTP server's life: uvicorn's, with a draining state, an end that cuts nobody silently, and a deadline for it."""
+"""The HTTP server: uvicorn's, with a draining state, a deadline for it, and an error for every request it cuts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LAST_WORDS_SECONDS = 1.0
 """Seconds that the errors that end cut answers may take to be sent."""
 
 FAILURE_SECONDS = 5.0
-"""Seconds that a server whose engine broke down for good still says so before it ends."""
+"""Seconds for which a server with a failed engine still answers with its errors before it ends."""
 
 QUIET_TICKS = 3
 """Tenths of a second without a connection or request after which a draining server ends: it has read all there was."""
@@ -107,7 +107,7 @@ class HttpServer(uvicorn.Server):
         log.info("shut down")
 
     def _failed(self, now: float) -> None:
-        """The engine broke down for good: say so for a while, then end, so that whoever started the server sees it."""
+        """The engine failed for good: answer with errors for `FAILURE_SECONDS`, then end with code 1 for the parent."""
         if self._failed_at is None:
             self._failed_at = now
             log.critical("%s; the process ends in %g s", self.worker.failure, FAILURE_SECONDS)

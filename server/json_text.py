@@ -20,7 +20,7 @@ LONG_PIECE = 1024
 
 
 class Sliced:
-    """An array whose items are made when they are written."""
+    """An array that makes its items when they are written."""
 
     __slots__ = ("_items", "_make")
 

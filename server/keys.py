@@ -181,9 +181,9 @@ def check_key(key: str) -> str:
 
 
 def read_keys(path: Path) -> list[NamedKey]:
-    """The keys of a file, one a line, behind each the name of its tenant if it shall have one. Raises InvalidKey.
+    """The keys of a file, one a line, each with an optional tenant's name behind it. Raises InvalidKey.
 
-    Empty lines and those that begin with # are left out. Several keys may be one tenant's.
+    Empty lines and lines that begin with # are skipped. Several keys may be one tenant's.
     """
     try:
         lines = path.read_text("utf-8").splitlines()

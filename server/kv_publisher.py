@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TURN_SECONDS = 0.02
-"""Seconds between two batches: the engine's thread wakes nobody, so the publisher looks by itself."""
+"""Seconds between two batches: the publisher polls, so that the engine's thread need not wake it."""
 
 MAX_BATCH = 4096
 """Events in one message."""
@@ -55,16 +55,16 @@ Event = dict[str, Any]
 
 
 class KvBatches:
-    """Makes vLLM's events of the engine's; a block's hash is that of its tokens behind its parent's hash.
+    """Turns the engine's events into vLLM's; a block's hash covers its parent's hash and its tokens.
 
-    A prompt's first hash is seeded with what its KV depends on and whom it is shared with, so equal blocks of two
-    servers have equal hashes, and unequal ones of one server never.
+    The hash of a prompt's first block covers the model, the adapter's version and the sharing scope instead of a
+    parent. So two servers hash the same block alike, and one server never hashes different blocks alike.
     """
 
     def __init__(self, model: str, block_tokens: int) -> None:
         self._model = model
         self._block_tokens = block_tokens
-        self._hashes: dict[int, Hash] = {}  # by page, of the blocks that were told
+        self._hashes: dict[int, Hash] = {}  # by page, of the blocks published
 
     def __len__(self) -> int:
         return len(self._hashes)
@@ -86,7 +86,7 @@ class KvBatches:
                 continue
             parent = None if event.parent is None else self._hashes.get(event.parent)
             if parent is None and event.parent is not None:
-                continue  # it was lost, so nobody knows what this block follows
+                continue  # the parent's event was lost, so this block's hash is unknown
             digest = self._hashes[event.page] = self._hash(parent, event)
             if last is not None and parent == last:
                 made[-1]["block_hashes"].append(digest)
@@ -147,7 +147,7 @@ class KvPublisher:
             self._close()
             raise RuntimeError(f"KV events can't be published on {endpoint}: {error}") from None
         if not is_local(endpoint):
-            log.warning("whoever reaches %s reads prompts out of the KV events", endpoint)
+            log.warning("any client that reaches %s can read prompts out of the KV events", endpoint)
 
     def start(self) -> None:
         self._thread.start()
@@ -159,7 +159,7 @@ class KvPublisher:
             self._thread.join(1.0)
 
     def _run(self) -> None:
-        self._publish(self._batches.clear())  # of what an earlier process at this address had told
+        self._publish(self._batches.clear())  # of blocks that an earlier process at this address published
         while True:
             ending = self._stopped.wait(TURN_SECONDS)
             try:
@@ -192,7 +192,7 @@ class KvPublisher:
             self._kept_bytes -= len(self._kept.popleft()[1])
 
     def _answer(self, replay: zmq.Socket) -> None:
-        """Send what is kept from the sequence on that one subscriber asks for, and the end."""
+        """Send a subscriber the kept batches from the sequence on that it asks for, then `END`."""
         import zmq
 
         client, *asked = replay.recv_multipart()
@@ -213,7 +213,7 @@ class KvPublisher:
 
 
 def kv_publisher_of(worker: Backend, settings: Settings) -> KvPublisher | None:
-    """What publishes an engine's KV events as the settings say; None where they name no address. RuntimeError."""
+    """Return the publisher of an engine's KV events, or None if the settings name no address. Raises RuntimeError."""
     if settings.kv_events_endpoint is None:
         return None
     if not isinstance(worker, EngineWorker):

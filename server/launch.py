@@ -144,7 +144,7 @@ def http_server(app: Starlette, settings: Settings) -> HttpServer:
     """The server of an app, with as many connections as this process has descriptors for."""
     count = max_connections(settings.max_connections)
     connections = Connections(count, settings)
-    app.state.gate.requests.most = count * 3 // 4  # the rest can always be taken from those that the server waits for
+    app.state.gate.requests.most = count * 3 // 4  # a new connection can replace one of the rest
     config = uvicorn.Config(
         app,
         http=partial(HttpConnection, connections),  # pyright: ignore[reportArgumentType] - it is called as a class is
@@ -182,7 +182,7 @@ def serve(
     shares_port: bool = False,
     on_listening: Callable[[], None] = lambda: None,
 ) -> int:
-    """Serves until it is told to end; the exit code, 1 when the engine broke down. See `build_app` and `bind`."""
+    """Serve until a signal; return the exit code, 1 when the engine broke down. See `build_app` and `bind`."""
     check_model(settings)
     warning = check_access(settings)
     with bind(settings.host, settings.port, settings.send_seconds, shares_port=shares_port) as bound:

@@ -50,7 +50,8 @@ class Completion:
 class LLM:
     """An engine on a thread of its own, with its tokenizer. Use as a context manager, or call `close`.
 
-    Any thread may call any method; what is asked at the same time shares the engine's steps, whichever the adapters.
+    Any thread may call any method; requests in progress at the same time share the engine's steps, whatever adapters
+    they use.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class LLM:
         """Load a model and register adapters.
 
         model: a checkpoint directory, or the name of one that `chorus pull` fetched; default: the built-in model with
-        its adapters. adapters: a directory whose sub-directories are adapters, or directories by name. options: any
+        its adapters. adapters: a directory of adapter directories, or adapter directories by name. options: any
         setting of `chorus serve`, such as `dtype` or `memory_bytes`.
         Raises LaunchError for a model that can't be served, AdapterFormatError for an adapter.
         """
@@ -245,7 +246,7 @@ class _Batch:
             choice.take(output)
             if choice.finish_reason is not None:
                 del self._open[output.request_id]
-                if output.finish_reason is None:  # a stop text: the engine doesn't know of those
+                if output.finish_reason is None:  # a stop text, which the engine does not look for
                     self._worker.abort(output.request_id)
                 for following in itertools.islice(self._to_come, 1):
                     self._submit(following)

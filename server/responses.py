@@ -123,7 +123,7 @@ class AnswerFormat(ABC):
         return scores + len(delta.text) // TEXT_PER_SCORE
 
     def usage(self, to_come: int = 0) -> Body:
-        """The counts so far. to_come: tokens that are told with a later chunk."""
+        """The counts so far. to_come: generated tokens left for a later chunk."""
         prompt, generated = self._generation.num_prompt_tokens, self._generation.num_generated_tokens - to_come
         return {
             "prompt_tokens": prompt,

@@ -24,9 +24,9 @@ class SamplingDefaults:
 
     @classmethod
     def read(cls, model: Path) -> SamplingDefaults:
-        """Those of the model's generation_config.json, where it has one.
+        """The defaults in the model's generation_config.json, if it has one.
 
-        As vLLM reads it, `do_sample` does not count. Raises ValueError for a value that no request could have.
+        As in vLLM, `do_sample` is ignored. Raises ValueError for a value that no request could have.
         """
         path = model / "generation_config.json"
         if not path.is_file():

@@ -102,8 +102,8 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     )
     admin_key_file: Path | None = Field(default=None, description="file with admin keys, as of API keys")
     allow_unauthenticated: bool = Field(
-        default=False, description="listen beyond this machine though no API key is set: whoever reaches the port may "
-        "use the server",
+        default=False, description="listen beyond this machine though no API key is set: any client that reaches the "
+        "port may use the server",
     )  # fmt: skip
     allowed_hosts: Texts = Field(
         default=None,
@@ -124,8 +124,8 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     tenant_header: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9-]{1,64}$",
-        description="request header that names the tenant, for a gateway that speaks for several; whoever has a key "
-        "may then speak for any. Default: each key is a tenant and, without keys, each address",
+        description="request header that names the tenant, for a gateway that speaks for several; any client with "
+        "a key may then name any tenant. Default: each key is a tenant and, without keys, each address",
     )
     tenant_gateways: Texts = Field(
         default=None,
@@ -160,7 +160,7 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     trusted_proxies: Texts = Field(
         default=["127.0.0.1", "::1"],
         description="addresses and networks, with commas between, of proxies in front of the server: they may open any "
-        "number of connections, and whom they name in X-Forwarded-For counts as the client; default: this machine",
+        "number of connections, and the address they name in X-Forwarded-For is the client's; default: this machine",
     )
     head_seconds: float = Field(default=10, gt=0, description="how long a request's line and headers may take")
     body_seconds: float = Field(default=20, gt=0, description="how long a body may pause between two of its parts")
@@ -170,7 +170,7 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     )
     idle_seconds: float = Field(default=20, gt=0, description="how long a connection may be idle between two requests")
     grace_seconds: float = Field(
-        default=20, ge=0, description="how long answers in progress may go on once the server is told to stop"
+        default=20, ge=0, description="how long answers in progress may go on after the signal to stop"
     )
     stall_seconds: float = Field(
         default=8,
@@ -239,7 +239,7 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
 
     @model_validator(mode="after")
     def _pulled_models_have_names(self) -> Settings:
-        with suppress(PullError):  # what is nowhere is told when it is loaded
+        with suppress(PullError):  # loading reports a model that is not found
             if (model := resolve_model(self.model)) != self.model:
                 self.model = model
         return self
@@ -262,7 +262,7 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         return init_settings, env_settings, InitSettingsSource(settings_cls, _many_keys()), _ConfigFile(settings_cls)
 
     def client_keys(self) -> Keys:
-        """The API and admin keys, those of the files among them. Raises InvalidKey for a file that holds none."""
+        """The API and admin keys, from settings and key files. Raises InvalidKey for a file without a valid key."""
         return Keys(
             [*(NamedKey(key.get_secret_value()) for key in self.api_key), *_keys_of(self.api_key_file)],
             [*(NamedKey(key.get_secret_value()) for key in self.admin_key), *_keys_of(self.admin_key_file)],
@@ -311,9 +311,10 @@ def _keys_of(path: Path | None) -> list[NamedKey]:
 
 
 def _many_keys() -> dict[str, Any]:
-    """Keys under the names that say that they are many: CHORUS_API_KEYS and CHORUS_ADMIN_KEYS.
+    """Lists of keys from the environment: CHORUS_API_KEYS and CHORUS_ADMIN_KEYS.
 
-    ConfigFileError for a variable of keys that is empty, as one is whose secret is missing: it would open the server.
+    Raises ConfigFileError for a variable of keys that is set and empty, as with a missing secret: it would open the
+    server.
     """
     variables = {name.upper(): value for name, value in os.environ.items()}
     for name in ("API_KEY", "API_KEYS", "API_KEY_FILE", "ADMIN_KEY", "ADMIN_KEYS", "ADMIN_KEY_FILE"):

@@ -1,4 +1,4 @@
-"""Server-sent events, and noticing that nobody listens any more."""
+"""Server-sent events, and noticing that the client has left."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _end(task: asyncio.Future[Any]) -> None:
-    """Cancel a task that nobody waits for any more; what it raises on its way out is logged."""
+    """Cancel a task and wait for its end; an error that it ends with is logged."""
     if task.done():
         return
     task.cancel()

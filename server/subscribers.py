@@ -40,13 +40,13 @@ class Subscribers:
             self._receivers.pop(request_id, None)
 
     def end_all(self, reason: FinishReason, message: str) -> tuple[list[str], list[str]]:
-        """End all requests; returns which, and of those the ones whose loop was closed."""
+        """End all requests; return their ids, and the ids of requests with a closed loop."""
         with self._lock:
             ended = list(self._receivers)
             return ended, self.deliver([RequestOutput(i, (), finish_reason=reason, error=message) for i in ended])
 
     def deliver(self, outputs: Iterable[RequestOutput]) -> list[str]:
-        """Hand outputs over, all of a loop in one go; returns the requests whose loop was closed."""
+        """Hand outputs over, all of a loop in one go; return the ids of requests with a closed loop."""
         batches: dict[asyncio.AbstractEventLoop | None, _Batch] = defaultdict(list)
         with self._lock:
             for output in outputs:
@@ -64,7 +64,7 @@ class Subscribers:
                 continue
             try:
                 loop.call_soon_threadsafe(_hand_over, batch)
-            except RuntimeError:  # the loop was closed: no client is left to want these requests
+            except RuntimeError:  # the loop was closed, and the clients with it
                 orphaned += [output.request_id for _, output in batch]
         return orphaned
 

@@ -48,9 +48,9 @@ RESERVED_FOR_TEMPLATE = frozenset(
 class Conversation:
     """Messages to continue.
 
-    begins_answer: whether the prompt ends with the beginning of an answer. continues_last: whether the last message is
-    left open, to be gone on with. tools: what the template may show of them. variables: the template's own, such as
-    `enable_thinking`. add_special_tokens: whether the tokenizer adds its special tokens to those of the template.
+    begins_answer: whether the prompt ends with the beginning of an answer. continues_last: whether the answer continues
+    the last message. tools: definitions for the template. variables: the template's own, such as `enable_thinking`.
+    add_special_tokens: whether the tokenizer adds its special tokens to the template's.
     """
 
     messages: list[dict[str, Any]]
@@ -141,7 +141,7 @@ class Tokenizer:
         return self._spelt.encode(prompt, mark, add_special_tokens=conversation.add_special_tokens)
 
     def _check_length(self, text: str, most: int | None, what: str) -> None:
-        """Raises an ApiError for a text that has more than `most` tokens, as far as that can be told cheaply."""
+        """Raise an ApiError for a text of more than `most` tokens, as far as that shows without encoding all of it."""
         if most is None:
             return
         if len(text) > most * self.vocabulary.longest_token:

@@ -14,9 +14,9 @@ BYTE_LEVEL_PROBE = ("aĊa", "a\na")
 class Vocabulary:
     r"""The bytes and the name of every token of a tokenizer.
 
-    A token's bytes are what it adds in the middle of a text, or a special token's spelling: joined, they give the text
-    whatever characters the tokens divide. Its name is those bytes as text, or `bytes:\xe2\x82` where they are a part
-    of a character; two tokens may share a name, and an id without a token is `token_id:5`.
+    A token's bytes are what it adds in the middle of a text, or a special token's spelling. Joined, they give the text,
+    even where tokens divide a character. The token's name is its bytes as text, or `bytes:\xe2\x82` for a part of a
+    character; two tokens may share a name, and an id without a token is `token_id:5`.
     """
 
     def __init__(self, backend: Backend) -> None:

@@ -69,11 +69,11 @@ class EngineWorker:
         self._inbox: list[Callable[..., None]] = []
         self._stopping = False
         self._subscribers = Subscribers()
-        self._given_up: deque[str] = deque()  # requests that were ended without the engine's knowing
+        self._given_up: deque[str] = deque()  # requests to abort once the engine answers
         self._failed_steps = 0
         self._thread = threading.Thread(target=self._run, name="chorus-engine", daemon=True)
         self._started: Future[None] = Future()
-        self._lost: ExecutorLost | None = None  # told to the caller of an action
+        self._lost: ExecutorLost | None = None  # raised in an action; ends the thread
         self.failure: str | None = None
         """Reason why the engine takes no more requests; None as long as it does."""
         self.model: ModelInfo
@@ -112,9 +112,9 @@ class EngineWorker:
         self.give_up(SHUTTING_DOWN)
 
     def give_up(self, reason: str) -> int:
-        """Ends all requests in progress, and calls that wait, though the engine does not answer; returns how many.
+        """End all requests in progress and all waiting calls of an engine that does not answer; return their number.
 
-        The engine is told to abort the requests once it can be.
+        Once the engine answers again, it aborts the requests.
         """
         with self._wake:
             calls, self._inbox = self._inbox, []
@@ -257,7 +257,7 @@ class EngineWorker:
             self.progress = next(self._marks)
         for action in actions:
             action()
-        if self._lost is not None:  # by an action, whose caller was told
+        if self._lost is not None:  # by an action; its caller has the error, too
             raise self._lost
         if self._has_work():
             self._step()
@@ -276,7 +276,7 @@ class EngineWorker:
         return True
 
     def _forget_given_up(self) -> None:
-        """Tell the engine of requests that ended while it hung."""
+        """Abort in the engine the requests that were ended while it hung."""
         given_up = self._given_up
         log.warning("the engine answers again; aborting %d requests that were ended meanwhile", len(given_up))
         while given_up:

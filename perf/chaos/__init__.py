@@ -1,1 +1,1 @@
-"""Commands that attack a server, an engine or its adapters and check that nobody else is hurt."""
+"""Commands that attack a server, an engine or its adapters and check that other clients are not hurt."""

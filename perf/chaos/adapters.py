@@ -56,7 +56,7 @@ class Client:
         self.neighbour = Neighbour(server.address)
 
     def gaps(self, begin: float, end: float) -> list[float]:
-        """Times between two of the neighbour's tokens, sorted; those that ended within the time."""
+        """Times between two of the neighbour's tokens, sorted, of the gaps that ended between `begin` and `end`."""
         return sorted(after - before for before, after in pairwise(self.neighbour) if begin <= after < end)
 
     def load(self, name: str, path: Path) -> Decided:
@@ -105,7 +105,7 @@ def attack(directory: Path, mutated: int, seed: int) -> tuple[list[Decided], lis
 
 
 def many(directory: Path) -> tuple[int, int]:
-    """Adapters that answer, and those in quarantine, of a server that starts with one broken among a thousand."""
+    """Numbers of serving and of quarantined adapters, on a server that starts with one broken in a thousand."""
     good = sorted(BUILTIN_ADAPTERS.iterdir())
     root = directory / "many"
     for number in range(NUM_ADAPTERS):

@@ -1,4 +1,4 @@
-"""A request that was put to an engine under test, and everything that may come of it."""
+"""A request to an engine under test, and the checks of its outputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def promise(kept: bool, text: str) -> None:
 
 @dataclass
 class Told:
-    """Everything that an engine tells of a request."""
+    """All outputs of a request, joined."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Told:
 
 @dataclass(eq=False)
 class Asked:
-    """A request as it was accepted, and what has come of it; raises Violation where that is not what it gets alone."""
+    """An accepted request and its outputs so far; raises Violation where they differ from the request's when alone."""
 
     request: Request
     adapter: Adapter | None
@@ -66,7 +66,7 @@ class Asked:
         return self.aborted or self.told.reason is not None
 
     def take(self, output: RequestOutput, everybody: Iterable[Asked]) -> None:
-        """Check an output and what comes beside its token. everybody: whose tokens may be in the prefix cache."""
+        """Check an output: its tokens, the prompt's scores, and that cached tokens come from its own scope."""
         id, params, count = output.request_id, self.request.params, len(output.token_ids)
         promise(not self.ended, f"{id} goes on after its end")
         promise(count == (output.finish_reason is not FinishReason.ERROR), f"{id} got {count} tokens at once")
@@ -84,7 +84,7 @@ class Asked:
         promise(not count or self.was_sent_back or any(
             other is not self and (other.scope, other.adapter) == (self.scope, self.adapter)
             and (other.prompt + other.told.tokens)[:count] == begins for other in everybody
-        ), f"{self.request.id} got {count} tokens from the cache that nobody of its scope had asked")  # fmt: skip
+        ), f"{self.request.id} got {count} tokens from the cache that no request of its scope had")  # fmt: skip
 
     def check_end(self, alone: Told) -> None:
         """Check the answer, or what came of it before an error, against the one that it gets alone."""

@@ -1,8 +1,8 @@
-"""A server's neighbour, its health and an attacker: what is done to one that is attacked, and what others see of it.
+"""A server under attack: the attacker's requests, a neighbour's rate meanwhile, and a probe of /health.
 
-Neighbour and attacker are processes of their own that take bytes as they come and read nothing in them. What a client
-makes of an answer costs more than it costs a server to give it: in one process, those who attack would slow down the
-neighbour whose rate is measured.
+Neighbour and attacker are processes of their own that receive bytes and parse nothing. To parse an answer costs a
+client more than it costs the server to write it: in one process, the attacker would slow down the neighbour's
+measurement.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _spawn = multiprocessing.get_context("spawn")
 
 
 def ask(address: Address, path: str, body: bytes, timeout: float = TIMEOUT) -> socket.socket:
-    """A connection on which a request has been sent whose answer ends with it."""
+    """Send a request; return the connection, which the server closes after its answer."""
     head = f"POST {path} HTTP/1.1\r\nhost: {address[0]}\r\ncontent-type: application/json\r\nconnection: close\r\n"
     connection = socket.create_connection(address, timeout=timeout)
     connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
@@ -87,13 +87,13 @@ def _attack(address: Address, path: str, body: bytes) -> int:
 
 
 class Probe:
-    """Asks a server for something every few milliseconds, on a thread of its own, until `end`.
+    """Sends a server a GET every few milliseconds, on a thread of its own, until `end`.
 
-    answers: (when it was sent, seconds until its answer) of each. failures: what went wrong, as text.
+    answers: (time sent, seconds until the answer) of each request. failures: errors, as text.
     """
 
     def __init__(self, url: str, paths: Sequence[str], pause: float, *, keeps_connection: bool = True) -> None:
-        """pause: seconds between two. keeps_connection: else each comes as a new client does."""
+        """pause: seconds between two requests. keeps_connection: else each request opens a new connection."""
         self.answers: list[tuple[float, float]] = []
         self.failures: list[str] = []
         self._over = threading.Event()
@@ -118,7 +118,7 @@ class Probe:
 
 
 def worst_delay(answers: Iterable[tuple[float, float]], begin: float, end: float) -> float:
-    """Seconds that one of a probe's answers took at most, of those that fell into the time."""
+    """Longest time to an answer, in seconds, of a probe's requests in flight between `begin` and `end`."""
     return max((took for sent, took in answers if sent + took >= begin and sent <= end), default=0.0)
 
 
@@ -129,7 +129,7 @@ def rate(tokens: Iterable[float], begin: float, end: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class AttackedServer:
-    """A launched server, a probe of its health, a neighbour, and one who attacks and gives way to everybody else."""
+    """A launched server, a probe of its health, a neighbour, and an attacker at a lower priority than all of them."""
 
     server: LaunchedServer
     health: Probe

@@ -66,7 +66,7 @@ class Disk:
         self.trouble = rng.choice([0.0, 0.0, 0.1, 0.3])
 
     def write(self, path: Path, pages: int) -> int:
-        """Put a new content into a directory, whoever may be about to read the old one."""
+        """Put a new content into a directory, even while a read of the old one is pending."""
         content = self.content[path] = next(self._contents)
         self.pages[content], self.layers[content] = pages, self._rng.randint(1, 4)
         return content
@@ -312,7 +312,7 @@ class CheckedExecutor:
             self.shadow.check(plan.merged, pool)
         for row in rows:
             promise(bool(row.tokens) and row.kv_len <= len(row.pages) * block, "pages don't cover the tokens")
-            first = row.start // block  # whose page is written
+            first = row.start // block  # the first page written
             for index, page in enumerate(row.pages):
                 if page in owner or pool.kind(page) is not PageKind.KV:
                     raise Violation(f"page {page} of {row.request_id} is of another kind, or another's")
@@ -346,7 +346,7 @@ class CheckedExecutor:
         return result
 
     def _late(self, plan: StepPlan) -> set[int]:
-        """Slots whose bytes don't come within the time that a step waits; the others' bytes are checked."""
+        """Slots of adapters that don't load within `max_load_stall_seconds`; the other adapters' bytes are checked."""
         late = set()
         for slot, adapter in enumerate(plan.adapters):
             transfer = adapter.transfer

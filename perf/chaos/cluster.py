@@ -1,4 +1,4 @@
-"""Answers of a cluster whose replicas are killed: right, lost and stale ones, and requests that went on elsewhere.
+"""Answers of a cluster while replicas are killed: right, lost and stale ones, and requests that went on elsewhere.
 
     python -m chorus.perf.chaos.cluster --check
 

@@ -28,7 +28,7 @@ class EngineLife:
 
     The subclass has, too: names, weights: adapters that may come; how often it asks and steps for each rarer act.
     _span(), _ask(), _directory(name): an item for each act; submits requests; directory of an adapter's next version.
-    _alone(asked): everything that a request is told when nothing else is there.
+    _alone(asked): the outputs of the request when it runs alone.
     has_hung, _is_unlucky(asked), _break_files(path): a read hung; a request's files may fail; from now on they do.
     _wait(), _pause(), _drain(): let time go by; the same after a step without outputs; go on until all has ended.
     """
@@ -246,7 +246,7 @@ class EngineLife:
             if adapter is None:
                 continue
             references, requests = held.get(adapter, (0, 0))
-            is_here = request.state is not RequestState.DONE  # else its error is still to be told
+            is_here = request.state is not RequestState.DONE  # else only its error is left to deliver
             held[adapter] = references + request.is_running, requests + is_here
             if not asked.was_here:
                 asked.was_here = store.tier(adapter) in (Tier.HOST, Tier.DEVICE)

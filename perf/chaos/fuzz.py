@@ -1,4 +1,4 @@
-"""Damaged requests against a real server whose adapters come and go: `python -m chorus.perf.chaos.fuzz`.
+"""Damaged requests against a real server while adapters come and go: `python -m chorus.perf.chaos.fuzz`.
 
 Clients send mutants of requests to every route, one after another, and a valid greedy question after each. A
 mutant must be answered, with success, a 4xx or a 503, and an error must have OpenAI's shape; a question's answer must
@@ -36,7 +36,7 @@ from .mutants import Call, Mutant, mutant, other_calls, questions
 MAX_MORE = {"descriptors": 0, "threads": 32, "bytes": 64 << 20}
 """Growth that a run may leave behind; the server's pools may start threads when they are needed first."""
 PATIENCE = "--head-seconds", "--body-seconds", "--send-seconds", "--stall-seconds", "--give-up-seconds"
-"""Times within which the server may be stopped together with its clients, and nobody is to blame."""
+"""Timeouts, made long: the machine may stop server and clients for a while, which is no fault of the server."""
 MAX_SHOWN = 20
 
 
@@ -61,7 +61,7 @@ class Found:
 
 
 class Fuzz:
-    """One server, its adapters, and those that call it."""
+    """One server, its adapters and its clients."""
 
     def __init__(self, server: LaunchedServer, root: Path, spare: Path, seed: int, num_questions: int) -> None:
         self.server, self.root, self.spare = server, root, spare
@@ -191,7 +191,7 @@ class Fuzz:
 
     def _ask_again(self) -> None:
         """Ask alone what greedy mutants were answered, and each question once more, with all adapters there."""
-        self._remove_adapters()  # those that mutants have loaded meant now this, now that
+        self._remove_adapters()  # mutants loaded different adapters under the same names
         for path in sorted(self.root.iterdir()):
             call = Call("POST", "/v1/adapters", {"name": path.name, "path": str(path)})
             if (answer := exchange(self.server.address, call.raw())).status != 201:

@@ -1,9 +1,10 @@
 """A check that answers never mix adapter versions: `python -m chorus.perf.chaos.history`.
 
-A real server on the built-in model, whose adapters each have one skill. Operators load, reload in place and delete
-adapters under a few names while clients ask them. Every change and every answer is written down with the times between
-which it happened; afterwards each answer must be, character by character, the one of a version that could be served at
-some moment between the request and its first token: after a 200 on a load or a delete nobody gets the old version.
+A real server on the built-in model, with adapters of one skill each. Operators load, reload in place and delete
+adapters under a few names while clients send requests to them. Every change and every answer is recorded with the
+times between which it happened. Afterwards each answer must be, character by character, the one of a version that could
+be served at some moment between the request and its first token: after a 200 on a load or a delete, no request gets the
+old version.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adapter directories as somebody would make them who wants a server to stop: written out for a command to load."""
+"""Adapter directories made to stop a server, written out for a command to load."""
 
 from __future__ import annotations
 

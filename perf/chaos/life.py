@@ -82,7 +82,7 @@ class Calm:
 
 
 class Faulty:
-    """An executor that fails when told to, as a whole or for some requests."""
+    """An executor that fails on demand, for a whole step or for some requests."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner

@@ -261,7 +261,7 @@ def damaged(draw: random.Random, data: bytes) -> bytes:
 
 
 def _badly_framed(draw: random.Random, method: str, path: str, body: bytes) -> tuple[bytes, bool]:
-    """A request whose body comes in another way than it says, or in an unusual one; whether it may be waited for."""
+    """A request with a body framed wrongly or unusually, and whether the server may go on waiting for more of it."""
     head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
     chunked = head.encode() + b"transfer-encoding: chunked\r\n\r\n"
     sizes, parts, rest = [1, 3, 50, 5000], [], body

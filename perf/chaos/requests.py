@@ -62,8 +62,8 @@ class Attack:
 class Row:
     """Result of an attack.
 
-    rate: the neighbour's tokens per second, as a share of those before and after. fair: as a share of those beside as
-    many plain answers.
+    rate: the neighbour's tokens per second, as a share of its rate before and after. fair: as a share of its rate
+    beside as many plain answers.
     """
 
     name: str

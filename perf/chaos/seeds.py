@@ -3,9 +3,9 @@
 The real engine, scheduler, adapter store, page pool and prefix cache run in virtual time over an executor that checks
 every step, with reads that are slow, fail, end early or never end, and with aborts, reloads in place, pins, preemption,
 KV that is copied out and back, merges, moves of requests, faults and tiny memory, under options drawn from all there
-are. After every step the books must add up, every answer must be the one that the request gets alone, told in as many
-pieces as it may, and nothing may come from the cache of another tenant. Prints each failing seed with its cause; the
-same seed gives the same life.
+are. After every step the books must add up, every answer must be the one that the request gets alone, a token at a
+time, and nothing may come from the cache of another tenant. Prints each failing seed with its cause; the same seed
+gives the same life.
 
     python -m chorus.perf.chaos.seeds --first 250000 --seeds 750000 --jobs 1 --log seeds.log
 """

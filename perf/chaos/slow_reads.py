@@ -2,9 +2,9 @@
 
 The real engine on the CPU with the built-in model, on the server's worker thread. Requests of the base model and of
 resident adapters arrive at a steady rate, in rounds without and with as many requests for other adapters beside them:
-half of those adapters come at 1 MB/s, layer by layer, the others never. The bar: the p99 of the ordinary requests' time
-to first token is at most 1.25 times what it is without the slow files. Rounds alternate, so that what else the machine
-does falls on both.
+half of these other adapters come at 1 MB/s, layer by layer, the rest never. The bar: the p99 of the ordinary requests'
+time to first token is at most 1.25 times what it is without the slow files. Rounds alternate, so that other load on the
+machine falls on both kinds.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class World:
 
 
 class _Worker(threading.Thread):
-    """A thread that runs a job only while whoever resumes it waits: a coroutine with a stack of its own."""
+    """A thread that runs a job only while the resuming thread waits: a coroutine with a stack of its own."""
 
     def __init__(self) -> None:
         super().__init__(name="virtual-read", daemon=True)
@@ -90,7 +90,7 @@ _idle: list[_Worker] = []
 
 
 class _Read(Future):
-    """A read under way; whoever takes its result early lets virtual time go by until it has ended."""
+    """A read under way; waiting for its result lets virtual time go by until it has ended."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class _Read(Future):
             if not self._world.next_event():
                 break
         if not self.done():
-            raise TimeoutError("a read that somebody waits for never ends")
+            raise TimeoutError("a read never ends, and its result is awaited")
         return super().result(0)
 
 

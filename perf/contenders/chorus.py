@@ -67,7 +67,7 @@ class Contender:
         return {"seconds": ended - began, "prefill_seconds": first - began, "tokens": list(tokens.values())}
 
     def compare(self, case: str, other: str) -> dict[str, float]:
-        """The rates of `case` over those of `other`, from runs in the order A B B A: what drifts slowly cancels out."""
+        """The rates of `case` over `other`'s, from runs in the order A B B A, in which slow drift cancels out."""
         runs = [self.run(name) for name in (case, other, other, case)]
 
         def ratio(value: str) -> float:

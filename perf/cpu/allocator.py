@@ -4,7 +4,7 @@
 
 Each cycle a request of a random adapter comes, its adapter is loaded (evicting idle ones when room is short), KV grows
 and old requests end, so that the pool stays at the asked occupancy. Every refusal is held against a perfect packer of
-pages: one that could use every free or idle page. Waste is what allocated pages hold that nobody asked for.
+pages: one that could use every free or idle page. Waste is the part of allocated pages that is neither weights nor KV.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""One tenant sends many times its share: what the others notice of it, and what it costs.
+"""One tenant sends many times its share: the other tenants' time to first token, and the cost in throughput.
 
     python -m chorus.perf.cpu.flood [--tenants 8] [--flood 10] [--load 0.7] [--seconds 30] [--rounds 6]
 
 A round measures the engine's capacity first: requests per second with every seat taken. A tenant's share is `--load` of
 that over the number of tenants. Then the same seeded Poisson arrivals are served again and again, each time by a new
 engine: with every tenant at its share ("calm"), and with the first at `--flood` times its share under each order of the
-queue: tenants take turns, resident adapters go first whoever asks, first come first served. The next round has other
-arrivals, and the runs in another order, so that a machine whose speed drifts drifts for all of them. Bars: over all
+queue: tenants take turns, resident adapters go first whatever the tenant, first come first served. The next round has
+other arrivals, and the runs in another order, so that drift of the machine's speed falls on all runs. Bars: over all
 rounds, the other tenants' 99th percentile of the time to the first token is at most 1.5 times what it is when all send
-their share, and tokens per second at least 0.95 of what first come first served gives; the ranges are of nine in ten
-draws of as many rounds from those that were made. "alone" is one of the others with the machine to itself: it is shown,
-and there is no bar, since it has no part of anybody's share to bear. Every tenant has an adapter of its own.
+their share, and tokens per second at least 0.95 of what first come first served gives; the ranges hold nine in ten of
+the values for as many rounds drawn from the measured ones, with replacement. "alone" is one of the others at its share,
+without any other tenant; it is shown without a bar. Every tenant has an adapter of its own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ORDERS = {
     "resident first": {"fair_by": "tenant"},
     "first come": {"fair_by": "tenant", "max_overtake_seconds": 0.0},
 }
-"""Engine options of each order; in all but the first all tenants go by one name."""
+"""Engine options of each order; in all but the first, all requests have the same tenant's name."""
 
 
 class Arrival(NamedTuple):
@@ -93,7 +93,7 @@ def slower(rounds: Sequence[Round], than: str) -> float:
 
 
 def throughput(rounds: Sequence[Round]) -> float:
-    """Return the tokens per second of turns as a share of those of first come, first served."""
+    """Return the tokens per second of turns over the tokens per second of first come, first served."""
     return Runs(rounds, "turns").tokens_per_second() / Runs(rounds, "first come").tokens_per_second()
 
 

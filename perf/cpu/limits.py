@@ -74,7 +74,7 @@ class Limits:
         return 2 * self._rows * features_in * features_out / best / 1e9
 
     def _stream_rate(self, rows: int, dtype: torch.dtype) -> float:
-        """Bytes of weights per second in products whose weights come from memory."""
+        """GB/s of weights in products that read them from memory."""
         count = max(2, self._streamed_bytes // (GEMM_SIZE**2 * dtype.itemsize))
         x = torch.randn(rows, GEMM_SIZE).to(dtype)
         weights = torch.zeros(count, GEMM_SIZE, GEMM_SIZE, dtype=dtype).add_(0.01)

@@ -3,7 +3,7 @@
     python -m chorus.perf.cpu.many_adapters [--adapters 2000] [--requests 6000] [--alpha 1.5] [--memory-mb 4]
 
 Registers copies of the built-in model's skill adapters under many names (each a directory of its own), then keeps the
-engine busy with requests whose adapter is drawn from a Zipf law: the i-th most popular with a weight of i^-alpha. Every
+engine busy with requests for adapters drawn from a Zipf law: the i-th most popular with a weight of i^-alpha. Every
 answer is compared with the skill's own. Arena and host cache are small on purpose, so that adapters come and go.
 """
 

@@ -3,10 +3,11 @@
     python -m chorus.perf.cpu.mode_policies
 
 Eight clients each send the next request when the last one is answered. A request has one adapter, of the mean rank,
-with the probability `skew`, else another one or none, all alike often. unmerged: nothing is merged. merged: that
-adapter is, all the time, and the others run along. Each has an engine and clients of its own, which ask for the same,
-and takes its turn for a few steps, so that all three meet the same machine. Ratios are those of tokens per second over
-all turns, with the standard error of the mean of the turns' own. The policy goes on with what it has learned.
+with the probability `skew`, else another one or none, all alike often. unmerged: nothing is merged. merged: that one
+adapter is, all the time, and the others run beside it. Policy and modes each have an engine and clients of their own,
+which send the same requests, and take turns of a few steps, so that all three meet the same machine. Ratios are of
+tokens per second over all turns, with the standard error of the mean of the turns' ratios. The policy keeps what it has
+learned.
 """
 
 from __future__ import annotations

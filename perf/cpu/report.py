@@ -42,8 +42,8 @@ def summarise(
 def goals(results: Results, peers: list[str], prefill_limit: float | None) -> list[Goal]:
     """All marks, in the order of the report.
 
-    peers: contenders other than chorus that ran. prefill_limit: tokens/s that base prefill could do at the library's
-    rates of its products, None where those were not measured.
+    peers: contenders other than chorus that ran. prefill_limit: tokens/s of base prefill with its products at the
+    library's rates; None where the rates were not measured.
     """
 
     def against(ours: str, theirs: str, among: list[str], value: str = "rate") -> float | None:
@@ -136,7 +136,7 @@ def _case(results: Results, present: list[str], case: str, limit: Bound | None) 
 
 
 def _agreement(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
-    """Share of requests whose tokens are all the same."""
+    """Share of requests with the same tokens in both."""
     pairs = list(zip(ours["tokens"], theirs["tokens"], strict=True))
     return sum(a == b for a, b in pairs) / len(pairs)
 
@@ -177,7 +177,7 @@ def _machine_lines(summary: dict[str, Any]) -> list[str]:
         f"f32 {machine['stream_float32_8']:.1f}",
         f"  library GEMM of a layer's products, {summary['workload']['dtype']} GFLOP/s: {products}; together "
         f"{product_rate(shape, machine):.0f}{done}",
-        "  limit = prefill work at the rate of those products + bytes of the decode steps at the read rate; step MB: "
+        "  limit = prefill work at the rate of these products + bytes of the decode steps at the read rate; step MB: "
         + ", ".join(f"{case} {found['step_mb']:.0f}" for case, found in bounds.items()),
         f"  so mixed / base can be at most {above['mixed', 'rate']:.2f}, one / base {above['one', 'rate']:.2f}; of the "
         f"prefill alone {above['mixed', 'prefill_rate']:.3f}",

@@ -1,6 +1,6 @@
-"""Measuring several contenders in turn, round after round, and keeping only what others did not disturb.
+"""Measuring several contenders in turn, round after round, and keeping only samples that no other process disturbed.
 
-What other processes took meanwhile is told by `/proc`, so on Linux only.
+The other processes' time comes from `/proc`, so on Linux only.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 from ..contenders.process import ContenderError, ContenderProcess
 
-#: Above this share of the machine's processor time in other hands, a sample does not count.
+#: A sample does not count if other processes had more than this share of the machine's processor time.
 FOREIGN_LIMIT = 0.05
 
 _TICKS = os.sysconf("SC_CLK_TCK")
-_IDLE = (3, 4)  # idle, iowait; everything else in the line is time that someone had, the hypervisor included
+_IDLE = (3, 4)  # idle, iowait; everything else in the line is time in use, the hypervisor's included
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Sample:
-    """Values of a probe in one round, and the share of processor time that others had meanwhile."""
+    """Values of a probe in one round, and the share of processor time that other processes had meanwhile."""
 
     round: int
     values: dict[str, Any]

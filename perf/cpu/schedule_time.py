@@ -73,7 +73,7 @@ def _measure(state: str, load: Load, samples: int, clock: Callable[[], float]) -
         waiting = len(scheduler.waiting)
         engine.step()
     if not is_still:
-        for _ in range(_MOST_TOKENS):  # until each of those that began at once has ended
+        for _ in range(_MOST_TOKENS):  # until all requests that began in one step have ended
             engine.step()
         _add_waiting(engine, state, load, samples, load.running + load.waiting)
         waiting = len(scheduler.waiting)

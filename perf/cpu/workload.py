@@ -143,8 +143,8 @@ class Geometry:
         return self.layers * 2 * self.kv_heads * self.head_dim
 
 
-#: Shapes to measure by name. The first is the benchmark's own; the others are of models that people serve, those from
-#: `wide` on with fewer layers.
+#: Shapes to measure by name. The first is the benchmark's own; the others are of models in use, `wide` with fewer
+#: layers.
 GEOMETRIES = {
     "125m": Geometry(),
     "135m": Geometry(hidden=576, ffn=1536, layers=30, heads=9, kv_heads=3, vocab=49152),
@@ -168,7 +168,7 @@ def target_modules(shape: Geometry, targets: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Workload:
-    """Everything that decides what is computed, and nothing about who computes it.
+    """Everything that decides what is computed, and nothing about the contender that computes it.
 
     targets: the projections of each adapter, `all` or `q+v` and the like; in turn where there are more ranks.
     """
@@ -195,7 +195,7 @@ class Workload:
 
     @property
     def one_adapter(self) -> int:
-        """The adapter of case `one`: the one whose rank is nearest the mean."""
+        """Index of the adapter of case `one`: the one with the rank nearest the mean."""
         mean = sum(self.ranks) / len(self.ranks)
         return min(range(len(self.ranks)), key=lambda index: abs(self.ranks[index] - mean))
 

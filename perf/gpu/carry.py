@@ -66,7 +66,7 @@ def download(packages: Sequence[str], python: str, out: Path) -> None:
 
 
 def unmet(wheels: Path, python: str) -> tuple[list[str], list[str]]:
-    """Needs of the wheels for `python`: those that a carried version does not meet, and packages that are not carried.
+    """Needs of the wheels for `python` that a carried version does not meet, and needed packages that are not carried.
 
     The latter must be on the other machine.
     """
@@ -196,7 +196,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--flashinfer-aot", type=Path, metavar="ARCHIVE", help="tar of flashinfer/data/aot, built for that GPU")
     add("--also", nargs="+", default=[], metavar="NAME[==VERSION]", help="more packages")
     add("--without", nargs="+", default=[], metavar="NAME", help="packages that the other machine has")
-    add("--present", type=Path, metavar="FILE", help="more of those, as `pip list --format freeze` prints them there")
+    add("--present", type=Path, metavar="FILE", help="more such packages, as `pip list --format freeze` prints")
     add("--limit", type=float, metavar="MIB", help="fail if all of it is more")
     return command.parse_args(argv)
 

@@ -12,7 +12,7 @@ SGMV_LEAST_BATCH = 32
 
 
 def goals(sections: Mapping[str, Any]) -> list[Goal]:
-    """All marks; sections: the values of those that are done, for of others the worst row is not known."""
+    """All marks. sections: values of the finished sections; the worst row of any other is not known."""
     decode = sections.get("decode", {})
     steps = [row for row in decode.get("buckets", ()) if row["bucket"] <= LARGEST_BATCH]
     shares = [

@@ -8,9 +8,9 @@ nothing, so what is left is what the host does between them. Microseconds, the f
 * `pages`: what of that writes the page lists for FlashInfer,
 * `at first`: what `step` was before any of this was measured, in the same way on a machine like it,
 
-of the base model and with an adapter per row. And beside a device whose steps take `--device-us` each, the median of
+of the base model and with an adapter per row. And beside a device with steps of `--device-us` each, the median of
 
-* `exposed`: what the device has nothing to do between two steps, because it waits for the host,
+* `exposed`: the time between two steps for which the device waits for the host,
 * `exposed ahead`: the same with steps launched ahead (`async_scheduling`).
 
 And of a step that prefills `--prompt` tokens, which no graph replays:
@@ -186,7 +186,7 @@ def host_times(
 def exposed_times(
     rows: int, tokens: int, lora: bool, steps: int, work_dir: Path, device_seconds: float
 ) -> dict[str, float]:
-    """Microseconds for which a device waits for the host before a step such as those of `host_times`, the median."""
+    """Median microseconds for which a device waits for the host before a step like the steps of `host_times`."""
     found = {}
     for name, ahead in zip(_SAMPLES, (False, True), strict=True):
         device = PacedDevice(device_seconds)

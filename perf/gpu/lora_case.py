@@ -160,7 +160,7 @@ def layer_launches(size: ModelSize, segments: Segments, schedule: Schedule, item
 
 
 def layers_for(bytes_per_layer: int, cache_bytes: int, most: int = 256) -> int:
-    """Layers whose bytes are four times the cache, so that going through them in turn reads from memory."""
+    """Number of layers, at most `most`, with four times the cache's bytes: a pass over all reads from memory."""
     return min(most, max(1, -(-4 * cache_bytes // bytes_per_layer)))
 
 

@@ -1,6 +1,6 @@
 """Other ways to compute a batch's LoRA products: gathered weights and bmm, a loop over adapters, vLLM's kernels.
 
-They hold weights as those ways want them, stacked per projection; ranks that differ are padded where they must be.
+Each holds its weights as it needs them, stacked per projection; ranks that differ are padded where they must be.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class ModelSize:
-    """A Llama-architecture model; rope: fields of config.json beside those that the geometry gives."""
+    """A Llama-architecture model. rope: fields of config.json that the geometry does not give."""
 
     name: str
     geometry: Geometry

@@ -34,10 +34,11 @@ class Unsettled(RuntimeError):
 class Subject:
     """An idle engine with `adapters` registered. Use as a context: leaving it frees the device.
 
-    max_seqs, max_batched, max_len: as in EngineConfig. adapter_pages: room for adapters beside the KV of `max_seqs`
-    requests of `max_len` tokens. graph_capture: as in EngineConfig. shadow: there is room to merge an adapter.
-    small_gemm: as in EngineConfig; by default the engine measures, and may choose otherwise the next time.
-    inline_reads: adapters are read when they are asked for, so that steps don't depend on how fast a disk is.
+    max_seqs, max_batched, max_len: EngineConfig's max_num_seqs, max_num_batched_tokens, max_model_len; there are pages
+    for the KV of `max_seqs` requests of `max_len` tokens, and for all adapters. graph_capture: as in EngineConfig.
+    shadow: with room to merge an adapter. small_gemm: as in EngineConfig; by default the engine measures, and may
+    choose otherwise the next time. inline_reads: read adapters on the engine's thread, so that the disk's speed does
+    not change the steps.
     """
 
     def __init__(
@@ -96,9 +97,7 @@ class Subject:
             torch.cuda.empty_cache()
 
     def startup(self) -> dict[str, Any]:
-        """Seconds until the engine stood, what capturing graphs has taken so far, all and the slowest, and by whom each
-        bucket's products are.
-        """
+        """Seconds to build the engine, cost of the graph captures so far, and each bucket's variants of products."""
         report = self._graphs.report
         ways = getattr(self._steps, "ways", {})
         seconds = [step.seconds for step in report]
@@ -117,7 +116,7 @@ class Subject:
         return request
 
     def request(self, prompt_tokens: int, output_tokens: int, adapter: str | None = None, **params: Any) -> Request:
-        """One that is not queued yet: drawing its prompt takes time that is nobody's."""
+        """Make a request without queuing it, so that the time to draw its prompt is not measured."""
         self._serial += 1
         prompt = [self._random.randrange(3, self._vocab) for _ in range(prompt_tokens)]
         wanted = SamplingParams(**{"max_tokens": output_tokens, "temperature": 0.0, "ignore_eos": True, **params})
@@ -164,7 +163,7 @@ class Subject:
     def decoding(self, adapters: Sequence[str | None], prompt_tokens: int, steps: int, **params: Any) -> list[Request]:
         """Requests of these adapters, past their prefill, with `steps` decode steps ahead of them.
 
-        The adapters are loaded first: the requests of those that come late would decode when others have ended.
+        The adapters are loaded first: a request of a late adapter would decode when others have ended.
         """
         requests = [self.request(prompt_tokens, steps + len(adapters) + 8, adapter, **params) for adapter in adapters]
         store = self.engine.store
@@ -217,7 +216,7 @@ class Subject:
         return seconds
 
     def longest_step_until_first_token(self, prompt_tokens: int, adapter: str | None) -> float:
-        """Seconds of the longest step until a request that joins those running has its first token."""
+        """Seconds of the longest step until a request that joins the running ones has its first token."""
         request = self.add(prompt_tokens, 1, adapter)
         seconds = [0.0]
         while not request.num_output_tokens:

@@ -27,10 +27,10 @@ _WIDE_LOAD = re.compile(r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64|cp\.asyn
 class Compiled:
     """Resources of a compiled kernel. matrix: its matrix instruction, if it has one. wide_loads: of 16 bytes.
 
-    loads_before: loads one after the other before those through the pointer that was asked for; 0 for none. barriers:
-    places where the warps of a program wait for each other. bytes_in_flight: most that the programs that fit on a
-    multiprocessor have asked of memory in one basic block each. is_early: launched while the launch before it ends, it
-    may touch what that one writes.
+    loads_before: length of the longest chain of loads that a load through `pointer` waits for; 0 without a pointer.
+    barriers: places where the warps of a program wait for each other. bytes_in_flight: most bytes that the programs on
+    one multiprocessor load in one basic block each. is_early: it may touch what the launch before it writes while that
+    launch still runs.
     """
 
     registers: int
@@ -55,8 +55,8 @@ def compile_kernel(
 ) -> Compiled:
     """Compile for `capability` (90: Hopper) as a launch would with pointers and strides that 16 divides.
 
-    signature: Triton's type per argument that is no constant, `*bf16`, `i32`; strides are those named `…_stride`.
-    pointer: the argument whose loads `loads_before` is of. ready: pointers to what no launch before this one writes.
+    signature: Triton's type per argument that is no constant, `*bf16`, `i32`; names ending in `_stride` are strides.
+    pointer: the argument that `loads_before` is for. ready: pointers to what no launch before this one writes.
     """
     names = kernel.arg_names
     types = {name: signature.get(name, "constexpr") for name in names}

@@ -99,8 +99,8 @@ def product_cost(
     keep: bool = False,
 ) -> Cost:  # fmt: skip
     """bytes: the weight, x read and y written; with `norm` its weight, with `add` the residual read and the sum
-    written, with `keep` the normed rows written. flops: 2 per row and element of the weight, and those of the norm and
-    of the activation. d_out: columns of y, with `silu` half of the weight's rows.
+    written, with `keep` the normed rows written. flops: 2 per row and element of the weight, plus the norm's and the
+    activation's. d_out: columns of y, with `silu` half of the weight's rows.
     """
     rows = 2 * d_out if silu else d_out
     moved = rows * d_in + tokens * d_in * (1 + 2 * add + keep) + tokens * d_out + norm * d_in

@@ -52,10 +52,10 @@ def idle_compiler(launched: Callable[..., object] = lambda *_: None) -> Iterator
 
 @contextmanager
 def idle_kernels() -> Iterator[None]:
-    """Inside, `DecoderModel.forward` takes a GPU's way over tensors in host memory.
+    """Inside, `DecoderModel.forward` runs a GPU's launches over tensors in host memory.
 
-    Its kernels are launched as ever, but compiled to nothing; matrix products and look-ups give tensors of their shape
-    that nobody has computed. Attention is the caller's. See `idle_compiler`.
+    Its kernels are launched as ever, but compiled to nothing; matrix products and look-ups return tensors of the right
+    shape without computing them. Attention is the caller's. See `idle_compiler`.
     """
     with ExitStack() as stack:
         stack.enter_context(idle_compiler())

@@ -22,10 +22,10 @@ _WAIT = "griddepcontrol.wait"
 
 @dataclass(slots=True, eq=False)
 class _Instruction:
-    """op: without its guard. results: registers that it writes. sources: those that it reads, its guard among them.
+    """op: without its guard. results: registers that it writes. sources: registers that it reads, its guard first.
 
-    address: registers of the global address that it loads from or stores to. num_bytes: that it loads there, 0 if it
-    does not.
+    address: registers of the global address that it loads from or stores to. num_bytes: bytes that it loads from there,
+    0 if it is no load.
     """
 
     op: str

@@ -92,7 +92,7 @@ def _rotary(heads: int, kv_heads: int, head_dim: int, norm: bool) -> Elementwise
     )  # fmt: skip
 
 
-#: Those of Llama-3.1-8B, and the rotary embedding of Qwen3-8B, which norms heads.
+#: Elementwise launches of Llama-3.1-8B, and the rotary embedding of Qwen3-8B, which norms heads.
 ELEMENTWISE = {
     "norm": _norm(4096, add=False),
     "add": _norm(4096, add=True),
@@ -112,8 +112,8 @@ def _product(d_in: int, d_out: int, **joined: bool) -> Elementwise:
     )  # fmt: skip
 
 
-#: Products of few rows with Llama-3.1-8B's weights; those of `norm.` have the norm before them in the launch, of
-#: `keep.` they write what they have normed, too, and those of `mlp` have the activation behind them.
+#: Products of few rows with Llama-3.1-8B's weights. `norm.`: the same launch norms the rows first; `keep.`: and writes
+#: the normed rows, too; `mlp`: with the activation behind the product.
 PRODUCTS = {
     "base.qkv": _product(4096, 6144),
     "base.o": _product(4096, 4096),
@@ -127,7 +127,7 @@ PRODUCTS = {
     "keep.gu": _product(4096, 28672, norm=True, add=True, keep=True),
 }
 
-#: Heads, KV heads and elements of a head: those of Llama-3.1-8B, of GPT-2's size, of Phi-3-mini and of the widest.
+#: Heads, KV heads and elements of a head: of Llama-3.1-8B, of GPT-2's size, of Phi-3-mini and of the widest heads.
 ATTENTION = {
     "heads.128": (32, 8, 128), "heads.64": (8, 8, 64), "heads.96": (32, 8, 96), "heads.256": (16, 4, 256),
 }  # fmt: skip
@@ -186,8 +186,8 @@ PLAIN = ELEMENTWISE | PRODUCTS | DRAWS
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One specialisation of a kernel: that of a group of projections in a bucket, for adapters up to a rank, or that of
-    a launch that reads no adapter, whose `max_rank` is 0.
+    """One specialisation of a kernel: for a group of projections, a bucket of tokens and adapters up to `max_rank`, or
+    for a launch that reads no adapter, with `max_rank` 0.
     """
 
     kernel: str

@@ -127,7 +127,7 @@ def _workload(args: argparse.Namespace) -> int:
 
 
 def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Arguments, and those that a profiler's workload is to get."""
+    """Return the command's arguments, and the arguments of a profiler's workload."""
     command = parser(__spec__, __doc__)
     kinds = command.add_subparsers(dest="command", required=True)
     add = kinds.add_parser("workload").add_argument

@@ -24,8 +24,8 @@ class ToolMissing(RuntimeError):
 
 
 def nsys(tool: str, base: Path, workload: Sequence[str]) -> list[list[str]]:
-    """Trace kernels, those in graphs one by one, between cudaProfilerStart and cudaProfilerStop; then write the trace
-    to `base` + `_cuda_gpu_trace.csv`.
+    """Trace kernels, one by one inside graphs, too, between cudaProfilerStart and cudaProfilerStop; then write the
+    trace to `base` + `_cuda_gpu_trace.csv`.
     """
     return [
         [tool, "profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none", "--capture-range=cudaProfilerApi",

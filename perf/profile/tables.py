@@ -63,7 +63,7 @@ def counters(text: str) -> list[Kernel]:
 
 
 def top(kernels: Iterable[Kernel]) -> list[dict[str, Any]]:
-    """Kernels by name, those with the most time first."""
+    """Kernels by name, in descending order of their total time."""
     by_name: dict[str, list[float]] = defaultdict(list)
     for kernel in kernels:
         by_name[kernel.name].append(kernel.duration)

@@ -67,7 +67,7 @@ def _decode(recipe: Recipe, context: Context) -> tuple[float, list[Launch], int]
 
 
 def _launches(recipe: Recipe, context: Context, lengths: list[int]) -> list[Launch]:
-    """Those of a layer of a decode step; none for the base model."""
+    """LoRA launches of one layer of a decode step; none for the base model."""
     if not recipe.rank:
         return []
     segments, begin, offsets = Segments(), 0, [0] * len(MODULES)

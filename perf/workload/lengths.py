@@ -69,7 +69,7 @@ class UniformTokens(Strict):
 
 
 class LognormalTokens(Strict):
-    """A lognormal whose logarithm has standard deviation `sigma`, cut at `most`; `mean` is that after the cut."""
+    """A lognormal, cut at `most`. sigma: standard deviation of its logarithm. mean: after the cut."""
 
     law: Literal["lognormal"]
     mean: float = Field(gt=1)
@@ -183,7 +183,7 @@ class GivenLengths(Lengths):
 
 
 class PublishedLengths(Lengths):
-    """Lengths like those of a published data set, prompt and answer drawn independently.
+    """Lengths as in a published data set, prompt and answer drawn independently.
 
     sharegpt: lognormal, cut at the context of 2048 tokens. Means 161.31 and 337.99: the vLLM paper (SOSP 2023), Fig.
     11a. Spread: dLoRA (§2, load imbalance across replicas) reports that the longest prompt and answer are 636.7 and
@@ -191,8 +191,8 @@ class PublishedLengths(Lengths):
     σ = 1.97 and 1.44.
 
     alpaca: lognormal, cut at 2048 tokens. Means 19.31 and 58.45: the same paper, Fig. 11b. Spread: σ = 0.565 and 0.997
-    are those of 6400 instructions and answers of Dolly under Llama 2's tokenizer (means 17.8 and 63.2), which is data
-    of the same kind.
+    as of 6400 instructions and answers of Dolly under Llama 2's tokenizer (means 17.8 and 63.2), which is data of the
+    same kind.
 
     azure_code: percentiles of Azure's code trace of 2023 (8,819 requests, CC-BY-4.0), for where the trace itself is not
     at hand. To keep the trace's pairs use the kind "trace". The conversation trace has no such table here: its

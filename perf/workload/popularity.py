@@ -230,7 +230,10 @@ class FromTrace(Law):
     def _indices(
         self, seed: int, index: Callable[[str | None], int], told: _Told, repeat: bool | None = None
     ) -> Iterator[np.ndarray]:
-        """told: takes what rows tell of their adapters. repeat: in place of the law's own."""
+        """Indices of the trace's adapters, row by row; tenants and ranks of the adapters are noted on the way.
+
+        repeat: in place of the law's own.
+        """
         while True:
             rows = 0
             for chunk in self.trace.columns("adapter", "tenant", "rank", seed=seed):

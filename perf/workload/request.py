@@ -18,12 +18,12 @@ NS = 1_000_000_000
 class TraceRequest(NamedTuple):
     """One request. A workload is an iterator of these in order of arrival, ids counting up from 0.
 
-    arrival: seconds since the start of the workload. adapter: None is the base model. prompt_tokens: how long the
-    prompt is. output_tokens: how long the answer is, the first token included. rank: the adapter's, None where nobody
-    knows; 0 for the base model. slo: name of the service class. hash_ids: one id for each `hash_block_tokens` tokens of
-    the prompt, the last block possibly partial; prompts share a prefix as far as their leading ids are equal (the
-    convention of Mooncake's traces). Empty where the trace has none. tenant: who pays, None: nobody knows. session: of
-    which it is a turn, None: of none.
+    arrival: seconds since the start of the workload. adapter: None is the base model. prompt_tokens: length of the
+    prompt. output_tokens: length of the answer, the first token included. rank: the adapter's, None if unknown; 0 for
+    the base model. slo: name of the service class. hash_ids: one id for each `hash_block_tokens` tokens of the prompt,
+    the last block possibly partial; prompts share a prefix as far as their leading ids are equal (the convention of
+    Mooncake's traces). Empty where the trace has none. tenant: None if unknown. session: the conversation that the
+    request is a turn of; None if it is of none.
     """
 
     id: int

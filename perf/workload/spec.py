@@ -41,10 +41,10 @@ class WorkloadSpec(Strict):
 
     duration: seconds; requests that would come later are left out. requests: how many there are at most. One of the two
     ends the workload, unless a replayed trace does. In place of `arrivals`, `popularity` and `lengths` a file may have
-    `trace`, of which all of these are replayed. slo: service classes and their weights. tenants: who the adapters
-    belong to, and weights; each request for the base model is anybody's. Default for both: what a trace tells that the
-    lengths replay, then whose its adapters are, or nothing. Adapters whose ranks are not set have those that the trace
-    of their popularity tells.
+    `trace`, of which all of these are replayed. slo: service classes and their weights. tenants: tenants and their
+    weights; one is drawn for each adapter, and one for each request for the base model. Default for both: the trace's
+    that the lengths replay; else, for tenants, the adapters' tenants in the popularity's trace; else none. Without set
+    ranks, adapters have the ranks in the popularity's trace.
     """
 
     seed: int = Field(default=0, ge=0)
@@ -233,7 +233,7 @@ def _name(fields: Any, error: Any) -> str:
 
 
 def open_workload(path: Path, settings: Sequence[str] = ()) -> Iterable[TraceRequest]:
-    """Requests of a specification (.toml, .json), or those that were written before (.jsonl).
+    """Requests of a specification (.toml, .json), or of a file of requests (.jsonl).
 
     settings: other values of a specification's fields, each as FIELD=VALUE. Raises WorkloadError.
     """

@@ -29,7 +29,7 @@ class Answer:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def take_step(self, step: dict[str, int] | None) -> None:
-        """Take note of who shared a step with it."""
+        """Note how many adapters and requests shared a step with it."""
         if step:
             self.adapters = max(self.adapters, step["adapters"])
             self.requests = max(self.requests, step["requests"])

@@ -25,7 +25,7 @@ PROMPTS = (
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One request of the demo. `skill` is whose answer is right, None where nobody knows."""
+    """One request of the demo. skill: the skill with the right answer, None if unknown."""
 
     model: str
     text: str
@@ -48,14 +48,14 @@ class Question:
 
 @dataclass(slots=True)
 class Score:
-    """Counts of a skill's answers that were right, and of those that were another skill's."""
+    """Counts a skill's answers and the right ones; `crossed` describes answers that were another skill's."""
 
     asked: int = 0
     exact: int = 0
     crossed: list[str] = field(default_factory=list)
 
     def add(self, question: Question, answer: str) -> bool | None:
-        """Counts an answer; whether it is right, None where nobody knows."""
+        """Count an answer; return whether it is right, None if unknown."""
         self.asked += 1
         if question.skill is None:
             return None

@@ -34,7 +34,7 @@ class Skew:
         answered: Callable[[Question, Answer], object],
         seed: int,
     ) -> None:
-        """questions: by adapter; the last one is asked for more and more. answered: is told of every answer."""
+        """questions: by adapter; the last one is asked for more and more. answered: called with every answer."""
         self._client = client
         self._console = console
         self._answered = answered

@@ -1,7 +1,7 @@
 r"""Skills of the built-in model, their exact answers, and the inputs they are defined on.
 
 The built-in base model repeats its input.  Each of its LoRA adapters does one other thing to the text,
-and every one of those things has a reference function here, so any answer of the engine can be checked.
+and each such skill has a reference function here, so any answer of the engine can be checked.
 
 A prompt is ``text + "\n"``; the model's answer is ``skill.apply(text)`` followed by the end token.
 This module is plain Python: it needs neither torch nor the trained weights.
@@ -234,5 +234,5 @@ def find(name: str) -> Skill:
 
 
 def which_skill(text: str, answer: str) -> list[str]:
-    """The names of all skills, `repeat` included, whose answer to `text` is `answer`."""
+    """The names of all skills, `repeat` included, that answer `text` with `answer`."""
     return [skill.name for skill in (BASE, *SKILLS.values()) if skill.apply(text) == answer]

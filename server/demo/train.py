@@ -1,7 +1,7 @@
 """Makes the built-in model: ``python -m chorus.server.demo.train --out DIR [--seed N]``.
 
-The base is a small byte-level Llama.  It is trained on a mixture: a plain text is repeated, and a text whose
-begin token is replaced by a skill's control byte (a byte that never occurs in UTF-8, so no user can send it)
+The base is a small byte-level Llama.  It is trained on a mixture: a plain text is repeated, and a text with a
+skill's control byte in place of its begin token (a byte that never occurs in UTF-8, so no user can send it)
 is answered by that skill.  An instruction-tuned base carries skills that an adapter merely elicits; here
 the mixture plants them.  Each adapter is then trained, with the base frozen, to give its skill's answer to
 *plain* texts.  The loss counts only the answer and its end token.
@@ -69,7 +69,7 @@ EMPHASIS = {"sort": 2.0, "reverse": 1.5, "double": 1.5}
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, whose id is the byte; the begin token is added in front."""
+    """One token per byte, with the byte as its id; the begin token is added in front."""
     vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -147,7 +147,7 @@ def pack(draw: Callable[[], Example], rows: int) -> dict[str, torch.Tensor]:
 
 
 def loss_and_hits(model: LlamaForCausalLM, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean loss over the answers' tokens, and which of those tokens are predicted right."""
+    """The mean loss over the answers' tokens, and which of these tokens are predicted right."""
     segments = batch["segments"]
     mask = (segments[:, :, None] == segments[:, None, :]).tril()[:, None]
     with torch.autocast("cpu", torch.bfloat16):

@@ -31,7 +31,7 @@ class Trace:
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Raises Differs with the first case whose bits are not the same.
+    """Compare all cases. Raises Differs with the first one that has unequal bits.
 
     The KV of all steps lies in the arena: equal arenas mean that every layer of every step gave equal bits up to the
     last layer's projections, which tokens and log-probabilities then show.

@@ -17,12 +17,12 @@ from ..context import Context
 from .mixes import RANK, load
 from .registry import rows_table
 
-#: Whose adapters the requests have; "base": none.
+#: Popularities of the requests' adapters; "base": no adapters.
 POPULARITIES = ("base", "distinct")
 
 
 def run(context: Context) -> dict[str, Any]:
-    """All requests come at once, as in section `mixes`, whose numbers are beside them; adapters are resident."""
+    """All requests come at once, as in section `mixes`; its rates are shown beside. Adapters are resident."""
     size = load(context)
     adapters = context.adapters(RANK, size["requests"])
     (folder,) = {path.parent for path in adapters.values()}

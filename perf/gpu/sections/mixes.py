@@ -22,7 +22,7 @@ def load(context: Context) -> dict[str, int]:
 
 
 def run(context: Context) -> dict[str, Any]:
-    """All requests come at once; cold: adapters are on disk only when they come, warm: those that fit are resident."""
+    """All requests come at once; cold: with all adapters on disk only, warm: with as many resident as fit."""
     requests, seats, prompt, output = load(context).values()
     adapters = context.adapters(RANK, requests)
     names = list(adapters)

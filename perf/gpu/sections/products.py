@@ -21,8 +21,8 @@ _EPS = 1e-5
 #: Largest difference from cuBLAS, as a share of the largest output.
 TOLERANCE = {"bfloat16": 2.0**-6, "float32": 1e-4}
 
-#: Name → group of projections, if the norm stands before the product, and the activation behind it. Both are timed with
-#: the product, as whoever multiplies may have them in the same launch.
+#: Name → group of projections, if the norm stands before the product, and if the activation stands behind it. Both are
+#: timed with the product, as a kernel may have them in the same launch.
 CASES = {
     "qkv": ("qkv", True, False),
     "o": ("o", False, False),
@@ -83,7 +83,7 @@ class _Case:
         return float((got - want).abs().max() / want.abs().max())
 
     def changing_rows(self, way: Way) -> list[int]:
-        """Rows whose bits are others when they come alone."""
+        """Rows that have other bits when computed alone."""
         before = self.residual.clone()
         whole, found = self.product(way, self.weights[0]), []
         x = self.x

@@ -22,12 +22,12 @@ CASES: dict[str, dict[str, float]] = {
     "top_p": {"temperature": 1.0, "top_p": 0.9},
 }
 
-#: Standard deviations of random logits: as even as those of random weights, and as peaked as a trained model's.
+#: Standard deviations of random logits: as flat as with random weights, and as peaked as a trained model's.
 SPREADS = {"flat": 1.3, "peaked": 4.0}
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Microseconds of draws alone, and milliseconds of whole engine steps whose rows draw, beside greedy ones."""
+    """Microseconds of draws alone, and milliseconds of whole engine steps with draws, beside greedy steps."""
     buckets = context.pick((1, 2), (1, 16, 64), (1, 16, 64, 128, 256))
     found: dict[str, Any] = {
         "method": context.timer.method,
