@@ -37,8 +37,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator, model_validator
 
+from ...server.cluster.router import POLICIES
 from ..workload.model import Strict
 from .metrics import METRICS
 
@@ -48,13 +49,16 @@ class StudyError(ValueError):
 
 
 class Router(Strict):
-    """The policy that routes requests. slo, mean_output_tokens: for those that estimate, in seconds per token and
-    tokens. sees_ranks, prices_prefill: a control takes them away; without ranks every adapter has the mean of the
-    workload's requests, without prices prompts take no time. choices: it chooses among so many replicas that are drawn
-    for each request; default: all. staleness: seconds between two reports of the replicas, 0: it knows everything.
+    """The policy that routes requests: "first", or a name of `POLICIES`, with _ or - between its words.
+
+    slo: seconds per token, for policies that keep to one. mean_output_tokens: of an answer; without it, policies that
+    estimate learn it from the answers that have ended. sees_ranks, prices_prefill: a control takes them away; without
+    ranks every adapter has the mean of the workload's requests, without prices prompts take no time. choices: it
+    chooses among so many replicas that are drawn for each request; default: all. staleness: seconds between two reports
+    of the replicas, 0: it knows everything.
     """
 
-    policy: Literal["first", "most_idle", "random", "first_fit", "rank_aware", "pending_time", "consolidate"]
+    policy: str
     slo: PositiveFloat | None = None
     mean_output_tokens: PositiveFloat | None = None
     choices: PositiveInt | None = None
@@ -64,11 +68,19 @@ class Router(Strict):
 
     @model_validator(mode="after")
     def _has_what_it_needs(self) -> Router:
-        needed = {"rank_aware": ("slo", "mean_output_tokens"), "pending_time": ("mean_output_tokens",)}
-        for name in needed.get(self.policy, ()):
-            if getattr(self, name) is None:
-                raise ValueError(f"the policy {self.policy} needs router.{name}; set it")
+        if self.policy in ("rank-aware", "least-delay") and self.slo is None:
+            raise ValueError(f"the policy {self.policy} needs router.slo; set it")
+        if not self.prices_prefill and self.policy != "rank-aware":
+            raise ValueError(f"the policy {self.policy} has no prefill term; leave router.prices_prefill out")
         return self
+
+    @field_validator("policy")
+    @classmethod
+    def _is_known(cls, policy: str) -> str:
+        name = policy.replace("_", "-")
+        if name != "first" and name not in POLICIES:
+            raise ValueError(f"it must be first or one of {', '.join(POLICIES)}")
+        return name
 
 
 class Step(Strict):
