@@ -24,6 +24,7 @@ from .controls import RankBlind, mean_rank
 from .engine import MODEL
 from .merged_only import MergedOnly
 from .mode_prices import ProfilePrices
+from .own_requests import CountsOwn
 from .prompts import make_prompt
 from .records import Records
 from .replica import Replica
@@ -240,7 +241,9 @@ def _policy(setup: Setup, estimates: Estimates, spec: WorkloadSpec) -> Policy:
     policy = first if router.policy == "first" else POLICIES[router.policy](estimates, spec.seed)
     if not router.sees_ranks:
         policy = RankBlind(policy, mean_rank(spec))
-    return policy if router.choices is None else Sampled(policy, router.choices, spec.seed)
+    if router.choices is not None:
+        policy = Sampled(policy, router.choices, spec.seed)
+    return CountsOwn(policy) if router.counts_own else policy
 
 
 def _outcome(

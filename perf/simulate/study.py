@@ -55,7 +55,7 @@ class Router(Strict):
     estimate learn it from the answers that have ended. sees_ranks, prices_prefill: a control takes them away; without
     ranks every adapter has the mean of the workload's requests, without prices prompts take no time. choices: it
     chooses among so many replicas that are drawn for each request; default: all. staleness: seconds between two reports
-    of the replicas, 0: it knows everything.
+    of the replicas, 0: it knows everything. counts_own: between them it counts what it sends, as a cluster's one front.
     """
 
     policy: str
@@ -63,6 +63,7 @@ class Router(Strict):
     mean_output_tokens: PositiveFloat | None = None
     choices: PositiveInt | None = None
     staleness: float = Field(default=0.0, ge=0)
+    counts_own: bool = False
     sees_ranks: bool = True
     prices_prefill: bool = True
 
@@ -70,6 +71,8 @@ class Router(Strict):
     def _has_what_it_needs(self) -> Router:
         if self.policy in ("rank-aware", "least-delay") and self.slo is None:
             raise ValueError(f"the policy {self.policy} needs router.slo; set it")
+        if self.counts_own and not self.staleness:
+            raise ValueError("router.counts_own is for old reports; set router.staleness, too")
         if not self.prices_prefill and self.policy != "rank-aware":
             raise ValueError(f"the policy {self.policy} has no prefill term; leave router.prices_prefill out")
         return self
