@@ -319,16 +319,16 @@ class Dispatcher:
 
     def _choose(self, wanted: Wanted, request: OpenRequest, replicas: Replicas) -> int | None:
         """The policy's choice; of a call's further requests, whose prompts have a prefix in common, that of the one
-        before, as long as there is room.
+        before, as long as there is room. What finds no room at a replica without requests never will: that says why.
         """
         call = request.record["call"]
-        if not call:
-            return self._policy(wanted, replicas)
         before = self._calls.get(call)
         index = None if before is None or before.replica is None else replicas.find(before.replica)
         if index is None or not replicas[index].has_room(wanted):
             index = self._policy(wanted, replicas)
-        if index is not None:
+        if index is None:
+            index = next((i for i, replica in enumerate(replicas) if not replica.num_requests), None)
+        if call and index is not None:
             self._calls[call] = request
         return index
 

@@ -267,6 +267,18 @@ def test_while_the_policy_has_a_request_wait_none_overtakes_it():
     assert front.at("d").name == "r0" and front.dispatcher.ledger.get("e").replica is None
 
 
+def test_a_request_that_fits_no_replica_holds_up_none():
+    front = Front(1, FirstFit())
+    front.dispatcher.fleet.state_of(front.links[0]).free_tokens = 1
+    front.ask("large")
+    assert front.at("large") is front.links[0], "it refuses by name what it can't serve"
+    front.ask("b")
+    assert front.dispatcher.ledger.get("b").replica is None
+    front.frame(front.links[0], "refused", "large", 1, "field:prompt", "too long")
+    front.dispatcher.look()
+    assert front.at("b") is front.links[0]
+
+
 def test_an_adapter_that_is_on_its_way_counts_as_there_and_answers_are_learned():
     estimates = Estimates()
     front = Front(2, LeastDelay(estimates), estimates)
