@@ -14,7 +14,7 @@ PRIOR = "h200-llama3.1-8b"
 """Measured profile whose costs stand for a replica's until replicas have told their own."""
 
 SLO_STEPS = 1.5
-"""Decode steps of one request without an adapter that a token may take, where no SLO is set (CaraServe, §7.1)."""
+"""Decode steps of one request without an adapter that a token may take, where no SLO is set (CaraServe, §7.5)."""
 
 
 class Estimates:
