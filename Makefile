@@ -45,6 +45,7 @@ kernels: ## compiled for GPUs that need not be there
 gate: kernels ## against the baselines of this kind of machine
 	python -m chorus.perf.cpu.allocator > $(RESULTS)/allocator
 	python -m chorus.perf.gate.cpu_suite > $(RESULTS)/cpu
+	python -m chorus.perf.serving.decision_time --policies least-delay --decisions 400 --limit 500 > $(RESULTS)/decision_time
 	python -m chorus.perf.simulate all --quick --seeds 1 --jobs 2 --out $(RESULTS) > /dev/null
 	python -m chorus.perf.gate --skip-unknown $(RESULTS)/*
 

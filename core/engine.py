@@ -103,7 +103,8 @@ class Engine:
         self.modes = self._modes(policies)
         start = executor.start if config.async_scheduling else None
         self._ahead = None if start is None else StepAhead(start, executor, self._foresee)
-        self._decode_seconds = 0.0  # of the last decode step: bounds the pause for merging
+        self.last_decode: tuple[StepPlan | None, float] = None, 0.0
+        """The last decode step and its seconds, which bound the pause for merging."""
         self._next_check = 0.0
         self._base_names = names_of(config.model, config.served_model_name)
         self.quarantine: dict[str, Quarantined] = {}
@@ -207,7 +208,7 @@ class Engine:
         if self.modes is not None:
             self.modes.decide()
         if merging.is_under_way:
-            merging.advance(self._decode_seconds)
+            merging.advance(self.last_decode[1])
         plan = self.scheduler.schedule()
         if plan is not None:
             plan.merged = merging.merged
@@ -233,7 +234,7 @@ class Engine:
         if plan.bucket is None:
             self._measure_prefill(plan, seconds)
         else:
-            self._decode_seconds = seconds
+            self.last_decode = plan, seconds
             if self.modes is not None and not result.unready:
                 self.modes.note(plan, seconds)
         return outputs + self.scheduler.update(plan, result)

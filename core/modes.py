@@ -155,8 +155,8 @@ class Modes:
     def note(self, plan: StepPlan, seconds: float) -> None:
         """Record the time of a decode step."""
         if plan.rows is not self._rows:
-            self._rows, self._batch = plan.rows, _batch_of(plan)
-        batch, context = self._batch, sum([row.start for row in plan.rows]) / len(plan.rows)
+            self._rows, self._batch = plan.rows, batch_of(plan)
+        batch, context = self._batch, context_of(plan)
         if self._step_seconds:
             predicted = self._prices.step_seconds(batch, plan.merged, context)
             self.predicted_seconds += predicted
@@ -170,7 +170,13 @@ class Modes:
             self._prices.observe_merge(merging.shadowed, merging.merge_seconds)
 
 
-def _batch_of(plan: StepPlan) -> Batch:
+def batch_of(plan: StepPlan) -> Batch:
+    """Return how many rows of a step each adapter has, and the base model."""
     adapters: list[Adapter | None] = [*plan.adapters, None]  # the base model's slot is the last
     slots = Counter([row.slot for row in plan.rows])
     return {adapters[slot]: count for slot, count in slots.items()}
+
+
+def context_of(plan: StepPlan) -> float:
+    """Return the mean of the tokens that a step's rows have in the KV cache."""
+    return sum([row.start for row in plan.rows]) / len(plan.rows)

@@ -58,6 +58,11 @@ class LearnedPrices:
         self._merge: float | None = None  # seconds of a merge, by the latest ones
         self._num_steps = 0
 
+    @property
+    def terms(self) -> list[float]:
+        """Seconds of a step, a row, a token of KV, LoRA work at all, a rank-row computed, a rank-row read."""
+        return [price / unit for price, unit in zip(self._prices, self._units, strict=True)]
+
     def step_seconds(self, batch: Batch, merged: Adapter | None, context: float) -> float:
         """Never less than a tenth of what steps take."""
         return max(_product(self._prices, self._terms(batch, merged, context)), self._step / 10, 1e-9)

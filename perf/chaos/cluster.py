@@ -226,7 +226,7 @@ def main() -> int:
     command.add_argument("--fronts", type=int, default=1)
     command.add_argument("--front-kill-seconds", type=float, default=1e9, help="between two kills of a front")
     command.add_argument("--reload-seconds", type=float, default=3, help="between two reloads")
-    command.add_argument("--policy", default="affinity", help="which replica gets a request")
+    command.add_argument("--policy", default="least-delay", help="which replica gets a request")
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--check", action="store_true", help="exit with 1 unless every answer was right")
     args = command.parse_args()

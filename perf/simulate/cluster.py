@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from heapq import heappop, heappush
 
-from ...server.cluster.router import MostIdle, Policy, ReplicaState, Routed
+from ...server.cluster.router import AnswerLengths, MostIdle, Policy, Replicas, ReplicaState, Routed
 from ..workload.request import TraceRequest
 from .records import Records
 from .replica import NOTHING, Left, Phase, Progress, Replica
@@ -73,14 +73,16 @@ def simulate(
     staleness: float = 0.0,
     controller: Controller | None = None,
     make: Make | None = None,
+    answers: AnswerLengths | None = None,
 ) -> Records:
     """Serve `requests`, which come in order of arrival, to the end of the last answer.
 
     route: what it leaves waiting is offered again, in order of arrival, when a request has ended. prompt: makes a
     request's token ids, for replicas with a prefix cache. watch: called every `period` seconds while requests come.
-    staleness, controller, make: `Cluster`'s. Raises ValueError for an arrival that is earlier than the one before it.
+    staleness, controller, make, answers: `Cluster`'s. Raises ValueError for an arrival that is earlier than
+    the one before it.
     """
-    cluster = Cluster(replicas, route, prompt, staleness=staleness, controller=controller, make=make)
+    cluster = Cluster(replicas, route, prompt, staleness=staleness, controller=controller, make=make, answers=answers)
     now, next_look = -math.inf, period
     for request in requests:
         if request.arrival < now:
@@ -110,6 +112,7 @@ def simulate_clients(
     staleness: float = 0.0,
     controller: Controller | None = None,
     make: Make | None = None,
+    answers: AnswerLengths | None = None,
 ) -> Records:
     """Serve `requests` to `clients` that each send one `think` seconds after the one before is answered.
 
@@ -119,7 +122,9 @@ def simulate_clients(
     """
     source = iter(requests)
     sender = _Clients(source, think, turns, seed)
-    cluster = Cluster(replicas, route, prompt, sender, staleness=staleness, controller=controller, make=make)
+    cluster = Cluster(
+        replicas, route, prompt, sender, staleness=staleness, controller=controller, make=make, answers=answers
+    )
     for request in itertools.islice(source, clients):
         cluster.offer(sender.begun(request)._replace(arrival=0.0))
     return cluster.finish()
@@ -168,10 +173,12 @@ class Cluster:
         staleness: float = 0.0,
         controller: Controller | None = None,
         make: Make | None = None,
+        answers: AnswerLengths | None = None,
     ) -> None:
         """clients: that send more when requests have ended. staleness: the router knows of a replica what it reported
         last, and they all report every so many seconds, so that what it knows is up to as old; what it has sent since
-        it doesn't count, as one of many routers wouldn't. 0: it knows everything. make: of replicas that boot.
+        it doesn't count, as one of many routers wouldn't. 0: it knows everything. make: of replicas that boot. answers:
+        told of the lengths of answers.
         """
         self.now = 0.0
         self.replicas = list(replicas)
@@ -180,6 +187,7 @@ class Cluster:
         self._clients = clients
         self._controller = controller
         self._make = make
+        self._answers = answers
         self._records = Records()
         self._heap: list[tuple[float, int]] = []  # (wake, replica); stale unless it is the replica's wake now
         self._timers: list[tuple[float, int, bool, Callable[[], None]]] = []  # time, order, whether it is a tick
@@ -191,7 +199,7 @@ class Cluster:
         self._period = staleness
         self._next_report = 0.0 if staleness else math.inf
         self._serving: list[Replica] = []
-        self._states: list[ReplicaState] = []  # of these, as the router knows them
+        self._states = Replicas([])  # of these, as the router knows them
         self._note_serving()
         if controller is not None:
             for replica in self.replicas:
@@ -293,6 +301,9 @@ class Cluster:
             replica.advance(done)
             if replica.wake < math.inf:
                 heappush(heap, (replica.wake, index))
+            if self._answers is not None:
+                for request in replica.ended:
+                    self._answers.end(request.adapter, request.output_tokens)
             if replica.left:
                 self._pass_on(replica.left)
             if (waits or self._held) and replica.ended:
@@ -331,7 +342,7 @@ class Cluster:
         """All replicas report what they were like at the last time that was due by `now`; nothing happened since."""
         due = math.floor(now / self._period) * self._period
         self.now = max(self.now, due)
-        self._states = [replica.look(due).copy() for replica in self._serving]
+        self._states = Replicas(replica.look(due).copy() for replica in self._serving)
         self._next_report = due + self._period
         if self._next_report <= now:  # `due` is rounded
             self._next_report = now + self._period
@@ -342,7 +353,7 @@ class Cluster:
         known = dict(zip(map(id, self._serving), self._states, strict=True))
         self._serving = [replica for replica in self.replicas if replica.phase is Phase.SERVING]
         fresh = (lambda state: state.copy()) if self._period else (lambda state: state)
-        self._states = [known.get(id(each)) or fresh(each.look(self.now)) for each in self._serving]
+        self._states = Replicas(known.get(id(each)) or fresh(each.look(self.now)) for each in self._serving)
 
     def _came(self, replica: Replica) -> None:
         if replica.phase is not Phase.BOOTING:  # it failed meanwhile

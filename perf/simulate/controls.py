@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
-from ...server.cluster.router import Policy, ReplicaState, Routed
+from ...server.cluster.router import Policy, Replicas, ReplicaState, Routed
 from ..workload import WorkloadSpec
 
 
@@ -16,12 +15,12 @@ class RankBlind:
         """rank: of every adapter, the mean of what it stands for."""
         self._policy = policy
         self._rank = rank
-        self._seen: Sequence[ReplicaState] = ()
-        self._blurred: list[Any] = []
+        self._seen = self._blurred = Replicas([])
 
-    def __call__(self, request: Routed, replicas: Sequence[ReplicaState]) -> int | None:
+    def __call__(self, request: Routed, replicas: Replicas) -> int | None:
         if replicas is not self._seen:
-            self._seen, self._blurred = replicas, [_Blurred(replica, self._rank) for replica in replicas]
+            self._seen = replicas
+            self._blurred = Replicas(cast("ReplicaState", _Blurred(replica, self._rank)) for replica in replicas)
         return self._policy(_Asked(request, self._rank), self._blurred)
 
 

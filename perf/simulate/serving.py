@@ -13,7 +13,8 @@ from pydantic import ValidationError
 from ...core.config import EngineConfig
 from ...core.costs.profile import Number, Profile, Terms, load_profile
 from ...core.scheduling.policies import Policies, TokenCounters
-from ...server.cluster.router import Consolidate, FirstFit, MostIdle, PendingTime, Policy, Random, RankAware, Sampled
+from ...server.cluster.router import POLICIES, AnswerLengths, Estimates, Policy, Sampled
+from ...server.cluster.router.answer_lengths import GUESS
 from ..workload import WorkloadError, WorkloadSpec
 from ..workload.popularity import FromTrace
 from ..workload.request import TraceRequest
@@ -23,6 +24,7 @@ from .controls import RankBlind, mean_rank
 from .engine import MODEL
 from .merged_only import MergedOnly
 from .mode_prices import ProfilePrices
+from .own_requests import CountsOwn
 from .prompts import make_prompt
 from .records import Records
 from .replica import Replica
@@ -72,7 +74,8 @@ def _run(setup: Setup) -> Outcome:
 
     replicas = [make(index) for index in range(setup.replicas)]
     _place(setup, spec, adapters, replicas)
-    policy = _policy(setup, profile, adapters.num_bytes, spec)
+    estimates = _estimates(setup, profile, adapters.num_bytes)
+    policy = _policy(setup, estimates, spec)
     looks: list[list[int]] = []
 
     def look(time: float, seen: Sequence[Replica]) -> None:
@@ -83,6 +86,7 @@ def _run(setup: Setup) -> Outcome:
     options: dict[str, Any] = {
         "prompt": (lambda request: make_prompt(request, vocab_size)) if adapters.config.prefix_cache else None,
         "staleness": setup.router.staleness, "make": make,
+        "answers": estimates.answers if _learns_lengths(setup) else None,
         "controller": _Script(setup.script, spec, adapters) if setup.script else None,
     }  # fmt: skip
     if setup.clients is None:
@@ -221,20 +225,25 @@ class _Script:
                 cluster.preload(step.replica, self._name(step.adapter))
 
 
-def _policy(setup: Setup, profile: Profile, num_bytes: Callable[[str], int], spec: WorkloadSpec) -> Policy:
-    router, costs = setup.router, profile.costs()
-    tokens = router.mean_output_tokens or 0.0
-    shared_by = tokens if router.prices_prefill else math.inf
-    makers: dict[str, Callable[[], Policy]] = {
-        "first": lambda: first, "most_idle": MostIdle, "first_fit": FirstFit, "consolidate": Consolidate,
-        "random": lambda: Random(spec.seed),
-        "rank_aware": lambda: RankAware(costs, router.slo or 0.0, shared_by, mix=setup.mix),
-        "pending_time": lambda: PendingTime(costs, tokens, num_bytes),
-    }  # fmt: skip
-    policy = makers[router.policy]()
+def _estimates(setup: Setup, profile: Profile, num_bytes: Callable[[str], int]) -> Estimates:
+    router = setup.router
+    tokens = router.mean_output_tokens or GUESS
+    answers = AnswerLengths(tokens if router.prices_prefill else math.inf)
+    return Estimates(profile.costs(), router.slo, answers, num_bytes, mix=setup.mix)
+
+
+def _learns_lengths(setup: Setup) -> bool:
+    return setup.router.mean_output_tokens is None and setup.router.prices_prefill
+
+
+def _policy(setup: Setup, estimates: Estimates, spec: WorkloadSpec) -> Policy:
+    router = setup.router
+    policy = first if router.policy == "first" else POLICIES[router.policy](estimates, spec.seed)
     if not router.sees_ranks:
         policy = RankBlind(policy, mean_rank(spec))
-    return policy if router.choices is None else Sampled(policy, router.choices, spec.seed)
+    if router.choices is not None:
+        policy = Sampled(policy, router.choices, spec.seed)
+    return CountsOwn(policy) if router.counts_own else policy
 
 
 def _outcome(

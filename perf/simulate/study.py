@@ -37,8 +37,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator, model_validator
 
+from ...server.cluster.router import POLICIES
 from ..workload.model import Strict
 from .metrics import METRICS
 
@@ -48,27 +49,41 @@ class StudyError(ValueError):
 
 
 class Router(Strict):
-    """The policy that routes requests. slo, mean_output_tokens: for those that estimate, in seconds per token and
-    tokens. sees_ranks, prices_prefill: a control takes them away; without ranks every adapter has the mean of the
-    workload's requests, without prices prompts take no time. choices: it chooses among so many replicas that are drawn
-    for each request; default: all. staleness: seconds between two reports of the replicas, 0: it knows everything.
+    """The policy that routes requests: "first", or a name of `POLICIES`, with _ or - between its words.
+
+    slo: seconds per token, for policies that keep to one. mean_output_tokens: of an answer; without it, policies that
+    estimate learn it from the answers that have ended. sees_ranks, prices_prefill: a control takes them away; without
+    ranks every adapter has the mean of the workload's requests, without prices prompts take no time. choices: it
+    chooses among so many replicas that are drawn for each request; default: all. staleness: seconds between two reports
+    of the replicas, 0: it knows everything. counts_own: between them it counts what it sends, as a cluster's one front.
     """
 
-    policy: Literal["first", "most_idle", "random", "first_fit", "rank_aware", "pending_time", "consolidate"]
+    policy: str
     slo: PositiveFloat | None = None
     mean_output_tokens: PositiveFloat | None = None
     choices: PositiveInt | None = None
     staleness: float = Field(default=0.0, ge=0)
+    counts_own: bool = False
     sees_ranks: bool = True
     prices_prefill: bool = True
 
     @model_validator(mode="after")
     def _has_what_it_needs(self) -> Router:
-        needed = {"rank_aware": ("slo", "mean_output_tokens"), "pending_time": ("mean_output_tokens",)}
-        for name in needed.get(self.policy, ()):
-            if getattr(self, name) is None:
-                raise ValueError(f"the policy {self.policy} needs router.{name}; set it")
+        if self.policy in ("rank-aware", "least-delay") and self.slo is None:
+            raise ValueError(f"the policy {self.policy} needs router.slo; set it")
+        if self.counts_own and not self.staleness:
+            raise ValueError("router.counts_own is for old reports; set router.staleness, too")
+        if not self.prices_prefill and self.policy != "rank-aware":
+            raise ValueError(f"the policy {self.policy} has no prefill term; leave router.prices_prefill out")
         return self
+
+    @field_validator("policy")
+    @classmethod
+    def _is_known(cls, policy: str) -> str:
+        name = policy.replace("_", "-")
+        if name != "first" and name not in POLICIES:
+            raise ValueError(f"it must be first or one of {', '.join(POLICIES)}")
+        return name
 
 
 class Step(Strict):

@@ -35,7 +35,7 @@ from .cluster_view import overflowing, tier_of, view_of
 from .dispatcher import Dispatcher
 from .link import Link
 from .registered_catalog import RegisteredCatalog
-from .router import Policy
+from .router import Estimates, Policy
 
 if TYPE_CHECKING:
     from ...core.engine_stats import EngineStats
@@ -68,14 +68,17 @@ class ClusterWorker:
         settings: Settings,
         on_stop: Callable[[], None] = lambda: None,
         registry: Address | None = None,
+        estimates: Estimates | None = None,
     ) -> None:
-        """on_stop: called at the end of `stop`, once. registry: address of the registry that several fronts share."""
+        """on_stop: called at the end of `stop`, once. registry: address of the registry that several fronts share.
+        estimates: the policy's.
+        """
         self.links = links
         self.failure: str | None = None
         self._settings = settings
         self._on_stop = on_stop
         self._subscribers = Subscribers()
-        self.dispatcher = Dispatcher(links, policy, self._deliver, settings.give_up_seconds)
+        self.dispatcher = Dispatcher(links, policy, self._deliver, settings.give_up_seconds, estimates=estimates)
         self.dispatcher.on_change = self._changed
         self.collector = ClusterCollector(self.dispatcher)
         cluster = Cluster(
@@ -287,12 +290,14 @@ class ClusterWorker:
         accepted: Future[None],
     ) -> None:  # fmt: skip
         record = to_record(request, time.monotonic())
-        path, rank = None, 0
+        path, rank, num_bytes = None, 0, 0
         if entry is not None:
-            record["content_hash"], path, rank = entry.manifest.content_hash, entry.manifest.path, entry.manifest.rank
+            manifest = entry.manifest
+            record["content_hash"], path = manifest.content_hash, manifest.path
+            rank, num_bytes = manifest.rank, manifest.file_size
         self._subscribers.add(request.id, on_output, loop)
         arrival = request.arrival_time or time.monotonic()
-        self._soon(self.dispatcher.add, record, path, rank, arrival, accepted)
+        self._soon(self.dispatcher.add, record, path, rank, arrival, accepted, num_bytes)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         for request_id in self._subscribers.deliver(outputs):

@@ -22,14 +22,18 @@ from .fleet import Fleet
 from .ledger import Ledger, OpenRequest
 from .link import Link
 from .replica import BROKEN, DRAINING, MALFORMED
-from .router.replica_state import Policy
+from .router import Estimates, Policy, Replicas
 from .router.scale import SteadyHint, scale_hint
 from .rows import from_row, read_step
+from .step_costs import mean_costs
 from .wire import Frame, Malformed
 
 log = logging.getLogger(__name__)
 
 HINTS = {1: "one more replica is needed", 0: "there are replicas enough", -1: "one replica could be given back"}
+
+PRICE_SECONDS = 5.0
+"""Seconds for which policies go on with the same costs, and with the terms that they have computed by them."""
 
 DIED_TWICE = "two replicas ended while they ran this request; it is not tried on a third"
 
@@ -52,7 +56,6 @@ class Asked:
     """
 
     path: Path | None
-    rank: int
     accepted: Future[None]
     arrival: float
     refused_by: set[str]
@@ -69,10 +72,14 @@ class Dispatcher:
         deliver: Callable[[list[RequestOutput]], None],
         give_up_seconds: float,
         clock: Callable[[], float] = time.monotonic,
+        estimates: Estimates | None = None,
     ) -> None:
-        """give_up_seconds: after which a request that no replica may take ends with an error."""
+        """give_up_seconds: after which a request that no replica may take ends with an error. estimates: the policy's,
+        which are kept up to date.
+        """
         self.links = links
-        self.ledger = Ledger()
+        self.fleet = Fleet(links)
+        self.ledger = Ledger(self.fleet)
         self.num_deaths = 0
         self.scale = SteadyHint()
         self.on_change: Callable[[], None] = lambda: None
@@ -83,25 +90,34 @@ class Dispatcher:
         self._deliver = deliver
         self._give_up_seconds = give_up_seconds
         self._clock = clock
+        self._estimates = Estimates() if estimates is None else estimates
         self._asked: dict[str, Asked] = {}
-        self.fleet = Fleet(links, self.ledger, lambda request: self._asked[request.id].rank)
+        self._calls: dict[str, OpenRequest] = {}  # the one of each call that was placed last
+        self._next_prices = 0.0
+        self._is_held = False  # the policy has a request wait, and with it those that came later
         self._users: Counter[str] = Counter()  # open requests by content hash
+        self._sizes: dict[str, int] = {}  # bytes of their adapters
+        self._estimates.adapter_bytes = lambda content: self._sizes.get(content, 0)
         self._retired: set[str] = set()  # contents that no new request begins with
 
     # --- requests ---
 
-    def add(self, record: dict[str, Any], path: Path | None, rank: int, arrival: float, accepted: Future[None]) -> None:
-        """Take a request; `accepted` ends with ValueError when there is one of its id."""
+    def add(
+        self, record: dict[str, Any], path: Path | None, rank: int, arrival: float, accepted: Future[None],
+        num_bytes: int = 0,
+    ) -> None:  # fmt: skip
+        """Take a request; `accepted` ends with ValueError when its id is in use. rank, num_bytes: its adapter's."""
         if not accepted.set_running_or_notify_cancel():
             return
         try:
-            request = self.ledger.add(record)
+            request = self.ledger.add(record, rank)
         except ValueError as error:
             accepted.set_exception(error)
             return
-        self._asked[request.id] = Asked(path, rank, accepted, arrival, set())
+        self._asked[request.id] = Asked(path, accepted, arrival, set())
         if request.content_hash is not None:
             self._users[request.content_hash] += 1
+            self._sizes[request.content_hash] = num_bytes
         self._place(request)
 
     def abort(self, request_id: str) -> bool:
@@ -144,12 +160,14 @@ class Dispatcher:
 
     def on_up(self, link: Link) -> None:
         log.info("replica %s is there", link.name)
+        self.fleet.note_up(link)
         self._place_waiting()
         self.on_change()
 
     def on_down(self, link: Link, *, stuck: bool) -> None:
         lost = list(self.ledger.at(link.name))
         ended = self.ledger.lose(link.name)
+        self.fleet.note_down(link)
         self.num_deaths += 1
         log.warning("replica %s is gone; %d requests go on elsewhere", link.name, len(lost) - len(ended))
         if stuck:
@@ -212,14 +230,17 @@ class Dispatcher:
             return
         if reason in (DRAINING, BROKEN):
             link.draining = True
+            self.fleet.changed()
         elif reason.startswith("field:"):
             asked.refused_by.add(link.name)  # in mid-answer it waits for another: never a refusal to the client
         elif request.content_hash is not None:
             link.loaded.discard(request.content_hash)
+            self.fleet.changed(request.content_hash)
         self._place(request)
 
     def _on_loaded(self, link: Link, content_hash: str, failure: str | None, text: str | None) -> None:
         link.loading.discard(content_hash)
+        self.fleet.changed(content_hash)
         if failure is None:
             link.loaded.add(content_hash)
         else:
@@ -230,24 +251,31 @@ class Dispatcher:
         self.on_change()
 
     def _on_report(self, link: Link) -> None:
+        self.fleet.note_report(link)
         if link.draining:
             for request in list(self.ledger.at(link.name)):
-                if self.fleet.candidates(request, self._asked[request.id].refused_by):
+                if self._candidates(request)[0]:
                     self.move(request)
         if self.ledger.num_waiting:
             self._place_waiting()
 
     def look(self) -> None:
-        """End requests that no replica has been able to take for too long, and see whether there are replicas enough.
+        """End requests that no replica has been able to take for too long, see whether there are replicas enough, and
+        price requests by what replicas have told of their steps.
 
         To be called now and then.
         """
         now = self._clock()
+        told = [link.report.costs for link in self.links if link.report is not None and link.report.costs]
+        if told and now >= self._next_prices:
+            self._next_prices = now + PRICE_SECONDS
+            self._estimates.set_costs(mean_costs(told))
         # one that is being started again is not asked for, nor is another one given back meanwhile
         states = [self.fleet.state_of(link) for link in self.links if link.takes_requests]
         hint = scale_hint(states, self.ledger.num_waiting) if len(states) == len(self.links) else 0
         if self.scale.update(hint, now):
             log.info("scale hint: %s", HINTS[hint])
+        self._is_held = False
         for request in self.ledger.waiting():
             self._place(request)
             since = self._asked[request.id].stuck_since if request.id in self._asked else None
@@ -258,32 +286,51 @@ class Dispatcher:
     # --- placing ---
 
     def _place_waiting(self) -> None:
+        self._is_held = False
         for request in self.ledger.waiting():
             self._place(request)
 
+    def _candidates(self, request: OpenRequest) -> tuple[Sequence[Link], Replicas]:
+        asked = self._asked[request.id]
+        return self.fleet.candidates(request, asked.path, asked.refused_by)
+
     def _place(self, request: OpenRequest) -> None:
         """Give a waiting request to a replica, if one may take it."""
-        asked = self._asked[request.id]
-        content = request.content_hash
-        if content is not None and asked.path is not None:
-            self.fleet.load(content, asked.path)
-        candidates = self.fleet.candidates(request, asked.refused_by)
-        if not candidates:
+        asked, content = self._asked[request.id], request.content_hash
+        links, replicas = self._candidates(request)
+        if not links:
             if asked.stuck_since is None:
                 asked.stuck_since = self._clock()
             if (failure := self.fleet.take_failure(content)) is not None:
                 self._fail(request, failure[1], LoadFailure(failure[0]))
             return
         asked.stuck_since = None
-        wanted = Wanted(content, len(request.record["tokens"]), asked.rank)
-        index = self._policy(wanted, [self.fleet.state_of(link) for link in candidates])
-        if index is None:
+        if self._is_held:  # first come, first served
             return
-        link = candidates[index]
+        index = self._choose(Wanted(content, len(request.record["tokens"]), request.rank), request, replicas)
+        if index is None:
+            self._is_held = True
+            return
+        link = links[index]
         life = self.ledger.place(request, link.name, link.identity)
         request.record["age"] = self._clock() - asked.arrival
         request.record["num_paid_tokens"] = len(request.record["tokens"]) - 1 if request.num_output_tokens else 0
         link.send("submit", request.record, life)
+
+    def _choose(self, wanted: Wanted, request: OpenRequest, replicas: Replicas) -> int | None:
+        """The policy's choice; of a call's further requests, whose prompts have a prefix in common, that of the one
+        before, as long as there is room. What finds no room at a replica without requests never will: that says why.
+        """
+        call = request.record["call"]
+        before = self._calls.get(call)
+        index = None if before is None or before.replica is None else replicas.find(before.replica)
+        if index is None or not replicas[index].has_room(wanted):
+            index = self._policy(wanted, replicas)
+        if index is None:
+            index = next((i for i, replica in enumerate(replicas) if not replica.num_requests), None)
+        if call and index is not None:
+            self._calls[call] = request
+        return index
 
     # --- ends ---
 
@@ -306,11 +353,15 @@ class Dispatcher:
         asked = self._asked.pop(request.id)
         if not asked.accepted.done():
             asked.accepted.set_result(None)
-        content = request.content_hash
+        call, content = request.record["call"], request.content_hash
+        if self._calls.get(call) is request:
+            del self._calls[call]
+        if request.num_output_tokens:
+            self._estimates.answers.end(content, request.num_output_tokens)
         if content is not None:
             self._users[content] -= 1
             if not self._users[content]:
-                del self._users[content]
+                del self._users[content], self._sizes[content]
                 self._forget_content(content)
 
     def _forget_content(self, content_hash: str) -> None:

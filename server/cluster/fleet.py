@@ -1,48 +1,80 @@
-"""The replicas of a front, as placing a request asks of them."""
+"""The replicas of a front: what is known of each, and which of them may take a request."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from .ledger import Ledger, OpenRequest
+from .ledger import OpenRequest, Placements
 from .link import Link
-from .router.replica_state import ReplicaState
+from .router import Holders, Replicas, ReplicaState
 
 
-class Fleet:
-    """Links, and what they hold for the requests of a ledger. rank_of: of a request's adapter, 0 for none."""
+class Fleet(Placements):
+    """Links, and the load behind each: what it reported of other fronts' requests, and this front's, as they come and
+    go. No call but `note_up`, `note_down` and `changed` takes longer the more replicas or requests there are.
+    """
 
-    def __init__(self, links: Sequence[Link], ledger: Ledger, rank_of: Callable[[OpenRequest], int]) -> None:
+    def __init__(self, links: Sequence[Link]) -> None:
         self.links = links
-        self._ledger = ledger
-        self._rank_of = rank_of
+        self._loads = {link.name: _Load(link) for link in links}
+        self._holders = Holders()
+        self._candidates: dict[str | None, tuple[Sequence[Link], Replicas]] = {}  # by content, for new requests
 
-    def candidates(self, request: OpenRequest, refused_by: Collection[str]) -> list[Link]:
+    def state_of(self, link: Link) -> ReplicaState:
+        return self._loads[link.name].state
+
+    # --- candidates ---
+
+    def candidates(
+        self, request: OpenRequest, path: Path | None, refused_by: Collection[str]
+    ) -> tuple[Sequence[Link], Replicas]:
         """Replicas that may take a request: they have its adapter and are, if it has tokens, of the kind of these.
 
+        All are told to load an adapter, so that any of them can go on with its requests. path: of the adapter.
         refused_by: names of those that would not have it.
         """
-        content = request.content_hash
-        return [
-            link
-            for link in self.links
-            if link.takes_requests
-            and (content is None or content in link.loaded)
-            and (not request.num_output_tokens or link.identity == request.kind)
-            and link.name not in refused_by
-        ]
+        content, kind = request.content_hash, request.kind if request.num_output_tokens else None
+        found = self._candidates.get(content)
+        if found is None:
+            found = self._candidates[content] = self._find(content, path)
+        if kind is None and not refused_by:
+            return found
+        links = [
+            link for link in found[0] if (kind is None or link.identity == kind) and link.name not in refused_by
+        ]  # fmt: skip
+        return found if len(links) == len(found[0]) else (links, self._view(links))
 
-    def load(self, content_hash: str, path: Path) -> None:
-        """Have all replicas load an adapter that have not tried, so that any of them can go on with its requests."""
-        for link in self.links:
-            if content_hash not in link.failed:
-                link.load(content_hash, path)
+    def changed(self, content_hash: str | None = None) -> None:
+        """Replicas may take requests of a content that could not, or the other way round; None: of any content."""
+        if content_hash is None:
+            self._candidates.clear()
+        else:
+            self._candidates.pop(content_hash, None)
+
+    def _find(self, content: str | None, path: Path | None) -> tuple[Sequence[Link], Replicas]:
+        links = [link for link in self.links if link.takes_requests]
+        if content is not None:
+            for link in self.links:
+                if path is not None and content not in link.failed:
+                    link.load(content, path)
+            links = [link for link in links if content in link.loaded]
+        everyone = self._candidates.get(None)
+        if everyone is not None and len(everyone[0]) == len(links):
+            return everyone
+        return links, self._view(links)
+
+    def _view(self, links: Sequence[Link]) -> Replicas:
+        return Replicas(map(self.state_of, links), self._holders)
+
+    # --- adapters ---
 
     def forget(self, content_hash: str) -> bool:
         """Have all replicas unregister an adapter; False while one is still loading it."""
         for link in self.links:
             link.forget(content_hash)
+        self.changed(content_hash)
         return not any(content_hash in link.loading for link in self.links)
 
     def take_failure(self, content_hash: str | None) -> tuple[str, str] | None:
@@ -51,27 +83,84 @@ class Fleet:
         if content_hash is None or not up or any(content_hash not in link.failed for link in up):
             return None
         failures = [link.failed.pop(content_hash) for link in up]
+        self.changed(content_hash)
         return failures[0]
+
+    # --- requests ---
 
     def abort(self, request: OpenRequest) -> None:
         """Have the request's replica abort it."""
-        for link in self.links:
-            if link.name == request.replica:
-                link.send("abort", request.id)
+        if request.replica is not None:
+            self._loads[request.replica].link.send("abort", request.id)
 
-    def state_of(self, link: Link) -> ReplicaState:
-        """A replica's load: what it reported of other fronts' requests, and what this front has there by now."""
-        hello, report = link.hello, link.report
-        state = ReplicaState(max_num_seqs=hello.max_num_seqs if hello else 1, name=link.name)
-        if report is not None and hello is not None:
-            stats = report.stats
-            state.num_requests = max(0, stats.num_running + stats.num_waiting - report.num_yours)
+    def placed(self, request: OpenRequest, replica: str) -> None:
+        load, content = self._loads[replica], request.content_hash
+        load.state.add(request.rank)
+        load.state.add_waiting(len(request.record["tokens"]), request.rank)
+        if content is not None:
+            load.adapters[content] += 1
+            if content not in load.held:
+                self._holders.add(load.link.name, [content])
+                load.held.add(content)
+            load.resident.add(content)
+
+    def started(self, request: OpenRequest, replica: str) -> None:
+        self._loads[replica].state.remove_waiting(len(request.record["tokens"]), request.rank)
+
+    def left(self, request: OpenRequest, replica: str) -> None:
+        load, content = self._loads[replica], request.content_hash
+        load.state.remove(request.rank)
+        if not request.is_started:
+            load.state.remove_waiting(len(request.record["tokens"]), request.rank)
+        if content is not None:
+            load.adapters[content] -= 1
+            if not load.adapters[content]:
+                del load.adapters[content]
+
+    # --- links ---
+
+    def note_up(self, link: Link) -> None:
+        """A replica is there, with nothing of this front's."""
+        if link.hello is not None:
+            self.state_of(link).max_num_seqs = link.hello.max_num_seqs
+        self.changed()
+
+    def note_down(self, link: Link) -> None:
+        """A replica is gone, and this front's requests have left it."""
+        self._holders.remove(link.name, self._loads[link.name].held)
+        self._loads[link.name] = _Load(link)
+        self.changed()
+
+    def note_report(self, link: Link) -> None:
+        """A replica has told how it is. Adapters of this front's requests are there, or on their way."""
+        load, hello, report = self._loads[link.name], link.hello, link.report
+        if hello is not None and report is not None:
+            stats, state = report.stats, load.state
+            num_others = max(0, stats.num_running + stats.num_waiting - report.num_yours)
+            state.num_requests += num_others - load.num_others
+            load.num_others = num_others
             state.free_tokens = (stats.num_free_pages + stats.num_cached_pages) * hello.block_tokens
             state.kv_tokens = stats.num_kv_pages * hello.block_tokens
-        state.resident, state.on_host = link.resident, link.on_host
-        for request in self._ledger.at(link.name):
-            rank = self._rank_of(request)
-            state.add(rank)
-            if not request.is_started:
-                state.add_waiting(len(request.record["tokens"]), rank)
-        return state
+            held = {*link.on_host, *load.adapters}
+            self._holders.remove(link.name, load.held - held)
+            self._holders.add(link.name, held - load.held)
+            load.held = state.on_host = held
+            load.resident = state.resident = {*link.resident, *load.adapters}
+        if link.draining:
+            self.changed()
+
+
+class _Load:
+    """A replica's state, and what it is made of.
+
+    num_others: requests of other fronts. adapters: how many of this front's requests are for each. resident, held: the
+    state's `resident` and `on_host`, which this front adds to.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.num_others = 0
+        self.adapters: Counter[str] = Counter()
+        self.resident: set[str] = set()
+        self.held: set[str] = set()
+        self.state = ReplicaState(1, resident=self.resident, on_host=self.held, name=link.name)

@@ -18,7 +18,8 @@ MAX_DEATHS = 2
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
-    """A request that has not ended. replica: where it runs; None while it waits at the front.
+    """A request that has not ended. rank: of its adapter, 0 for none. replica: where it runs; None while it waits at
+    the front.
 
     record: see `core.requests.record`; `tokens` are the prompt's and all that the client was sent. kind: of the
     replicas that drew them, which alone may go on with them; None before the first. is_taken: whether the replica has
@@ -27,8 +28,9 @@ class OpenRequest:
 
     id: str
     record: dict[str, Any]
+    rank: int = 0
     life: int = 0
-    replica: Hashable | None = None
+    replica: str | None = None
     kind: Hashable | None = None
     deaths: int = 0
     is_taken: bool = False
@@ -47,12 +49,26 @@ class OpenRequest:
         return len(self.record["tokens"]) - self.record["num_prompt_tokens"]
 
 
+class Placements:
+    """What a ledger tells of requests at replicas, on its thread; here nothing is done about it."""
+
+    def placed(self, request: OpenRequest, replica: str) -> None:
+        """A request comes to a replica."""
+
+    def started(self, request: OpenRequest, replica: str) -> None:
+        """Its first token there comes; the record does not have it yet."""
+
+    def left(self, request: OpenRequest, replica: str) -> None:
+        """It leaves a replica, or has ended there."""
+
+
 class Ledger:
     """Open requests by id. Each is in exactly one place: at the front, in the order of arrival, or at one replica."""
 
-    def __init__(self) -> None:
+    def __init__(self, placements: Placements | None = None) -> None:
+        self._placements = placements or Placements()
         self._open: dict[str, OpenRequest] = {}
-        self._at: dict[Hashable | None, dict[str, OpenRequest]] = {None: {}}
+        self._at: dict[str | None, dict[str, OpenRequest]] = {None: {}}
         self.unstarted: Counter[str] = Counter()
         """Requests of each tenant without a token."""
         self.num_moves = 0
@@ -79,23 +95,23 @@ class Ledger:
     def num_waiting(self) -> int:
         return len(self._at[None])
 
-    def at(self, replica: Hashable) -> Iterator[OpenRequest]:
+    def at(self, replica: str) -> Iterator[OpenRequest]:
         """Requests at a replica."""
         return iter(self._at.get(replica, {}).values())
 
-    def num_at(self, replica: Hashable) -> int:
+    def num_at(self, replica: str) -> int:
         return len(self._at.get(replica, ()))
 
-    def add(self, record: dict[str, Any]) -> OpenRequest:
+    def add(self, record: dict[str, Any], rank: int = 0) -> OpenRequest:
         """A new request, which waits. ValueError if its id is in use."""
         request_id = record["id"]
         if request_id in self._open:
             raise ValueError(f"there is a request {request_id} already")
-        request = self._open[request_id] = self._at[None][request_id] = OpenRequest(request_id, record)
+        request = self._open[request_id] = self._at[None][request_id] = OpenRequest(request_id, record, rank)
         self.unstarted[record["tenant"]] += 1
         return request
 
-    def place(self, request: OpenRequest, replica: Hashable, kind: Hashable) -> int:
+    def place(self, request: OpenRequest, replica: str, kind: Hashable) -> int:
         """Give a waiting request to a replica; returns its life there."""
         if request.life:
             self.num_moves += 1
@@ -120,7 +136,9 @@ class Ledger:
         request.is_taken = True
         if tokens:
             self._start(request)
-            request.is_started = True
+            if not request.is_started and request.replica is not None:
+                self._placements.started(request, request.replica)
+                request.is_started = True
             request.record["tokens"].extend(tokens)
         if last:
             self.remove(request_id)
@@ -137,7 +155,7 @@ class Ledger:
         """Have a request wait again, whose replica is to abort it; what that still sends is stale at the next place."""
         self._put(request, None)
 
-    def lose(self, replica: Hashable) -> list[OpenRequest]:
+    def lose(self, replica: str) -> list[OpenRequest]:
         """A replica died: its requests wait again, but for those that have now seen `MAX_DEATHS` replicas die, which
         are removed and returned.
         """
@@ -154,7 +172,7 @@ class Ledger:
         request = self._open.pop(request_id, None)
         if request is not None:
             self._start(request)
-            del self._at[request.replica][request_id]
+            self._leave(request)
         return request
 
     def _current(self, request_id: str, life: int) -> OpenRequest | None:
@@ -174,8 +192,15 @@ class Ledger:
             if not self.unstarted[tenant]:
                 del self.unstarted[tenant]
 
-    def _put(self, request: OpenRequest, replica: Hashable | None) -> None:
-        del self._at[request.replica][request.id]
+    def _put(self, request: OpenRequest, replica: str | None) -> None:
+        self._leave(request)
         self._at.setdefault(replica, {})[request.id] = request
         request.replica = replica
         request.is_taken = request.is_started = False
+        if replica is not None:
+            self._placements.placed(request, replica)
+
+    def _leave(self, request: OpenRequest) -> None:
+        del self._at[request.replica][request.id]
+        if request.replica is not None:
+            self._placements.left(request, request.replica)

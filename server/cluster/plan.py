@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from .router import POLICIES
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A cluster. policy: a name of `POLICIES`.
+    """A cluster. policy: a name of `POLICIES`. slo_tpot: seconds per token that it keeps to; None: by the costs.
 
     registry: its file, or the address of one that runs elsewhere; None: none is needed, or a temporary one. ray: the
     address of the Ray cluster that replicas are placed on, `local` for one of this machine alone; None: they are
@@ -23,7 +24,8 @@ class Plan:
 
     replicas: int = 2
     fronts: int = 1
-    policy: str = "affinity"
+    policy: str = "least-delay"
+    slo_tpot: float | None = None
     registry: str | None = None
     ray: str | None = None
     listen: str | None = None
@@ -38,16 +40,29 @@ class Plan:
     def front_flags(self) -> list[str]:
         """Flags of a front's process."""
         tls = [] if self.tls is None else ["--tls", str(self.tls.absolute())]
-        return ["--replicas", str(self.replicas), "--policy", self.policy, *tls]
+        slo = [] if self.slo_tpot is None else ["--slo-tpot", str(self.slo_tpot)]
+        return ["--replicas", str(self.replicas), "--policy", self.policy, *slo, *tls]
 
 
 def add_front_flags(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
     """Flags of `chorus cluster front`, which `chorus cluster up` has, too. count: parses a number above 0."""
     parser.add_argument("--replicas", type=count, default=2, metavar="N", help="replicas (default: 2)")
     parser.add_argument(
-        "--policy", choices=POLICIES, default="affinity", help="which replica gets a request (default: affinity)"
+        "--policy", choices=POLICIES, default="least-delay", help="which replica gets a request (default: least-delay)"
     )
+    parser.add_argument(
+        "--slo-tpot", type=_seconds, metavar="SECONDS",
+        help="time per token beyond which rank-aware and least-delay see a replica as too full (default: 1.5 times "
+        "that of one request alone)",
+    )  # fmt: skip
     add_tls_flag(parser)
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+    return seconds
 
 
 def add_up_flags(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:

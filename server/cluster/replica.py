@@ -27,6 +27,7 @@ from ..errors import EngineUnavailable
 from ..executors import DaemonPool, PoolFull
 from .report import Hello, Report
 from .rows import to_row
+from .step_costs import LearnedCosts
 from .stream import FrameStream, accept
 from .wire import Frame, Malformed, WireError
 
@@ -101,7 +102,7 @@ class Replica:
 
     async def report(self) -> None:
         """Tell the fronts how the replica is, again and again."""
-        count, seen = 0, None
+        count, seen, costs = 0, None, LearnedCosts()
         while True:
             await asyncio.sleep(REPORT_SECONDS)
             count += 1
@@ -110,7 +111,7 @@ class Replica:
                 continue
             seen = stats, self.draining
             try:
-                about = await asyncio.wrap_future(self.worker.call(_about))
+                about = await asyncio.wrap_future(self.worker.call(partial(_about, costs)))
             except EngineUnavailable:
                 return
             for front in list(self._fronts):
@@ -291,7 +292,7 @@ def _check_tokens(tokens: Any) -> None:
         raise TypeError("tokens are no list of numbers")
 
 
-def _about(engine: Engine) -> dict[str, Any]:
+def _about(costs: LearnedCosts, engine: Engine) -> dict[str, Any]:
     """What a report tells beside the counts, on the engine's thread."""
     store = engine.store
     near = [one for one in map(store.get, store.names()) if store.tier(one) is not Tier.DISK]
@@ -299,5 +300,5 @@ def _about(engine: Engine) -> dict[str, Any]:
     return {
         "tiers": {one.name: store.tier(one).value for one in near},
         "overflowing": [one.name for one in near if (one.num_overflows or 0) >= MOST_OVERFLOWS],
-        "running": running, "waiting": waiting, "accounts": engine.accounts(),
+        "running": running, "waiting": waiting, "accounts": engine.accounts(), "costs": costs.observe(engine),
     }  # fmt: skip

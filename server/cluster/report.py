@@ -58,7 +58,8 @@ class Report:
     """A replica at one moment.
 
     num_yours: requests of the front that it is sent to. tiers: of adapters that are not only on disk, by content hash.
-    running, waiting: names of adapters. overflowing: content hashes of adapters to set aside.
+    running, waiting: names of adapters. overflowing: content hashes of adapters to set aside. costs: of its steps and
+    transfers, see `step_costs`; empty before the first step.
     """
 
     stats: EngineStats
@@ -69,6 +70,7 @@ class Report:
     waiting: list[str] = field(default_factory=list)
     accounts: list[AccountStats] = field(default_factory=list)
     overflowing: list[str] = field(default_factory=list)
+    costs: dict[str, float] = field(default_factory=dict)
 
     def to_wire(self) -> dict[str, Any]:
         stats = asdict(self.stats)

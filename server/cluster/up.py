@@ -24,7 +24,7 @@ from .cluster_worker import ClusterWorker
 from .link import Link
 from .plan import Plan
 from .processes import ClusterDirectory, Processes
-from .router import POLICIES
+from .router import POLICIES, Estimates
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,9 @@ def _open(
     """Connect to a cluster's processes. Raises LaunchError."""
     try:
         links = directory.links(plan.replicas, settings.give_up_seconds, plan.tls)
-        worker = ClusterWorker(links, POLICIES[plan.policy](), settings, on_stop=on_stop, registry=registry)
+        estimates = Estimates(slo=plan.slo_tpot)
+        policy = POLICIES[plan.policy](estimates, None)
+        worker = ClusterWorker(links, policy, settings, on_stop=on_stop, registry=registry, estimates=estimates)
         worker.dispatcher.on_stuck = kill
         tokenizer = Tokenizer.load(settings.model)
         worker.start()

@@ -94,6 +94,7 @@ class FakeEngine:
         self.store = FakeStore(adapters)
         self.quarantine: dict[str, Any] = {}
         self.modes = None
+        self.last_decode = None, 0.0
         self.gate = threading.Event()
         self.gate.set()
         self.fail_steps = 0

@@ -1,17 +1,33 @@
-"""Routing of requests to replicas: pure policy code, fed with snapshots, under test in the simulator."""
+"""Routing of requests to replicas: pure policy code, the same in a cluster's fronts and in the simulator."""
+
+from collections.abc import Callable, Mapping
 
 from .affinity import Affinity
+from .answer_lengths import AnswerLengths
+from .estimates import Estimates
+from .holders import Holders
+from .least_delay import LeastDelay
 from .pending_time import PendingTime
+from .policy import Policy
 from .rank_aware import RankAware
-from .replica_state import Policy, ReplicaState, Routed
+from .replica_state import ReplicaState, Routed
+from .replicas import Replicas
 from .simple import Consolidate, FirstFit, MostIdle, Random, Sampled
 
-#: Policies that need nothing but what replicas report, by the names that `chorus cluster up --policy` takes.
-POLICIES = {
-    "affinity": Affinity, "most-idle": MostIdle, "consolidate": Consolidate, "first-fit": FirstFit, "random": Random,
-}  # fmt: skip
+#: Makers of all policies, by the names that `chorus cluster up --policy` and studies take. A seed of None: draws differ
+#: from those of other routers.
+POLICIES: Mapping[str, Callable[[Estimates, int | None], Policy]] = {
+    "least-delay": LeastDelay,
+    "affinity": lambda estimates, seed: Affinity(),
+    "rank-aware": lambda estimates, seed: RankAware(estimates),
+    "pending-time": lambda estimates, seed: PendingTime(estimates),
+    "most-idle": lambda estimates, seed: MostIdle(),
+    "consolidate": lambda estimates, seed: Consolidate(),
+    "first-fit": lambda estimates, seed: FirstFit(),
+    "random": lambda estimates, seed: Random(seed),
+}
 
 __all__ = [
-    "POLICIES", "Affinity", "Consolidate", "FirstFit", "MostIdle", "PendingTime", "Policy", "Random", "RankAware",
-    "ReplicaState", "Routed", "Sampled",
+    "POLICIES", "Affinity", "AnswerLengths", "Consolidate", "Estimates", "FirstFit", "Holders", "LeastDelay",
+    "MostIdle", "PendingTime", "Policy", "Random", "RankAware", "ReplicaState", "Replicas", "Routed", "Sampled",
 ]  # fmt: skip

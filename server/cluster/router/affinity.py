@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
+from .rendezvous import key_of, weights
 from .replica_state import ReplicaState, Routed
 
 SLACK = 1.25
@@ -33,10 +33,6 @@ class Affinity:
             if holders := [i for i in fit if adapter in replicas[i].resident]:
                 return min(holders, key=lambda i: replicas[i].num_requests)
             if fit:
-                return max(fit, key=lambda i: rendezvous(adapter, replicas[i].name))
+                found = weights(adapter, (key_of(replicas[i].name) for i in fit))
+                return fit[found.index(max(found))]
         return min(everywhere, key=lambda i: replicas[i].num_requests)
-
-
-def rendezvous(adapter: str, replica: str) -> bytes:
-    """Weight of a replica for an adapter; the highest wins. A replica that goes moves only its own adapters."""
-    return hashlib.blake2b(f"{adapter}\0{replica}".encode(), digest_size=8).digest()

@@ -1,9 +1,9 @@
-"""Interface of routing policies: requests and replicas as they see them, and what they answer."""
+"""Requests and replicas as routing policies see them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -27,8 +27,8 @@ class ReplicaState:
 
     max_num_seqs: most requests in one step. num_requests: running and waiting; num_waiting: of these, those that wait
     for their prefill. ranks: how many of the requests have which rank, 0 for the base model;
-    num_with_adapter, sum_ranks and max_rank follow from it. pending_tokens: prompt
-    tokens of the waiting ones; pending_token_ranks: the sum over these tokens of their adapter's rank;
+    num_with_adapter, sum_ranks and max_rank follow from it. pending_ranks: the same of the waiting ones;
+    pending_tokens: their prompt tokens; pending_token_ranks: the sum over these tokens of their adapter's rank;
     pending_max_rank: the largest of these ranks. kv_tokens: tokens in the KV cache of the running requests;
     longest_tokens: of the one that has most.
     free_tokens: tokens whose KV finds room, in pages that are free or that nobody uses. resident: names of the adapters
@@ -43,6 +43,7 @@ class ReplicaState:
     num_with_adapter: int = 0
     sum_ranks: int = 0
     max_rank: int = 0
+    pending_ranks: Counter[int] = field(default_factory=Counter)
     pending_tokens: int = 0
     pending_token_ranks: int = 0
     pending_max_rank: int = 0
@@ -69,40 +70,46 @@ class ReplicaState:
         self.num_requests -= 1
         self.sum_ranks -= rank
         self.num_with_adapter -= rank > 0
-        left = self.ranks[rank] - 1
-        if left:
-            self.ranks[rank] = left
-        else:
-            del self.ranks[rank]
-            if rank == self.max_rank:
-                self.max_rank = max(self.ranks, default=0)
+        if _discount(self.ranks, rank) and rank == self.max_rank:
+            self.max_rank = max(self.ranks, default=0)
 
     def set_waiting(self, waiting: Iterable[tuple[int, int]]) -> None:
         """Prompt tokens and rank of each request that waits."""
         self.num_waiting = self.pending_tokens = self.pending_token_ranks = self.pending_max_rank = 0
+        self.pending_ranks.clear()
         for tokens, rank in waiting:
             self.add_waiting(tokens, rank)
 
     def add_waiting(self, tokens: int, rank: int) -> None:
         """One more of the requests waits."""
         self.num_waiting += 1
+        self.pending_ranks[rank] += 1
         self.pending_tokens += tokens
         self.pending_token_ranks += tokens * rank
         if rank > self.pending_max_rank:
             self.pending_max_rank = rank
 
+    def remove_waiting(self, tokens: int, rank: int) -> None:
+        """One of the requests waits no more."""
+        self.num_waiting -= 1
+        self.pending_tokens -= tokens
+        self.pending_token_ranks -= tokens * rank
+        if _discount(self.pending_ranks, rank) and rank == self.pending_max_rank:
+            self.pending_max_rank = max(self.pending_ranks, default=0)
+
     def copy(self) -> ReplicaState:
         """Return the state as it is now, but for `resident` and `on_host`, which go on telling what is there."""
-        return replace(self, ranks=self.ranks.copy())
+        return replace(self, ranks=self.ranks.copy(), pending_ranks=self.pending_ranks.copy())
 
     def has_room(self, request: Routed) -> bool:
         """True if a seat and pages for the prompts of the request and of those that wait are left."""
         return self.num_requests < self.max_num_seqs and self.pending_tokens + request.prompt_tokens <= self.free_tokens
 
 
-class Policy(Protocol):
-    """Chooses by what it is given; it holds nothing of requests and replicas that it has seen."""
-
-    def __call__(self, request: Routed, replicas: Sequence[ReplicaState]) -> int | None:
-        """Index of the replica; None when the request had better wait at the router, first come first served."""
-        ...
+def _discount(counts: Counter[int], rank: int) -> bool:
+    """Count one less; True if it was the last one of its rank."""
+    counts[rank] -= 1
+    if counts[rank]:
+        return False
+    del counts[rank]
+    return True

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from .replica_state import Policy, ReplicaState, Routed
+from .policy import Policy
+from .replica_state import ReplicaState, Routed
+from .replicas import Replicas
 
 
 class MostIdle:
@@ -19,7 +21,7 @@ class MostIdle:
 class Random:
     """Any replica. The same seed gives the same choices."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int | None = 0) -> None:
         self._random = random.Random(seed)
 
     def __call__(self, request: Routed, replicas: Sequence[ReplicaState]) -> int | None:
@@ -42,11 +44,11 @@ class Sampled:
         self._choices = choices
         self._random = random.Random(seed)
 
-    def __call__(self, request: Routed, replicas: Sequence[ReplicaState]) -> int | None:
+    def __call__(self, request: Routed, replicas: Replicas) -> int | None:
         if self._choices >= len(replicas):
             return self._policy(request, replicas)
         drawn = self._random.sample(range(len(replicas)), self._choices)
-        chosen = self._policy(request, [replicas[index] for index in drawn])
+        chosen = self._policy(request, Replicas(replicas[index] for index in drawn))
         return None if chosen is None else drawn[chosen]
 
 

@@ -12,7 +12,16 @@ from chorus.core.costs.profile import load_profile
 from chorus.perf.simulate.controls import RankBlind, mean_rank
 from chorus.perf.workload import WorkloadSpec
 from chorus.perf.workload.request import TraceRequest
-from chorus.server.cluster.router import MostIdle, PendingTime, RankAware, ReplicaState
+from chorus.server.cluster.router import (
+    AnswerLengths,
+    Estimates,
+    LeastDelay,
+    MostIdle,
+    PendingTime,
+    RankAware,
+    Replicas,
+    ReplicaState,
+)
 
 from ...server.cluster.replica_states import replica_state
 
@@ -27,28 +36,33 @@ asked = st.builds(lambda tokens, rank: TraceRequest(0, 0.0, "a", tokens, 50, ran
 
 def cluster(shapes, rank=None):
     """States of replicas; rank: in place of every adapter's own."""
-    return [
+    return Replicas(
         replica_state(
-            SEATS, [rank or each for each in running], [(tokens, rank or each) for tokens, each in queue]
+            SEATS, [rank or each for each in running], [(tokens, rank or each) for tokens, each in queue],
+            name=str(index),
         )
-        for running, queue in shapes
-    ]  # fmt: skip
+        for index, (running, queue) in enumerate(shapes)
+    )  # fmt: skip
 
 
-def rank_aware(profile, tokens=50.0, **options):
-    return RankAware(load_profile(profile).costs(), SLO, tokens, **options)
+def estimates(profile, tokens=50.0, *, mix=False):
+    return Estimates(load_profile(profile).costs(), SLO, AnswerLengths(tokens), mix=mix)
+
+
+def rank_aware(profile, tokens=50.0, *, mix=False):
+    return RankAware(estimates(profile, tokens, mix=mix))
 
 
 @given(shapes, asked, st.sampled_from(PROFILES), st.booleans())
 def test_without_ranks_every_adapter_has_the_mean_rank(shapes, request, profile, mix):
-    for policy in (rank_aware(profile, mix=mix), PendingTime(load_profile(profile).costs(), 50.0)):
-        blind = RankBlind(policy, MEAN)(request, cluster(shapes))
-        assert blind == policy(request._replace(rank=MEAN), cluster(shapes, MEAN))
+    for policy in (RankAware, PendingTime, LeastDelay):
+        blind = RankBlind(policy(estimates(profile, mix=mix)), MEAN)(request, cluster(shapes))
+        assert blind == policy(estimates(profile, mix=mix))(request._replace(rank=MEAN), cluster(shapes, MEAN))
 
 
 @given(shapes, asked, st.sampled_from(PROFILES), st.booleans())
 def test_with_neither_ranks_nor_prompts_only_the_number_of_requests_is_left(shapes, request, profile, mix):
-    replicas = [state for state in cluster(shapes) if state.has_room(request)]
+    replicas = Replicas(state for state in cluster(shapes) if state.has_room(request))
     if replicas:
         control = RankBlind(rank_aware(profile, math.inf, mix=mix), MEAN)
         chosen = replicas[control(request, replicas)].num_requests
@@ -65,7 +79,7 @@ def test_without_prices_of_prompts_it_does_not_matter_which_requests_wait(shapes
 def test_the_view_follows_the_replicas():
     state = ReplicaState(SEATS)
     other = replica_state(SEATS, [8, 8])
-    replicas, control = [state, other], RankBlind(rank_aware(PROFILES[0]), MEAN)
+    replicas, control = Replicas([state, other]), RankBlind(rank_aware(PROFILES[0]), MEAN)
     request = TraceRequest(0, 0.0, "a", 20, 50, 64)
     assert control(request, replicas) == 0
     for _ in range(5):

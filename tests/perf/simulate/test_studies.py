@@ -94,7 +94,7 @@ WRONG = {
     "a value": (changed("replicas = 2", "replicas = 0"), "row 'two': replicas: is 0"),
     "a row's value": (changed("replicas = 1,", "replicas = -1,"), "row 'one': replicas: is -1"),
     "a policy": (changed("most_idle", "best"), "router.policy: is 'best'"),
-    "a policy's field": (changed("most_idle", "rank_aware"), "rank_aware needs router.slo; set it"),
+    "a policy's field": (changed("most_idle", "rank_aware"), "rank-aware needs router.slo; set it"),
     "a reference": (changed('reference = "two"', 'reference = "three"'), "'three' is no row; name one of two, one"),
     "an axis": (TINY + AXIS.replace("factors", "values = [1]\nfactors"), "'load' needs either factors or values"),
     "an axis's field": (
@@ -319,7 +319,7 @@ def test_the_table_shows_both_values_and_plots_are_written(capsys, tmp_path):
     ("arguments", "message"),
     [
         ([], "name a study"),
-        (["nowhere.toml"], "nowhere.toml is neither a file nor a shipped study; those are adapter-scheduling"),
+        (["nowhere.toml"], "nowhere.toml is neither a file nor a shipped study; those are adapter-locality"),
         (["fragmentation", "--scale", "0"], "--scale is 0"),
         (["fragmentation", "--seed", "-1"], "--seed is -1"),
         (["fragmentation", "--seeds", "0"], "--seeds is 0; give 1 or more"),

@@ -112,7 +112,8 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="package")
 def up(roots: Path) -> Iterator[Up]:
     # replicas may take long to start again on a busy machine, and requests wait for them
-    with cluster_up(2, "--adapter-roots", str(roots), "--give-up-seconds", str(SECONDS)) as running:
+    flags = "--slo-tpot", "0.5", "--give-up-seconds", str(SECONDS)
+    with cluster_up(2, "--adapter-roots", str(roots), *flags) as running:
         yield running
 
 

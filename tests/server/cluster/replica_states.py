@@ -14,9 +14,10 @@ def replica_state(
     free_tokens: int = 1 << 40,
     resident: Container[str] = frozenset(),
     kv_tokens: int = 0,
+    name: str = "",
 ) -> ReplicaState:
     """running: rank of each request. waiting: prompt tokens and rank of each."""
-    state = ReplicaState(max_num_seqs, free_tokens=free_tokens, resident=resident, kv_tokens=kv_tokens)
+    state = ReplicaState(max_num_seqs, free_tokens=free_tokens, resident=resident, kv_tokens=kv_tokens, name=name)
     waiting = list(waiting)
     for rank in (*running, *(rank for _, rank in waiting)):
         state.add(rank)

@@ -17,7 +17,7 @@ from chorus.server.cluster.dispatcher import DIED_TWICE, Dispatcher
 from chorus.server.cluster.identity import Identity
 from chorus.server.cluster.link import Link
 from chorus.server.cluster.report import Hello
-from chorus.server.cluster.router import FirstFit, MostIdle
+from chorus.server.cluster.router import Consolidate, Estimates, FirstFit, LeastDelay, MostIdle
 from chorus.server.cluster.router.scale import STEADY_SECONDS
 from chorus.server.cluster.wire import Frame
 
@@ -40,11 +40,13 @@ class Wired(Link):
 
 
 class Front:
-    def __init__(self, count: int = 2, policy=None) -> None:
+    def __init__(self, count: int = 2, policy=None, estimates=None) -> None:
         self.links = [Wired(f"r{index}") for index in range(count)]
         self.outputs = []
         self.now = 0.0
-        self.dispatcher = Dispatcher(self.links, policy or MostIdle(), self.outputs.extend, 30.0, lambda: self.now)
+        self.dispatcher = Dispatcher(
+            self.links, policy or MostIdle(), self.outputs.extend, 30.0, lambda: self.now, estimates
+        )
         for link in self.links:
             self.up(link)
 
@@ -57,7 +59,7 @@ class Front:
         self.dispatcher.on_down(link, stuck=stuck)
         link.reset()  # as the link does
 
-    def ask(self, name="q", content=None, adapter=None) -> Future:
+    def ask(self, name="q", content=None, adapter=None, call="") -> Future:
         accepted: Future = Future()
         record = {
             "id": name,
@@ -66,6 +68,7 @@ class Front:
             "content_hash": content,
             "adapter": adapter,
             "tenant": "",
+            "call": call,
         }
         path = None if content is None else Path("/adapters") / content
         self.dispatcher.add(record, path, 4, 0.0, accepted)
@@ -218,13 +221,88 @@ def test_prompt_scores_reach_the_client_once(front):
 def test_reports_of_other_fronts_requests_count_and_own_are_known(front):
     link = front.links[0]
     stats = SimpleNamespace(num_running=5, num_waiting=1, num_free_pages=10, num_cached_pages=2, num_kv_pages=3)
-    link.report = SimpleNamespace(stats=stats, num_yours=2, tiers={}, accounts=[])
+    link.report = SimpleNamespace(stats=stats, num_yours=2, tiers={}, accounts=[], costs={})
+    front.frame(link, "stats")
     state = front.dispatcher.fleet.state_of(link)
     assert (state.num_requests, state.free_tokens, state.kv_tokens) == (4, 192, 48)
     front.ask("a")  # goes to the other, which has none
     front.ask("b")
     assert front.dispatcher.fleet.state_of(front.links[1]).num_requests == 2
     assert front.dispatcher.fleet.state_of(front.links[1]).pending_tokens == 4
+
+
+def test_answers_of_one_call_stay_together_while_there_is_room():
+    front = Front(3)
+    for name in ("a", "b", "c"):
+        front.ask(name, call="one")
+    together = {front.at(name).name for name in "abc"}
+    assert len(together) == 1
+    front.ask("other")
+    assert front.at("other").name not in together
+    for index in range(8):
+        front.ask(f"d{index}", call="two")
+    assert len({front.at(f"d{index}").name for index in range(8)}) == 1
+    front.ask("d8", call="two")
+    assert front.at("d8") is not front.at("d0"), "a replica has 8 slots"
+    front.down(front.at("a"))
+    assert len({front.at(name).name for name in "abc"}) == 1
+    for name in ("a", "b", "c"):
+        assert front.dispatcher.abort(name)
+    assert "one" not in front.dispatcher._calls  # noqa: SLF001 - nothing is kept of it
+
+
+def test_while_the_policy_has_a_request_wait_none_overtakes_it():
+    front = Front(2, Consolidate())
+    for link in front.links:
+        front.up(link, max_num_seqs=1)
+    for name in "abcd":
+        front.ask(name)
+    assert [front.at(name).name for name in "ab"] == ["r1", "r0"], "ties go to the highest index"
+    front.dispatcher.abort("a")
+    front.ask("e")
+    assert front.dispatcher.ledger.get("e").replica is None
+    front.dispatcher.look()
+    assert front.at("c").name == "r1"
+    front.frame(front.links[0], "out", None, [["b", 1, [5], {"finish": "length"}]])
+    assert front.at("d").name == "r0" and front.dispatcher.ledger.get("e").replica is None
+
+
+def test_a_request_that_fits_no_replica_holds_up_none():
+    front = Front(1, FirstFit())
+    front.dispatcher.fleet.state_of(front.links[0]).free_tokens = 1
+    front.ask("large")
+    assert front.at("large") is front.links[0], "it refuses by name what it can't serve"
+    front.ask("b")
+    assert front.dispatcher.ledger.get("b").replica is None
+    front.frame(front.links[0], "refused", "large", 1, "field:prompt", "too long")
+    front.dispatcher.look()
+    assert front.at("b") is front.links[0]
+
+
+def test_an_adapter_that_is_on_its_way_counts_as_there_and_answers_are_learned():
+    estimates = Estimates()
+    front = Front(2, LeastDelay(estimates), estimates)
+    front.ask("a", "h1")
+    for link in front.links:
+        front.frame(link, "loaded", "h1", None, None)
+    link = front.at("a")
+    state = front.dispatcher.fleet.state_of(link)
+    assert "h1" in state.resident and "h1" in state.on_host
+    front.frame(link, "out", None, [["a", 1, [5, 6, 7]]])
+    front.frame(link, "out", None, [["a", 1, [8], {"finish": "length"}]])
+    assert estimates.answers.expected("h1") == 4
+
+
+def test_requests_are_priced_by_what_replicas_say_of_their_steps():
+    estimates = Estimates()
+    front = Front(2, MostIdle(), estimates)
+    for link, base in zip(front.links, (0.02, 0.04), strict=True):
+        told = {"base": base, "per_row": 1e-3, "per_token": 1e-4, "disk": 1e-8, "link": 1e-9}
+        link.report = SimpleNamespace(costs=told)
+    front.dispatcher.look()
+    assert estimates.costs.batch_seconds(1, 0, 0, 0) == pytest.approx(0.0311)
+    assert estimates.slo == pytest.approx(1.5 * 0.0311)
+    assert estimates.costs.disk.seconds(10**6) == pytest.approx(0.01)
 
 
 def test_an_abort_ends_it_here_and_there(front):

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from types import SimpleNamespace
 
-import pytest
-
-from chorus.server.cluster.router import POLICIES, Affinity, ReplicaState
+from chorus.server.cluster.router import Affinity, ReplicaState
 
 
 def replicas(*loads, resident=()):
@@ -53,8 +51,3 @@ def test_the_base_model_goes_where_the_fewest_requests_are():
 
 def test_where_no_replica_has_room_the_least_loaded_takes_it():
     assert Affinity()(asked("a"), replicas(40, 33, 50, resident=(0,))) == 1
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_every_policy_by_name_chooses_or_waits(name):
-    assert POLICIES[name]()(asked("a"), replicas(3, 2)) in (0, 1, None)

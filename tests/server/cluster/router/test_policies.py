@@ -13,17 +13,21 @@ from chorus.core.costs.models import CostModel, DiskCost, Kernel, StepCost, Tran
 from chorus.core.costs.profile import load_profile
 from chorus.core.costs.work import StepWork
 from chorus.server.cluster.router import (
+    AnswerLengths,
     Consolidate,
+    Estimates,
     FirstFit,
+    LeastDelay,
     MostIdle,
     PendingTime,
     Random,
     RankAware,
+    Replicas,
     ReplicaState,
     Sampled,
 )
 
-from .replica_states import replica_state
+from ..replica_states import replica_state
 
 SEATS = 8
 
@@ -42,6 +46,11 @@ def costs(
     return CostModel(kernel, step, DiskCost(per_byte=disk), TransferCost(per_byte=per_byte))
 
 
+def estimates(model, slo=None, tokens=50.0, adapter_bytes=lambda name: 0, *, mix=False):
+    """Answers always have so many tokens."""
+    return Estimates(model, slo, AnswerLengths(tokens), adapter_bytes, mix=mix)
+
+
 ranks = st.sampled_from([0, 8, 16, 64])
 states = st.builds(
     replica_state,
@@ -52,23 +61,26 @@ states = st.builds(
     st.sampled_from([frozenset(), frozenset("a")]),
     st.sampled_from([0, 5000]),
 )
-clusters = st.lists(states, min_size=1, max_size=6)
+clusters = st.lists(states, min_size=1, max_size=9).map(
+    lambda states: Replicas(replace(state, name=str(index)) for index, state in enumerate(states))
+)
 requests = st.builds(Asked, st.sampled_from([None, "a", "b"]), st.integers(1, 400), ranks)
 policies = st.sampled_from(
     [
         MostIdle(),
         Random(3),
         FirstFit(),
-        RankAware(costs(), slo=0.04, mean_output_tokens=50.0),
-        PendingTime(costs(), 50.0, lambda name: 1 << 20),
+        RankAware(estimates(costs(), 0.04)),
+        PendingTime(estimates(costs(), adapter_bytes=lambda name: 1 << 20)),
+        LeastDelay(estimates(costs(), 0.04)),
         Consolidate(),
-        Sampled(RankAware(costs(per_kv=1e-6), slo=0.04, mean_output_tokens=50.0), 2, seed=1),
+        Sampled(RankAware(estimates(costs(per_kv=1e-6), 0.04)), 2, seed=1),
     ]
 )
 
 
 def copies(replicas):
-    return [state.copy() for state in replicas]
+    return Replicas(state.copy() for state in replicas)
 
 
 @given(policies, requests, clusters)
@@ -110,7 +122,7 @@ def test_most_idle_takes_the_fewest_requests():
 
 
 def test_random_is_seeded_and_reaches_all():
-    replicas = [ReplicaState(SEATS)] * 5
+    replicas = Replicas([ReplicaState(SEATS)] * 5)
     first, second = Random(7), Random(7)
     chosen = [first(Asked(), replicas) for _ in range(200)]
     assert chosen == [second(Asked(), replicas) for _ in range(200)]
@@ -129,12 +141,12 @@ def test_rank_aware_chooses_as_in_caraserves_example(kernel, expected):
     """Fig. 5: 24 requests of rank 32 or 16 of rank 64, SLO 36 ms; one more of rank 64 comes."""
     model = load_profile(f"a10-llama2-7b-{kernel}").costs()
     replicas = [replica_state(64, [32] * 24), replica_state(64, [64] * 16)]
-    assert RankAware(model, slo=0.036, mean_output_tokens=58.0)(Asked(rank=64), replicas) == expected
+    assert RankAware(estimates(model, 0.036, 58.0))(Asked(rank=64), replicas) == expected
 
 
 def test_rank_aware_scores_by_hand():
     """Algorithm 1 without violations: (Δprefill / mean + Δdecode) · requests."""
-    policy = RankAware(costs(base=0.0, per_rank=1e-5, per_token=1e-4), slo=1.0, mean_output_tokens=10.0)
+    policy = RankAware(estimates(costs(base=0.0, per_rank=1e-5, per_token=1e-4), 1.0, 10.0))
     # of rank 64, 20 tokens and 64 rank-rows to prefill: 2.64e-3 / 10; a row more to decode: 1e-4
     # padded: 3 of rank 8 become 4 of rank 64: 1e-5 · (256 − 24) = 2.32e-3; + 3.64e-4; · 3 = 8.05e-3
     small = replica_state(SEATS, [8, 8, 8])
@@ -146,15 +158,15 @@ def test_rank_aware_scores_by_hand():
 
 
 def test_rank_aware_leaves_a_replica_that_would_miss_the_slo():
-    policy = RankAware(costs(Kernel.SGMV, per_token=0.0), slo=0.0310, mean_output_tokens=10.0)
+    policy = RankAware(estimates(costs(Kernel.SGMV, per_token=0.0), 0.0310, 10.0))
     tight, long = replica_state(SEATS, [48]), replica_state(SEATS, [8] * 4)
     assert policy(Asked(rank=64), [tight, long]) == 1  # 0.03 + 1e-5 · 112 is above, 0.03 + 1e-5 · 96 is not
-    assert RankAware(costs(Kernel.SGMV), 1.0, 10.0)(Asked(rank=64), [tight, long]) == 0
+    assert RankAware(estimates(costs(Kernel.SGMV), 1.0, 10.0))(Asked(rank=64), [tight, long]) == 0
 
 
 def test_rank_aware_goes_where_there_is_room_first():
     full, busy = replica_state(2, [8, 8]), replica_state(SEATS, [64] * 7)
-    policy = RankAware(costs(), 1.0, 10.0)
+    policy = RankAware(estimates(costs(), 1.0, 10.0))
     assert policy(Asked(rank=8), [full, busy]) == 1
     assert policy(Asked(rank=8), [full, full]) == 0
 
@@ -190,7 +202,7 @@ def test_rank_aware_is_algorithm_1_written_down(request, replicas):
         return (score + (1.0 if after > slo else 0.0)) * len(exists)
 
     candidates = [i for i, state in enumerate(replicas) if state.has_room(request)] or range(len(replicas))
-    chosen = RankAware(model, slo, mean)(request, replicas)
+    chosen = RankAware(estimates(model, slo, mean))(request, replicas)
     assert chosen in candidates
     if replicas[chosen].num_waiting == 0 or any(replicas[chosen].ranks):
         assert total(replicas[chosen]) <= min(total(replicas[i]) for i in candidates) + 1e-9
@@ -199,18 +211,19 @@ def test_rank_aware_is_algorithm_1_written_down(request, replicas):
 def test_rank_aware_prices_the_kv_cache():
     model = costs(Kernel.SGMV, per_kv=2e-6)
     short, long = replica_state(SEATS, [8] * 5, kv_tokens=500), replica_state(SEATS, [8] * 4, kv_tokens=8000)
-    policy = RankAware(model, slo=0.045, mean_output_tokens=50.0)
+    policy = RankAware(estimates(model, 0.045))
     assert policy(Asked(rank=8), [long, short]) == 1  # 0.03 + 8020 · 2 µs is above 45 ms
-    assert RankAware(model, 0.1, 50.0)(Asked(rank=8), [long, short]) == 0
+    assert RankAware(estimates(model, 0.1))(Asked(rank=8), [long, short]) == 0
     longest = replace(short, longest_tokens=9000)
     by_longest = replace(model, step=replace(model.step, per_longest=2e-6))
-    assert RankAware(by_longest, 0.045, 50.0)(Asked(rank=8), [longest, short]) == 1
+    assert RankAware(estimates(by_longest, 0.045))(Asked(rank=8), [longest, short]) == 1
     waiting = replica_state(SEATS, [8] * 3, [(8000, 8)])
     assert policy(Asked(rank=8), [waiting, short]) == 1  # what waits will be in the cache, too
 
 
 def test_pending_time_counts_pages_disk_and_link():
-    policy = PendingTime(costs(per_byte=1e-9, disk=1e-8), 50.0, lambda name: 10_000_000)  # 0.1 s to read, 10 ms to copy
+    """It takes 0.1 s to read the adapter, and 10 ms to copy it."""
+    policy = PendingTime(estimates(costs(per_byte=1e-9, disk=1e-8), adapter_bytes=lambda name: 10_000_000))
     full = replica_state(SEATS, [8] * 2, free_tokens=10, kv_tokens=1000)  # 10 tokens short: 1.5 s · 10 / 1000
     roomy = replica_state(SEATS, [8] * 3, kv_tokens=1000)
     assert policy(Asked(None, rank=0), [full, roomy]) == 1
@@ -240,7 +253,7 @@ def test_rank_aware_gathers_prompts_only_where_they_hold_up_those_that_run():
     """A step takes 30 ms with one prompt or two. Apart from decoding, one that comes alone costs the others a step."""
     alone, beside = replica_state(SEATS, [64] * 3), replica_state(SEATS, [64] * 3, [(20, 64)])
     chosen = [
-        RankAware(costs(Kernel.SGMV, floor=0.03), 1.0, 50.0, mix=mix)(Asked(rank=64), [alone, beside])
+        RankAware(estimates(costs(Kernel.SGMV, floor=0.03), 1.0, mix=mix))(Asked(rank=64), [alone, beside])
         for mix in (False, True)
     ]
     assert chosen == [1, 0]
@@ -254,15 +267,15 @@ def test_with_mixed_steps_a_prompt_costs_what_the_next_step_takes_longer(running
         tokens = len(running) + sum(tokens for tokens, _ in prompts)
         return StepWork(tokens, len(running) + len(prompts), 0, 0, 0, 0, 0, 0.0, bool(prompts)).seconds(model.step)
 
-    asked, policy = (request.prompt_tokens, request.rank), RankAware(model, 1.0, 50.0, mix=True)
+    asked, policy = (request.prompt_tokens, request.rank), RankAware(estimates(model, 1.0, mix=True))
     state = replica_state(SEATS, running, queue)
-    lone, further = policy._lone_prefill, policy._more_prefill  # noqa: SLF001 - a term of the score
-    more = further(state, *asked) if queue else lone(len(running), *asked)
-    assert more == pytest.approx(step([*queue, asked]) - step(queue), abs=1e-12)
+    lone, further = policy._lone_queues, policy._queues  # noqa: SLF001 - a term of the score
+    before, after = further(state, *asked) if queue else lone(len(running), *asked)
+    assert after - before == pytest.approx(step([*queue, asked]) - step(queue), abs=1e-12)
 
 
 def test_pending_time_weighs_loading_against_queueing():
-    policy = PendingTime(costs(per_byte=1e-9), 50.0, lambda name: 100_000_000)  # 0.1 s to load
+    policy = PendingTime(estimates(costs(per_byte=1e-9), adapter_bytes=lambda name: 100_000_000))  # 0.1 s to load
     cold, queue = replica_state(SEATS), replica_state(SEATS, [8], [(500, 8)], resident={"a"})  # 0.05 s to prefill
     assert policy(Asked("a"), [cold, queue]) == 1
     assert policy(Asked("b"), [cold, queue]) == 0
@@ -272,7 +285,7 @@ def test_pending_time_weighs_loading_against_queueing():
 
 
 def test_pending_time_counts_the_seats_that_are_missing():
-    policy = PendingTime(costs(), 50.0)
+    policy = PendingTime(estimates(costs()))
     full, busy = replica_state(4, [8] * 4), replica_state(SEATS, [8] * 7)
     assert policy(Asked(None, rank=0), [full, busy]) == 1
 

@@ -1,0 +1,61 @@
+"""Estimates that policies price a request by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+from ....core.costs.models import CostModel
+from ....core.costs.profile import load_profile
+from .answer_lengths import AnswerLengths
+from .replica_state import ReplicaState
+
+PRIOR = "h200-llama3.1-8b"
+"""Measured profile whose costs stand for a replica's until replicas have told their own."""
+
+SLO_STEPS = 1.5
+"""Decode steps of one request without an adapter that a token may take, where no SLO is set (CaraServe, §7.5)."""
+
+
+class Estimates:
+    """Costs of a replica and lengths of answers; the owner keeps them up to date, all policies of a router share them.
+
+    slo: seconds per token. answers: expected lengths. adapter_bytes: size of an adapter by its name. mix: prompts share
+    steps with requests that decode, as in Chorus; otherwise they interrupt them, as in CaraServe (§2.2).
+    """
+
+    def __init__(
+        self,
+        costs: CostModel | None = None,
+        slo: float | None = None,
+        answers: AnswerLengths | None = None,
+        adapter_bytes: Callable[[str], int] = lambda name: 0,
+        *,
+        mix: bool = True,
+    ) -> None:
+        """costs: default: those of `PRIOR`. slo: default: `SLO_STEPS` by the costs."""
+        self._given_slo = slo
+        self.answers = AnswerLengths() if answers is None else answers
+        self.adapter_bytes = adapter_bytes
+        self.mix = mix
+        self.set_costs(_prior() if costs is None else costs)
+
+    def set_costs(self, costs: CostModel) -> None:
+        """Price by other costs from now on."""
+        self.costs = costs
+        self.slo = SLO_STEPS * costs.decode_seconds((0,)) if self._given_slo is None else self._given_slo
+
+    def load_seconds(self, adapter: str | None, replica: ReplicaState) -> float:
+        """Seconds until a replica has an adapter in its arena, 0 where it is there: the read, unless it is in host
+        memory, and the copy over the link, each behind what is under way there.
+        """
+        if adapter is None or adapter in replica.resident:
+            return 0.0
+        costs, num_bytes = self.costs, self.adapter_bytes(adapter)
+        there = 0.0 if adapter in replica.on_host else replica.disk_seconds + costs.disk.seconds(num_bytes)
+        return max(there, replica.link_seconds) + costs.link.seconds(num_bytes)
+
+
+@cache
+def _prior() -> CostModel:
+    return load_profile(PRIOR).costs()

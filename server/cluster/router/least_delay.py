@@ -1,0 +1,70 @@
+"""The router's own policy: the least added delay among a few candidates."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Collection
+
+from .estimates import Estimates
+from .pending_time import PendingTime
+from .rank_aware import RankAware
+from .replica_state import Routed
+from .replicas import NUM_HOMES, Replicas
+
+NUM_HOLDERS = 2
+NUM_RANDOM = 2
+"""Candidates beside the homes: of the replicas that hold the adapter, and of all; two are enough for the power of two
+choices (Mitzenmacher, "How Useful Is Old Information?", 2000).
+"""
+
+MAX_CANDIDATES = NUM_HOLDERS + NUM_HOMES + NUM_RANDOM
+"""Most replicas that a decision looks at; a cluster of no more is looked at whole."""
+
+
+class LeastDelay:
+    """The candidate at which a request adds the least delay: its own, and that of the requests that are there.
+
+    Seconds per token of the answer: until there is room for the request and its adapter (dLoRA's pending time), the
+    prefill of the queue with it, as prompts share steps, and a decode step with it; and by how much it slows down each
+    request there (CaraServe's score, with its penalty beyond the SLO). Candidates are two replicas that hold the
+    adapter, its two homes by rendezvous hash, and two of all, each pair drawn anew for each request but for the homes:
+    what comes between two reports, at this router or at others, does not go to one replica.
+    """
+
+    def __init__(self, estimates: Estimates, seed: int | None = 0) -> None:
+        """seed: the same one gives the same draws; None: routers of one cluster draw differently."""
+        self._estimates = estimates
+        self._pending = PendingTime(estimates)
+        self._slowdown = RankAware(estimates)
+        self._random = random.Random(seed)
+
+    def __call__(self, request: Routed, replicas: Replicas) -> int | None:
+        tokens = self._estimates.answers.expected(request.adapter)
+        best, least = 0, (math.inf, 0)
+        for index in self._candidates(request.adapter, replicas):
+            replica = replicas[index]
+            slower, queue, step = self._slowdown.slowdown(request, replica, tokens)
+            own = (queue + self._pending.room_seconds(request, replica, tokens)) / tokens + step
+            delay = own + slower * replica.num_requests, replica.num_requests
+            if delay < least:
+                best, least = index, delay
+        return best
+
+    def _candidates(self, adapter: str | None, replicas: Replicas) -> Collection[int]:
+        """Indices, those first that are taken among equals."""
+        count, draw = len(replicas), self._random.random
+        homes = () if adapter is None else replicas.homes(adapter)
+        if count <= MAX_CANDIDATES:
+            return dict.fromkeys((*homes, *range(count)))
+        found: dict[int, None] = {}
+        if adapter is not None:
+            holders = replicas.holders(adapter)
+            if len(holders) > NUM_HOLDERS:
+                first, second = int(draw() * len(holders)), int(draw() * (len(holders) - 1))
+                holders = holders[first], holders[second + (second >= first)]
+            found = {index: None for name in holders if (index := replicas.find(name)) is not None}
+            found.update(dict.fromkeys(homes))
+        for _ in range(NUM_RANDOM if adapter is not None else MAX_CANDIDATES):
+            found[int(draw() * count)] = None
+        return found

@@ -1,0 +1,49 @@
+"""A replica learns what its steps take, and fronts price requests by it."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.types import BASE_SLOT, ScheduledRow, StepPlan
+from chorus.server.cluster.step_costs import LearnedCosts, mean_costs
+
+PAGE = 1 << 16
+
+
+def engine():
+    costs = SimpleNamespace(prefix_page=16e-4, disk_adapter_page=1e-3, host_adapter_page=1e-4)
+    executor = SimpleNamespace(layout=SimpleNamespace(page_bytes=PAGE))
+    return SimpleNamespace(last_decode=(None, 0.0), costs=costs, executor=executor, block_tokens=16)
+
+
+def plan(rows, start):
+    made = [
+        ScheduledRow(f"r{index}", BASE_SLOT, [1], start, [], SamplingParams(), 0, True, [1], start + 1)
+        for index in range(rows)
+    ]
+    return StepPlan(1, made, [], bucket=rows)
+
+
+def test_steps_teach_their_price():
+    replica, learned, draw = engine(), LearnedCosts(), random.Random(0)
+    assert learned.observe(replica) == {}
+    for _ in range(300):
+        rows = draw.randint(1, 32)
+        replica.last_decode = plan(rows, 100), 0.01 + 0.001 * rows
+        told = learned.observe(replica)
+    assert learned.observe(replica) == told, "a step that is known already teaches nothing"
+    model = mean_costs([told])
+    for rows in (1, 16, 32):
+        assert model.batch_seconds(rows, 0, 0, 0, 100 * rows) == pytest.approx(0.01 + 0.001 * rows, rel=0.1)
+    assert model.step.per_token == pytest.approx(1e-4)
+    assert model.disk.seconds(PAGE) == pytest.approx(1e-3) and model.link.seconds(PAGE) == pytest.approx(1e-4)
+
+
+def test_replicas_are_priced_by_their_mean_whatever_else_they_tell():
+    model = mean_costs([{"base": 0.01, "disk": 1e-8}, {"base": 0.03, "link": 2e-9, "of a later version": 1.0}])
+    assert model.step.base == pytest.approx(0.02)
+    assert (model.disk.per_byte, model.link.per_byte) == pytest.approx((5e-9, 1e-9))
