@@ -39,6 +39,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
+from ...server.cluster.placement import MigrationSettings
 from ..workload.model import Strict
 from .metrics import METRICS
 
@@ -96,6 +97,27 @@ class Step(Strict):
         return self
 
 
+class Migrate(Strict):
+    """Requests move between replicas. planner: see `server.cluster.placement`. settings: fields of its settings."""
+
+    planner: Literal["newest", "greedy", "ilp", "rounding"]
+    settings: MigrationSettings = MigrationSettings()
+
+
+class Preload(Strict):
+    """Adapters that are in the replicas' arenas from the start, by the requests of the first `fit_seconds`; only those
+    that come later are served.
+
+    rule: "burst-tolerance" (dLoRA §5.1); controls: "known", the same without rates, for the adapters that were asked
+    for; "popular", the same ones everywhere, most requests first; "none". kv_share: of the pages, which no adapter
+    is preloaded into.
+    """
+
+    rule: Literal["burst-tolerance", "known", "popular", "none"]
+    fit_seconds: PositiveFloat
+    kv_share: float = Field(default=0.5, ge=0, lt=1)
+
+
 class Setup(Strict):
     """Setup of one row's simulation.
 
@@ -108,9 +130,9 @@ class Setup(Strict):
     included; slo_classes: of requests of a class of the workload's own. read_threads, stream, mix, most_prompts,
     most_rows, keep_idle, tells_tenants: `Replica`'s; tensor_parallel: its degree. placement: for each replica, or the
     first few, numbers of adapters that it has in the arena from the start, the most popular being 0. script: what is
-    done to replicas when. mode: a policy of modes that only studies compare with, in place of the engine's
-    (`MergedOnly`). mode_prices: what the engine's compares modes by. directory: of the study's file, from which
-    relative paths of the profile and of traces count.
+    done to replicas when. preload, migration: see `Preload` and `Migrate`. mode: a policy of modes that only studies
+    compare with, in place of the engine's (`MergedOnly`). mode_prices: what the engine's compares modes by. directory:
+    of the study's file, from which relative paths of the profile and of traces count.
     """
 
     profile: str
@@ -130,6 +152,8 @@ class Setup(Strict):
     slo_classes: dict[str, PositiveFloat] = {}
     placement: list[list[int]] = []
     script: list[Step] = []
+    preload: Preload | None = None
+    migration: Migrate | None = None
     read_threads: PositiveInt = 2
     stream: bool = True
     mix: bool = True
