@@ -79,6 +79,10 @@ class Dispatcher:
         """Called when a link came up, went down, or answered to a load."""
         self.on_stuck: Callable[[Link], None] = lambda link: None
         """Called with a replica that hangs, so that its process is ended."""
+        self.on_arrival: Callable[[str, Path], None] = lambda content_hash, path: None
+        """Called with the adapter of each new request that has one."""
+        self.on_end: Callable[[str | None, float], None] = lambda content_hash, seconds: None
+        """Called with the adapter of an answer that has ended, and the seconds since its request came."""
         self._policy = policy
         self._deliver = deliver
         self._give_up_seconds = give_up_seconds
@@ -102,6 +106,8 @@ class Dispatcher:
         self._asked[request.id] = Asked(path, rank, accepted, arrival, set())
         if request.content_hash is not None:
             self._users[request.content_hash] += 1
+            if path is not None:
+                self.on_arrival(request.content_hash, path)
         self._place(request)
 
     def abort(self, request_id: str) -> bool:
@@ -126,11 +132,30 @@ class Dispatcher:
         for request in self._all():
             self.abort(request.id)
 
-    def move(self, request: OpenRequest) -> None:
-        """Take a request from its replica and place it again, for a policy or because the replica drains."""
+    def move(self, request: OpenRequest, target: Link | None = None) -> None:
+        """Take a request from its replica and place it again: at `target` if that may have it, else by the policy."""
         self.fleet.abort(request)
         self.ledger.take_back(request)
-        self._place(request)
+        self._place(request, target)
+
+    def placed(self) -> list[tuple[OpenRequest, Link, list[Link]]]:
+        """Requests at replicas, in order of arrival, with the replicas that each may go on at."""
+        links = {link.name: link for link in self.links}
+        return [
+            (one, links[str(one.replica)], self.fleet.candidates(one, self._asked[one.id].refused_by))
+            for one in self._all()
+            if one.replica is not None
+        ]
+
+    def move_to(self, request_id: str, source: Link, target: Link) -> bool:
+        """Carry out a plan that was made a while ago; False where it holds no more."""
+        request = self.ledger.get(request_id)
+        if request is None or request.replica != source.name:
+            return False
+        if target not in self.fleet.candidates(request, self._asked[request_id].refused_by):
+            return False
+        self.move(request, target)
+        return True
 
     def retire(self, content_hash: str) -> None:
         """No new request has this content; replicas forget it with the last of those that do."""
@@ -188,6 +213,7 @@ class Dispatcher:
             outputs.append(output)
             if last:
                 ended = True
+                self.on_end(request.content_hash, self._clock() - self._asked[request.id].arrival)
                 self._forget(request)
         if outputs:
             self._deliver(outputs)
@@ -261,8 +287,8 @@ class Dispatcher:
         for request in self.ledger.waiting():
             self._place(request)
 
-    def _place(self, request: OpenRequest) -> None:
-        """Give a waiting request to a replica, if one may take it."""
+    def _place(self, request: OpenRequest, target: Link | None = None) -> None:
+        """Give a waiting request to a replica, if one may take it: to `target`, or to the policy's choice."""
         asked = self._asked[request.id]
         content = request.content_hash
         if content is not None and asked.path is not None:
@@ -276,7 +302,10 @@ class Dispatcher:
             return
         asked.stuck_since = None
         wanted = Wanted(content, len(request.record["tokens"]), asked.rank)
-        index = self._policy(wanted, [self.fleet.state_of(link) for link in candidates])
+        if target in candidates:
+            index = candidates.index(target)
+        else:
+            index = self._policy(wanted, [self.fleet.state_of(link) for link in candidates])
         if index is None:
             return
         link = candidates[index]

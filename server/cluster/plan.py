@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .listener import add_secret_flag, add_tls_flag
+from .placement import PLANNERS
 from .router import POLICIES
 
 
@@ -18,7 +19,8 @@ class Plan:
     registry: its file, or the address of one that runs elsewhere; None: none is needed, or a temporary one. ray: the
     address of the Ray cluster that replicas are placed on, `local` for one of this machine alone; None: they are
     children of this process. listen: address of replicas, for TCP on one machine; None: unix sockets, or, on a Ray
-    cluster of many machines, TCP at the nodes' own addresses. secret_file, tls: the same paths on all nodes.
+    cluster of many machines, TCP at the nodes' own addresses. secret_file, tls: the same paths on all nodes. migration:
+    a name of `PLANNERS`, or `off`. preload: adapters by burst tolerance.
     """
 
     replicas: int = 2
@@ -29,6 +31,8 @@ class Plan:
     listen: str | None = None
     secret_file: Path | None = None
     tls: Path | None = None
+    migration: str = "off"
+    preload: bool = False
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Plan:
@@ -38,7 +42,17 @@ class Plan:
     def front_flags(self) -> list[str]:
         """Flags of a front's process."""
         tls = [] if self.tls is None else ["--tls", str(self.tls.absolute())]
-        return ["--replicas", str(self.replicas), "--policy", self.policy, *tls]
+        preload = ["--preload"] if self.preload else []
+        return [
+            "--replicas",
+            str(self.replicas),
+            "--policy",
+            self.policy,
+            "--migration",
+            self.migration,
+            *preload,
+            *tls,
+        ]
 
 
 def add_front_flags(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
@@ -46,6 +60,14 @@ def add_front_flags(parser: argparse.ArgumentParser, count: Callable[[str], int]
     parser.add_argument("--replicas", type=count, default=2, metavar="N", help="replicas (default: 2)")
     parser.add_argument(
         "--policy", choices=POLICIES, default="affinity", help="which replica gets a request (default: affinity)"
+    )
+    parser.add_argument(
+        "--migration", choices=("off", *PLANNERS), default="off",
+        help="how it is decided which running requests go on at another replica when the load is uneven; ilp and "
+        "rounding need chorus-lora[plan] (default: off)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--preload", action="store_true", help="keep adapters in the replicas' arenas before requests ask for them"
     )
     add_tls_flag(parser)
 

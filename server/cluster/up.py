@@ -22,7 +22,11 @@ from .address import AddressFile
 from .child import end_with_parent
 from .cluster_worker import ClusterWorker
 from .link import Link
+from .mover import Mover
+from .placement import MigrationSettings
+from .placement.plan import NEED_HIGHS, has_highs
 from .plan import Plan
+from .preloader import Preloader
 from .processes import ClusterDirectory, Processes
 from .router import POLICIES
 
@@ -35,6 +39,8 @@ STUCK_POLL_SECONDS = 1.0
 def up(plan: Plan, settings: Settings, given: dict[str, Any]) -> int:
     """Serve a cluster until told to end; the exit code. given: the settings of flags, by name, for fronts."""
     check_model(settings)
+    if plan.migration in NEED_HIGHS and not has_highs():
+        raise LaunchError(f"--migration {plan.migration} needs highspy: pip install 'chorus-lora[plan]'")
     if plan.fronts == 1:
         return serve(settings, partial(_open_one, plan))
     return _supervise(plan, settings, given)
@@ -98,6 +104,10 @@ def _open(
         links = directory.links(plan.replicas, settings.give_up_seconds, plan.tls)
         worker = ClusterWorker(links, POLICIES[plan.policy](), settings, on_stop=on_stop, registry=registry)
         worker.dispatcher.on_stuck = kill
+        if plan.migration != "off":
+            worker.lookers.append(Mover(worker.dispatcher, plan.migration, MigrationSettings()).look)
+        if plan.preload:
+            worker.lookers.append(Preloader(worker.dispatcher).look)
         tokenizer = Tokenizer.load(settings.model)
         worker.start()
         worker.wait_until_ready(trouble)
