@@ -40,6 +40,10 @@ class Mover:
         self._links: list[Link] = []  # of the task
         dispatcher.on_end = self._answers.note
 
+    @property
+    def is_planning(self) -> bool:
+        return self._planned is not None
+
     def look(self) -> None:
         """Move what a plan says that has been made since, or have one made where it is time and the load is uneven."""
         if self._planned is None:

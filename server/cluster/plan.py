@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ class Plan:
     address of the Ray cluster that replicas are placed on, `local` for one of this machine alone; None: they are
     children of this process. listen: address of replicas, for TCP on one machine; None: unix sockets, or, on a Ray
     cluster of many machines, TCP at the nodes' own addresses. secret_file, tls: the same paths on all nodes. migration:
-    a name of `PLANNERS`, or `off`. preload: adapters by burst tolerance.
+    a name of `PLANNERS`, or `off`. migration_setting: see `MigrationSettings.of`. preload: adapters, by burst tolerance.
     """
 
     replicas: int = 2
@@ -32,6 +32,7 @@ class Plan:
     secret_file: Path | None = None
     tls: Path | None = None
     migration: str = "off"
+    migration_setting: Sequence[str] = ()
     preload: bool = False
 
     @classmethod
@@ -42,17 +43,10 @@ class Plan:
     def front_flags(self) -> list[str]:
         """Flags of a front's process."""
         tls = [] if self.tls is None else ["--tls", str(self.tls.absolute())]
+        settings = [f"--migration-setting={text}" for text in self.migration_setting]
         preload = ["--preload"] if self.preload else []
-        return [
-            "--replicas",
-            str(self.replicas),
-            "--policy",
-            self.policy,
-            "--migration",
-            self.migration,
-            *preload,
-            *tls,
-        ]
+        named = {"replicas": self.replicas, "policy": self.policy, "migration": self.migration}
+        return [*(f"--{name}={value}" for name, value in named.items()), *settings, *preload, *tls]
 
 
 def add_front_flags(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
@@ -65,6 +59,10 @@ def add_front_flags(parser: argparse.ArgumentParser, count: Callable[[str], int]
         "--migration", choices=("off", *PLANNERS), default="off",
         help="how it is decided which running requests go on at another replica when the load is uneven; ilp and "
         "rounding need chorus-lora[plan] (default: off)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--migration-setting", action="append", default=[], metavar="NAME=VALUE",
+        help="a trigger or constant of migration, such as interval_seconds=5; may be given several times",
     )  # fmt: skip
     parser.add_argument(
         "--preload", action="store_true", help="keep adapters in the replicas' arenas before requests ask for them"

@@ -41,6 +41,10 @@ def up(plan: Plan, settings: Settings, given: dict[str, Any]) -> int:
     check_model(settings)
     if plan.migration in NEED_HIGHS and not has_highs():
         raise LaunchError(f"--migration {plan.migration} needs highspy: pip install 'chorus-lora[plan]'")
+    try:
+        MigrationSettings.of(plan.migration_setting)
+    except ValueError as error:
+        raise LaunchError(f"--migration-setting: {error}") from None
     if plan.fronts == 1:
         return serve(settings, partial(_open_one, plan))
     return _supervise(plan, settings, given)
@@ -105,7 +109,9 @@ def _open(
         worker = ClusterWorker(links, POLICIES[plan.policy](), settings, on_stop=on_stop, registry=registry)
         worker.dispatcher.on_stuck = kill
         if plan.migration != "off":
-            worker.lookers.append(Mover(worker.dispatcher, plan.migration, MigrationSettings()).look)
+            worker.lookers.append(
+                Mover(worker.dispatcher, plan.migration, MigrationSettings.of(plan.migration_setting)).look
+            )
         if plan.preload:
             worker.lookers.append(Preloader(worker.dispatcher).look)
         tokenizer = Tokenizer.load(settings.model)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,3 +31,20 @@ class MigrationSettings:
     page_seconds: float = 0.000122
     hold_seconds: float = 30.0
     solve_seconds: float = 1.0
+
+    @classmethod
+    def of(cls, texts: Iterable[str]) -> MigrationSettings:
+        """Settings that differ from the defaults in fields written NAME=VALUE. Raises ValueError."""
+        kinds = {field.name: int if field.type == "int" else float for field in fields(cls)}
+        found: dict[str, float] = {}
+        for text in texts:
+            name, _, value = text.partition("=")
+            if name not in kinds:
+                raise ValueError(f"{name!r} is no setting of migration; use one of {', '.join(kinds)}")
+            try:
+                found[name] = kinds[name](value)
+            except ValueError:
+                raise ValueError(f"{name} is {value!r}; give a number") from None
+            if not found[name] > 0 or found[name] == float("inf"):
+                raise ValueError(f"{name} is {value}; give a number above 0")
+        return cls(**found)
