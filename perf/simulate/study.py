@@ -258,7 +258,8 @@ class Axis(Strict):
 
 class Study(Strict):
     """A file, parsed. name: the file's. seeds: how many runs each row has, with seeds from 0 on; quick_seeds: how many
-    in the quick version. With one, the workload's own seed counts. region: see `Axis`.
+    in the quick version. With one, the workload's own seed counts. region: see `Axis`. needs: files that are no part of
+    the package, by name, and how to get each; they lie in `directory`.
     """
 
     name: str
@@ -274,7 +275,15 @@ class Study(Strict):
     rows: list[Row] = Field(min_length=1)
     expect: list[Expectation] = []
     region: list[Axis] = []
+    needs: dict[str, str] = {}
     directory: Path | None = None
+
+    @property
+    def missing(self) -> str | None:
+        """What to do about the first file that it needs and that is not there."""
+        there = self.directory or Path()
+        lacks = (f"{self.name} needs {name}: {how}" for name, how in self.needs.items() if not (there / name).is_file())
+        return next(lacks, None)
 
     @model_validator(mode="after")
     def _names_exist(self) -> Study:
@@ -369,10 +378,13 @@ def shipped_studies() -> list[str]:
     return sorted(each.name.removesuffix(".toml") for each in _shipped().iterdir() if each.name.endswith(".toml"))
 
 
-def load_study(name: str) -> Study:
-    """A shipped study by its name, or a file by its path. Raises StudyError."""
+def load_study(name: str, traces: Path | None = None) -> Study:
+    """A shipped study by its name, or a file by its path. traces: where the files lie that a shipped one needs.
+
+    Raises StudyError.
+    """
     if name in shipped_studies():
-        return parse_study(_shipped().joinpath(f"{name}.toml").read_text("utf-8"), name)
+        return parse_study(_shipped().joinpath(f"{name}.toml").read_text("utf-8"), name, directory=traces)
     path = Path(name)
     try:
         return parse_study(path.read_text("utf-8"), path.stem, str(path), path.parent)

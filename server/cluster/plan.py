@@ -20,7 +20,7 @@ class Plan:
     address of the Ray cluster that replicas are placed on, `local` for one of this machine alone; None: they are
     children of this process. listen: address of replicas, for TCP on one machine; None: unix sockets, or, on a Ray
     cluster of many machines, TCP at the nodes' own addresses. secret_file, tls: the same paths on all nodes. migration:
-    a name of `PLANNERS`, or `off`. migration_setting: see `MigrationSettings.of`. preload: adapters, by burst tolerance.
+    a name of `PLANNERS`, or `off`. migration_setting: see `MigrationSettings.of`. preload: see `Preloader`.
     """
 
     replicas: int = 2
