@@ -81,6 +81,8 @@ class Dispatcher:
         """Called with a replica that hangs, so that its process is ended."""
         self.on_arrival: Callable[[str, Path], None] = lambda content_hash, path: None
         """Called with the adapter of each new request that has one."""
+        self.on_retire: Callable[[str], None] = lambda content_hash: None
+        """Called with the content of an adapter that no new request has."""
         self.on_end: Callable[[str | None, float], None] = lambda content_hash, seconds: None
         """Called with the adapter of an answer that has ended, and the seconds since its request came."""
         self._policy = policy
@@ -160,6 +162,7 @@ class Dispatcher:
     def retire(self, content_hash: str) -> None:
         """No new request has this content; replicas forget it with the last of those that do."""
         self._retired.add(content_hash)
+        self.on_retire(content_hash)
         self._forget_content(content_hash)
 
     def revive(self, content_hash: str) -> None:

@@ -20,6 +20,9 @@ class ArrivalRates:
     def note(self, adapter: str, now: float) -> None:
         self._counts[adapter] = self._at(adapter, now) + 1, now
 
+    def forget(self, adapter: str) -> None:
+        self._counts.pop(adapter, None)
+
     def at(self, now: float) -> dict[str, float]:
         """Requests a second of each adapter."""
         counts = {adapter: self._at(adapter, now) for adapter in self._counts}

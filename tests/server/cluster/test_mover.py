@@ -14,6 +14,7 @@ from chorus.server.cluster.router import FirstFit
 from tests.server.cluster.test_dispatcher import OTHER, Front
 
 SETTINGS = MigrationSettings(excess_requests=2.0)
+NAMES = [f"q{index}" for index in range(6)]
 
 
 @pytest.fixture
@@ -33,20 +34,24 @@ def mover_of(front):
 def moved(front, mover):
     """Requests that move by one plan."""
     front.now += SETTINGS.interval_seconds
-    before = {name: front.at(name).name for name in front.dispatcher.ledger._open}  # noqa: SLF001
+    before = {name: front.at(name).name for name in NAMES}
     mover.look()
+    finish(mover.look, lambda: mover.is_planning)
+    return {name for name, replica in before.items() if front.at(name).name != replica}
+
+
+def finish(look, is_under_way):
     deadline = time.monotonic() + 60
-    while mover.is_planning:
+    while is_under_way():
         assert time.monotonic() < deadline
         time.sleep(0.001)
-        mover.look()
-    return {name for name, replica in before.items() if front.at(name).name != replica}
+        look()
 
 
 def test_requests_leave_a_replica_that_has_too_many_and_stay_there(front):
     mover = mover_of(front)
-    for index in range(6):
-        front.ask(f"q{index}", "h")
+    for name in NAMES:
+        front.ask(name, "h")
     busy, idle = front.links
     front.frame(busy, "out", None, [["q0", 1, [10, 11]]])
     found = moved(front, mover)
@@ -59,8 +64,8 @@ def test_requests_leave_a_replica_that_has_too_many_and_stay_there(front):
 
 def test_answers_of_a_request_that_moved_reach_the_client_once(front):
     mover = mover_of(front)
-    for index in range(6):
-        front.ask(f"q{index}", "h")
+    for name in NAMES:
+        front.ask(name, "h")
     busy, idle = front.links
     (name, *_) = moved(front, mover)
     front.frame(busy, "out", None, [[name, 1, [10]]])  # too late
@@ -70,8 +75,8 @@ def test_answers_of_a_request_that_moved_reach_the_client_once(front):
 
 def test_no_request_moves_to_a_replica_that_may_not_have_it(front):
     mover = mover_of(front)
-    for index in range(6):
-        front.ask(f"q{index}", "h")
+    for name in NAMES:
+        front.ask(name, "h")
     busy, idle = front.links
     idle.loaded.clear()
     assert moved(front, mover) == set()
@@ -79,14 +84,14 @@ def test_no_request_moves_to_a_replica_that_may_not_have_it(front):
     front.down(idle)
     front.up(idle, OTHER)
     idle.loaded.add("h")
-    front.frame(busy, "out", None, [[f"q{index}", 1, [10]] for index in range(6)])
+    front.frame(busy, "out", None, [[name, 1, [10]] for name in NAMES])
     assert moved(front, mover) == set(), "another level's tokens may differ"
 
 
 def test_a_plan_that_holds_no_more_is_not_carried_out(front):
     mover = mover_of(front)
-    for index in range(6):
-        front.ask(f"q{index}", "h")
+    for name in NAMES:
+        front.ask(name, "h")
     mover.look()
     assert mover.is_planning
     front.links[1].draining = True
@@ -95,8 +100,8 @@ def test_a_plan_that_holds_no_more_is_not_carried_out(front):
 
 def test_few_requests_stay(front):
     mover = mover_of(front)
-    for index in range(3):
-        front.ask(f"q{index}", "h")
+    for name in NAMES[:3]:
+        front.ask(name, "h")
     mover.look()
     assert not mover.is_planning
 
@@ -111,11 +116,21 @@ def test_replicas_have_adapters_before_the_next_request(front):
     first, second = front.links
     first.resident = frozenset("h")
     second.loaded.clear()  # it was started again
-    preloader.look()
+
+    def place():
+        front.now += INTERVAL_SECONDS
+        preloader.look()
+        finish(preloader.look, lambda: preloader.is_placing)
+
+    place()
     assert ("prefetch", "h") not in first.sent and second.sent == [("load", "h", "/adapters/h")]
     front.frame(second, "loaded", "h", None, None)
-    preloader.look()
-    assert ("prefetch", "h") not in second.sent, "not yet"
-    front.now += INTERVAL_SECONDS
-    preloader.look()
+    place()
     assert second.sent[-1] == ("prefetch", "h")
+    second.resident = frozenset("h")
+    place()
+    assert second.sent.count(("prefetch", "h")) == 1
+    front.dispatcher.retire("h")
+    second.loaded.clear()
+    place()
+    assert second.sent.count(("load", "h", "/adapters/h")) == 1, "it was removed"
