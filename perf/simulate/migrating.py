@@ -29,7 +29,7 @@ class Migrating:
             self._migration = Migration(
                 self._settings,
                 lambda name: catalogue.layout(name).num_pages,
-                lambda name: self._costs.link.seconds(catalogue.manifest(name).num_bytes),
+                lambda name: self._costs.link.seconds(catalogue.manifest(name).file_size),
                 cluster.replicas[0].block_tokens,
             )
             self._migration.is_due(now)

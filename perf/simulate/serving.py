@@ -230,7 +230,7 @@ def _controller(setup: Setup, spec: WorkloadSpec, adapters: _Adapters, profile: 
     if (wanted := setup.migration) is not None:
         if wanted.planner in NEED_HIGHS and not has_highs():
             raise StudyError(f"migration.planner {wanted.planner} needs highspy: pip install 'chorus-lora[plan]'")
-        found.append(Migrating(wanted.planner, wanted.settings, profile.costs(), adapters.catalogue))
+        found.append(Migrating(wanted.planner, wanted.parsed(), profile.costs(), adapters.catalogue))
 
     def control(event: Event, cluster: Cluster) -> None:
         for each in found:

@@ -101,7 +101,15 @@ class Migrate(Strict):
     """Requests move between replicas. planner: see `server.cluster.placement`. settings: fields of its settings."""
 
     planner: Literal["newest", "greedy", "ilp", "rounding"]
-    settings: MigrationSettings = MigrationSettings()
+    settings: dict[str, float] = {}
+
+    def parsed(self) -> MigrationSettings:
+        return MigrationSettings.of(f"{name}={value:g}" for name, value in self.settings.items())
+
+    @model_validator(mode="after")
+    def _has_such_settings(self) -> Migrate:
+        self.parsed()
+        return self
 
 
 class Preload(Strict):

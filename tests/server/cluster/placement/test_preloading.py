@@ -60,6 +60,6 @@ def test_rates_forget():
         rates.note("a", 0.0)
     rates.note("b", 0.0)
     now = rates.at(0.0)
-    assert now["a"] == 100 * now["b"] == 100 / MEMORY_SECONDS
+    assert (now["a"], now["b"]) == (100 / MEMORY_SECONDS, 1 / MEMORY_SECONDS)
     later = rates.at(2 * MEMORY_SECONDS)
     assert set(later) == {"a"} and 0.13 < later["a"] / now["a"] < 0.14
