@@ -63,7 +63,7 @@ def _shares(count: int) -> np.ndarray:
     return weights / weights.sum()
 
 
-def measure(problems: Sequence[Problem], solve_seconds: float) -> list[dict[str, Any]]:
+def measure(problems: Sequence[Problem], settings: MigrationSettings) -> list[dict[str, Any]]:
     """Each planner's times, in ms, and regrets over the same problems."""
     bounds = [Program(problem).bound() for problem in problems]
     found = []
@@ -71,7 +71,7 @@ def measure(problems: Sequence[Problem], solve_seconds: float) -> list[dict[str,
         times, regrets, moves = [], [], []
         for problem, bound in zip(problems, bounds, strict=True):
             began = time.thread_time()
-            place = planner(problem, solve_seconds)
+            place = planner(problem, settings)
             times.append(1e3 * (time.thread_time() - began))
             moves.append(int((place != problem.home).sum()))
             if bound:
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _measure(arguments: argparse.Namespace, most_replicas: int) -> list[dict[str, Any]]:
     size = arguments.replicas, arguments.requests, arguments.adapters, most_replicas
     problems = [uneven(seed, *size) for seed in range(arguments.seeds)]
-    lines = measure(problems, arguments.solve_seconds)
+    lines = measure(problems, MigrationSettings(solve_seconds=arguments.solve_seconds))
     shape = f"{problems[0].num_replicas} replicas, about {median(len(one.home) for one in problems):.0f} requests"
     table = Table(f"K = {most_replicas}: {shape}", ["planner", "ms", "most", "regret %", "most %", "moves"])
     for line in lines:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 from ...core.costs.models import CostModel
 from ...server.cluster.placement import Migration, MigrationSettings, Movable, plan_moves
 from ...server.cluster.placement.answer_seconds import AnswerSeconds
@@ -16,7 +19,7 @@ class Migrating:
     def __init__(self, planner: str, settings: MigrationSettings, costs: CostModel, adapters: SimAdapters) -> None:
         """planner: a name of `PLANNERS`. adapters: the catalogue of the replicas."""
         self._planner = planner
-        self._settings = settings
+        self._settings = replace(settings, solve_seconds=math.inf)  # or plans would differ from run to run
         self._costs = costs
         self._adapters = adapters
         self._migration: Migration | None = None
@@ -48,7 +51,7 @@ class Migrating:
         task = migration.task([replica.look(now) for replica in replicas], requests, now)
         if task is None:
             return
-        moves = task.moves(plan_moves(task.problem, self._planner, self._settings.solve_seconds))
+        moves = task.moves(plan_moves(task.problem, self._planner, self._settings))
         migration.note(moves, now)
         for move in moves:
             cluster.migrate(int(move.id), replicas[move.source].index, replicas[move.target].index)

@@ -68,9 +68,7 @@ class Mover:
         states = [dispatcher.fleet.state_of(link) for link in self._links]
         self._task = self._migration.task(states, requests, self._clock())
         if self._task is not None:
-            self._planned = self._pool.submit(
-                plan_moves, self._task.problem, self._planner, self._settings.solve_seconds
-            )
+            self._planned = self._pool.submit(plan_moves, self._task.problem, self._planner, self._settings)
 
     def _carry_out(self, plan: Plan) -> None:
         moves = [] if self._task is None else self._task.moves(plan)

@@ -12,15 +12,16 @@ from .greedy import greedy
 from .newest import newest
 from .problem import Problem
 from .program import Program
+from .settings import MigrationSettings
 
-#: A place for a problem's requests, found in so many seconds at most.
-Planner = Callable[[Problem, float], np.ndarray]
+#: A place for a problem's requests.
+Planner = Callable[[Problem, MigrationSettings], np.ndarray]
 
 PLANNERS: Mapping[str, Planner] = {
-    "newest": lambda problem, seconds: newest(problem),
-    "greedy": lambda problem, seconds: greedy(problem),
-    "ilp": lambda problem, seconds: Program(problem).best(greedy(problem), seconds),
-    "rounding": lambda problem, seconds: Program(problem).rounded(greedy(problem), seconds),
+    "newest": lambda problem, settings: newest(problem),
+    "greedy": lambda problem, settings: greedy(problem),
+    "ilp": lambda problem, settings: Program(problem).best(greedy(problem), settings),
+    "rounding": lambda problem, settings: Program(problem).rounded(greedy(problem), settings),
 }
 
 NEED_HIGHS = ("ilp", "rounding")
@@ -45,8 +46,8 @@ class Plan:
         return self.objective / self.bound - 1 if self.bound else None
 
 
-def plan_moves(problem: Problem, planner: str, solve_seconds: float) -> Plan:
+def plan_moves(problem: Problem, planner: str, settings: MigrationSettings) -> Plan:
     """planner: a name of `PLANNERS`. The bound needs highspy."""
-    place = PLANNERS[planner](problem, solve_seconds)
+    place = PLANNERS[planner](problem, settings)
     bound = Program(problem).bound() if has_highs() else None
     return Plan(place, problem.objective(place), problem.objective(problem.home), bound)

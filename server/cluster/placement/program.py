@@ -7,9 +7,13 @@ from typing import Any
 import numpy as np
 
 from .problem import EFFORT_WEIGHT, Problem
+from .settings import MigrationSettings
 
 BOUND_SECONDS = 10.0
 """Most time of a bound, without which a plan is made all the same."""
+
+GAP = 5e-3
+"""Share by which a solution may be above the best one: plans are made of estimates."""
 
 
 class Program:
@@ -69,19 +73,19 @@ class Program:
         found = solver.modelStatusToString(solver.getModelStatus()) == "Optimal"
         return float(solver.getInfo().objective_function_value) if found else None
 
-    def best(self, start: np.ndarray, seconds: float) -> np.ndarray:
-        """Return a place that is no worse than `start`, the best that is found in so many seconds."""
-        place = self._solve(start, seconds, integer_requests=True).argmax(axis=1)
+    def best(self, start: np.ndarray, settings: MigrationSettings) -> np.ndarray:
+        """Return a place that is no worse than `start`, the best that is found."""
+        place = self._solve(start, settings, integer_requests=True).argmax(axis=1)
         problem = self.problem
         return place if problem.fits(place) and problem.objective(place) < problem.objective(start) else start
 
-    def rounded(self, start: np.ndarray, seconds: float) -> np.ndarray:
+    def rounded(self, start: np.ndarray, settings: MigrationSettings) -> np.ndarray:
         """Return the paper's plan: x is relaxed, and a request goes where its x is largest.
 
         Requests that find no pages there stay: the paper swaps them out.
         """
         place, problem = self.problem.home.copy(), self.problem
-        wanted = self._solve(start, seconds, integer_requests=False).argmax(axis=1)
+        wanted = self._solve(start, settings, integer_requests=False).argmax(axis=1)
         for index in np.flatnonzero(wanted != place):
             moved = place.copy()
             moved[index] = wanted[index]
@@ -89,11 +93,13 @@ class Program:
                 place = moved
         return place
 
-    def _solve(self, start: np.ndarray, seconds: float, *, integer_requests: bool) -> np.ndarray:
+    def _solve(self, start: np.ndarray, settings: MigrationSettings, *, integer_requests: bool) -> np.ndarray:
         """float64 [n, m]: x of the solution; of `start` where there is none."""
         from highspy import HighsSolution, HighsVarType
 
-        solver = self._solver(seconds)
+        solver = self._solver(settings.solve_seconds)
+        solver.setOptionValue("mip_max_nodes", settings.solve_nodes)
+        solver.setOptionValue("mip_rel_gap", GAP)
         count = self._num_x + self._num_y
         first = 0 if integer_requests else self._num_x
         columns = np.arange(first, count, dtype=np.int32)

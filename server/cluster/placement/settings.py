@@ -11,15 +11,16 @@ class MigrationSettings:
     """When requests move, and what a move is taken to cost.
 
     Where dLoRA's paper (§5.2) names no number, the value is its authors' code's (LLMServe/dLoRA-artifact,
-    `engine_manager.py` and `migration_ilp.py`), but for the last four fields, which are ours.
+    `engine_manager.py` and `migration_ilp.py`), but for the last five fields, which are ours.
 
     interval_seconds: between two plans. kv_share: a replica whose requests want this share of its KV pages is full; a
     plan fills no replica further. excess_requests: above the mean of the replicas, a replica has too many.
     move_seconds: of a moved request, beside computing its KV again. answer_seconds: of an answer, before one of its
     adapter has ended.
     most_replicas: a plan is for so many of the most and of the least loaded replicas (the paper's K; the authors' code
-    has 1). page_seconds: of a KV page that finds no room: out and in again over 32 GB/s, of 2 MiB.
-    hold_seconds: for which a request that moved is not moved again. solve_seconds: most time of the integer program.
+    has 1). page_seconds: of a KV page that finds no room: out and in again over 32 GB/s, of 2 MiB. hold_seconds: for
+    which a request that moved is not moved again. solve_seconds, solve_nodes: most time and most nodes of the integer
+    program's search; where nodes end it, the plan is the same every time.
     """
 
     interval_seconds: float = 10.0
@@ -31,6 +32,7 @@ class MigrationSettings:
     page_seconds: float = 0.000122
     hold_seconds: float = 30.0
     solve_seconds: float = 1.0
+    solve_nodes: int = 10
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> MigrationSettings:

@@ -14,7 +14,7 @@ from chorus.perf.simulate.serving import run_serving
 from chorus.perf.simulate.study import Setup, load_study
 from chorus.perf.workload.request import TraceRequest
 from chorus.server.cluster.placement import MigrationSettings
-from chorus.server.cluster.placement.plan import has_highs
+from chorus.server.cluster.placement.plan import NEED_HIGHS
 from tests.perf.simulate.test_cluster import PROFILE, make_replicas
 
 SETTINGS = MigrationSettings(interval_seconds=1.0, excess_requests=4.0)
@@ -48,18 +48,25 @@ SETUP = {
 }  # fmt: skip
 
 
+MIGRATION = {"settings": {"interval_seconds": 3.0, "excess_requests": 3.0, "solve_nodes": 1}}
+
+
 def metrics(**changes):
     return run_serving(Setup.model_validate({**SETUP, **changes})).metrics
 
 
-@pytest.mark.parametrize("planner", ["newest", "greedy", "ilp", "rounding"])
-def test_every_planner_runs_and_runs_alike_again(planner):
-    if planner in ("ilp", "rounding") and not has_highs():
-        pytest.skip("highspy is not there")
-    migration = {"planner": planner, "settings": {"interval_seconds": 1.0, "excess_requests": 3.0}}
-    found = metrics(migration=migration)
+@pytest.mark.parametrize("planner", ["newest", "rounding"])
+def test_every_planner_moves_requests_in_a_study(planner):
+    if planner in NEED_HIGHS:
+        pytest.importorskip("highspy")
+    found = metrics(migration={**MIGRATION, "planner": planner})
     assert found["moved"] > 0 and found["requests"] == 200 and found["failed"] == 0
-    assert metrics(migration=migration) == found
+
+
+def test_a_run_with_an_integer_program_is_the_same_every_time():
+    pytest.importorskip("highspy")
+    once, again = (metrics(migration={**MIGRATION, "planner": "ilp"}) for _ in range(2))
+    assert once == again and once["moved"] > 0
 
 
 def test_settings_of_migration_have_names():

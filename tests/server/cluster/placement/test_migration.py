@@ -37,7 +37,7 @@ def test_requests_migrate_where_a_replica_has_16_above_the_mean():
     assert task(states(31, 0)) is None
     found = task(states(32, 0))
     assert found is not None and found.replicas == [0, 1]
-    assert len(found.moves(plan_moves(found.problem, "greedy", 0.0))) == 16
+    assert len(found.moves(plan_moves(found.problem, "greedy", SETTINGS))) == 16
 
 
 def test_requests_migrate_where_a_replica_is_full_and_another_is_not():
@@ -72,7 +72,7 @@ def test_a_request_that_moved_stays_for_a_while():
     migration.note([Move(one.id, 1, 0, None) for one in asked[:31]], 100.0)
     found = migration.task(replicas, asked, 129.0)
     assert found is not None
-    assert [move.id for move in found.moves(plan_moves(found.problem, "greedy", 0.0))] == [asked[31].id]
+    assert [move.id for move in found.moves(plan_moves(found.problem, "greedy", SETTINGS))] == [asked[31].id]
     migration.note([], 131.0)
     assert found.problem.allowed.sum() == 33
     later = migration.task(replicas, asked, 131.0)

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chorus.server.cluster.placement import PLANNERS, Problem, plan_moves
+from chorus.server.cluster.placement import PLANNERS, MigrationSettings, Problem, plan_moves
 from chorus.server.cluster.placement.plan import NEED_HIGHS, has_highs
-from chorus.server.cluster.placement.program import Program
+from chorus.server.cluster.placement.program import GAP, Program
 
-SOLVE_SECONDS = 20.0
+SETTINGS = MigrationSettings(solve_seconds=20.0, solve_nodes=10_000)
 
 
 @st.composite
@@ -66,7 +66,7 @@ def planners():
 @settings(deadline=None, max_examples=40)
 def test_a_plan_keeps_to_pages_and_to_the_replicas_that_are_allowed(problem):
     for name in planners():
-        place = PLANNERS[name](problem, SOLVE_SECONDS)
+        place = PLANNERS[name](problem, SETTINGS)
         assert problem.allowed[np.arange(len(place)), place].all(), name
         assert problem.fits(place), name
 
@@ -74,7 +74,7 @@ def test_a_plan_keeps_to_pages_and_to_the_replicas_that_are_allowed(problem):
 @given(problems())
 @settings(deadline=None, max_examples=60)
 def test_greedy_is_never_worse_than_staying(problem):
-    assert problem.objective(PLANNERS["greedy"](problem, 0.0)) <= problem.objective(problem.home)
+    assert problem.objective(PLANNERS["greedy"](problem, SETTINGS)) <= problem.objective(problem.home)
 
 
 @given(problems(most_requests=5))
@@ -82,12 +82,12 @@ def test_greedy_is_never_worse_than_staying(problem):
 def test_the_program_finds_the_best_place_and_its_bound_is_below_all(problem):
     pytest.importorskip("highspy")
     objectives = [problem.objective(place) for place in places(problem)]
-    best = problem.objective(PLANNERS["ilp"](problem, SOLVE_SECONDS))
+    best = problem.objective(PLANNERS["ilp"](problem, SETTINGS))
     bound = Program(problem).bound()
     assert bound is not None
     assert bound <= min(objectives) + 1e-6
-    assert best == pytest.approx(min(objectives), rel=1e-3, abs=1e-6)
-    assert best <= problem.objective(PLANNERS["greedy"](problem, 0.0))
+    assert best <= min(objectives) * (1 + GAP) + 1e-6
+    assert best <= problem.objective(PLANNERS["greedy"](problem, SETTINGS))
 
 
 @pytest.mark.parametrize("name", PLANNERS)
@@ -95,14 +95,14 @@ def test_half_of_the_requests_leave_for_an_idle_replica(name):
     if name in NEED_HIGHS:
         pytest.importorskip("highspy")
     problem = even(num_slots=np.array([2, 32]))  # for Punica's planner the replica is full
-    plan = plan_moves(problem, name, SOLVE_SECONDS)
+    plan = plan_moves(problem, name, SETTINGS)
     assert sorted(plan.place.tolist()) == [0, 0, 1, 1]
     assert plan.before == 8.0 and plan.objective == pytest.approx(4.1, abs=0.01)
 
 
 def test_regret_is_the_distance_from_the_bound():
     pytest.importorskip("highspy")
-    plan = plan_moves(even(requests=3), "greedy", 0.0)  # the bound halves a request, no plan does
+    plan = plan_moves(even(requests=3), "greedy", SETTINGS)  # the bound halves a request, no plan does
     assert plan.bound == pytest.approx(3.04, abs=0.01)
     assert plan.regret == pytest.approx(4 / 3.04 - 1, abs=0.01)
 
@@ -112,7 +112,7 @@ def test_the_newest_request_leaves_the_replica_whose_pages_are_short_for_the_bus
         requests=6, replicas=4, home=np.array([0, 0, 0, 0, 1, 2]), pages=np.array([5, 5, 5, 5, 1, 1]),
         num_pages=np.array([15, 100, 100, 3]),
     )  # fmt: skip
-    place = PLANNERS["newest"](problem, 0.0)
+    place = PLANNERS["newest"](problem, SETTINGS)
     assert place.tolist() == [0, 0, 0, 2, 1, 2], "of equally busy replicas the last"
 
 
@@ -122,12 +122,12 @@ def test_greedy_moves_requests_of_one_adapter_to_one_replica():
         requests=8, replicas=3, adapter=np.array([0, 1] * 4), resident=np.array([[True] * 3, [True, False, False]]),
         run_seconds=np.ones(8), load_seconds=np.array([0.0, 2.0]), adapter_pages=np.array([0, 1]),
     )  # fmt: skip
-    place = PLANNERS["greedy"](problem, 0.0)
+    place = PLANNERS["greedy"](problem, SETTINGS)
     assert len({int(at) for at, adapter in zip(place, problem.adapter, strict=True) if adapter and at}) <= 1
     assert problem.objective(place) < problem.objective(problem.home)
 
 
 def test_an_overfull_replica_gets_no_fuller_and_is_relieved():
     problem = even(num_pages=np.array([4, 6]), page_seconds=10.0)
-    place = PLANNERS["greedy"](problem, 0.0)
+    place = PLANNERS["greedy"](problem, SETTINGS)
     assert problem.pages_at(place).tolist() == [4, 4]
