@@ -99,7 +99,7 @@ class Migration:
         found = [each for each in requests if each.replica in at]
         if not found:
             return None
-        names = {None: 0}
+        names: dict[str | None, int] = {None: 0}
         for each in found:
             names.setdefault(each.adapter, len(names))
         home = np.array([at[each.replica] for each in found])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +38,16 @@ class MigrationSettings:
     @classmethod
     def of(cls, texts: Iterable[str]) -> MigrationSettings:
         """Settings that differ from the defaults in fields written NAME=VALUE. Raises ValueError."""
-        kinds = {field.name: int if field.type == "int" else float for field in fields(cls)}
-        found: dict[str, float] = {}
+        known = {field.name: field.default for field in fields(cls)}
+        found: dict[str, Any] = {}
         for text in texts:
             name, _, value = text.partition("=")
-            if name not in kinds:
-                raise ValueError(f"{name!r} is no setting of migration; use one of {', '.join(kinds)}")
+            if name not in known:
+                raise ValueError(f"{name!r} is no setting of migration; use one of {', '.join(known)}")
             try:
-                found[name] = kinds[name](value)
+                found[name] = type(known[name])(value)
             except ValueError:
                 raise ValueError(f"{name} is {value!r}; give a number") from None
-            if not found[name] > 0 or found[name] == float("inf"):
+            if not 0 < found[name] < float("inf"):
                 raise ValueError(f"{name} is {value}; give a number above 0")
         return cls(**found)
