@@ -63,7 +63,7 @@ def planners():
 
 
 @given(problems())
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 def test_a_plan_keeps_to_pages_and_to_the_replicas_that_are_allowed(problem):
     for name in planners():
         place = PLANNERS[name](problem, SETTINGS)
@@ -72,13 +72,13 @@ def test_a_plan_keeps_to_pages_and_to_the_replicas_that_are_allowed(problem):
 
 
 @given(problems())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 def test_greedy_is_never_worse_than_staying(problem):
     assert problem.objective(PLANNERS["greedy"](problem, SETTINGS)) <= problem.objective(problem.home)
 
 
 @given(problems(most_requests=5))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 def test_the_program_finds_the_best_place_and_its_bound_is_below_all(problem):
     pytest.importorskip("highspy")
     objectives = [problem.objective(place) for place in places(problem)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chorus.server.cluster.placement import burst_tolerance
@@ -21,6 +21,7 @@ def least(placed, rates, pages, room):
     )
 
 
+@settings(max_examples=40)
 @given(RATES, PAGES, st.lists(st.integers(0, 60), min_size=1, max_size=4), st.sampled_from([0.0, 0.5, 0.9]))
 def test_adapters_keep_to_their_share_of_the_pages_and_lie_once_at_a_replica(rates, pages, room, kv_share):
     placed = burst_tolerance(rates, pages, room, kv_share)
@@ -30,6 +31,7 @@ def test_adapters_keep_to_their_share_of_the_pages_and_lie_once_at_a_replica(rat
         assert all(rates[name] > 0 for name in names)
 
 
+@settings(max_examples=40)
 @given(RATES, st.integers(1, 4))
 def test_every_adapter_lies_somewhere_where_there_is_room(rates, count):
     placed = burst_tolerance(rates, dict.fromkeys(rates, 1), [100] * count)
