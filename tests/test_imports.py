@@ -47,6 +47,7 @@ ROOMS = {
 #: Optional dependency → the only packages (path prefixes) that may import it.
 HOMES = {
     "triton": ("ops", "perf/kernels"), "flashinfer": ("ops",), "cupy": ("memory",), "ray": ("server/cluster",),
+    "highspy": ("server/cluster",),
 }  # fmt: skip
 
 NOT_SOURCE = {"tests", "examples", "build", "dist", "node_modules"}

@@ -39,6 +39,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--jobs", type=int, default=1, metavar="N", help="processes; results don't depend on them (default: 1)")
     add("--region", action="store_true", help="also at other loads, replicas and so on: where does an order hold?")
     add("--scale", type=float, default=1.0, metavar="X", help="multiply each row's duration (default: 1)")
+    add(
+        "--traces",
+        type=Path,
+        metavar="DIR",
+        help="directory of the traces that some studies need; `all` leaves these out",
+    )
     add("--quick", action="store_true", help="the study's own small version with fewer seeds, for a first look")
     add(
         "--check",
@@ -80,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"chorus simulate: error: --check is {arguments.check:g}; give a share above 0, at most 1")
     names = shipped_studies() if arguments.studies == ["all"] else arguments.studies
     try:
-        studies = [load_study(name) for name in names]
+        studies = _there([load_study(name, arguments.traces) for name in names], skip=arguments.studies == ["all"])
         results = [_run_one(study, arguments) for study in studies]
     except (StudyError, ProfileError) as error:
         print(f"chorus simulate: error: {error}", file=sys.stderr)
@@ -93,6 +99,18 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.markdown.write_text(text, encoding="utf-8")
     share = arguments.check
     return 1 if share and not all(each.holds_in(share) for each in results) else 0
+
+
+def _there(studies: list[Study], *, skip: bool) -> list[Study]:
+    """Return the studies that have all files they need. Raises StudyError for the first other one, unless `skip`."""
+    from .study import StudyError
+
+    for study in studies:
+        if study.missing is not None:
+            if not skip:
+                raise StudyError(study.missing)
+            print(f"chorus simulate: left out: {study.missing}", file=sys.stderr)
+    return [study for study in studies if study.missing is None]
 
 
 def _run_one(study: Study, arguments: argparse.Namespace) -> Results:

@@ -52,6 +52,7 @@ METRICS: Mapping[str, Metric] = {
     "internal_fragmentation": Metric("internal fragmentation, %", _PERCENT, 2),
     "most_adapters": Metric("most adapters at once"),
     "load_seconds": Metric("load time, ms", _MS, 2),
+    "moved": Metric("requests moved", digits=0),
     "simulated_seconds": Metric("simulated, s", digits=0),
 }
 

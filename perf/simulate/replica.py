@@ -65,6 +65,14 @@ class Left(NamedTuple):
     seconds: float = 0.0
 
 
+class Held(NamedTuple):
+    """A request that has come and not ended. num_tokens: of prompt and answer so far. has_begun: it has KV."""
+
+    request: TraceRequest
+    num_tokens: int
+    has_begun: bool
+
+
 class Replica:
     """Takes requests at any time and ends its steps when their time has come.
 
@@ -215,6 +223,17 @@ class Replica:
     def requests(self) -> list[TraceRequest]:
         """Those that have come and not ended."""
         return [each.item for each in self._open.values()]
+
+    def held(self) -> list[Held]:
+        """Return what a planner knows of `requests`."""
+        return [
+            Held(each.item, each.request.num_tokens, each.request.start_time is not None)
+            for each in self._open.values()
+        ]
+
+    @property
+    def block_tokens(self) -> int:
+        return self._block_tokens
 
     def take_out(self, request_id: str, to: int | None = None, seconds: float = 0.0) -> None:
         """Give a request up; it goes on elsewhere, by computing its KV anew. Nothing happens when it has ended."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,16 +15,19 @@ from pydantic import ValidationError
 from ...core.config import EngineConfig
 from ...core.costs.profile import Number, Profile, Terms, load_profile
 from ...core.scheduling.policies import Policies, TokenCounters
+from ...server.cluster.placement import burst_tolerance
+from ...server.cluster.placement.plan import NEED_HIGHS, has_highs
 from ...server.cluster.router import POLICIES, AnswerLengths, Estimates, Policy, Sampled
 from ...server.cluster.router.answer_lengths import GUESS
 from ..workload import WorkloadError, WorkloadSpec
 from ..workload.popularity import FromTrace
 from ..workload.request import TraceRequest
 from .adapters import SimAdapters
-from .cluster import Cluster, Event, Happened, NoReplica, first, simulate, simulate_clients
+from .cluster import Cluster, Controller, Event, Happened, NoReplica, first, simulate, simulate_clients
 from .controls import RankBlind, mean_rank
 from .engine import MODEL
 from .merged_only import MergedOnly
+from .migrating import Migrating
 from .mode_prices import ProfilePrices
 from .own_requests import CountsOwn
 from .prompts import make_prompt
@@ -74,6 +79,7 @@ def _run(setup: Setup) -> Outcome:
 
     replicas = [make(index) for index in range(setup.replicas)]
     _place(setup, spec, adapters, replicas)
+    source = _preload(setup, spec, adapters, replicas)
     estimates = _estimates(setup, profile, adapters.num_bytes)
     policy = _policy(setup, estimates, spec)
     looks: list[list[int]] = []
@@ -81,13 +87,13 @@ def _run(setup: Setup) -> Outcome:
     def look(time: float, seen: Sequence[Replica]) -> None:
         looks.append([replica.state.num_requests for replica in seen])
 
-    requests = adapters.known(spec if setup.flood_keeps == 1 else _thinned(spec, setup.flood, setup.flood_keeps))
+    requests = adapters.known(source if setup.flood_keeps == 1 else _thinned(source, setup.flood, setup.flood_keeps))
     vocab_size = profile.geometry.vocab_size
     options: dict[str, Any] = {
         "prompt": (lambda request: make_prompt(request, vocab_size)) if adapters.config.prefix_cache else None,
         "staleness": setup.router.staleness, "make": make,
         "answers": estimates.answers if _learns_lengths(setup) else None,
-        "controller": _Script(setup.script, spec, adapters) if setup.script else None,
+        "controller": _controller(setup, spec, adapters, profile),
     }  # fmt: skip
     if setup.clients is None:
         records = simulate(requests, replicas, policy, watch=look, period=LOOK, **options)
@@ -194,6 +200,49 @@ def _place(setup: Setup, spec: WorkloadSpec, adapters: _Adapters, replicas: Sequ
             raise StudyError(f"placement: replica {replica.index} has no room for {left[0]}; place fewer there")
 
 
+def _preload(
+    setup: Setup, spec: WorkloadSpec, adapters: _Adapters, replicas: Sequence[Replica]
+) -> Iterable[TraceRequest]:
+    """Place adapters by the requests of the first seconds, and return those that come later."""
+    wanted = setup.preload
+    if wanted is None:
+        return spec
+    past = itertools.takewhile(lambda request: request.arrival < wanted.fit_seconds, spec)
+    rates = Counter(request.adapter for request in adapters.known(past) if request.adapter is not None)
+    adapters.num_prompt_tokens = 0
+    pages = {name: adapters.catalogue.layout(name).num_pages for name in rates}
+    room = [replica.engine.num_available_pages for replica in replicas]
+    match wanted.rule:
+        case "burst-tolerance":
+            placed = burst_tolerance(rates, pages, room, wanted.kv_share)
+        case "known":
+            placed = burst_tolerance(dict.fromkeys(rates, 1.0), pages, room, wanted.kv_share)
+        case "popular":
+            order = [name for name, _ in rates.most_common()]
+            before = list(itertools.accumulate(pages[name] for name in order))
+            most = [(1 - wanted.kv_share) * count for count in room]
+            placed = [[name for name, sum_ in zip(order, before, strict=True) if sum_ <= count] for count in most]
+        case "none":
+            placed = [[] for _ in replicas]
+    for replica, names in zip(replicas, placed, strict=True):
+        replica.place(names)
+    return itertools.dropwhile(lambda request: request.arrival < wanted.fit_seconds, spec)
+
+
+def _controller(setup: Setup, spec: WorkloadSpec, adapters: _Adapters, profile: Profile) -> Controller | None:
+    found: list[Controller] = [_Script(setup.script, spec, adapters)] if setup.script else []
+    if (wanted := setup.migration) is not None:
+        if wanted.planner in NEED_HIGHS and not has_highs():
+            raise StudyError(f"migration.planner {wanted.planner} needs highspy: pip install 'chorus-lora[plan]'")
+        found.append(Migrating(wanted.planner, wanted.parsed(), profile.costs(), adapters.catalogue))
+
+    def control(event: Event, cluster: Cluster) -> None:
+        for each in found:
+            each(event, cluster)
+
+    return control if found else None
+
+
 class _Script:
     """A controller that does to replicas what a study says, when it says so."""
 
@@ -290,6 +339,7 @@ def _outcome(
     metrics["cold_starts_per_second"] = cold / seconds
     metrics["busy_batch"] = float((records.column("e2e") - records.column("queue")).sum(dtype=np.float64)) / busy
     metrics["simulated_seconds"] = seconds
+    metrics["moved"] = records.num_moved
     if loads is not None and len(loads):
         metrics["replicas_in_use"] = float((loads > 0).sum(axis=1).mean())
         metrics["replicas_released"] = float(_long_idle(loads).mean())

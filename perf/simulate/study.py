@@ -39,6 +39,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator, model_validator
 
+from ...server.cluster.placement import MigrationSettings
 from ...server.cluster.router import POLICIES
 from ..workload.model import Strict
 from .metrics import METRICS
@@ -111,6 +112,35 @@ class Step(Strict):
         return self
 
 
+class Migrate(Strict):
+    """Requests move between replicas. planner: see `server.cluster.placement`. settings: fields of its settings."""
+
+    planner: Literal["newest", "greedy", "ilp", "rounding"]
+    settings: dict[str, float] = {}
+
+    def parsed(self) -> MigrationSettings:
+        return MigrationSettings.of(f"{name}={value:g}" for name, value in self.settings.items())
+
+    @model_validator(mode="after")
+    def _has_such_settings(self) -> Migrate:
+        self.parsed()
+        return self
+
+
+class Preload(Strict):
+    """Adapters that are in the replicas' arenas from the start, by the requests of the first `fit_seconds`; only those
+    that come later are served.
+
+    rule: "burst-tolerance" (dLoRA §5.1); controls: "known", the same without rates, for the adapters that were asked
+    for; "popular", the same ones everywhere, most requests first; "none". kv_share: of the pages, which no adapter
+    is preloaded into.
+    """
+
+    rule: Literal["burst-tolerance", "known", "popular", "none"]
+    fit_seconds: PositiveFloat
+    kv_share: float = Field(default=0.5, ge=0, lt=1)
+
+
 class Setup(Strict):
     """Setup of one row's simulation.
 
@@ -123,9 +153,9 @@ class Setup(Strict):
     included; slo_classes: of requests of a class of the workload's own. read_threads, stream, mix, most_prompts,
     most_rows, keep_idle, tells_tenants: `Replica`'s; tensor_parallel: its degree. placement: for each replica, or the
     first few, numbers of adapters that it has in the arena from the start, the most popular being 0. script: what is
-    done to replicas when. mode: a policy of modes that only studies compare with, in place of the engine's
-    (`MergedOnly`). mode_prices: what the engine's compares modes by. directory: of the study's file, from which
-    relative paths of the profile and of traces count.
+    done to replicas when. preload, migration: see `Preload` and `Migrate`. mode: a policy of modes that only studies
+    compare with, in place of the engine's (`MergedOnly`). mode_prices: what the engine's compares modes by. directory:
+    of the study's file, from which relative paths of the profile and of traces count.
     """
 
     profile: str
@@ -145,6 +175,8 @@ class Setup(Strict):
     slo_classes: dict[str, PositiveFloat] = {}
     placement: list[list[int]] = []
     script: list[Step] = []
+    preload: Preload | None = None
+    migration: Migrate | None = None
     read_threads: PositiveInt = 2
     stream: bool = True
     mix: bool = True
@@ -249,7 +281,8 @@ class Axis(Strict):
 
 class Study(Strict):
     """A file, parsed. name: the file's. seeds: how many runs each row has, with seeds from 0 on; quick_seeds: how many
-    in the quick version. With one, the workload's own seed counts. region: see `Axis`.
+    in the quick version. With one, the workload's own seed counts. region: see `Axis`. needs: files that are no part of
+    the package, by name, and how to get each; they lie in `directory`.
     """
 
     name: str
@@ -265,7 +298,15 @@ class Study(Strict):
     rows: list[Row] = Field(min_length=1)
     expect: list[Expectation] = []
     region: list[Axis] = []
+    needs: dict[str, str] = {}
     directory: Path | None = None
+
+    @property
+    def missing(self) -> str | None:
+        """What to do about the first file that it needs and that is not there."""
+        there = self.directory or Path()
+        lacks = (f"{self.name} needs {name}: {how}" for name, how in self.needs.items() if not (there / name).is_file())
+        return next(lacks, None)
 
     @model_validator(mode="after")
     def _names_exist(self) -> Study:
@@ -360,10 +401,13 @@ def shipped_studies() -> list[str]:
     return sorted(each.name.removesuffix(".toml") for each in _shipped().iterdir() if each.name.endswith(".toml"))
 
 
-def load_study(name: str) -> Study:
-    """A shipped study by its name, or a file by its path. Raises StudyError."""
+def load_study(name: str, traces: Path | None = None) -> Study:
+    """A shipped study by its name, or a file by its path. traces: where the files lie that a shipped one needs.
+
+    Raises StudyError.
+    """
     if name in shipped_studies():
-        return parse_study(_shipped().joinpath(f"{name}.toml").read_text("utf-8"), name)
+        return parse_study(_shipped().joinpath(f"{name}.toml").read_text("utf-8"), name, directory=traces)
     path = Path(name)
     try:
         return parse_study(path.read_text("utf-8"), path.stem, str(path), path.parent)

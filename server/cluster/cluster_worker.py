@@ -80,6 +80,8 @@ class ClusterWorker:
         self._subscribers = Subscribers()
         self.dispatcher = Dispatcher(links, policy, self._deliver, settings.give_up_seconds, estimates=estimates)
         self.dispatcher.on_change = self._changed
+        self.lookers: list[Callable[[], None]] = [self.dispatcher.look]
+        """Called every `LOOK_SECONDS` on the loop; to be added to before `start`."""
         self.collector = ClusterCollector(self.dispatcher)
         cluster = Cluster(
             self._end_users, partial(self._soon, self.dispatcher.retire), partial(self._soon, self.dispatcher.revive),
@@ -166,10 +168,11 @@ class ClusterWorker:
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            try:
-                self.dispatcher.look()
-            except Exception:
-                log.exception("looking after waiting requests failed")
+            for look in self.lookers:
+                try:
+                    look()
+                except Exception:
+                    log.exception("looking after requests failed")
 
     # --- Backend ---
 

@@ -86,6 +86,12 @@ class Dispatcher:
         """Called when a link came up, went down, or answered to a load."""
         self.on_stuck: Callable[[Link], None] = lambda link: None
         """Called with a replica that hangs, so that its process is ended."""
+        self.on_arrival: Callable[[str, Path], None] = lambda content_hash, path: None
+        """Called with the adapter of each new request that has one."""
+        self.on_retire: Callable[[str], None] = lambda content_hash: None
+        """Called with the content of an adapter that no new request has."""
+        self.on_end: Callable[[str | None, float], None] = lambda content_hash, seconds: None
+        """Called with the adapter of an answer that has ended, and the seconds since its request came."""
         self._policy = policy
         self._deliver = deliver
         self._give_up_seconds = give_up_seconds
@@ -118,6 +124,8 @@ class Dispatcher:
         if request.content_hash is not None:
             self._users[request.content_hash] += 1
             self._sizes[request.content_hash] = num_bytes
+            if path is not None:
+                self.on_arrival(request.content_hash, path)
         self._place(request)
 
     def abort(self, request_id: str) -> bool:
@@ -142,15 +150,33 @@ class Dispatcher:
         for request in self._all():
             self.abort(request.id)
 
-    def move(self, request: OpenRequest) -> None:
-        """Take a request from its replica and place it again, for a policy or because the replica drains."""
+    def move(self, request: OpenRequest, target: Link | None = None) -> None:
+        """Take a request from its replica and place it again: at `target` if that may have it, else by the policy."""
         self.fleet.abort(request)
         self.ledger.take_back(request)
-        self._place(request)
+        self._place(request, target)
+
+    def placed(self) -> list[tuple[OpenRequest, Link, list[Link]]]:
+        """Requests at replicas, in order of arrival, with the replicas that each may go on at."""
+        links = {link.name: link for link in self.links}
+        return [
+            (one, links[one.replica], list(self._candidates(one)[0])) for one in self._all() if one.replica is not None
+        ]
+
+    def move_to(self, request_id: str, source: Link, target: Link) -> bool:
+        """Carry out a plan that was made a while ago; False where it holds no more."""
+        request = self.ledger.get(request_id)
+        if request is None or request.replica != source.name:
+            return False
+        if target not in self._candidates(request)[0]:
+            return False
+        self.move(request, target)
+        return True
 
     def retire(self, content_hash: str) -> None:
         """No new request has this content; replicas forget it with the last of those that do."""
         self._retired.add(content_hash)
+        self.on_retire(content_hash)
         self._forget_content(content_hash)
 
     def revive(self, content_hash: str) -> None:
@@ -206,6 +232,7 @@ class Dispatcher:
             outputs.append(output)
             if last:
                 ended = True
+                self.on_end(request.content_hash, self._clock() - self._asked[request.id].arrival)
                 self._forget(request)
         if outputs:
             self._deliver(outputs)
@@ -294,8 +321,8 @@ class Dispatcher:
         asked = self._asked[request.id]
         return self.fleet.candidates(request, asked.path, asked.refused_by)
 
-    def _place(self, request: OpenRequest) -> None:
-        """Give a waiting request to a replica, if one may take it."""
+    def _place(self, request: OpenRequest, target: Link | None = None) -> None:
+        """Give a waiting request to a replica, if one may take it: to `target`, or to the policy's choice."""
         asked, content = self._asked[request.id], request.content_hash
         links, replicas = self._candidates(request)
         if not links:
@@ -305,17 +332,18 @@ class Dispatcher:
                 self._fail(request, failure[1], LoadFailure(failure[0]))
             return
         asked.stuck_since = None
-        if self._is_held:  # first come, first served
-            return
-        index = self._choose(Wanted(content, len(request.record["tokens"]), request.rank), request, replicas)
-        if index is None:
-            self._is_held = True
-            return
-        link = links[index]
-        life = self.ledger.place(request, link.name, link.identity)
+        if target is None or target not in links:
+            if self._is_held:  # first come, first served
+                return
+            index = self._choose(Wanted(content, len(request.record["tokens"]), request.rank), request, replicas)
+            if index is None:
+                self._is_held = True
+                return
+            target = links[index]
+        life = self.ledger.place(request, target.name, target.identity)
         request.record["age"] = self._clock() - asked.arrival
         request.record["num_paid_tokens"] = len(request.record["tokens"]) - 1 if request.num_output_tokens else 0
-        link.send("submit", request.record, life)
+        target.send("submit", request.record, life)
 
     def _choose(self, wanted: Wanted, request: OpenRequest, replicas: Replicas) -> int | None:
         """The policy's choice; of a call's further requests, whose prompts have a prefix in common, that of the one

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from .listener import add_secret_flag, add_tls_flag
+from .placement import PLANNERS
 from .router import POLICIES
 
 
@@ -19,7 +20,8 @@ class Plan:
     registry: its file, or the address of one that runs elsewhere; None: none is needed, or a temporary one. ray: the
     address of the Ray cluster that replicas are placed on, `local` for one of this machine alone; None: they are
     children of this process. listen: address of replicas, for TCP on one machine; None: unix sockets, or, on a Ray
-    cluster of many machines, TCP at the nodes' own addresses. secret_file, tls: the same paths on all nodes.
+    cluster of many machines, TCP at the nodes' own addresses. secret_file, tls: the same paths on all nodes. migration:
+    a name of `PLANNERS`, or `off`. migration_setting: see `MigrationSettings.of`. preload: see `Preloader`.
     """
 
     replicas: int = 2
@@ -31,6 +33,9 @@ class Plan:
     listen: str | None = None
     secret_file: Path | None = None
     tls: Path | None = None
+    migration: str = "off"
+    migration_setting: Sequence[str] = ()
+    preload: bool = False
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Plan:
@@ -40,8 +45,16 @@ class Plan:
     def front_flags(self) -> list[str]:
         """Flags of a front's process."""
         tls = [] if self.tls is None else ["--tls", str(self.tls.absolute())]
-        slo = [] if self.slo_tpot is None else ["--slo-tpot", str(self.slo_tpot)]
-        return ["--replicas", str(self.replicas), "--policy", self.policy, *slo, *tls]
+        settings = [f"--migration-setting={text}" for text in self.migration_setting]
+        preload = ["--preload"] if self.preload else []
+        named = {
+            "replicas": self.replicas,
+            "policy": self.policy,
+            "migration": self.migration,
+            "slo-tpot": self.slo_tpot,
+        }
+        flags = [f"--{name}={value}" for name, value in named.items() if value is not None]
+        return [*flags, *settings, *preload, *tls]
 
 
 def add_front_flags(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
@@ -55,6 +68,18 @@ def add_front_flags(parser: argparse.ArgumentParser, count: Callable[[str], int]
         help="time per token beyond which rank-aware and least-delay see a replica as too full (default: 1.5 times "
         "that of one request alone)",
     )  # fmt: skip
+    parser.add_argument(
+        "--migration", choices=("off", *PLANNERS), default="off",
+        help="how it is decided which running requests go on at another replica when the load is uneven; ilp and "
+        "rounding need chorus-lora[plan] (default: off)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--migration-setting", action="append", default=[], metavar="NAME=VALUE",
+        help="a trigger or constant of migration, such as interval_seconds=5; may be given several times",
+    )  # fmt: skip
+    parser.add_argument(
+        "--preload", action="store_true", help="keep adapters in the replicas' arenas before requests ask for them"
+    )
     add_tls_flag(parser)
 
 

@@ -22,6 +22,7 @@ from ...memory.adapters.adapter import Tier
 from ...memory.files.error import AdapterFormatError, LoadFailure
 from ...memory.files.identity import open_unchanged, with_content
 from ...memory.host.image import HostImage
+from ...memory.pages.pool import OutOfPages
 from ..engine_adapters import MOST_OVERFLOWS
 from ..errors import EngineUnavailable
 from ..executors import DaemonPool, PoolFull
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TO_REPLICA = ("submit", "abort", "load", "forget", "drain")
+TO_REPLICA = ("submit", "abort", "load", "prefetch", "forget", "drain")
 FROM_REPLICA = ("hello", "taken", "refused", "out", "loaded", "stats")
 
 REPORT_SECONDS = 0.1
@@ -171,6 +172,7 @@ class _Front:
         self._step: list[int] | None = None
         self._handlers: dict[str, Callable[..., None]] = {
             "submit": self._submit, "abort": self._abort, "load": self._load, "forget": self._forget,
+            "prefetch": self._prefetch,
             "drain": replica.drain,
         }  # fmt: skip
 
@@ -277,6 +279,10 @@ class _Front:
         failure = error.failure if isinstance(error, AdapterFormatError) else LoadFailure.UNREADABLE
         self.send("loaded", content_hash, failure.value, str(error) if known else "the replica's log says why")
 
+    def _prefetch(self, content_hash: str) -> None:
+        _check_text(content_hash)
+        self._worker.call(partial(_bring, content_hash))
+
     def _forget(self, content_hash: str) -> None:
         _check_text(content_hash)
         self._replica.forget(content_hash)
@@ -290,6 +296,14 @@ def _check_text(value: Any) -> None:
 def _check_tokens(tokens: Any) -> None:
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
         raise TypeError("tokens are no list of numbers")
+
+
+def _bring(content_hash: str, engine: Engine) -> None:
+    """Load an adapter that is in host memory into free pages, if there are enough, on the engine's thread."""
+    store = engine.store
+    if content_hash in store and store.tier(adapter := store.get(content_hash)) is Tier.HOST:
+        with suppress(OutOfPages):
+            store.prefetch(adapter)
 
 
 def _about(costs: LearnedCosts, engine: Engine) -> dict[str, Any]:

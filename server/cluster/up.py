@@ -22,7 +22,11 @@ from .address import AddressFile
 from .child import end_with_parent
 from .cluster_worker import ClusterWorker
 from .link import Link
+from .mover import Mover
+from .placement import MigrationSettings
+from .placement.plan import NEED_HIGHS, has_highs
 from .plan import Plan
+from .preloader import Preloader
 from .processes import ClusterDirectory, Processes
 from .router import POLICIES, Estimates
 
@@ -35,6 +39,12 @@ STUCK_POLL_SECONDS = 1.0
 def up(plan: Plan, settings: Settings, given: dict[str, Any]) -> int:
     """Serve a cluster until told to end; the exit code. given: the settings of flags, by name, for fronts."""
     check_model(settings)
+    if plan.migration in NEED_HIGHS and not has_highs():
+        raise LaunchError(f"--migration {plan.migration} needs highspy: pip install 'chorus-lora[plan]'")
+    try:
+        MigrationSettings.of(plan.migration_setting)
+    except ValueError as error:
+        raise LaunchError(f"--migration-setting: {error}") from None
     if plan.fronts == 1:
         return serve(settings, partial(_open_one, plan))
     return _supervise(plan, settings, given)
@@ -100,6 +110,12 @@ def _open(
         policy = POLICIES[plan.policy](estimates, None)
         worker = ClusterWorker(links, policy, settings, on_stop=on_stop, registry=registry, estimates=estimates)
         worker.dispatcher.on_stuck = kill
+        if plan.migration != "off":
+            worker.lookers.append(
+                Mover(worker.dispatcher, plan.migration, MigrationSettings.of(plan.migration_setting)).look
+            )
+        if plan.preload:
+            worker.lookers.append(Preloader(worker.dispatcher).look)
         tokenizer = Tokenizer.load(settings.model)
         worker.start()
         worker.wait_until_ready(trouble)

@@ -177,12 +177,17 @@ def test_several_fronts_on_one_port_know_the_same_adapters_and_outlive_each_othe
 
 
 @pytest.mark.long
-def test_replicas_behind_tls_are_replaced_one_after_another_while_answers_go_on(tmp_path):
+def test_replicas_behind_tls_are_replaced_one_after_another_and_requests_migrate_while_answers_go_on(tmp_path):
     tls = new_authority(tmp_path / "tls")
-    flags = ("--listen", "tcp://127.0.0.1:0", "--tls", str(tls), "--give-up-seconds", str(SECONDS))
-    with cluster_up(2, *flags) as up, ThreadPoolExecutor(4) as threads:
+    flags = ("--listen", "tcp://127.0.0.1:0", "--tls", str(tls), "--give-up-seconds", str(SECONDS), "--preload")
+    policy = ("--policy", "first-fit", "--migration", "greedy")  # all requests begin at one replica
+    eager = (f"--migration-setting={each}" for each in ("interval_seconds=0.1", "excess_requests=1"))
+    with cluster_up(2, *flags, *policy, *eager) as up, ThreadPoolExecutor(4) as threads:
         first = set(up.replicas)
-        unbroken = list(threads.map(lambda index: read(up.client, index), range(4)))
+        unbroken = [read(up.client, index) for index in range(4)]  # one alone stays where it is
+        assert up.metric("chorus_requests_moved_total") == 0
+        while up.metric("chorus_requests_moved_total") == 0:
+            assert list(threads.map(lambda index: read(up.client, index), range(4))) == unbroken
         up.process.send_signal(signal.SIGUSR1)
         while first & set(up.replicas) or len(up.replicas) < 2:
             assert list(threads.map(lambda index: read(up.client, index), range(4))) == unbroken

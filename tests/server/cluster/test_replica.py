@@ -12,6 +12,8 @@ from chorus.core.executors.base import ModelInfo
 from chorus.core.requests.record import NotHere, from_record, to_record
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
+from chorus.memory.adapters.adapter import Tier
+from chorus.memory.pages.pool import OutOfPages
 from chorus.server.cluster.address import UnixSocket
 from chorus.server.cluster.identity import Identity
 from chorus.server.cluster.link import Link
@@ -21,7 +23,7 @@ from chorus.server.cluster.rows import from_row
 from chorus.server.cluster.stream import FrameStream, Refused, connect
 from chorus.server.cluster.wire import MAX_BYTES, WireError
 from chorus.server.worker import EngineWorker
-from tests.server.conftest import EOS, FakeEngine
+from tests.server.conftest import EOS, FakeEngine, FakeStore
 
 SECRET = b"s" * 32
 HELLO = Hello(Identity("model", "float32", "torch", "1"), ModelInfo(300, 512, (EOS,)), 8, 8, 16, 1)
@@ -134,13 +136,36 @@ def test_what_a_front_sent_ends_with_its_connection_and_others_go_on(play):
     play(act)
 
 
+def test_a_front_has_adapters_brought_from_host_memory_into_the_arena(play):
+    class Store(FakeStore):
+        def __contains__(self, name):
+            return name in self.tiers
+
+        def prefetch(self, adapter):
+            if adapter.name == "large":
+                raise OutOfPages
+            self.tiers[adapter.name] = Tier.DEVICE
+
+    async def act(world):
+        world.engine.store = store = Store(["bob", "large", "cold"])
+        store.tiers |= {"bob": Tier.HOST, "large": Tier.HOST}
+        front = await world.front()
+        for name in ("nobody", "large", "cold", "bob"):
+            front.send("prefetch", name)
+        while store.tiers["bob"] is not Tier.DEVICE:
+            await frames(front, "stats")
+        assert store.tiers == {"bob": Tier.DEVICE, "large": Tier.HOST, "cold": Tier.DISK}
+
+    play(act)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         ("submit",), ("submit", {}, 1), ("submit", "x", 1), ("submit", {"id": 1, "tokens": [1]}, 1),
         ("submit", {**record("q"), "tokens": ["a"]}, 1), ("submit", {**record("q"), "tokens": [True]}, 1),
         ("submit", record("q"), "first"), ("abort",), ("abort", ["q"]), ("load", 1, 2), ("load", "h"),
-        ("drain", 1), ("forget",), ("forget", 3), ("taken", "q", 1),
+        ("prefetch",), ("prefetch", 1), ("drain", 1), ("forget",), ("forget", 3), ("taken", "q", 1),
     ],
 )  # fmt: skip
 def test_a_peer_that_breaks_the_protocol_is_told_and_hurts_no_other(play, fields):

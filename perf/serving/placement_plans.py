@@ -1,0 +1,120 @@
+"""Plans of migration: `python -m chorus.perf.serving.placement_plans`, their times and regret.
+
+Requests lie unevenly on replicas: a replica's share falls with its rank, as 1/rank, an adapter's share of the requests
+likewise. Each planner is given the same problems, of the K most and the K least loaded replicas. Regret is how far the
+longest replica's time is above the linear program's bound, so at most how far a plan is above the best one; `stay` is
+the regret of moving nothing. Times are of the processor, of one thread, without the bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from ...server.cluster.placement import PLANNERS, Migration, MigrationSettings, Movable, Problem
+from ...server.cluster.placement.program import Program
+from ...server.cluster.router import ReplicaState
+from ..report.command import conclude, parser
+from ..report.table import Table
+
+SLOTS, BLOCK_TOKENS, TOKENS = 32, 16, 32 * 2048
+ADAPTER_PAGES, LOAD_SECONDS, PREFILL_SECONDS = 20, 0.005, 1e-4
+"""Of an adapter of rank 16, its copy over PCIe, and a token's prefill, of a 7B model on an A100, in round numbers."""
+
+
+def uneven(seed: int, replicas: int, requests: int, adapters: int, most_replicas: int) -> Problem:
+    """A problem of a cluster. most_replicas: K."""
+    draws = np.random.default_rng(seed)
+    home = draws.choice(replicas, requests, p=_shares(replicas))
+    names = [f"adapter-{index}" for index in draws.choice(adapters, requests, p=_shares(adapters))]
+    tokens = np.minimum(draws.lognormal(5.5, 1.2, requests), 2048).astype(int) + 1
+    seconds = dict(zip((f"adapter-{index}" for index in range(adapters)), draws.uniform(2, 10, adapters), strict=True))
+    states = []
+    for index in range(replicas):
+        here = home == index
+        used = int(tokens[here].sum())
+        held = frozenset(name for name, at in zip(names, here, strict=True) if at)
+        held |= {f"adapter-{number}" for number in draws.choice(adapters, min(adapters, 8), replace=False)}
+        states.append(
+            ReplicaState(SLOTS, int(here.sum()), kv_tokens=used, free_tokens=max(0, TOKENS - used), resident=held)
+        )
+    asked = [
+        Movable(str(index), int(at), name, int(count), True, seconds[name], PREFILL_SECONDS * int(count))
+        for index, (at, name, count) in enumerate(zip(home, names, tokens, strict=True))
+    ]
+    settings = replace(MigrationSettings(), excess_requests=0.0, most_replicas=most_replicas)
+    task = Migration(settings, lambda name: ADAPTER_PAGES, lambda name: LOAD_SECONDS, BLOCK_TOKENS).task(
+        states, asked, 0.0
+    )
+    if task is None:
+        raise ValueError("there is nothing to move; ask for more replicas and requests")
+    return task.problem
+
+
+def _shares(count: int) -> np.ndarray:
+    weights = 1 / np.arange(1, count + 1)
+    return weights / weights.sum()
+
+
+def measure(problems: Sequence[Problem], settings: MigrationSettings) -> list[dict[str, Any]]:
+    """Each planner's times, in ms, and regrets over the same problems."""
+    bounds = [Program(problem).bound() for problem in problems]
+    found = []
+    for name, planner in PLANNERS.items():
+        times, regrets, moves = [], [], []
+        for problem, bound in zip(problems, bounds, strict=True):
+            began = time.thread_time()
+            place = planner(problem, settings)
+            times.append(1e3 * (time.thread_time() - began))
+            moves.append(int((place != problem.home).sum()))
+            if bound:
+                regrets.append(problem.objective(place) / bound - 1)
+        found.append(_line(name, times, regrets, moves))
+    stay = [
+        problem.objective(problem.home) / bound - 1 for problem, bound in zip(problems, bounds, strict=True) if bound
+    ]
+    return [_line("stay", [0.0], stay, [0]), *found]
+
+
+def _line(name: str, times: list[float], regrets: list[float], moves: list[int]) -> dict[str, Any]:
+    return {
+        "planner": name, "ms": median(times), "most_ms": max(times), "regret": median(regrets) if regrets else None,
+        "most_regret": max(regrets, default=None), "moves": median(moves),
+    }  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    command = parser(__spec__, __doc__)
+    command.add_argument("--replicas", type=int, default=60)
+    command.add_argument("--requests", type=int, default=200, help="of all replicas together")
+    command.add_argument("--adapters", type=int, default=100)
+    command.add_argument("--most-replicas", type=int, nargs="+", default=[2, 5, 60], metavar="K")
+    command.add_argument("--seeds", type=int, default=5)
+    command.add_argument("--solve-seconds", type=float, default=1.0, help="most time of an integer program")
+    arguments = command.parse_args(argv)
+    result = {str(most): _measure(arguments, most) for most in arguments.most_replicas}
+    return conclude({**vars(arguments), "plans": result}, True)
+
+
+def _measure(arguments: argparse.Namespace, most_replicas: int) -> list[dict[str, Any]]:
+    size = arguments.replicas, arguments.requests, arguments.adapters, most_replicas
+    problems = [uneven(seed, *size) for seed in range(arguments.seeds)]
+    lines = measure(problems, MigrationSettings(solve_seconds=arguments.solve_seconds))
+    shape = f"{problems[0].num_replicas} replicas, about {median(len(one.home) for one in problems):.0f} requests"
+    table = Table(f"K = {most_replicas}: {shape}", ["planner", "ms", "most", "regret %", "most %", "moves"])
+    for line in lines:
+        regrets = (None if line[name] is None else 100 * line[name] for name in ("regret", "most_regret"))
+        table.add(line["planner"], line["ms"], line["most_ms"], *regrets, line["moves"])
+    table.show()
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""Greedy co-migration: requests leave the busiest replica one by one, each with its adapter where that is missing."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .problem import EFFORT_WEIGHT, Problem
+
+LEAST_GAIN = 1e-6
+"""Seconds by which a move must make a replica less busy, above what rounding errors do."""
+
+
+def greedy(problem: Problem) -> np.ndarray:
+    """Return a place that is no worse than the requests' home.
+
+    Each turn looks at the busiest replica. Each of its requests would go where it makes the replica least busy; of them
+    the one moves that leaves the busier of source and target least busy. It ends when that would be as busy as before.
+    Of all places on the way the best one is returned, as the last moves may not have paid.
+    """
+    place, limits = problem.home.copy(), problem.limits
+    users = np.zeros_like(problem.resident, dtype=np.int64)  # [a, m]
+    np.add.at(users, (problem.adapter, place), 1)
+    pages, seconds = problem.pages_at(place), problem.seconds(place)
+    best, effort, least = place.copy(), 0.0, seconds.max()  # relative to the home's effort
+    while True:
+        source = int(seconds.argmax())
+        found = np.flatnonzero(place == source)
+        if not len(found):
+            break
+        more_pages, more_seconds = _with(problem, found, users)
+        after = pages + more_pages
+        there = seconds + more_seconds + problem.page_seconds * (_over(problem, after) - _over(problem, pages))
+        there[~problem.allowed[found] | (after > limits)] = np.inf
+        there[:, source] = np.inf
+        targets = there.argmin(axis=1)
+        there = there[np.arange(len(found)), targets]
+        less_pages, less_seconds = _without(problem, found, users, source)
+        freed = np.minimum(less_pages, max(0, pages[source] - problem.num_pages[source]))
+        left = seconds[source] - less_seconds - problem.page_seconds * freed
+        busier = np.maximum(there, left)
+        at = int(np.lexsort((there, busier))[0])
+        if not busier[at] < seconds[source] - LEAST_GAIN:
+            break
+        index, target = int(found[at]), int(targets[at])
+        place[index] = target
+        users[problem.adapter[index], [source, target]] += (-1, 1)
+        pages[source] -= less_pages[at]
+        pages[target] = after[at, target]
+        seconds[source], seconds[target] = left[at], there[at]
+        effort += more_seconds[at, target] - less_seconds[at]
+        if (objective := seconds.max() + EFFORT_WEIGHT * effort) < least:
+            best, least = place.copy(), objective
+    return best if problem.objective(best) < problem.objective(problem.home) else problem.home
+
+
+def _over(problem: Problem, pages: np.ndarray) -> np.ndarray:
+    """Pages that find no room."""
+    return np.maximum(pages - problem.num_pages, 0)
+
+
+def _without(problem: Problem, found: np.ndarray, users: np.ndarray, source: int) -> tuple[np.ndarray, np.ndarray]:
+    """int64, float64 [f]: pages and seconds that each of the requests takes at its replica."""
+    adapter = problem.adapter[found]
+    last = (users[adapter, source] == 1) & ~problem.resident[adapter, source]
+    seconds = problem.run_seconds[found] + (problem.home[found] != source) * problem.move_seconds[found]
+    return problem.pages[found] + last * problem.adapter_pages[adapter], seconds + last * problem.load_seconds[adapter]
+
+
+def _with(problem: Problem, found: np.ndarray, users: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """int64, float64 [f, m]: pages and seconds that each request adds to a replica."""
+    adapter = problem.adapter[found]
+    comes = ~problem.resident[adapter] & (users[adapter] == 0)
+    leaves = problem.home[found][:, None] != np.arange(problem.num_replicas)
+    pages = problem.pages[found][:, None] + comes * problem.adapter_pages[adapter][:, None]
+    seconds = problem.run_seconds[found][:, None] + leaves * problem.move_seconds[found][:, None]
+    return pages, seconds + comes * problem.load_seconds[adapter][:, None]

@@ -1,0 +1,53 @@
+"""A plan: where requests go by one of the planners, and how far that may be from the best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import numpy as np
+
+from .greedy import greedy
+from .newest import newest
+from .problem import Problem
+from .program import Program
+from .settings import MigrationSettings
+
+#: A place for a problem's requests.
+Planner = Callable[[Problem, MigrationSettings], np.ndarray]
+
+PLANNERS: Mapping[str, Planner] = {
+    "newest": lambda problem, settings: newest(problem),
+    "greedy": lambda problem, settings: greedy(problem),
+    "ilp": lambda problem, settings: Program(problem).best(greedy(problem), settings),
+    "rounding": lambda problem, settings: Program(problem).rounded(greedy(problem), settings),
+}
+
+NEED_HIGHS = ("ilp", "rounding")
+
+
+def has_highs() -> bool:
+    return find_spec("highspy") is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """place: int64 [n]. objective: its own; before: that of staying. bound: no place is below it; None: not known."""
+
+    place: np.ndarray
+    objective: float
+    before: float
+    bound: float | None
+
+    @property
+    def regret(self) -> float | None:
+        """By which share the plan is above the bound, at most by so much above the best plan."""
+        return self.objective / self.bound - 1 if self.bound else None
+
+
+def plan_moves(problem: Problem, planner: str, settings: MigrationSettings) -> Plan:
+    """planner: a name of `PLANNERS`. The bound needs highspy."""
+    place = PLANNERS[planner](problem, settings)
+    bound = Program(problem).bound() if has_highs() else None
+    return Plan(place, problem.objective(place), problem.objective(problem.home), bound)
