@@ -189,3 +189,26 @@ def test_replicas_behind_tls_are_replaced_one_after_another_while_answers_go_on(
         up.wait_until(lambda: up.metric("chorus_replicas_up") == 2)
         assert not first & set(up.replicas)
         assert list(threads.map(lambda index: read(up.client, index), range(4))) == unbroken
+
+
+@pytest.mark.long
+def test_replicas_follow_the_load_and_no_answer_is_lost_or_changed():
+    flags = ("--min-replicas", "1", "--max-replicas", "2", "--scale-seconds", "1", "--max-num-seqs", "4")
+    with cluster_up(1, *flags, "--give-up-seconds", str(SECONDS)) as up, ThreadPoolExecutor(4) as threads:
+        unbroken = list(threads.map(lambda index: read(up.client, index), range(4)))
+
+        def keep_asking(count, until):
+            """So many answers are under way all the time."""
+
+            def ask(index):
+                while not until():
+                    assert read(up.client, index) == unbroken[index]
+
+            list(threads.map(ask, range(count)))
+
+        assert up.metric("chorus_replicas") == 1
+        keep_asking(4, lambda: up.metric("chorus_replicas_up") == 2)
+        assert len(up.replicas) == up.metric("chorus_replicas") == 2
+        keep_asking(2, lambda: up.metric("chorus_replicas") == 1 and len(up.replicas) == 1)
+        assert list(threads.map(lambda index: read(up.client, index), range(4))) == unbroken
+        assert up.client.get("/health").status_code == 200
