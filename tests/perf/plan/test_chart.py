@@ -5,7 +5,7 @@ from __future__ import annotations
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chorus.perf.plan.chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart, log_ticks, ticks
@@ -27,6 +27,7 @@ def test_what_is_drawn_lies_in_the_frame_and_names_are_escaped():
     assert {"a < b & c", "<policy>", "SLO", "asked", "100"} <= set(texts)
 
 
+@settings(max_examples=20)
 @given(st.floats(0, 1e4), st.floats(1e-3, 1e5))
 def test_ticks_are_few_and_round(first, width):
     found = ticks(first, first + width)

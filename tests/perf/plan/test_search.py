@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chorus.perf.plan import search as module
@@ -15,6 +15,7 @@ from chorus.perf.plan.trial import Candidate, Outcome
 GIB = 1 << 30
 
 
+@settings(max_examples=30)
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 80))
 def test_the_fewest_are_found_in_few_trials(needed, most, start):
     asked = []
