@@ -57,8 +57,10 @@ class Chart:
         ends = [(x, last[0]), (x, last[1])] if x is not None else [(first[0], y or 0.0), (first[1], y or 0.0)]
         (x1, y1), (x2, y2) = ((self._x(a), self._y(b)) for a, b in ends)
         self._marks.append(f'<line class="limit" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>')
-        self._marks.append(f'<text class="small" x="{x1 + 4:.1f}" y="{y2 + (10 if x is not None else -4):.1f}">')
-        self._marks[-1] += f"{escape(text)}</text>"
+        place = (x1 + 4, y1 - 4, "start") if x is None else (x1 - 4, y2 + 20, "end")
+        self._marks.append(
+            f'<text class="small" x="{place[0]:.1f}" y="{place[1]:.1f}" text-anchor="{place[2]}">{escape(text)}</text>'
+        )
 
     def svg(self) -> str:
         bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
@@ -110,5 +112,5 @@ def ticks(first: float, last: float, most: int = 6) -> list[float]:
 def log_ticks(first: float, last: float) -> list[float]:
     """1, 2 and 5 of each decade, or 1 alone of many decades."""
     decades = range(math.floor(math.log10(first)), math.ceil(math.log10(last)) + 1)
-    factors = (1, 2, 5) if len(decades) <= 3 else (1,)
+    factors = (1, 2, 5) if last / first <= 1e3 else (1,)
     return [value for decade in decades for factor in factors if first <= (value := factor * 10.0**decade) <= last]

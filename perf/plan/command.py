@@ -52,6 +52,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--boot-seconds", type=float, default=30.0, metavar="S", help="until one more replica serves (default: 30)")
     add("--seeds", type=int, default=5, metavar="N", help="draws of the load for each candidate (default: 5)")
     add("--jobs", type=int, default=1, metavar="N", help="processes; the plan doesn't depend on them (default: 1)")
+    add("--scale", type=float, default=1.0, metavar="X", help="plan for X times the trace's rate (default: 1)")
     add("--rank", type=int, metavar="N", help="rank of adapters of which the trace tells none")
     add("--targets", metavar="NAMES", help="projections that adapters change, with commas (default: all seven)")
     add(
@@ -78,6 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise UsageError(f"chorus plan: error: --{flag} is {value}; give {least} or more")
     if not 0 < arguments.attainment <= 1:
         raise UsageError(f"chorus plan: error: --attainment is {arguments.attainment:g}; give a share up to 1")
+    if not 0 < arguments.scale < float("inf"):
+        raise UsageError(f"chorus plan: error: --scale is {arguments.scale:g}; give a number above 0")
     if arguments.slo_ttft is None and arguments.slo_tpot is None:
         raise UsageError("chorus plan: error: there is no SLO; give --slo-ttft, --slo-tpot or both")
     if not arguments.out.absolute().parent.is_dir():

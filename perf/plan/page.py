@@ -59,13 +59,13 @@ def page(plan: Plan) -> str:
 
 def _table(plan: Plan) -> str:
     heads = ("replicas", "arena", "host cache", "policy", "within SLO, %", "TTFT p50, ms", "TTFT p99, ms",
-             "TPOT p50, ms", "TPOT p99, ms", "GPU-hours", "what failed")  # fmt: skip
+             "TPOT p50, ms", "TPOT p99, ms", plan.unit, "what failed")  # fmt: skip
     rows = [f"<tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>"]
     for one in sorted(plan.tried, key=lambda one: (not one.meets, one.candidate.replicas)):
         cells = [str(one.candidate.replicas), size(one.candidate.arena), size(one.candidate.host)]
-        cells += [one.candidate.policy, ("at most " if one.outcomes[-1].stopped else "") + share(one.attainment)]
+        cells += [one.candidate.policy, ("at most " if one.stopped else "") + share(one.attainment)]
         cells += [milliseconds(one.quantile(name, at)) for name in ("ttft", "tpot") for at in (0.5, 0.99)]
-        cells.append("-" if one.gpu_hours is None else f"{one.gpu_hours:.3g}")
+        cells.append("-" if one.hours is None else f"{one.hours:.3g}")
         body = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
         mark = ' class="best"' if one is plan.best else ""
         rows.append(f'<tr{mark}>{body}<td class="words">{escape(one.trouble) or "nothing"}</td></tr>')
@@ -74,16 +74,17 @@ def _table(plan: Plan) -> str:
 
 def _charts(plan: Plan) -> Iterator[Chart]:
     yield _arrivals(plan)
-    memories = dict.fromkeys((one.candidate.arena, one.candidate.host) for one in plan.tried)
-    for memory in memories:
-        yield _attainment(plan, memory)
+    for arena, host in dict.fromkeys((one.candidate.arena, one.candidate.host) for one in plan.tried):
+        mine = [one for one in plan.tried if (one.candidate.arena, one.candidate.host) == (arena, host)]
+        if ended := [one for one in mine if not one.stopped]:
+            yield _attainment(plan, ended)
     if plan.best is not None:
         yield _times("Time to first token", plan.best, "ttft", plan.fleet.slo.ttft)
         yield _times("Time per token", plan.best, "tpot", plan.fleet.slo.tpot)
 
 
 def _arrivals(plan: Plan) -> Chart:
-    requests = plan.fleet.requests()
+    requests = plan.fleet.requests().resampled(0, plan.fleet.scale)
     span = max(requests.span, 1e-3)
     counts, edges = np.histogram([one.arrival for one in requests.items], _BARS, (0, span))
     rates = counts * len(counts) / span
@@ -93,21 +94,20 @@ def _arrivals(plan: Plan) -> Chart:
     return chart
 
 
-def _attainment(plan: Plan, memory: tuple[int, int]) -> Chart:
-    shown = [one for one in plan.tried if (one.candidate.arena, one.candidate.host) == memory]
-    most, least = max(one.candidate.replicas for one in plan.tried), min(one.attainment.low for one in shown)
-    title = f"Within SLO: arena {size(memory[0])}, host cache {size(memory[1])}"
-    bottom = min(100 * least, 100 * plan.fleet.slo.attainment - 1)
+def _attainment(plan: Plan, shown: list[Tried]) -> Chart:
+    """shown: candidates of one memory whose simulations ended."""
+    first, target = shown[0].candidate, 100 * plan.fleet.slo.attainment
+    most = max(one.candidate.replicas for one in shown)
+    bottom = min(target - 1, *(100 * one.attainment.low for one in shown))
+    title = f"Within SLO: arena {size(first.arena)}, host cache {size(first.host)}"
     chart = Chart(title, "replicas", "%", (0, most + 0.5), (bottom, 100.2))
-    for colour, policy in enumerate(dict.fromkeys(one.candidate.policy for one in shown)):
-        mine = sorted((one for one in shown if one.candidate.policy == policy), key=lambda one: one.candidate.replicas)
-        chart.line(policy, [(one.candidate.replicas, 100 * one.attainment.median) for one in mine], colour)
-        for one in mine:
-            low, middle, high = (
-                100 * each for each in (one.attainment.low, one.attainment.median, one.attainment.high)
-            )
-            chart.whisker(one.candidate.replicas, low, high, middle, colour)
-    chart.limit("asked for", y=100 * plan.fleet.slo.attainment)
+    for colour, policy in enumerate(dict.fromkeys(one.candidate.policy for one in plan.tried)):
+        mine = sorted((one.candidate.replicas, one.attainment) for one in shown if one.candidate.policy == policy)
+        if mine:
+            chart.line(policy, [(replicas, 100 * found.median) for replicas, found in mine], colour)
+        for replicas, found in mine:
+            chart.whisker(replicas, 100 * found.low, 100 * found.high, 100 * found.median, colour)
+    chart.limit("asked for", y=target)
     return chart
 
 

@@ -52,6 +52,11 @@ class Plan:
     def origin(self) -> str:
         return "predicted" if self.predicted else "from a measured profile"
 
+    @property
+    def unit(self) -> str:
+        """Of a replica's time; one that was measured may have no GPU."""
+        return "GPU-hours" if self.predicted else "replica-hours"
+
     def command(self) -> str | None:
         """That starts the best candidate."""
         if self.best is None:
@@ -81,24 +86,25 @@ class Plan:
         return (
             f"{replicas} of {self.fleet.profile.device}, policy {one.policy}, arena {size(one.arena)} and host cache "
             f"{size(one.host)} each: {share(self.best.attainment)} % meet the SLO ({asked}), for "
-            f"{self.best.gpu_hours or 0:.3g} GPU-hours ({self.origin})."
+            f"{self.best.hours or 0:.3g} {self.unit} ({self.origin})."
         )
 
     def assumptions(self) -> list[str]:
-        profile = self.fleet.profile
+        profile, scale = self.fleet.profile, self.fleet.scale
         told = [
             f"Costs: {profile.source}. {'No step was measured on this GPU.' if self.predicted else ''}",
             f"Adapters change {', '.join(self.fleet.targets)} in every layer. No prefix is cached: none is recorded.",
-            "Seed 0 is the trace itself; the others draw each request 0, 1, 2 … times, once on average (a Poisson "
-            "bootstrap). A candidate meets the SLO where the low end of its interval does; one that can't any more is "
-            "not simulated to its end.",
+            f"{'Seed 0 is the trace itself; the others draw' if scale == 1 else 'Seeds draw'} each request 0, 1, 2 … "
+            f"times, {scale:g} times on average (a Poisson bootstrap). A candidate meets the SLO where the low end of "
+            "its interval does; one that can't any more is not simulated to its end.",
             "TTFT and TPOT are the engine's: what HTTP, the network and a router's stale knowledge add is not in them.",
         ]
         return told + ([self.note + "."] if self.note else [])
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "summary": self.summary(), "predicted": self.predicted, "command": self.command(),
+            "summary": self.summary(), "predicted": self.predicted, "unit": self.unit,
+            "command": self.command(),
             "profile": self.fleet.profile.name, "best": None if self.best is None else _row(self.best),
             "candidates": [_row(one) for one in self.tried],
         }  # fmt: skip
@@ -123,7 +129,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     targets = _names(arguments.targets, MODULES, "--targets")
     policies = _names(arguments.policy, POLICIES, "--policy")
     fleet = Fleet(
-        arguments.trace, profile, slo, targets, {**defaults, **engine}, arguments.rank,
+        arguments.trace, profile, slo, targets, {**defaults, **engine}, arguments.rank, arguments.scale,
         arguments.min_replicas, arguments.boot_seconds,
     )  # fmt: skip
     try:
@@ -178,7 +184,7 @@ def _row(tried: Tried) -> dict[str, Any]:
     for name, at in itertools.product(("ttft", "tpot"), (0.5, 0.99)):
         spread = tried.quantile(name, at)
         found[f"{name}_p{100 * at:g}"] = None if spread is None else spread.to_json()
-    return {**found, "gpu_hours": tried.gpu_hours, "trouble": tried.trouble}
+    return {**found, "hours": tried.hours, "trouble": tried.trouble}
 
 
 def size(num_bytes: int) -> str:

@@ -30,15 +30,15 @@ class Requests:
         """Seconds from the first arrival to the last."""
         return self.items[-1].arrival
 
-    def resampled(self, seed: int) -> Requests:
-        """The same for seed 0; otherwise a Poisson bootstrap: each request comes 0, 1, 2 … times, once on average, the
-        first at its time and its copies anywhere before the next request. So the course of the rate, bursts and who
-        asks for what stay, and their numbers vary as those of another day would.
+    def resampled(self, seed: int, scale: float = 1.0) -> Requests:
+        """The same for seed 0; otherwise a Poisson bootstrap: each request comes 0, 1, 2 … times, `scale` times on
+        average, the first at its time and its copies anywhere before the next request. So the course of the rate,
+        bursts and who asks for what stay, and their numbers vary as those of another day would.
         """
-        if not seed:
+        if not seed and scale == 1.0:
             return self
         rng = stream(seed, "requests of a plan")
-        counts = rng.poisson(1.0, len(self.items))
+        counts = rng.poisson(scale, len(self.items))
         found = []
         for one, after, count in zip(self.items, (*self.items[1:], self.items[-1]), counts.tolist(), strict=True):
             gap = after.arrival - one.arrival

@@ -28,6 +28,11 @@ class Tried:
         return Spread.of(one.attainment for one in self.outcomes)
 
     @property
+    def stopped(self) -> bool:
+        """True where its attainment is only known to be at most so much."""
+        return any(one.stopped for one in self.outcomes)
+
+    @property
     def finished(self) -> list[Outcome]:
         return [one for one in self.outcomes if not one.stopped]
 
@@ -37,7 +42,7 @@ class Tried:
         return Spread.of(getattr(one, name)[index] for one in self.finished) if self.finished else None
 
     @property
-    def gpu_hours(self) -> float | None:
+    def hours(self) -> float | None:
         if not self.finished:
             return None
         return Spread.of(one.replica_seconds for one in self.finished).median / 3600

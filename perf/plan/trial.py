@@ -43,7 +43,8 @@ class Candidate:
 class Fleet:
     """What all candidates share. rank: of adapters of which the trace tells none. engine: fields of `EngineConfig`.
 
-    least: replicas at least, where their number follows the load; None: it stays. boot_seconds: until one more serves.
+    scale: multiplies the trace's rate. least: replicas at least, where their number follows the load; None: it stays.
+    boot_seconds: until one more serves.
     """
 
     trace: Path
@@ -52,6 +53,7 @@ class Fleet:
     targets: tuple[str, ...]
     engine: dict[str, Any] = field(default_factory=dict)
     rank: int | None = None
+    scale: float = 1.0
     least: int | None = None
     boot_seconds: float = 0.0
 
@@ -111,7 +113,7 @@ class _Watch:
 
 
 def run_trial(fleet: Fleet, candidate: Candidate, seed: int) -> Outcome:
-    requests, slo = fleet.requests().resampled(seed), fleet.slo
+    requests, slo = fleet.requests().resampled(seed, fleet.scale), fleet.slo
     config = fleet.config(memory_bytes=candidate.arena, host_cache_bytes=candidate.host)
     geometry = fleet.profile.geometry
     adapters = SimAdapters(geometry.page_layout(config.block_tokens), fleet.targets)

@@ -29,6 +29,7 @@ def test_a_draw_has_about_as_many_requests_with_the_same_course(trace):
         arrivals = [one.arrival for one in draw.items]
         assert arrivals == sorted(arrivals) and arrivals[-1] <= requests.span
         assert [one.id for one in draw.items] == list(range(len(arrivals)))
+    assert 180 < len(requests.resampled(0, 4.0).items) < 300
     assert requests.resampled(3).items == requests.resampled(3).items != requests.resampled(4).items
 
 

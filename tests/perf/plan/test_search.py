@@ -102,4 +102,4 @@ def test_what_failed_is_said():
     stopped = Outcome(0.4, stopped=True)
     assert "the queue grows: stopped when 60.0%" in Tried(candidate, (stopped,), meets=False).trouble
     assert Tried(candidate, (outcome(1.0),), meets=True).trouble == ""
-    assert Tried(candidate, (stopped,), meets=False).gpu_hours is None
+    assert Tried(candidate, (stopped,), meets=False).hours is None

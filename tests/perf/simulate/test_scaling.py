@@ -47,7 +47,7 @@ def test_replicas_come_with_the_load_and_go_after_it():
 
 
 def test_bounds_are_kept():
-    busy = [0.05 * index for index in range(120)]
+    busy = [0.05 * index for index in range(240)]
     counts, _, _ = serve(1, 2, busy)
     assert max(count for _, count in counts) == 2
     counts, scaling, end = serve(1, 1, [2.0 * index for index in range(20)])
