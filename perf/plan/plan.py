@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -77,7 +78,7 @@ class Plan:
         """One sentence: the plan, or that there is none."""
         slo = self.fleet.slo
         limits = [f"{name} within {value * 1e3:g} ms" for name, value in (("TTFT", slo.ttft), ("TPOT", slo.tpot))
-                  if value < float("inf")]  # fmt: skip
+                  if value < math.inf]  # fmt: skip
         asked = f"{slo.attainment:.1%} of the requests with {' and '.join(limits)}"
         if self.best is None:
             return f"Nothing that was tried, with up to {self.most} replicas, meets the SLO: {asked}."
@@ -125,7 +126,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         defaults = {"max_num_seqs": rows, "max_num_batched_tokens": tokens} if rows else {}
     else:
         profile, defaults = load_profile(arguments.gpu.removeprefix(PROFILE)), {}
-    slo = Slo(*(limit or float("inf") for limit in (arguments.slo_ttft, arguments.slo_tpot)), arguments.attainment)
+    slo = Slo(arguments.slo_ttft or math.inf, arguments.slo_tpot or math.inf, arguments.attainment)
     targets = _names(arguments.targets, MODULES, "--targets")
     policies = _names(arguments.policy, POLICIES, "--policy")
     fleet = Fleet(
