@@ -145,7 +145,9 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     wanted = sum(profile.geometry.adapter_bytes(rank, targets) for rank in requests.ranks.values())
     whole, least = profile.memory_bytes.value, config.host_bytes
     arenas = _sizes(arguments.memory_bytes, "--memory-bytes") or [whole, whole // 2]
-    hosts = _sizes(arguments.host_cache_bytes, "--host-cache-bytes") or sorted({least, max(least, wanted)})
+    hosts = _sizes(arguments.host_cache_bytes, "--host-cache-bytes") or sorted(
+        {least, max(least, wanted)}, reverse=True
+    )
     if too_large := [one for one in arenas if one > whole]:
         raise PlanError(
             f"--memory-bytes is {too_large[0]}, and {profile.device} has room for {whole}; give that or less"

@@ -72,8 +72,9 @@ def search(
 ) -> list[Tried]:
     """All that was tried. memories: (arena, host) bytes. told: called with each when it is known.
 
-    Replicas and attainment are taken to rise together, so that the fewest are found by doubling and bisection. Later
-    memories and policies are tried with as many as the best one needs, and with fewer only if these do.
+    Replicas, memory and attainment are taken to rise together: the fewest replicas are found by doubling and bisection,
+    and what fails is not tried with less memory, so give the largest first. Later memories and policies are tried with
+    as many as the best one needs, and with fewer only if these do.
     """
     found: list[Tried] = []
     with map_of(jobs) as mapped:
@@ -81,7 +82,10 @@ def search(
         for (arena, host), policy in itertools.product(memories, policies):
 
             def meets(replicas: int, arena: int = arena, host: int = host, policy: str = policy) -> bool:
-                tried = _try(fleet, Candidate(replicas, arena, host, policy), seeds, jobs, mapped)
+                candidate = Candidate(replicas, arena, host, policy)
+                if any(not tried.meets and candidate.is_within(tried.candidate) for tried in found):
+                    return False
+                tried = _try(fleet, candidate, seeds, jobs, mapped)
                 found.append(tried)
                 told(tried)
                 return tried.meets
@@ -108,7 +112,7 @@ def fewest(meets: Callable[[int], bool], most: int, start: int = 1) -> int | Non
 
 def cheapest(tried: Iterable[Tried]) -> Tried | None:
     """The fewest replicas that meet the SLO; of these the highest attainment, to a tenth of a percent, then the least
-    memory, then the first.
+    host memory, then the largest arena, whose memory is paid for anyway, then the first.
     """
     good = [one for one in tried if one.meets]
     if not good:
@@ -116,7 +120,7 @@ def cheapest(tried: Iterable[Tried]) -> Tried | None:
 
     def cost(one: Tried) -> tuple[float, ...]:
         candidate = one.candidate
-        return candidate.replicas, -round(one.attainment.median, 3), candidate.arena + candidate.host
+        return candidate.replicas, -round(one.attainment.median, 3), candidate.host, -candidate.arena
 
     return min(good, key=cost)
 

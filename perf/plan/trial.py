@@ -38,6 +38,11 @@ class Candidate:
     host: int
     policy: str
 
+    def is_within(self, other: Candidate) -> bool:
+        """True if the other has the same policy and no less of anything."""
+        more = other.replicas >= self.replicas and other.arena >= self.arena and other.host >= self.host
+        return more and other.policy == self.policy
+
 
 @dataclass(frozen=True)
 class Fleet:
