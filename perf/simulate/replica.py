@@ -110,7 +110,7 @@ class Replica:
         store = self.engine.store
         self.state = ReplicaState(
             self.engine.config.max_num_seqs, resident=_Adapters(store, _ARENA), on_host=_Adapters(store, _HOST),
-            name=f"r{index}",
+            name=f"replica-{index}",
         )  # fmt: skip
         self.failures: list[tuple[float, str | None]] = []
         """Arrival and service class of each request that was refused or ended with an error."""
