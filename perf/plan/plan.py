@@ -81,7 +81,11 @@ class Plan:
                   if value < math.inf]  # fmt: skip
         asked = f"{slo.attainment:.1%} of the requests with {' and '.join(limits)}"
         if self.best is None:
-            return f"Nothing that was tried, with up to {self.most} replicas, meets the SLO: {asked}."
+            near = max(self.tried, key=lambda one: (one.candidate.replicas, one.attainment.low))
+            return (
+                f"Nothing that was tried, with up to {self.most} replicas, meets the SLO: {asked}. What failed with "
+                f"{near.candidate.replicas} by {near.candidate.policy}: {near.trouble}."
+            )
         one = self.best.candidate
         replicas = "1 replica" if one.replicas == 1 else f"{one.replicas} replicas"
         return (

@@ -54,7 +54,8 @@ def test_no_plan_is_exit_code_1_and_the_page_says_why(trace, model, tmp_path, ca
     out = tmp_path / "plan.html"
     flags = ["--trace", trace, "--gpu", "l4", "--model", model, "--slo-ttft", "1s", "--policy", "random"]
     assert plan(*flags, "--max-replicas", 2, "--seeds", 2, "--memory-bytes", "1GiB", "--out", out) == 1
-    assert "Nothing that was tried, with up to 2 replicas" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Nothing that was tried, with up to 2 replicas" in said and "What failed with 2 by random: " in said
     assert "TTFT" in out.read_text()
 
 
