@@ -35,6 +35,7 @@ from .generation_api import GenerationApi
 from .hosts import Hosts
 from .keys import KeyWatch, Right
 from .kv_publisher import KvPublisher
+from .recorder import Recorder
 from .sampling_defaults import SamplingDefaults
 from .settings import Settings
 from .text_api import TextApi
@@ -52,11 +53,12 @@ def create_app(
     settings: Settings,
     defaults: SamplingDefaults,
     kv_publisher: KvPublisher | None = None,
+    recorder: Recorder | None = None,
 ) -> Starlette:
     """An app over a started worker, which it stops at its own end. Its state has `gate`, `worker`, `executors`
     and `key_watch`.
 
-    defaults: what requests sample with where they say nothing. kv_publisher: runs as long as the app.
+    defaults: what requests sample with where they say nothing. kv_publisher, recorder: run as long as the app.
     RuntimeError when no more threads can be started.
     """
     gate, executors = Gate(max(settings.max_held_body_bytes, 2 * settings.max_body_bytes)), Executors()
@@ -68,7 +70,7 @@ def create_app(
     key_watch = KeyWatch(keys, settings.client_keys, files)
     watchdog = Watchdog(worker, settings.stall_seconds, settings.give_up_seconds)
     api = Api(worker, settings, gate, executors.scrapes)
-    generation = GenerationApi(worker, tokenizer, settings, defaults, api.metrics, executors.text)
+    generation = GenerationApi(worker, tokenizer, settings, defaults, api.metrics, executors.text, recorder)
     texts = TextApi(worker, tokenizer, generation)
     loads = AdapterLoads(worker, settings.adapter_load_seconds, settings.adapter_places)
     adapters = AdapterApi(worker, settings, loads)
@@ -83,6 +85,8 @@ def create_app(
             key_watch.stop()
             if kv_publisher is not None:
                 kv_publisher.stop()
+            if recorder is not None:
+                recorder.stop()
             try:
                 await executors.stop.run(worker.stop, STOP_SECONDS)
             except Exception as error:
@@ -140,6 +144,8 @@ def create_app(
         loads.start()
         if kv_publisher is not None:
             kv_publisher.start()
+        if recorder is not None:
+            recorder.start(worker.adapters)
     except BaseException:
         watchdog.stop()
         key_watch.stop()

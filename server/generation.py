@@ -18,6 +18,7 @@ from .errors import EngineUnavailable, GenerationFailed
 if TYPE_CHECKING:
     from .backend import Backend
     from .metrics import Metrics
+    from .recorder import Recorder
 
 
 TURN_SECONDS = 0.0005
@@ -145,6 +146,7 @@ class Generation:
         id: str,
         model: str,
         metrics: Metrics | None = None,
+        recorder: Recorder | None = None,
         per_prompt: int = 1,
         in_bulk: bool = False,
     ) -> None:
@@ -156,6 +158,7 @@ class Generation:
         self.model = model
         self._worker = worker
         self._metrics = metrics
+        self._recorder = recorder
         self._arrival = choices[0].request.arrival_time
         self._per_prompt = per_prompt
         self._latest = [self._arrival] * len(choices)
@@ -277,6 +280,8 @@ class Generation:
         self._open.discard(request_id)
         if self._metrics is not None:
             self._metrics.ended(self.model, finish_reason, time.monotonic() - self._arrival)
+        if self._recorder is not None:
+            self._recorder.note(self._by_request[request_id])
 
     def _observe_tokens(self, delta: Delta, now: float) -> None:
         if self._metrics is None or not delta.token_ids:

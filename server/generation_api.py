@@ -24,6 +24,7 @@ from .limits import RequestLimits, check_steering, unasked_limit
 from .logprobs import LogprobFormat
 from .metrics import Metrics
 from .openai import GenerationRequest
+from .recorder import Recorder
 from .responses import AnswerFormat, ChatFormat, CompletionFormat, Echo, Extras
 from .sampling_defaults import SamplingDefaults
 from .settings import Settings
@@ -53,14 +54,16 @@ class GenerationApi:
         defaults: SamplingDefaults,
         metrics: Metrics,
         threads: DaemonPool,
+        recorder: Recorder | None = None,
     ) -> None:
-        """threads: read long bodies and write long answers."""
+        """threads: read long bodies and write long answers. recorder: is told of requests that end."""
         self._worker = worker
         self._tokenizer = tokenizer
         self._settings = settings
         self._defaults = defaults
         self._metrics = metrics
         self._threads = threads
+        self._recorder = recorder
         self._seeds = Seeds(settings.seed)
 
     async def completions(self, request: Request) -> Response:
@@ -163,6 +166,7 @@ class GenerationApi:
             id=prefix + asked.request_id if asked.request_id else call_id,
             model=model,
             metrics=self._metrics,
+            recorder=self._recorder,
             per_prompt=asked.n,
             in_bulk=not asked.stream and not asked.stop,
         )

@@ -28,6 +28,7 @@ from .exits import DEADLINE_SECONDS, ExitDeadline
 from .http_protocol import HttpConnection
 from .http_server import LISTEN_BACKLOG, HttpServer
 from .kv_publisher import kv_publisher_of
+from .recorder import Recorder
 from .sampling_defaults import SamplingDefaults
 from .settings import LoraModule, Settings
 from .tokenizer import Tokenizer
@@ -109,7 +110,8 @@ def build_app(settings: Settings, open_backend: OpenBackend | None = None) -> St
     """The app that serves what the settings name. open_backend: what computes its answers; default: `load`."""
     try:
         defaults = SamplingDefaults.read(settings.model) if settings.generation_config == "auto" else SamplingDefaults()
-    except ValueError as error:
+        recorder = None if settings.record is None else Recorder(settings.record)
+    except ValueError as error:  # NoTrace among them
         raise LaunchError(str(error)) from None
     worker, tokenizer = (open_backend or load)(settings)
     names = [one.name for one in worker.adapters.listing().result().adapters]
@@ -120,7 +122,7 @@ def build_app(settings: Settings, open_backend: OpenBackend | None = None) -> St
         )
     log.info("serving %s and %d adapters", settings.base_name, len(names))
     try:
-        return create_app(worker, tokenizer, settings, defaults, kv_publisher_of(worker, settings))
+        return create_app(worker, tokenizer, settings, defaults, kv_publisher_of(worker, settings), recorder)
     except RuntimeError as error:
         worker.stop()
         raise LaunchError(f"can't serve {settings.model}: {error}") from error

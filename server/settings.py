@@ -149,6 +149,12 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     kv_events_topic: str = Field(
         default="", max_length=256, description="topic of the KV events; llm-d reads kv@ADDRESS:PORT@MODEL"
     )
+    record: Path | None = Field(
+        default=None,
+        description="file that gets a row for each request when it ends, for `chorus plan`: arrival, adapter and rank, "
+        "prompt and output tokens, and a hash of the tenant. Never a prompt or an answer; but tenants with names that "
+        "can be guessed can be told from their hashes. An existing trace is gone on with; default: none",
+    )
     max_connections: int | None = Field(
         default=None, ge=16, description="most open connections; default: what the limit of descriptors leaves room for"
     )

@@ -212,6 +212,11 @@ class Cluster:
         """Replicas that take requests."""
         return list(self._serving)
 
+    @property
+    def num_held(self) -> int:
+        """Requests that wait at the router."""
+        return len(self._held)
+
     def tick(self, seconds: float) -> None:
         """Tell the controller when so many seconds have passed, unless all requests have ended by then."""
         self._after(seconds, lambda: self._tell(Happened.TICK), is_tick=True)

@@ -22,7 +22,7 @@ class ClusterCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         dispatcher, ledger = self._dispatcher, self._dispatcher.ledger
         up = sum(link.takes_requests for link in dispatcher.links)
-        yield GaugeMetricFamily("chorus_replicas", "Replicas that there are to be", len(dispatcher.links))
+        yield GaugeMetricFamily("chorus_replicas", "Replicas that there are to be", dispatcher.num_replicas)
         yield GaugeMetricFamily("chorus_replicas_up", "Replicas that take requests", up)
         yield GaugeMetricFamily(
             "chorus_scale_hint", "1: one more replica is needed; -1: one could be given back", dispatcher.scale.value

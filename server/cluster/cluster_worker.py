@@ -118,7 +118,7 @@ class ClusterWorker:
     def wait_until_ready(self, trouble: Callable[[], str | None] = lambda: None) -> None:
         """Return once all replicas are there. EngineUnavailable with `trouble`'s text as soon as it has one."""
         with self._change:
-            while not (self._has_copy and all(link.is_up for link in self.links)):
+            while not self._has_copy or sum(link.is_up for link in self.links) < self.dispatcher.num_replicas:
                 if (text := trouble()) is not None:
                     raise EngineUnavailable(text)
                 self._change.wait(0.1)
@@ -220,7 +220,7 @@ class ClusterWorker:
     def check_room(self, tenant: str, adapter_name: str | None, count: int) -> None:
         if self._settings.max_waiting is None:
             return
-        most = self._settings.max_waiting * len(self.links)
+        most = self._settings.max_waiting * self.dispatcher.num_replicas
         unstarted = self.dispatcher.ledger.unstarted
         waiting = sum(unstarted.copy().values()) + count - 1
         if waiting >= most:

@@ -82,6 +82,11 @@ class Dispatcher:
         self.ledger = Ledger(self.fleet)
         self.num_deaths = 0
         self.scale = SteadyHint()
+        self.num_replicas = len(links)
+        """Replicas that there are to be, as of the last look; there are links for as many as there may ever be."""
+        self.count_replicas: Callable[[], int] = lambda: len(links)
+        self.on_hint: Callable[[int, int], None] = lambda hint, num_replicas: None
+        """Called now and then with the hint that holds, and the number of replicas that it is about."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when a link came up, went down, or answered to a load."""
         self.on_stuck: Callable[[Link], None] = lambda link: None
@@ -299,9 +304,11 @@ class Dispatcher:
             self._estimates.set_costs(mean_costs(told))
         # one that is being started again is not asked for, nor is another one given back meanwhile
         states = [self.fleet.state_of(link) for link in self.links if link.takes_requests]
-        hint = scale_hint(states, self.ledger.num_waiting) if len(states) == len(self.links) else 0
-        if self.scale.update(hint, now):
-            log.info("scale hint: %s", HINTS[hint])
+        before, self.num_replicas = self.num_replicas, self.count_replicas()
+        is_whole = len(states) == self.num_replicas == before
+        if self.scale.update(scale_hint(states, self.ledger.num_waiting) if is_whole else None, now):
+            log.info("scale hint: %s", HINTS[self.scale.value])
+        self.on_hint(self.scale.value, self.num_replicas)
         self._is_held = False
         for request in self.ledger.waiting():
             self._place(request)

@@ -8,14 +8,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..flags import UsageError
 from .listener import add_secret_flag, add_tls_flag
 from .placement import PLANNERS
 from .router import POLICIES
+from .router.scale import STEADY_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A cluster. policy: a name of `POLICIES`. slo_tpot: seconds per token that it keeps to; None: by the costs.
+
+    replicas: at the start; then from `min_replicas` to `max_replicas`, None: as many, by hints that have held for
+    `scale_seconds`.
 
     registry: its file, or the address of one that runs elsewhere; None: none is needed, or a temporary one. ray: the
     address of the Ray cluster that replicas are placed on, `local` for one of this machine alone; None: they are
@@ -25,6 +30,9 @@ class Plan:
     """
 
     replicas: int = 2
+    min_replicas: int | None = None
+    max_replicas: int | None = None
+    scale_seconds: float = STEADY_SECONDS
     fronts: int = 1
     policy: str = "least-delay"
     slo_tpot: float | None = None
@@ -39,8 +47,29 @@ class Plan:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Plan:
-        """The plan of flags; of a front's, all but what its directory tells."""
-        return cls(**{name: getattr(arguments, name) for name in cls.__slots__ if hasattr(arguments, name)})
+        """The plan of flags; of a front's, all but what its directory tells. UsageError."""
+        plan = cls(**{name: getattr(arguments, name) for name in cls.__slots__ if hasattr(arguments, name)})
+        for flag, value, fits in (
+            ("min", plan.min_replicas, plan.least <= plan.replicas),
+            ("max", plan.max_replicas, plan.replicas <= plan.most),
+        ):
+            if not fits:
+                side = "above" if flag == "min" else "below"
+                raise UsageError(
+                    f"chorus cluster up: error: --{flag}-replicas is {value}, {side} --replicas {plan.replicas}, which "
+                    "it starts with; change one of them"
+                )
+        return plan
+
+    @property
+    def least(self) -> int:
+        """Fewest replicas that it runs with."""
+        return self.replicas if self.min_replicas is None else self.min_replicas
+
+    @property
+    def most(self) -> int:
+        """Most replicas that it runs with: fronts have addresses for as many."""
+        return self.replicas if self.max_replicas is None else self.max_replicas
 
     def front_flags(self) -> list[str]:
         """Flags of a front's process."""
@@ -48,11 +77,9 @@ class Plan:
         settings = [f"--migration-setting={text}" for text in self.migration_setting]
         preload = ["--preload"] if self.preload else []
         named = {
-            "replicas": self.replicas,
-            "policy": self.policy,
-            "migration": self.migration,
-            "slo-tpot": self.slo_tpot,
-        }
+            "replicas": self.most, "scale-seconds": self.scale_seconds, "policy": self.policy,
+            "slo-tpot": self.slo_tpot, "migration": self.migration,
+        }  # fmt: skip
         flags = [f"--{name}={value}" for name, value in named.items() if value is not None]
         return [*flags, *settings, *preload, *tls]
 
@@ -80,6 +107,11 @@ def add_front_flags(parser: argparse.ArgumentParser, count: Callable[[str], int]
     parser.add_argument(
         "--preload", action="store_true", help="keep adapters in the replicas' arenas before requests ask for them"
     )
+    parser.add_argument(
+        "--scale-seconds", type=float, default=STEADY_SECONDS, metavar="SECONDS",
+        help="how long a scale hint must hold before it is given, and obeyed within --min-replicas and --max-replicas "
+        f"(default: {STEADY_SECONDS:g})",
+    )  # fmt: skip
     add_tls_flag(parser)
 
 
@@ -92,6 +124,11 @@ def _seconds(text: str) -> float:
 
 def add_up_flags(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
     add_front_flags(parser, count)
+    for name, what in (("min", "fewest"), ("max", "most")):
+        parser.add_argument(
+            f"--{name}-replicas", type=count, metavar="N",
+            help=f"{what} replicas, when they follow the load by scale hints (default: as many as --replicas)",
+        )  # fmt: skip
     add_secret_flag(parser, required=False)
     parser.add_argument("--fronts", type=count, default=1, metavar="N", help="processes that serve HTTP (default: 1)")
     parser.add_argument(

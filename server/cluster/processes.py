@@ -10,7 +10,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Protocol
@@ -42,6 +42,7 @@ class Kept(Protocol):
     def start(self) -> None: ...
     def trouble(self) -> str | None: ...
     def signal(self, number: int, pid: int | None = None) -> None: ...
+    def finish(self) -> None: ...
     def stop(self) -> None: ...
     def join(self, seconds: float) -> None: ...
 
@@ -71,6 +72,7 @@ class ClusterDirectory:
         self.given_file = path / "front.json"
         self.registry_file = path / "registry.address"
         self._locked: IO[str] | None = None
+        self._count_file = path / "replicas"
 
     @classmethod
     def new(cls, secret_file: Path | None = None) -> ClusterDirectory:
@@ -120,6 +122,28 @@ class ClusterDirectory:
         """The file in which a front names the process of a replica that hangs."""
         return self.path / f"{name}.stuck"
 
+    @property
+    def num_replicas(self) -> int:
+        """Replicas that there are to be now; the first of those that have files."""
+        return int(self._count_file.read_text())
+
+    def tell_replicas(self, count: int) -> None:
+        _replace(self._count_file, str(count))
+
+    def hint(self, front: int) -> tuple[int, int] | None:
+        """A front's scale hint and the number of replicas that it is about; None before the first."""
+        with suppress(FileNotFoundError):
+            hint, about = map(int, self._hint_file(front).read_text().split())
+            return hint, about
+        return None
+
+    def tell_hint(self, front: int, hint: int, about: int) -> None:
+        if self.hint(front) != (hint, about):
+            _replace(self._hint_file(front), f"{hint} {about}")
+
+    def _hint_file(self, front: int) -> Path:
+        return self.path / f"f{front}.hint"
+
     def links(self, count: int, silent_seconds: float, tls: Path | None = None) -> list[Link]:
         """Links to so many replicas."""
         addresses = [AddressFile(self.replica_file(index), tls) for index in range(count)]
@@ -164,10 +188,13 @@ class Processes:
         """OSError, AddressError and TlsError among them, or ValueError for a plan that can't be carried out."""
         self.directory = directory = ClusterDirectory.new(plan.secret_file)
         self.replicas: list[Kept] = []
+        self._leaving: list[Kept] = []  # the replica behind those, while it is given back
+        self._plan = plan
+        self._grace_seconds = settings.grace_seconds
         self.fronts: list[Child] = []
         self._registry: list[Child] = []
         self._stopping = threading.Event()
-        self._restarting = threading.Lock()
+        self._changing = threading.Lock()  # see `is_changing`
         self._launcher: Launcher | None = None
         try:
             read_secret(directory.secret_file)
@@ -176,10 +203,10 @@ class Processes:
             self._launcher = launcher = _launcher_of(plan, directory)
             replica = ReplicaSettings.of(settings)
             if replica.engine.threads is None:
-                replica.engine.threads = launcher.threads(plan.replicas)
-            self.replicas = [
-                launcher.replica(index, replica.model_dump_json(exclude_unset=True)) for index in range(plan.replicas)
-            ]
+                replica.engine.threads = launcher.threads(plan.most)
+            self._settings = replica.model_dump_json(exclude_unset=True)
+            self.replicas = [launcher.replica(index, self._settings) for index in range(plan.replicas)]
+            directory.tell_replicas(plan.replicas)
             self._registry = _registry_of(plan, directory)
             for child in (*self._registry, *self.replicas):
                 child.start()
@@ -206,23 +233,83 @@ class Processes:
 
     def kill(self, name: str, pid: int | None) -> None:
         """End a replica's process that hangs, unless another one has taken its place; it is started again."""
-        self.replicas[int(name.removeprefix("r"))].signal(signal.SIGKILL, pid)
+        found = dict(enumerate((*self.replicas, *self._leaving))).get(int(name.removeprefix("r")))
+        if found is not None:
+            found.signal(signal.SIGKILL, pid)
 
     def kill_stuck(self) -> None:
         """End the replicas' processes that fronts have named in their directory."""
-        for index in range(len(self.replicas)):
+        for index in range(self._plan.most):
             file = self.directory.stuck_file(f"r{index}")
             with suppress(FileNotFoundError, ValueError):
                 pid = int(file.read_text())
                 file.unlink()
                 self.kill(f"r{index}", pid)
 
+    def follow_hints(self) -> None:
+        """Obey the fronts: one more replica where any of them asks for it, one less where all of them say so."""
+        count = len(self.replicas)
+        told = [self.directory.hint(front) for front in range(len(self.fronts))]
+        hints = [found[0] for found in told if found is not None and found[1] == count]
+        if len(hints) == len(self.fronts):
+            self.scale(max(hints), count)
+
+    def scale(self, hint: int, about: int) -> None:
+        """Start one more replica, or give the last one back, within the plan's bounds; returns at once.
+
+        about: the number of replicas that the hint is about. As every change changes it, a hint that comes late, or
+        again, does nothing; nor does one while replicas are being replaced.
+        """
+        wanted = min(max(about + hint, self._plan.least), self._plan.most)
+        if wanted == about or not self._changing.acquire(blocking=False):
+            return
+        if about != len(self.replicas) or self._stopping.is_set():
+            self._changing.release()
+            return
+        change = self._start_one if wanted > about else self._give_back
+        threading.Thread(target=self._change, args=(change,), name="chorus-scale", daemon=True).start()
+
+    @property
+    def is_changing(self) -> bool:
+        """True while replicas are replaced, or one comes or goes."""
+        return self._changing.locked()
+
+    def _change(self, change: Callable[[], None]) -> None:
+        """The caller has locked `_changing`."""
+        try:
+            change()
+        except Exception:
+            log.exception("the number of replicas could not be changed")
+        finally:
+            self._changing.release()
+
+    def _start_one(self) -> None:
+        assert self._launcher is not None
+        index = len(self.replicas)
+        log.info("replica r%d is started, as the load asks for it", index)
+        replica = self._launcher.replica(index, self._settings)
+        replica.start()
+        self.replicas.append(replica)
+        self.directory.tell_replicas(index + 1)
+
+    def _give_back(self) -> None:
+        """The fronts move the last replica's requests to others, and it ends."""
+        replica = self.replicas.pop()
+        self._leaving.append(replica)
+        index = len(self.replicas)
+        log.info("replica r%d is given back, as the load does without it", index)
+        self.directory.tell_replicas(index)
+        self.directory.replica_file(index).unlink(missing_ok=True)
+        replica.finish()
+        replica.join(self._grace_seconds + STOP_SECONDS)
+        self._leaving.clear()
+
     def restart_replicas(self) -> None:
         """Replace the replicas' processes, one after another, while answers go on; returns at once."""
         threading.Thread(target=self._restart_replicas, name="chorus-restart", daemon=True).start()
 
     def _restart_replicas(self) -> None:
-        with self._restarting:
+        with self._changing:
             for index, replica in enumerate(self.replicas):
                 address = AddressFile(self.directory.replica_file(index))
                 before = address.stamp()
@@ -245,7 +332,7 @@ class Processes:
     def stop(self) -> None:
         """End all of them, and wait for it."""
         self._stopping.set()
-        everything = [*self.fronts, *self.replicas, *self._registry]
+        everything = [*self.fronts, *self.replicas, *self._leaving, *self._registry]
         for child in everything:
             child.stop()
         _join(everything, STOP_SECONDS)
@@ -275,6 +362,13 @@ def _registry_of(plan: Plan, directory: ClusterDirectory) -> list[Child]:
     where = Path(file or directory.path / "registry.sqlite").absolute()
     listener = Listener(directory.socket("registry"), directory.secret_file, directory.registry_file)
     return [Child("the registry", ["cluster", "registry", "--file", str(where), *listener.flags()])]
+
+
+def _replace(file: Path, text: str) -> None:
+    """Readers see what was there, or all of this."""
+    new = file.with_suffix(".new")
+    new.write_text(text)
+    new.replace(file)
 
 
 def _join(children: Sequence[Kept], seconds: float) -> None:

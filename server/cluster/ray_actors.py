@@ -34,6 +34,9 @@ LOCAL = "local"
 POLL_SECONDS = 0.5
 """Seconds between looks at where an actor's replica listens."""
 
+DRAIN_SECONDS = 3600.0
+"""Seconds that an actor waits for a replica that drains; `RayReplica.join` ends both sooner."""
+
 PLACING_SECONDS = 20.0
 """Seconds after which it is said that a replica has not been placed."""
 
@@ -68,6 +71,12 @@ class ReplicaHost:
     def signal(self, number: int, pid: int | None) -> None:
         self._child.signal(number, pid)
 
+    def finish(self) -> None:
+        """Have the replica's process drain and end, and wait for it."""
+        self._child.finish()
+        self._child.join(DRAIN_SECONDS)
+        shutil.rmtree(self._directory.path, ignore_errors=True)
+
     def stop(self) -> None:
         """End the replica's process, and wait for it."""
         self._child.stop()
@@ -95,6 +104,10 @@ class RayReplica:
 
     def signal(self, number: int, pid: int | None = None) -> None:
         self._actor.signal.remote(int(number), pid)
+
+    def finish(self) -> None:
+        self._stopping.set()
+        self._ending = self._actor.finish.remote()
 
     def stop(self) -> None:
         self._stopping.set()

@@ -29,6 +29,7 @@ from .plan import Plan
 from .preloader import Preloader
 from .processes import ClusterDirectory, Processes
 from .router import POLICIES, Estimates
+from .router.scale import SteadyHint
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ def front(directory: ClusterDirectory, index: int, plan: Plan) -> int:
     logging.getLogger("chorus").setLevel(settings.log_level.upper())
     ready = directory.ready_file(index)
     ready.unlink(missing_ok=True)
-    return serve(settings, partial(_open_front, directory, plan), shares_port=True, on_listening=ready.touch)
+    return serve(settings, partial(_open_front, directory, index, plan), shares_port=True, on_listening=ready.touch)
 
 
 def _open_one(plan: Plan, settings: Settings) -> tuple[Backend, Tokenizer]:
@@ -69,19 +70,20 @@ def _open_one(plan: Plan, settings: Settings) -> tuple[Backend, Tokenizer]:
         registry = None if plan.registry is None else AddressFile(processes.directory.registry_file, plan.tls)
         return _open(
             processes.directory, plan, settings, registry, lambda link: processes.kill(link.name, link.pid),
-            processes.trouble, processes.stop,
+            processes.scale, processes.trouble, processes.stop,
         )  # fmt: skip
     except BaseException:
         processes.stop()
         raise
 
 
-def _open_front(directory: ClusterDirectory, plan: Plan, settings: Settings) -> tuple[Backend, Tokenizer]:
+def _open_front(directory: ClusterDirectory, index: int, plan: Plan, settings: Settings) -> tuple[Backend, Tokenizer]:
     def tell(link: Link) -> None:
         directory.stuck_file(link.name).write_text(str(link.pid))
 
     registry = AddressFile(directory.registry_file, plan.tls)
-    return _open(directory, plan, settings, registry, tell, lambda: None, lambda: None)
+    hint = partial(directory.tell_hint, index)
+    return _open(directory, plan, settings, registry, tell, hint, lambda: None, lambda: None)
 
 
 def _start(plan: Plan, settings: Settings) -> Processes:
@@ -100,22 +102,24 @@ def _open(
     settings: Settings,
     registry: AddressFile | None,
     kill: Callable[[Link], None],
+    hint: Callable[[int, int], None],
     trouble: Callable[[], str | None],
     on_stop: Callable[[], None],
 ) -> tuple[Backend, Tokenizer]:
     """Connect to a cluster's processes. Raises LaunchError."""
     try:
-        links = directory.links(plan.replicas, settings.give_up_seconds, plan.tls)
+        links = directory.links(plan.most, settings.give_up_seconds, plan.tls)
         estimates = Estimates(slo=plan.slo_tpot)
         policy = POLICIES[plan.policy](estimates, None)
         worker = ClusterWorker(links, policy, settings, on_stop=on_stop, registry=registry, estimates=estimates)
-        worker.dispatcher.on_stuck = kill
+        dispatcher = worker.dispatcher
+        dispatcher.on_stuck, dispatcher.on_hint, dispatcher.scale = kill, hint, SteadyHint(plan.scale_seconds)
+        dispatcher.count_replicas, dispatcher.num_replicas = lambda: directory.num_replicas, directory.num_replicas
         if plan.migration != "off":
-            worker.lookers.append(
-                Mover(worker.dispatcher, plan.migration, MigrationSettings.of(plan.migration_setting)).look
-            )
+            mover = Mover(dispatcher, plan.migration, MigrationSettings.of(plan.migration_setting))
+            worker.lookers.append(mover.look)
         if plan.preload:
-            worker.lookers.append(Preloader(worker.dispatcher).look)
+            worker.lookers.append(Preloader(dispatcher).look)
         tokenizer = Tokenizer.load(settings.model)
         worker.start()
         worker.wait_until_ready(trouble)
@@ -145,6 +149,7 @@ def _supervise(plan: Plan, settings: Settings, given: dict[str, Any]) -> int:
                 log.info("listening on %s", url_of(bound))
             while not told.wait(STUCK_POLL_SECONDS):
                 processes.kill_stuck()
+                processes.follow_hints()
             processes.drain_fronts(settings.grace_seconds + 2 * DEADLINE_SECONDS)
         finally:
             processes.stop()

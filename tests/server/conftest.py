@@ -31,6 +31,7 @@ from chorus.server.app import create_app
 from chorus.server.http_server import HttpServer
 from chorus.server.kv_publisher import kv_publisher_of
 from chorus.server.launch import bind, http_server, url_of
+from chorus.server.recorder import Recorder
 from chorus.server.sampling_defaults import SamplingDefaults
 from chorus.server.settings import Settings
 from chorus.server.tokenizer import Tokenizer
@@ -330,7 +331,9 @@ def live_server(
     usual = {"model": "/models/base", "max_prompts": 8, "grace_seconds": 2}
     named = {"max_body_bytes": max_body_bytes, "adapter_roots": adapter_roots}
     chosen = Settings(**{**usual, **named, **(settings or {})})
-    app = create_app(worker, tokenizer, chosen, defaults or SamplingDefaults(), kv_publisher_of(worker, chosen))
+    recorder = None if chosen.record is None else Recorder(chosen.record)
+    publisher = kv_publisher_of(worker, chosen)
+    app = create_app(worker, tokenizer, chosen, defaults or SamplingDefaults(), publisher, recorder)
     with bind("127.0.0.1", 0, chosen.send_seconds) as bound:
         server = http_server(app, chosen)
         served, loops = wrap(app), []

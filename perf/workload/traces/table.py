@@ -19,11 +19,13 @@ class Csv(Source):
     """Requests whose fields are columns: of the same names, or of those that `names` gives; others are not read.
 
     arrival: seconds from any moment, or a time like 2023-11-16 18:17:03.98. An empty adapter is the base model; an
-    empty rank, slo, tenant or session is none.
+    empty rank, slo, tenant or session is none. sort: rows are in another order, as `chorus serve --record` writes them
+    when their requests end; all of them are then kept in memory.
     """
 
     format: Literal["csv"]
     names: dict[str, str] = {}
+    sort: bool = False
     provides = frozenset(_FIELDS)
 
     @field_validator("names")
@@ -38,6 +40,10 @@ class Csv(Source):
         return self.names.get(field, field) in Rows(self.path).header()
 
     def rows(self, seed: int = 0) -> Iterator[TraceRow]:
+        rows = self._rows()
+        return iter(sorted(rows, key=lambda row: row.arrival or 0.0)) if self.sort else rows
+
+    def _rows(self) -> Iterator[TraceRow]:
         file = Rows(self.path)
         header = file.header(*self.names.values())
         columns = {field: self.names.get(field, field) for field in _FIELDS if self.names.get(field, field) in header}
@@ -47,7 +53,8 @@ class Csv(Source):
             found = {}
             for (field, column), value in zip(columns.items(), values, strict=True):
                 if field == "arrival":
-                    found[field] = file.in_order(column, value, file.seconds(column, value))
+                    time = file.seconds(column, value)
+                    found[field] = time if self.sort else file.in_order(column, value, time)
                 elif field in _NAMES or (field == "rank" and not value):
                     found[field] = value or None
                 else:

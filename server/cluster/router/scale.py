@@ -25,17 +25,26 @@ def scale_hint(replicas: Sequence[ReplicaState], num_waiting: int) -> int:
 
 
 class SteadyHint:
-    """The hint that has held for `STEADY_SECONDS`; until another one has, the last one that did."""
+    """The hint that has held for `seconds`; until another one has, the last one that did."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = STEADY_SECONDS) -> None:
         self.value = 0
+        self._seconds = seconds
         self._next, self._since = 0, 0.0
 
-    def update(self, hint: int, now: float) -> bool:
-        """Take the hint of this moment; True when `value` has changed."""
+    def update(self, hint: int | None, now: float) -> bool:
+        """Take the hint of this moment; True when `value` has changed.
+
+        None while replicas come or go: then there is none, and the next one has to hold anew, so that between two
+        replicas that are started, or given back, lie `seconds` at least.
+        """
+        if hint is None:
+            self._next, self._since, changed = 0, now, self.value != 0
+            self.value = 0
+            return changed
         if hint != self._next:
             self._next, self._since = hint, now
-        if hint == self.value or now - self._since < STEADY_SECONDS:
+        if hint == self.value or now - self._since < self._seconds:
             return False
         self.value = hint
         return True

@@ -18,6 +18,7 @@ from chorus.perf.simulate.records import Records, Served
 from chorus.perf.simulate.replica import Phase, Replica
 from chorus.perf.workload.request import TraceRequest
 from chorus.server.cluster.router import Consolidate, FirstFit, MostIdle, Sampled
+from chorus.server.cluster.router.affinity import rendezvous
 
 PROFILE = load_profile("a10-llama2-7b-bgmv")
 
@@ -78,6 +79,18 @@ def test_who_waits_at_the_router_is_served_in_order_of_arrival():
     by_arrival = [first for _, first in sorted(zip(records.column("arrival"), order, strict=True))]
     assert by_arrival == sorted(by_arrival)
     assert set(records.column("replica")) == {0, 1}
+
+
+def test_replicas_have_names_by_which_adapters_are_hashed_to_them():
+    asked_for = []
+
+    def route(request, states):
+        one = "abcdefgh"[request.id]
+        asked_for.append(max(range(3), key=lambda index: rendezvous(one, states[index].name)))
+        return asked_for[-1]
+
+    simulate([asked(number, float(number)) for number in range(8)], make_replicas(3), route)
+    assert set(asked_for) == {0, 1, 2}
 
 
 def test_a_router_that_never_chooses_is_an_error():

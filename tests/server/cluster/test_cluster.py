@@ -146,15 +146,6 @@ def test_what_is_wrong_with_a_request_is_said_as_by_one_server(up):
         assert (answer.status_code, "message" in answer.json()["error"]) == (status, True)
 
 
-def test_replicas_end_with_a_parent_that_is_killed():
-    with cluster_up(2) as alone:
-        alone.wait_until(lambda: len(alone.replicas) == 2)
-        replicas = alone.replicas
-        alone.process.kill()
-        alone.process.wait()
-        alone.wait_until(lambda: not any(running(pid) for pid in replicas))
-
-
 @pytest.mark.long
 def test_several_fronts_on_one_port_know_the_same_adapters_and_outlive_each_other(roots):
     def ask() -> tuple[int, str]:
@@ -194,3 +185,31 @@ def test_replicas_behind_tls_are_replaced_one_after_another_and_requests_migrate
         up.wait_until(lambda: up.metric("chorus_replicas_up") == 2)
         assert not first & set(up.replicas)
         assert list(threads.map(lambda index: read(up.client, index), range(4))) == unbroken
+
+
+@pytest.mark.long
+def test_replicas_follow_the_load_with_no_answer_lost_or_changed_and_end_with_a_parent_that_is_killed():
+    flags = ("--min-replicas", "1", "--max-replicas", "2", "--scale-seconds", "1", "--max-num-seqs", "4")
+    with cluster_up(1, *flags, "--give-up-seconds", str(SECONDS)) as up, ThreadPoolExecutor(4) as threads:
+        unbroken = [read(up.client, index) for index in range(4)]  # one at a time is no load
+
+        def keep_asking(count, until):
+            """So many answers are under way all the time."""
+
+            def ask(index):
+                while not until():
+                    assert read(up.client, index) == unbroken[index]
+
+            list(threads.map(ask, range(count)))
+
+        assert (len(up.replicas), up.metric("chorus_replicas")) == (1, 1)
+        keep_asking(4, lambda: up.metric("chorus_replicas") == 2)
+        up.wait_until(lambda: up.metric("chorus_replicas_up") == len(up.replicas) == 2)
+        keep_asking(2, lambda: up.metric("chorus_replicas") == 1)
+        assert list(threads.map(lambda index: read(up.client, index), range(2))) == unbroken[:2]
+        up.wait_until(lambda: len(up.replicas) == 1)
+        assert up.client.get("/health").status_code == 200
+        replicas = up.replicas
+        up.process.kill()
+        up.process.wait()
+        up.wait_until(lambda: not any(running(pid) for pid in replicas))

@@ -332,3 +332,30 @@ def test_a_front_asks_for_a_replica_while_requests_wait_but_for_none_that_is_bei
     assert hint_after(1) == 1
     front.down(front.links[1])
     assert hint_after(STEADY_SECONDS) == 0
+
+
+def test_links_to_replicas_that_are_not_to_be_count_for_nothing_and_a_hint_is_about_those_that_are():
+    front, told = Front(3), []
+    dispatcher, wanted = front.dispatcher, 2
+    dispatcher.count_replicas = lambda: wanted
+    dispatcher.on_hint = lambda hint, about: told.append((hint, about))
+    front.down(front.links[2])
+
+    def look(seconds):
+        front.now += seconds
+        dispatcher.look()
+        return told[-1]
+
+    assert look(0) == (0, 2) and look(1) == (0, 2)
+    assert look(STEADY_SECONDS) == (-1, 2)
+    wanted = 1
+    assert look(1) == (0, 1)  # the hint was about two
+    front.down(front.links[1])
+    assert look(1) == (0, 1) and look(STEADY_SECONDS) == (0, 1)
+    for name in "abcde":
+        front.ask(name)
+    assert look(1) == (0, 1) and look(STEADY_SECONDS) == (1, 1)
+    wanted = 2
+    assert look(1) == (0, 2) and look(2 * STEADY_SECONDS) == (0, 2)  # it is being started
+    front.up(front.links[1])
+    assert look(1) == (0, 2) and look(STEADY_SECONDS - 2) == (0, 2)

@@ -7,14 +7,17 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from chorus.server.cluster import processes as module
 from chorus.server.cluster.address import AddressFile
-from chorus.server.cluster.plan import Plan
+from chorus.server.cluster.plan import Plan, add_up_flags
 from chorus.server.cluster.processes import ClusterDirectory, Processes
+from chorus.server.flags import Parser, UsageError
 from chorus.server.settings import Settings
 
 SECONDS = 60
@@ -71,19 +74,24 @@ class Replica:
     def __init__(self) -> None:
         self.signals: list[tuple[int, int | None]] = []
         self.came = threading.Semaphore(0)
+        self.started, self.finished, self.ended = threading.Event(), threading.Event(), threading.Event()
 
     def signal(self, number: int, pid: int | None = None) -> None:
         self.signals.append((number, pid))
         self.came.release()
 
     def start(self) -> None:
-        pass
+        self.started.set()
+
+    def finish(self) -> None:
+        self.finished.set()
 
     def stop(self) -> None:
-        pass
+        self.ended.set()
 
     def join(self, seconds: float) -> None:
-        pass
+        if self.finished.is_set():
+            assert self.ended.wait(SECONDS)
 
     def trouble(self) -> str | None:
         return None
@@ -101,12 +109,29 @@ class Launcher:
 
 
 @pytest.fixture
-def processes(monkeypatch):
+def make(monkeypatch):
     monkeypatch.setattr(module, "_launcher_of", lambda plan, directory: Launcher())
     monkeypatch.setattr(module, "LAST_RETRY_SECONDS", 0.01)
-    made = Processes(Plan(replicas=3), Settings())
-    yield made
-    made.stop()
+    with ExitStack() as stack:
+
+        def made(plan):
+            processes = Processes(plan, Settings())
+            stack.callback(processes.stop)
+            return processes
+
+        yield made
+
+
+@pytest.fixture
+def processes(make):
+    return make(Plan(replicas=3))
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.005)
 
 
 def test_replicas_are_replaced_one_after_another_and_not_past_one_that_does_not_listen(processes):
@@ -126,3 +151,69 @@ def test_the_process_of_a_replica_that_hangs_for_a_front_is_ended_once(processes
     processes.kill_stuck()
     processes.kill_stuck()
     assert [one.signals for one in processes.replicas] == [[], [(signal.SIGKILL, 4711)], []]
+
+
+def test_replicas_come_and_go_by_hints_about_as_many_as_there_are_within_bounds(make):
+    processes = make(Plan(replicas=2, min_replicas=1, max_replicas=3))
+    directory, (_, last) = processes.directory, processes.replicas
+    processes.scale(0, 2)
+    processes.scale(1, 1)  # it is late: there are two
+    assert len(processes.replicas) == directory.num_replicas == 2
+    processes.scale(1, 2)
+    wait_until(lambda: directory.num_replicas == 3)
+    added = processes.replicas[2]
+    assert added.started.is_set()
+    processes.scale(1, 3)
+    AddressFile(directory.replica_file(2)).write("unix:/r2")
+    wait_until(lambda: not processes.is_changing)
+    processes.scale(-1, 3)
+    assert added.finished.wait(SECONDS)
+    wait_until(lambda: directory.num_replicas == 2)
+    processes.scale(-1, 2)  # one at a time
+    assert not directory.replica_file(2).exists() and not last.finished.is_set() and processes.replicas[1] is last
+    processes.kill("r2", None)  # it hangs while it drains
+    assert added.signals == [(signal.SIGKILL, None)]
+    added.ended.set()
+    wait_until(lambda: not processes.is_changing)
+    processes.scale(-1, 2)
+    assert last.finished.wait(SECONDS)
+    last.ended.set()
+    wait_until(lambda: directory.num_replicas == 1 and not processes.is_changing)
+    processes.scale(-1, 1)
+    assert len(processes.replicas) == 1
+
+
+def test_one_front_is_enough_to_ask_for_a_replica_and_all_must_agree_to_give_one_back(make):
+    processes = make(Plan(replicas=2, min_replicas=1, max_replicas=3))
+    processes.fronts = [Replica(), Replica()]
+    directory = processes.directory
+
+    def told(*hints):
+        for front, (hint, about) in enumerate(hints):
+            directory.tell_hint(front, hint, about)
+        processes.follow_hints()
+        wait_until(lambda: not processes.is_changing)
+        return directory.num_replicas
+
+    assert told((1, 2)) == 2  # the other has not said anything
+    assert told((-1, 2), (0, 2)) == 2
+    assert told((1, 2), (1, 3)) == 2
+    assert told((1, 2), (-1, 2)) == 3
+    processes.replicas[2].ended.set()
+    assert told((1, 2), (1, 2)) == 3
+    assert told((-1, 3), (-1, 3)) == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--replicas", "2", "--min-replicas", "3"], "--min-replicas is 3, above --replicas 2"),
+        (["--replicas", "4", "--max-replicas", "3"], "--max-replicas is 3, below --replicas 4"),
+    ],
+)
+def test_bounds_hold_the_number_that_a_cluster_starts_with(flags, text):
+    parser = Parser(prog="chorus cluster up")
+    add_up_flags(parser, int)
+    with pytest.raises(UsageError, match=text):
+        Plan.of(parser.parse(flags))
+    assert Plan.of(parser.parse([])).most == Plan.of(parser.parse([])).least == 2

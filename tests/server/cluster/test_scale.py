@@ -35,3 +35,11 @@ def test_a_hint_is_given_once_it_has_held():
     assert not steady.update(1, STEADY_SECONDS + 3.0)
     assert not steady.update(-1, STEADY_SECONDS + 4.0) and steady.value == 1
     assert steady.update(-1, 2 * STEADY_SECONDS + 4.0) and steady.value == -1
+
+
+def test_while_replicas_come_or_go_there_is_no_hint_and_the_next_one_has_to_hold_anew():
+    steady = SteadyHint(5.0)
+    assert not steady.update(1, 0.0) and steady.update(1, 5.0)
+    assert steady.update(None, 6.0) and steady.value == 0
+    assert not steady.update(None, 60.0) and not steady.update(1, 61.0) and not steady.update(1, 65.0)
+    assert steady.update(1, 66.0) and steady.value == 1

@@ -1,0 +1,109 @@
+"""`chorus plan`: how many replicas of which GPU, with which memory and policy, a recorded load needs for an SLO."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+from ...server.flags import UsageError
+
+HELP = "find the cheapest cluster that meets an SLO under a recorded load, by simulation"
+
+_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s)")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--trace",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="requests, as `chorus serve --record FILE` writes them",
+    )
+    add(
+        "--gpu", required=True, metavar="NAME",
+        help="h100, h200, a100, l40s, l4, b200 or mi300x: steps are predicted from published figures; or profile:FILE, "
+        "which `chorus profile` measured",
+    )  # fmt: skip
+    add(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="checkpoint, of which only config.json is read; needed for a GPU's name",
+    )
+    add("--slo-ttft", type=_seconds, metavar="TIME", help="most time to the first token, such as 500ms")
+    add("--slo-tpot", type=_seconds, metavar="TIME", help="most time for each token after it, on average, such as 50ms")
+    add("--attainment", type=float, default=0.99, metavar="SHARE", help="of requests within both (default: 0.99)")
+    add("--policy", metavar="NAMES", help="as `chorus cluster up --policy` takes them, with commas (default: all)")
+    add("--memory-bytes", metavar="SIZES", help="arenas to try, with commas (default: all that there is, and half)")
+    add(
+        "--host-cache-bytes", metavar="SIZES",
+        help="host caches to try, with commas (default: 1GiB, and what all adapters of the trace take if that is more)",
+    )  # fmt: skip
+    add("--max-replicas", type=int, default=16, metavar="N", help="most replicas to try (default: 16)")
+    add(
+        "--min-replicas", type=int, metavar="N",
+        help="have candidates follow the load, from N replicas on, as `chorus cluster up --min-replicas` does",
+    )  # fmt: skip
+    add("--boot-seconds", type=float, default=30.0, metavar="S", help="until one more replica serves (default: 30)")
+    add("--seeds", type=int, default=5, metavar="N", help="draws of the load for each candidate (default: 5)")
+    add("--jobs", type=int, default=1, metavar="N", help="processes; the plan doesn't depend on them (default: 1)")
+    add("--scale", type=float, default=1.0, metavar="X", help="plan for X times the trace's rate (default: 1)")
+    add("--rank", type=int, metavar="N", help="rank of adapters of which the trace tells none")
+    add("--targets", metavar="NAMES", help="projections that adapters change, with commas (default: all seven)")
+    add(
+        "--engine", action="append", default=[], metavar="NAME=VALUE",
+        help="another field of the engine's configuration for all candidates, such as max_num_seqs=64; repeatable",
+    )  # fmt: skip
+    add("--out", type=Path, default=Path("plan.html"), metavar="FILE", help="the page (default: plan.html)")
+    add("--json", action="store_true", help="print the plan and all candidates as one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0 for a plan, 1 where nothing that was tried meets the SLO, 2 for wrong input."""
+    from ...core.costs.profile import ProfileError
+    from ...core.model.config import UnsupportedModel
+    from ..workload.errors import WorkloadError
+    from .errors import PlanError
+    from .page import page
+    from .plan import make_plan
+
+    for name, least in (("seeds", 1), ("jobs", 1), ("max_replicas", 1), ("min_replicas", 1), ("rank", 1)):
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            flag = name.replace("_", "-")
+            raise UsageError(f"chorus plan: error: --{flag} is {value}; give {least} or more")
+    if not 0 < arguments.attainment <= 1:
+        raise UsageError(f"chorus plan: error: --attainment is {arguments.attainment:g}; give a share up to 1")
+    if not 0 < arguments.scale < float("inf"):
+        raise UsageError(f"chorus plan: error: --scale is {arguments.scale:g}; give a number above 0")
+    if arguments.slo_ttft is None and arguments.slo_tpot is None:
+        raise UsageError("chorus plan: error: there is no SLO; give --slo-ttft, --slo-tpot or both")
+    if not arguments.out.absolute().parent.is_dir():
+        raise UsageError(f"chorus plan: error: --out is {arguments.out}, whose directory is not there; make it")
+    try:
+        plan = make_plan(arguments)
+        arguments.out.write_text(page(plan), encoding="utf-8")
+    except (PlanError, ProfileError, WorkloadError, UnsupportedModel) as error:
+        print(f"chorus plan: error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"chorus plan: error: --out {arguments.out}: {error.strerror}; name another file", file=sys.stderr)
+        return 2
+    if arguments.json:
+        print(json.dumps(plan.to_json()))
+    else:
+        command = plan.command()
+        print("\n".join([plan.summary(), *([command] if command else []), f"The page: {arguments.out}"]))
+    return 0 if plan.best is not None else 1
+
+
+def _seconds(text: str) -> float:
+    found = _TIME.fullmatch(text.strip())
+    if found is None or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; give one with a unit, such as 500ms or 2s")
+    return float(found[1]) * (1e-3 if found[2] == "ms" else 1.0)

@@ -1,0 +1,231 @@
+"""A plan: the candidates that were tried for a load, the cheapest that meets its SLO, and the commands to start it."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from ...core.costs.profile import load_profile
+from ...core.executors.choice import gpu_batch
+from ...memory.pages.layout import MODULES
+from ...server.cluster.router import POLICIES
+from ...server.settings import read_size
+from ..simulate.results import Spread
+from .errors import PlanError
+from .gpus import gpu_named
+from .prediction import predicted_profile
+from .search import Tried, cheapest, search
+from .slo import Slo
+from .trial import Fleet
+
+PROFILE = "profile:"
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was searched for and found.
+
+    model: as the commands name it. engine: fields of its configuration that were given. most: replicas at most. note:
+    of the GPU. made_by: the command.
+    """
+
+    fleet: Fleet
+    model: str
+    engine: dict[str, str]
+    tried: Sequence[Tried]
+    best: Tried | None
+    most: int
+    seeds: int
+    predicted: bool
+    note: str
+    made_by: str
+
+    @property
+    def origin(self) -> str:
+        return "predicted" if self.predicted else "from a measured profile"
+
+    @property
+    def unit(self) -> str:
+        """Of a replica's time; one that was measured may have no GPU."""
+        return "GPU-hours" if self.predicted else "replica-hours"
+
+    def command(self) -> str | None:
+        """That starts the best candidate."""
+        if self.best is None:
+            return None
+        candidate = self.best.candidate
+        words = ["chorus cluster up", shlex.quote(self.model), f"--policy {candidate.policy}"]
+        words.append(f"--host-cache-bytes {size(candidate.host)}")
+        if candidate.arena != self.fleet.profile.memory_bytes.value:
+            words.append(f"--memory-bytes {size(candidate.arena)}")
+        words += [f"--{name.replace('_', '-')} {value}" for name, value in self.engine.items()]
+        if self.predicted and candidate.replicas > 1:
+            words.append("--ray auto")  # which gives each replica a GPU
+        whole = " ".join(words)
+        scale = "" if self.fleet.least is None else f" --min-replicas {min(self.fleet.least, candidate.replicas)}"
+        return f"{whole} --replicas {candidate.replicas}{scale}"
+
+    def summary(self) -> str:
+        """One sentence: the plan, or that there is none."""
+        slo = self.fleet.slo
+        limits = [f"{name} within {value * 1e3:g} ms" for name, value in (("TTFT", slo.ttft), ("TPOT", slo.tpot))
+                  if value < math.inf]  # fmt: skip
+        asked = f"{slo.attainment:.1%} of the requests with {' and '.join(limits)}"
+        if self.best is None:
+            near = max(self.tried, key=lambda one: (one.candidate.replicas, one.attainment.low))
+            return (
+                f"Nothing that was tried, with up to {self.most} replicas, meets the SLO: {asked}. What failed with "
+                f"{near.candidate.replicas} by {near.candidate.policy}: {near.trouble}."
+            )
+        one = self.best.candidate
+        replicas = "1 replica" if one.replicas == 1 else f"{one.replicas} replicas"
+        return (
+            f"{replicas} of {self.fleet.profile.device}, policy {one.policy}, arena {size(one.arena)} and host cache "
+            f"{size(one.host)} each: {share(self.best.attainment)} % meet the SLO ({asked}), for "
+            f"{self.best.hours or 0:.3g} {self.unit} ({self.origin})."
+        )
+
+    def assumptions(self) -> list[str]:
+        profile, scale = self.fleet.profile, self.fleet.scale
+        told = [
+            f"Costs: {profile.source}. {'No step was measured on this GPU.' if self.predicted else ''}",
+            f"Adapters change {', '.join(self.fleet.targets)} in every layer. No prefix is cached: none is recorded.",
+            f"{'Seed 0 is the trace itself; the others draw' if scale == 1 else 'Seeds draw'} each request 0, 1, 2 … "
+            f"times, {scale:g} times on average (a Poisson bootstrap). A candidate meets the SLO where the low end of "
+            "its interval does; one that can't any more is not simulated to its end.",
+            "TTFT and TPOT are the engine's: what HTTP, the network and a router's stale knowledge add is not in them.",
+        ]
+        return told + ([self.note + "."] if self.note else [])
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "summary": self.summary(), "predicted": self.predicted, "unit": self.unit,
+            "command": self.command(),
+            "profile": self.fleet.profile.name, "best": None if self.best is None else _row(self.best),
+            "candidates": [_row(one) for one in self.tried],
+        }  # fmt: skip
+
+
+def make_plan(arguments: argparse.Namespace) -> Plan:
+    """The plan that the flags of `chorus plan` ask for. PlanError, ProfileError, WorkloadError or UnsupportedModel."""
+    engine, note = dict(_pairs(arguments.engine)), ""
+    predicted = not arguments.gpu.startswith(PROFILE)
+    if predicted:
+        gpu = gpu_named(arguments.gpu)
+        if arguments.model is None:
+            raise PlanError(
+                f"--model is missing: {arguments.gpu} is predicted from the model's config.json; name its directory"
+            )
+        profile, note = predicted_profile(arguments.model, gpu), gpu.note
+        rows, tokens = gpu_batch(int(gpu.memory)) or (None, None)
+        defaults = {"max_num_seqs": rows, "max_num_batched_tokens": tokens} if rows else {}
+    else:
+        profile, defaults = load_profile(arguments.gpu.removeprefix(PROFILE)), {}
+    slo = Slo(arguments.slo_ttft or math.inf, arguments.slo_tpot or math.inf, arguments.attainment)
+    targets = _names(arguments.targets, MODULES, "--targets")
+    policies = _names(arguments.policy, POLICIES, "--policy")
+    fleet = Fleet(
+        arguments.trace, profile, slo, targets, {**defaults, **engine}, arguments.rank, arguments.scale,
+        arguments.min_replicas, arguments.boot_seconds,
+    )  # fmt: skip
+    try:
+        config = fleet.config()
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or "fields"
+        raise PlanError(f"--engine {place} is {first['input']!r:.80}: {first['msg']}") from None
+    requests = fleet.requests()
+    slo.check(requests, profile.costs(), config.max_num_batched_tokens)
+    _check_lengths(fleet, profile.geometry.max_model_len)
+    wanted = sum(profile.geometry.adapter_bytes(rank, targets) for rank in requests.ranks.values())
+    whole, least = profile.memory_bytes.value, config.host_bytes
+    arenas = _sizes(arguments.memory_bytes, "--memory-bytes") or [whole, whole // 2]
+    hosts = _sizes(arguments.host_cache_bytes, "--host-cache-bytes") or sorted(
+        {least, max(least, wanted)}, reverse=True
+    )
+    if too_large := [one for one in arenas if one > whole]:
+        raise PlanError(
+            f"--memory-bytes is {too_large[0]}, and {profile.device} has room for {whole}; give that or less"
+        )
+    tried = search(
+        fleet, [(arena, host) for arena in arenas for host in hosts], policies, arguments.max_replicas,
+        arguments.seeds, arguments.jobs, _progress if sys.stderr.isatty() else lambda tried: None,
+    )  # fmt: skip
+    return Plan(
+        fleet, str(arguments.model or "MODEL"), engine, tried, cheapest(tried), arguments.max_replicas, arguments.seeds,
+        predicted, note, shlex.join(["chorus", *sys.argv[1:]]),
+    )  # fmt: skip
+
+
+def _check_lengths(fleet: Fleet, most: int) -> None:
+    items = fleet.requests().items
+    too_long = [one for one in items if one.prompt_tokens + one.output_tokens > most]
+    if len(too_long) > (1 - fleet.slo.attainment) * len(items):
+        one = too_long[0]
+        raise PlanError(
+            f"--trace {fleet.trace}: prompt_tokens is {one.prompt_tokens} and output_tokens {one.output_tokens}, and "
+            f"the model takes {most} tokens of a request; {len(too_long) / len(items):.1%} of them are too long: "
+            "leave them out, or plan with a model of a longer context"
+        )
+
+
+def _progress(tried: Tried) -> None:
+    one = tried.candidate
+    verdict = "meets the SLO" if tried.meets else tried.trouble
+    print(f"{one.replicas} by {one.policy}: {verdict}", file=sys.stderr)
+
+
+def _row(tried: Tried) -> dict[str, Any]:
+    """Times in seconds; each with the ends of its interval."""
+    found: dict[str, Any] = {**asdict(tried.candidate), "meets": tried.meets, "seeds": len(tried.outcomes)}
+    found["attainment"] = tried.attainment.to_json()
+    for name, at in itertools.product(("ttft", "tpot"), (0.5, 0.99)):
+        spread = tried.quantile(name, at)
+        found[f"{name}_p{100 * at:g}"] = None if spread is None else spread.to_json()
+    return {**found, "hours": tried.hours, "trouble": tried.trouble}
+
+
+def size(num_bytes: int) -> str:
+    """As `--memory-bytes` takes it."""
+    unit, name = (_GIB, "GiB") if num_bytes >= _GIB else (1 << 20, "MiB")
+    return f"{num_bytes / unit:.4g}{name}"
+
+
+def share(spread: Spread) -> str:
+    median, low, high = (100 * each for each in (spread.median, spread.low, spread.high))
+    return f"{median:.2f}" + (f" [{low:.2f}, {high:.2f}]" if low < high else "")
+
+
+def _names(text: str | None, known: Iterable[str], flag: str) -> tuple[str, ...]:
+    """Those that are given, or all."""
+    if text is None:
+        return tuple(known)
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    if wrong := [name for name in names if name not in known]:
+        raise PlanError(f"{flag} is {wrong[0]!r}; use some of {', '.join(known)}")
+    return names
+
+
+def _sizes(text: str | None, flag: str) -> list[int]:
+    """Largest first."""
+    try:
+        return sorted({read_size(part) for part in text.split(",")} if text else (), reverse=True)
+    except ValueError as error:
+        raise PlanError(f"{flag} is {text!r}: {error}") from None
+
+
+def _pairs(texts: Iterable[str]) -> Iterator[tuple[str, str]]:
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise PlanError(f"--engine is {text!r}; give NAME=VALUE, such as max_num_seqs=64")
+        yield name.strip().replace("-", "_"), value.strip()

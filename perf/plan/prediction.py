@@ -1,0 +1,107 @@
+"""Profiles predicted from a model's config.json and a GPU's published figures, at efficiencies measured on an H100.
+
+The efficiencies are of the run perf/results/h100-2026-11-22-e391802 (Llama-3.1-8B's shapes, bf16): a test computes them
+from its file again. What one device can't tell is whether its steps are longer than their floor by a share or by
+launches that take as long on any GPU: a prediction takes whichever of the two is longer.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...core.config import EngineConfig
+from ...core.costs.profile import Geometry, Number, Profile, Terms, Whole
+from ...core.model.config import ModelConfig
+from .errors import PlanError
+from .gpus import GPUS, Gpu
+
+READ, MULTIPLY, COPY = 0.929, 0.791, 0.795
+"""Shares of the published memory bandwidth, bf16 rate and link that plain reads, products and copies reached."""
+
+STEP_SHARE, STEP_PER_LAYER = 0.273, 41.1e-6
+"""By how much a decode step is longer than reading the weights: the line through steps of 1 to 64 rows, at 0."""
+
+ROW_PER_LAYER, KV_READ = 0.356e-6, 0.82
+"""What each row adds beside its KV, and the share of `READ` at which attention reads that (64 rows of 1,024 tokens)."""
+
+RAGGED_PER_LAYER = 111e-6
+"""By how much a step with a short prompt, which is not captured, is longer than a decode step of one row."""
+
+PREFILL_MULTIPLY, PREFILL_ATTEND = 0.803, 0.515
+"""Shares of `MULTIPLY` in prefill, from prompts of 512, 2,048 and 8,192 tokens."""
+
+LORA_PER_LAYER, ADAPTER_READ, LORA_MULTIPLY = 17.0e-6, 0.839, 0.0465
+"""LoRA: once a step; the share of `READ` at which rank-rows are read; of `MULTIPLY` for prompts (rank 16)."""
+
+RESERVED_BYTES = 2 << 30
+"""Left for activations and captured graphs: an assumption."""
+
+DISK_BYTES_PER_SECOND, DISK_LATENCY, LINK_LATENCY = 3e9, 1e-4, 1e-5
+"""An NVMe drive's and a copy's: assumptions."""
+
+_BYTES = {"bfloat16": 2, "float16": 2}
+_GIB = 1 << 30
+
+
+def predicted_profile(directory: Path, gpu: Gpu) -> Profile:
+    """PlanError for a model that can't be predicted or does not fit; UnsupportedModel for one that can't be served."""
+    model = ModelConfig.read(directory)
+    if model.dtype not in _BYTES:
+        raise PlanError(
+            f"--model {directory}: dtype is {model.dtype}, of which a GPU's published bf16 rate says nothing; give a "
+            "checkpoint in bfloat16, or measure one with `chorus profile` and give --gpu profile:FILE"
+        )
+    size, layers = _BYTES[model.dtype], model.num_layers
+    in_layers = layers * sum(inputs * outputs for inputs, outputs in model.module_dims.values())
+    in_head = model.vocab_size * model.hidden_size
+    weights = size * (in_layers + in_head * (1 if model.tie_word_embeddings else 2))
+    read, multiply = gpu.bandwidth * READ, gpu.flops * MULTIPLY
+    per_rank = layers * sum(map(sum, model.module_dims.values()))  # elements of a rank-row
+    kv_bytes = 2 * layers * model.kv_size * size
+    floor = size * (in_layers + in_head) / read
+    step = {
+        "base": max(STEP_SHARE * floor, STEP_PER_LAYER * layers),
+        "ragged": RAGGED_PER_LAYER * layers,
+        "weights": size * in_layers / read,
+        "per_token": 2 * in_layers / (multiply * PREFILL_MULTIPLY),
+        "head": size * in_head / read,
+        "per_logits": 2 * in_head / multiply,
+        "per_row": ROW_PER_LAYER * layers,
+        "per_kv_token": kv_bytes / (read * KV_READ),
+        "per_pair": 4 * layers * model.q_size / (multiply * PREFILL_ATTEND),
+        "lora": LORA_PER_LAYER * layers,
+        "per_token_rank": 2 * per_rank / (multiply * LORA_MULTIPLY),
+        "per_adapter_rank": size * per_rank / (read * ADAPTER_READ),
+    }
+    return Profile(
+        name=f"{directory.resolve().name}-{gpu.name}", device=gpu.name,
+        model=f"{model.architecture}, {layers} layers, hidden size {model.hidden_size}",
+        source=f"predicted from config.json and {gpu.source}, at efficiencies measured on an H100", kernel="sgmv",
+        geometry=Geometry(
+            source="config.json of the model", num_layers=layers, hidden_size=model.hidden_size,
+            intermediate_size=model.intermediate_size, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim, vocab_size=model.vocab_size, max_model_len=model.max_context, itemsize=size,
+        ),
+        memory_bytes=Whole(value=_arena(directory, gpu, weights, model.dtype), source="what the weights leave"),
+        step=_terms(step, "predicted"),
+        disk=_terms({"latency": DISK_LATENCY, "per_byte": 1 / DISK_BYTES_PER_SECOND}, "assumed"),
+        link=_terms({"latency": LINK_LATENCY, "per_byte": 1 / (gpu.link * COPY)}, "predicted"),
+    )  # fmt: skip
+
+
+def _arena(directory: Path, gpu: Gpu, weights: int, dtype: str) -> int:
+    """Bytes that the weights leave of what the engine takes by default."""
+    share = EngineConfig.model_fields["gpu_memory_utilization"].default
+    left = int(gpu.memory * share) - weights - RESERVED_BYTES
+    if left > 0:
+        return left
+    fit = [name for name, one in GPUS.items() if one.memory * share > weights + RESERVED_BYTES]
+    fix = f"take one of {', '.join(fit)}" if fit else "no single GPU of the list has room: plan with a smaller model"
+    raise PlanError(
+        f"--model {directory}: its weights take {weights / _GIB:.1f} GiB in {dtype}, and {gpu.name} has room for "
+        f"{max(0.0, gpu.memory * share - RESERVED_BYTES) / _GIB:.1f} GiB of them; {fix}"
+    )
+
+
+def _terms(values: dict[str, float], source: str) -> Terms:
+    return Terms(terms={name: Number(value=value, source=source) for name, value in values.items()})

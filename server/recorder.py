@@ -1,0 +1,163 @@
+"""A trace of the requests that a server answers, for `chorus plan`: lengths, adapters and times, and never a prompt."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import fcntl
+import hashlib
+import io
+import logging
+import os
+import threading
+import time
+from collections import deque
+from concurrent.futures import wait
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .backend import AdapterBook
+    from .generation import Choice
+
+log = logging.getLogger(__name__)
+
+HEADER = "arrival,adapter,rank,prompt_tokens,output_tokens,tenant"
+
+WRITE_SECONDS = 0.5
+"""Seconds between two writes."""
+
+RANK_SECONDS = 0.25
+"""Seconds that a write waits for the engine to tell ranks, so that rows are on their way within a second; a rank that
+does not come stays empty.
+"""
+
+STOP_SECONDS = 1.0
+"""Seconds that a server's end waits for the last write."""
+
+MAX_ROWS = 1 << 16
+"""Rows that wait to be written; more are dropped, and their number is logged."""
+
+MAX_RANKS = 1 << 14
+"""Ranks of adapters that are remembered."""
+
+_Row = tuple[float, str | None, int, int, str]
+
+
+class NoTrace(ValueError):
+    """The file can't be recorded to; the text names it."""
+
+
+class Recorder:
+    """Rows are noted on the event loop and written by a thread, so that neither a step nor an answer waits for a disk.
+
+    Several processes may append to one file, each whole rows at a time.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises NoTrace for a file of something else, or one that can't be opened."""
+        self.path = path
+        self._file = _open(path)
+        self._rows: deque[_Row] = deque()
+        self._num_dropped = 0
+        self._epoch = time.time() - time.monotonic()
+        self._ranks: dict[str, int] = {}
+        self._adapters: AdapterBook | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="chorus-recorder", daemon=True)
+
+    def start(self, adapters: AdapterBook) -> None:
+        """adapters: who knows their ranks."""
+        self._adapters = adapters
+        self._thread.start()
+
+    def note(self, choice: Choice) -> None:
+        """A request has ended, whatever way. One that has drawn no token counts as if it had drawn one."""
+        if len(self._rows) >= MAX_ROWS:
+            self._num_dropped += 1
+            return
+        request = choice.request
+        self._rows.append((
+            request.arrival_time, request.adapter_name, len(choice.prompt_token_ids), max(1, len(choice.token_ids)),
+            request.tenant,
+        ))  # fmt: skip
+
+    def stop(self) -> None:
+        """Write what is left."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(STOP_SECONDS)
+        if not self._thread.is_alive():
+            os.close(self._file)
+
+    def _run(self) -> None:
+        while not self._stopping.wait(WRITE_SECONDS):
+            self._write()
+        self._write()
+
+    def _write(self) -> None:
+        rows = [self._rows.popleft() for _ in range(len(self._rows))]
+        dropped, self._num_dropped = self._num_dropped, 0
+        if not rows:
+            return
+        self._learn_ranks({adapter for _, adapter, *_ in rows if adapter is not None})
+        text = io.StringIO()
+        lines = csv.writer(text, lineterminator="\n")
+        for arrival, adapter, prompt, output, tenant in rows:
+            rank = 0 if adapter is None else self._ranks.get(adapter)
+            name = hashlib.blake2b(tenant.encode(), digest_size=8).hexdigest() if tenant else ""
+            lines.writerow((f"{self._epoch + arrival:.4f}", adapter, rank, prompt, output, name))
+        try:
+            _append(self._file, text.getvalue().encode())
+        except OSError as error:
+            dropped += len(rows)
+            log.warning("%s: %s", self.path, error.strerror)
+        if dropped:
+            log.warning("%d requests are missing in %s", dropped, self.path)
+
+    def _learn_ranks(self, adapters: set[str]) -> None:
+        """Of the versions that have these names now; a name keeps the rank that it was first noted with."""
+        if len(self._ranks) > MAX_RANKS:
+            self._ranks.clear()
+        if self._adapters is None or not (unknown := adapters - self._ranks.keys()):
+            return
+        asked = {name: self._adapters.state(name) for name in unknown}
+        wait(asked.values(), RANK_SECONDS)
+        for name, state in asked.items():
+            if state.done() and not state.cancelled() and state.exception() is None:
+                self._ranks[name] = state.result().manifest.rank
+
+
+def _open(path: Path) -> int:
+    """A descriptor that appends to a trace, which is made if there is none."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise NoTrace(f"--record {path}: {error.strerror}; name a file in a directory that is there") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)  # fronts of one cluster open it at the same time
+        begin = os.pread(file, len(HEADER) + 1, 0)
+        if not begin:
+            os.write(file, f"{HEADER}\n".encode())
+        elif begin != f"{HEADER}\n".encode():
+            raise NoTrace(f"--record {path}: it holds something else than such a trace; name another file")
+    except OSError as error:
+        os.close(file)
+        raise NoTrace(f"--record {path}: {error.strerror}; name another file") from None
+    except NoTrace:
+        os.close(file)
+        raise
+    fcntl.flock(file, fcntl.LOCK_UN)
+    return file
+
+
+def _append(file: int, data: bytes) -> None:
+    """Write all of the rows, or none: with others that append, a row that is cut off would spoil the next one."""
+    fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        size = os.fstat(file).st_size
+        if os.write(file, data) < len(data):
+            os.ftruncate(file, size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)

@@ -1,0 +1,97 @@
+"""`chorus plan` from a trace to a page, and wrong input."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from chorus.core.costs.profile import load_profile
+from chorus.perf.plan import command
+from chorus.server.flags import Parser, UsageError
+
+
+def plan(*flags):
+    parser = Parser(prog="chorus plan")
+    command.add_flags(parser)
+    return command.run(parser.parse(list(map(str, flags))))
+
+
+def test_a_plan_is_one_page_that_needs_nothing_else(trace, model, tmp_path, capsys):
+    out = tmp_path / "plan.html"
+    flags = ["--trace", trace, "--gpu", "l4", "--model", model, "--slo-ttft", "2s", "--slo-tpot", "100ms"]
+    assert plan(*flags, "--policy", "affinity,most-idle", "--seeds", 2, "--out", out, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    best = found["best"]
+    assert best["meets"] and best["attainment"][1] >= 0.99 and best["seeds"] == 2
+    assert best["replicas"] == min(one["replicas"] for one in found["candidates"] if one["meets"])
+    assert found["predicted"] and "predicted" in found["summary"]
+    assert found["command"].startswith(f"chorus cluster up {model} --policy {best['policy']} ")
+    page = out.read_text()
+    assert not re.search(r"(src|href)\s*=|url\(|@import|<script|https?:", page)
+    assert "prefers-color-scheme: dark" in page and page.count("<svg") >= 4
+    assert "predicted</span>" in page and found["command"] in page
+    assert page.count("<tr") == 1 + len(found["candidates"]) and page.count('class="best"') == 1
+
+
+def test_a_measured_profile_that_follows_the_load(trace, tmp_path, capsys):
+    profile = tmp_path / "profile.json"
+    load_profile("a100-llama2-7b").save(profile)
+    flags = ["--trace", trace, "--gpu", f"profile:{profile}", "--slo-ttft", "3s", "--policy", "most-idle"]
+    flags += ["--seeds", 1, "--memory-bytes", "20GiB", "--engine", "max_num_seqs=4", "--min-replicas", 1]
+    assert plan(*flags, "--out", tmp_path / "plan.html") == 0
+    said = capsys.readouterr().out
+    assert "from a measured profile" in said and "predicted" not in said
+    assert re.search(
+        r"chorus cluster up MODEL .*--memory-bytes 20GiB --max-num-seqs 4 --replicas \d+ --min-replicas 1\n", said
+    )
+
+
+def test_no_plan_is_exit_code_1_and_the_page_says_why(trace, model, tmp_path, capsys):
+    rows = trace.read_text().splitlines()
+    trace.write_text("\n".join([rows[0]] + [re.sub(r"^[\d.]+", "1000", row) for row in rows[1:]] * 6) + "\n")
+    out = tmp_path / "plan.html"
+    flags = ["--trace", trace, "--gpu", "l4", "--model", model, "--slo-ttft", "1s", "--policy", "random"]
+    assert plan(*flags, "--max-replicas", 2, "--seeds", 2, "--memory-bytes", "1GiB", "--out", out) == 1
+    said = capsys.readouterr().out
+    assert "Nothing that was tried, with up to 2 replicas" in said and "What failed with 2 by random: " in said
+    assert "TTFT" in out.read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--gpu", "h1000"], r"--gpu is 'h1000'; use one of h100"),
+        (["--gpu", "profile:/nowhere"], "/nowhere is neither a file nor"),
+        (["--policy", "best"], r"--policy is 'best'; use some of .*affinity"),
+        (["--targets", "q"], "--targets is 'q'; use some of q_proj"),
+        (["--memory-bytes", "1TiB"], r"--memory-bytes is \d+, and NVIDIA H100.* has room for"),
+        (["--host-cache-bytes", "much"], "--host-cache-bytes is 'much': a size is"),
+        (["--engine", "max_num_seqs=0"], "--engine max_num_seqs is '0'"),
+        (["--engine", "fast"], "--engine is 'fast'; give NAME=VALUE"),
+        (["--slo-tpot", "1ms"], r"--slo-tpot is 1 ms, and .*% of the requests take longer even alone.*products with"),
+        (["--slo-ttft", "1ms"], r"--slo-ttft is 1 ms, and 100.0% .*prompt and 20 output tokens.*all else of a step"),
+        (["--trace", "/nowhere.csv"], "/nowhere.csv: the trace cannot be opened"),
+    ],
+)
+def test_wrong_input_is_named_with_its_fix(trace, model, tmp_path, capsys, flags, text):
+    given = ["--trace", trace, "--gpu", "h100", "--model", model, "--slo-ttft", "500ms", "--out", tmp_path / "p.html"]
+    assert plan(*given, *flags) == 2
+    assert re.search(text, capsys.readouterr().err)
+    assert not (tmp_path / "p.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ([], "there is no SLO"),
+        (["--slo-ttft", "500"], "no time; give one with a unit, such as 500ms"),
+        (["--slo-ttft", "1s", "--seeds", 0], "--seeds is 0; give 1 or more"),
+        (["--slo-ttft", "1s", "--attainment", 1.5], "--attainment is 1.5; give a share up to 1"),
+        (["--slo-ttft", "1s", "--out", "/nowhere/p.html"], "--out is /nowhere/p.html, whose directory is not there"),
+    ],
+)
+def test_wrong_flags_are_usage_errors(trace, flags, text):
+    with pytest.raises(UsageError, match=re.escape(text)):
+        plan("--trace", trace, "--gpu", "h100", *flags)
