@@ -56,7 +56,7 @@ class GrammarFields(BaseModel):
                 raise ApiError(400, f"{full} is not known; it may have {known}", param=full, code="unknown_parameter")
             if name in _STRUCTURED and value:
                 yield full, _STRUCTURED[name](full, value)
-        if (grammar := _of_format(self.response_format or {"type": "text"})) is not None:
+        if self.response_format is not None and (grammar := _of_format(self.response_format)) is not None:
             yield "response_format", grammar
 
 

@@ -32,6 +32,7 @@ _LIMITS = {
 _JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": " ", "lenient": False}
 
 _CUT = "<non-verbose/>"  # llguidance's, where a message would go on with its state
+_NO_TEXT = "NoExtensionBias"
 
 
 class InvalidGrammar(ValueError):
@@ -95,8 +96,8 @@ class Grammars:
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
-            nothing = matcher.stop_reason() == "NoExtensionBias"
-            raise InvalidGrammar("no text matches it" if nothing else _told(matcher.get_error()))
+            message = _told(matcher.get_error())
+            raise InvalidGrammar("no text matches it" if message == _NO_TEXT else message)
         return matcher
 
     def _load(self) -> LLTokenizer:

@@ -223,7 +223,7 @@ def test_a_grammar_that_cannot_be_served_is_refused_before_it_is_queued(wide, su
     with pytest.raises(InvalidRequest, match=r"minimum .5. is greater than maximum") as refused:
         driver.add("a", None, [5], grammar=Grammar("json_schema", '{"type":"integer","minimum":5,"maximum":3}'))
     assert refused.value.field == "grammar" and not driver.engine.has_work()
-    with pytest.raises(InvalidRequest, match="tokenizer.json can't be used"):
+    with pytest.raises(InvalidRequest, match=r"tokenizer.json can't be used"):
         drive(subject("mha")).add("a", None, [5], grammar=GRAMMARS["regex"][0])
     with pytest.raises(ValueError, match="is not a valid GrammarKind"):
         Grammar("ebnf", "")
@@ -235,7 +235,7 @@ BAD = {
         '{"$ref": "http://127.0.0.1:9/a.json"}', '{"$ref": "file:///etc/passwd"}', '{"type": "string", "format": "x"}',
         '{"type":"array","items":' * 5000 + "{}" + "}" * 5000,
     ],
-    "regex": ["((", "(?=a)b", "[^\\s\\S]", "(" * 5000 + "a" + ")" * 5000, "a*" * 3000],
+    "regex": ["((", "(?=a)b", "[^\\s\\S]", "(" * 5000 + "a" + ")" * 5000],
     "grammar": ["start: foo", "foo: 'a'", "start: a\na: a", "", "start: " + "(" * 5000 + '"a"' + ")" * 5000],
     "choice": ["[]", '"a"', "[1]", "{"],
     "structural_tag": ["{}", '{"structures": [], "triggers": []}', '{"structures": [{}], "triggers": ["<"]}',

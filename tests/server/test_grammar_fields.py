@@ -80,7 +80,7 @@ def test_every_way_to_ask_reaches_the_engine(live, body, grammar):
          "structured_outputs.choice and response_format both"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice", "both"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format", "no schema"),
-        ({"response_format": {}}, None, None),
+        ({"response_format": {}}, "response_format", "may be text"),
         ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format", "not supported"),
         ({"guided_regex": "(("}, "guided_regex", "unclosed group"),
         ({"structured_outputs": {"grammar": 'start: "a" foo'}}, "structured_outputs.grammar", 'unknown name: "foo"'),
@@ -95,15 +95,13 @@ def test_every_way_to_ask_reaches_the_engine(live, body, grammar):
         ({"json_schema": {"patternProperties": {"a*" * 2500: {"pattern": "b*" * 2500}}}}, "json_schema",
          "has 10000 bytes of regular expressions"),
         ({"json_schema": '{"items":' * 3000 + "{}" + "}" * 3000}, "json_schema", "no JSON"),
-        ({"guided_json": {"const": "\ud800"}}, None, None),
     ],
 )  # fmt: skip
 def test_what_cannot_be_obeyed_is_told_by_field_and_place(live, body, param, said):
     response = live.post(COMPLETIONS, prompt="a", **body)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
-    if param is not None:
-        assert error["param"] == param and said in error["message"], error
+    assert error["param"] == param and said in error["message"], error
 
 
 class Inner(BaseModel):
@@ -131,7 +129,7 @@ def test_openai_client_parses_answers_of_a_real_engine(subject, tmp_path):
         live_server(engine, tokenizer, settings={"model": config.model}) as live,
         openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client,
     ):
-        for name in ("base", "r2-qv"):
+        for name in ("model", "r2-qv"):
             answer = client.chat.completions.parse(
                 model=name, messages=USER, response_format=Answer, temperature=1, seed=3, n=3, max_tokens=150
             )
@@ -139,11 +137,11 @@ def test_openai_client_parses_answers_of_a_real_engine(subject, tmp_path):
                 assert choice.finish_reason == "stop"
                 assert choice.message.parsed == Answer.model_validate_json(choice.message.content)
         stopped = client.completions.create(
-            model="base", prompt="x", max_tokens=30, stop=["b"], extra_body={"guided_regex": "a{4}b+c"}
+            model="model", prompt="x", max_tokens=30, stop=["b"], extra_body={"guided_regex": "a{4}b+c"}
         )
         assert stopped.choices[0].text == "aaaa" and stopped.choices[0].finish_reason == "stop"
         with pytest.raises(openai.BadRequestError, match="leave none to draw") as refused:
-            client.completions.create(model="base", prompt="x", extra_body={"regex": "a", "min_tokens": 3})
+            client.completions.create(model="model", prompt="x", extra_body={"regex": "a", "min_tokens": 3})
         assert refused.value.param == "grammar"
 
 
