@@ -17,19 +17,20 @@ from .grammar import Grammar, GrammarKind
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
 
 #: Compiled grammars that are kept. One has kilobytes as a rule, and as many states as `_LIMITS` allow at most.
 MAX_COMPILED = 64
 
 #: Work and memory of a stranger's grammar, in llguidance's units: 50,000 units of its lexer's fuel, or 20,000 items of
 #: its parser, take a few milliseconds, and a state one or two kilobytes.
-_LIMITS = {
+_LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000, "step_max_items": 20_000, "max_lexer_states": 10_000,
     "max_grammar_size": 100_000, "verbose_errors": False,
 }  # fmt: skip
 
 #: At most one blank between the tokens of JSON. A schema can't choose another way, nor have keywords ignored.
-_JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": " ", "lenient": False}
+_JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": " ", "lenient": False}
 
 _CUT = "<non-verbose/>"  # llguidance's, where a message would go on with its state
 _NO_TEXT = "NoExtensionBias"

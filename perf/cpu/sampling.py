@@ -29,7 +29,7 @@ from ..report.command import conclude, parser
 from .random_model import checkpoint
 from .workload import Geometry, Workload
 
-GREEDY = {"temperature": 0.0}
+GREEDY: dict[str, Any] = {"temperature": 0.0}
 
 #: An answer that goes on as long as it is measured, and the least share of the rate without a grammar.
 SCHEMA = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from typing import Any, cast
 
 import openai
 import pytest
@@ -126,16 +127,22 @@ def test_openai_client_parses_answers_of_a_real_engine(subject, tmp_path):
     engine = Engine.from_config(config)
     engine.store.register("r2-qv", subject("wide_heads").adapters["r2-qv"])
     with (
-        live_server(engine, tokenizer, settings={"model": config.model}) as live,
+        live_server(cast(Any, engine), tokenizer, settings={"model": config.model}) as live,
         openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client,
     ):
         for name in ("model", "r2-qv"):
             answer = client.chat.completions.parse(
-                model=name, messages=USER, response_format=Answer, temperature=1, seed=3, n=3, max_tokens=150
+                model=name,
+                messages=[{"role": "user", "content": "hi"}],
+                response_format=Answer,
+                temperature=1,
+                seed=3,
+                n=3,
+                max_tokens=150,
             )
             for choice in answer.choices:
                 assert choice.finish_reason == "stop"
-                assert choice.message.parsed == Answer.model_validate_json(choice.message.content)
+                assert choice.message.parsed == Answer.model_validate_json(choice.message.content or "")
         stopped = client.completions.create(
             model="model", prompt="x", max_tokens=30, stop=["b"], extra_body={"guided_regex": "a{4}b+c"}
         )
