@@ -64,8 +64,6 @@ class GenerationApi:
         self._metrics = metrics
         self._threads = threads
         self._seeds = Seeds(settings.seed)
-        model = worker.model
-        self._grammars = grammars_of(settings.model, model.vocab_size, tuple(model.eos_token_ids))
 
     async def completions(self, request: Request) -> Response:
         arrival = time.monotonic()
@@ -177,9 +175,10 @@ class GenerationApi:
         found = asked.asked_grammar(self._settings)
         if found is None:
             return None
-        field, grammar = found
+        (field, grammar), model = found, self._worker.model
+        grammars = grammars_of(self._settings.model, model.vocab_size, tuple(model.eos_token_ids))
         try:
-            await self._threads.run(self._grammars.compile, grammar)
+            await self._threads.run(grammars.compile, grammar)
         except InvalidGrammar as error:
             raise InvalidRequest(field, f"{field} can't be obeyed: {error}") from None
         return grammar
