@@ -455,9 +455,10 @@ class Engine:
                 raise InvalidRequest("allowed_token_ids", "bad_words and min_tokens ban all of them; allow others")
 
     def _validate_grammar(self, grammar: Grammar) -> None:
+        if self.model.grammars is None:
+            raise InvalidRequest("grammar", "this executor draws no tokens that a grammar could be of")
         try:
-            if self.model.grammars is not None:
-                self.model.grammars.compile(grammar)
+            self.model.grammars.compile(grammar)
         except InvalidGrammar as error:
             raise InvalidRequest("grammar", f"the grammar can't be served: {error}") from None
 
