@@ -142,6 +142,15 @@ def test_greedy_tokens_are_the_likeliest_that_the_grammar_allows(wide, tokenizer
     assert drive(wide).run("a", adapter, prompt, **params).tokens == tokens
 
 
+def test_log_probabilities_are_those_without_the_grammar(wide, drive):
+    params = {"grammar": GRAMMARS["schema"][0], "logprobs": 3, "temperature": 1.0, "max_tokens": 12}
+    answer = drive(wide).run("a", None, [5, 6], **params)
+    want = wide.logits(None, [5, 6, *answer.tokens[:-1]])[1:].log_softmax(-1)
+    for scores, found, token in zip(want, answer.logprobs, answer.tokens, strict=True):
+        assert found.logprob == pytest.approx(float(scores[token]), abs=2e-4)
+        assert [value for _, value in found.top] == pytest.approx(scores.topk(3).values.tolist(), abs=2e-4)
+
+
 @pytest.mark.parametrize("kernels", ["torch"])
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_the_place_in_the_grammar_is_found_again(wide, drive, preemption):
