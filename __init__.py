@@ -12,14 +12,18 @@ if sys.platform == "win32":
     )
 
 if TYPE_CHECKING:
+    from .core.requests.grammar import Grammar as Grammar
     from .core.requests.sampling_params import SamplingParams as SamplingParams
     from .server.llm import LLM as LLM
     from .server.llm import Completion as Completion
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Completion", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Completion", "Grammar", "SamplingParams", "__version__"]
 
-_HOMES = {"LLM": ".server.llm", "Completion": ".server.llm", "SamplingParams": ".core.requests.sampling_params"}
+_HOMES = {
+    "LLM": ".server.llm", "Completion": ".server.llm", "Grammar": ".core.requests.grammar",
+    "SamplingParams": ".core.requests.sampling_params",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -35,6 +35,8 @@ from .kv_events import KvEvents
 from .merging import Merging
 from .modes import Modes, mode_policy
 from .quarantine import Quarantined, adapter_directories, register_directories
+from .requests.grammar import Grammar
+from .requests.grammars import InvalidGrammar
 from .requests.record import NotHere, from_record, to_record
 from .requests.request import Request
 from .requests.sampling_params import InvalidRequest, NotServed, SamplingParams
@@ -442,7 +444,9 @@ class Engine:
                 raise InvalidRequest("model", str(error)) from None
         request.account = self._account(request.tenant, request.adapter_name)
         self._limit_output(request)
-        ends = frozenset() if params.ignore_eos else self._eos_token_ids
+        if params.grammar is not None:
+            self._validate_grammar(params.grammar)
+        ends = frozenset() if params.ignore_eos and params.grammar is None else self._eos_token_ids
         request.end_ids = ends.union(params.stop_token_ids) if params.stop_token_ids else ends
         if params.allowed_token_ids is not None:
             banned = {word[0] for word in params.bad_words if len(word) == 1}
@@ -450,6 +454,14 @@ class Engine:
                 banned |= self._eos_token_ids.union(params.stop_token_ids)
             if banned.issuperset(params.allowed_token_ids):
                 raise InvalidRequest("allowed_token_ids", "bad_words and min_tokens ban all of them; allow others")
+
+    def _validate_grammar(self, grammar: Grammar) -> None:
+        if self.model.grammars is None:
+            raise InvalidRequest("grammar", "this executor draws no tokens that a grammar could be of")
+        try:
+            self.model.grammars.compile(grammar)
+        except InvalidGrammar as error:
+            raise InvalidRequest("grammar", f"the grammar can't be served: {error}") from None
 
     def _limit_output(self, request: Request) -> None:
         """Set `max_tokens` and `max_length` to what the request asks for, or to all that there is room for.

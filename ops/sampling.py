@@ -120,6 +120,26 @@ def draw_into(tokens: torch.Tensor, logits: torch.Tensor, rows: Sequence[int], c
     _launch(tokens, logits, on_device(torch.from_numpy(draws), logits.device), num_limited)
 
 
+def ban(logits: torch.Tensor, masks: np.ndarray) -> None:
+    """Set the logits `[rows, vocab]` float32 of tokens to -inf whose bits are 0; on a GPU by one upload and one launch.
+
+    masks: `[n, 1 + words]` int32: a row of the logits, then a bit for each token, the lowest first.
+    """
+    if _on_host(logits):
+        values, vocab = logits.numpy(), logits.shape[1]
+        for mask in masks:
+            banned = np.unpackbits(~mask[1:].view(np.uint8), bitorder="little", count=vocab)
+            np.copyto(values[mask[0]], -np.inf, where=banned.view(bool))
+        return
+    _launch_ban(logits, on_device(torch.from_numpy(masks), logits.device))
+
+
+def _launch_ban(logits: torch.Tensor, masks: torch.Tensor) -> None:
+    from . import sampling_triton  # needs triton
+
+    sampling_triton.ban(logits, masks)
+
+
 def _on_host(logits: torch.Tensor) -> bool:
     return logits.device.type == "cpu"
 

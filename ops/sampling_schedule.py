@@ -24,6 +24,11 @@ def _padded(vocab: int) -> int:
     return 1 << (blocks(vocab) - 1).bit_length()
 
 
+def ban_constants(vocab: int) -> dict[str, int]:
+    """Compile-time constants of the launch that bans tokens."""
+    return {"VOCAB": vocab, "BLOCK": BLOCK}
+
+
 def peak_constants(vocab: int) -> dict[str, int]:
     """Compile-time constants of the launch that finds the largest logits."""
     return {"VOCAB": vocab, "BLOCK": BLOCK, "BLOCKS": blocks(vocab), "FIELDS": FIELDS}
@@ -43,6 +48,10 @@ def pick_constants(vocab: int) -> dict[str, int]:
 def sum_shape(draws: int, vocab: int) -> tuple[int, int, int]:
     """Shape of the sums that the second launch leaves for the third."""
     return draws, blocks(vocab), _PIVOTS
+
+
+def ban_options() -> dict[str, int | bool]:
+    return {"num_warps": 8}
 
 
 def peak_options() -> dict[str, int | bool]:

@@ -1,4 +1,5 @@
-"""Draws of tokens on a GPU: the tokens that `sampling.sample` draws, by three launches and one upload.
+"""Draws of tokens on a GPU: the tokens that `sampling.sample` draws, by three launches and one upload; and a launch
+that bans tokens before them.
 
 Masses and their sums are float64. A row's sums are cut by the vocabulary alone and added in one order, whatever else is
 in the step. What top_k and top_p keep is a prefix of the tokens in the order of their logits, of equal ones the first:
@@ -25,6 +26,8 @@ import triton.language as tl
 
 from .launch_triton import Launcher
 from .sampling_schedule import (
+    ban_constants,
+    ban_options,
     blocks,
     peak_constants,
     peak_options,
@@ -38,6 +41,22 @@ from .sampling_schedule import (
 _INF = tl.constexpr(float("inf"))
 _MOST_KEY = tl.constexpr((1 << 63) - 1)
 _TOKENS = tl.constexpr(1 << 24)  # more than any vocabulary has
+
+
+@triton.jit(do_not_specialize=["width"])
+def ban_tokens(logits, masks, width, row_stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """logits[masks[m, 0], t] = -inf where bit t of masks[m, 1:] is 0.
+
+    Grid (blocks, masks). logits: [rows, VOCAB] float32, rows row_stride apart. masks: [masks, width] int32.
+    """
+    block, number = tl.program_id(0), tl.program_id(1)
+    mask = masks + number.to(tl.int64) * width
+    row = tl.load(mask).to(tl.int64)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    inside = token < VOCAB
+    word = tl.load(mask + 1 + token // 32, mask=inside, other=-1)
+    banned = ((word >> (token % 32)) & 1) == 0
+    tl.store(logits + row * row_stride + token, tl.full([BLOCK], -_INF, tl.float32), mask=inside & banned)
 
 
 @triton.jit
@@ -294,6 +313,22 @@ def draw(tokens: torch.Tensor, logits: torch.Tensor, draws: torch.Tensor, num_li
     find((blocks(vocab), count, 1), (peaks, lows, logits, draws), (), (stride,))
     weigh((blocks(vocab), count, 1), (sums, peaks, lows, logits, draws), (), (stride,))
     pick((count, 1, 1), (tokens, lists, sums, peaks, lows, logits, draws), (tokens.shape[1],), (stride,))
+
+
+def ban(logits: torch.Tensor, masks: torch.Tensor) -> None:
+    """Set logits `[rows, vocab]` float32 to -inf where masks `[n, 1 + words]` int32, on the device, say so; see
+    `sampling.ban`.
+    """
+    if logits.stride(1) != 1 or not masks.is_contiguous():
+        raise ValueError("rows of logits are contiguous, and so are masks")
+    vocab = logits.shape[1]
+    grid = blocks(vocab), len(masks), 1
+    _ban_launcher(vocab)(grid, (logits, masks), (masks.shape[1],), (logits.stride(0),))
+
+
+@cache
+def _ban_launcher(vocab: int) -> Launcher:
+    return Launcher(ban_tokens, ban_constants(vocab) | ban_options())
 
 
 @cache

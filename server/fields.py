@@ -63,7 +63,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     for nothing, names in (
         ((), """
             api_token audio bootstrap_host bootstrap_port bootstrap_room chat_template custom_logit_processor
-            data_parallel_rank disagg_prefill_dp_rank guided_decoding_backend guided_json
+            data_parallel_rank disagg_prefill_dp_rank guided_decoding_backend
             guided_whitespace_pattern max_dynamic_patch min_dynamic_patch moderation ngram_corpus_id
             prompt_embeds reasoning_effort repetition_detection routed_dp_rank task truncate
             truncate_prompt_tokens truncation_side web_search_options"""),
@@ -78,12 +78,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
             top_logprobs xtc_probability"""),
         (({},), """
             chat_template_kwargs custom_params ec_transfer_params images_config kv_transfer_params
-            media_io_kwargs merged_adapters mm_processor_kwargs reasoning session_params structured_outputs
-            vllm_xargs"""),
+            media_io_kwargs merged_adapters mm_processor_kwargs reasoning session_params vllm_xargs"""),
         (([],), """
-            documents functions guided_choice input_ids logits_processors logprob_token_ids lora response_fields
-            samplers tools"""),
-        (("",), "ebnf extra_key grammar guided_grammar guided_regex json_schema regex structural_tag suffix"),
+            documents functions input_ids logits_processors logprob_token_ids lora response_fields samplers
+            tools"""),
+        (("",), "extra_key suffix"),
         ((-1,), "id_slot repeat_last_n sse_ping_interval thinking_token_budget top_n_sigma"),
         ((True,), "add_generation_prompt cache_prompt do_sample include_reasoning"),
         ((1,), "best_of length_penalty repeat_penalty typical_p"),
@@ -93,7 +92,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "adapter_source": ("local",),
     "function_call": ("none",),
     "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
     "stop_regex": ([], ""),
     "tool_choice": ("none", "auto"),
     "verbosity": ("medium",),
@@ -102,6 +100,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 INSTEAD = {
     "api_token": "adapters are loaded with POST /v1/adapters",
+    "guided_decoding_backend": "there is one, llguidance",
+    "guided_whitespace_pattern": "JSON has one blank at most between its tokens",
     "do_sample": "use temperature 0 to take the likeliest tokens",
     "lora": "name one adapter in lora_path",
     "merged_adapters": "name one adapter in lora_path",

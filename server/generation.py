@@ -228,7 +228,8 @@ class Generation:
                 self._end(output.request_id, output.finish_reason.value)
                 reason = output.error or "the engine ended this request"
                 if reason == ALL_BANNED:
-                    raise InvalidRequest("allowed_token_ids", reason)
+                    params = self._by_request[output.request_id].request.params
+                    raise InvalidRequest("allowed_token_ids" if params.grammar is None else "grammar", reason)
                 if output.finish_reason is FinishReason.ERROR:
                     raise GenerationFailed(reason, output.failure)
                 raise EngineUnavailable(reason)

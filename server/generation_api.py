@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from ..core.requests.grammar import Grammar
+from ..core.requests.grammars import InvalidGrammar, grammars_of
 from ..core.requests.request import Request as EngineRequest
 from ..core.requests.sampling_params import InvalidRequest, NotServed, Seeds
 from .backend import Backend
@@ -128,11 +130,12 @@ class GenerationApi:
         if unasked is None or (defaults.max_tokens is not None and defaults.max_tokens < unasked):
             unasked = defaults.max_tokens
         bad_words = await self._tokenizer.encode_words(asked.bad_words)
+        grammar = await self._grammar(asked)
         call_id = prefix + uuid.uuid4().hex
         several = len(prompts) * asked.n > 1
         choices = []
         for prompt in prompts:
-            for params in asked.sampling_params(limit - len(prompt), defaults, bad_words, unasked):
+            for params in asked.sampling_params(limit - len(prompt), defaults, bad_words, unasked, grammar):
                 engine_request = EngineRequest(
                     f"{call_id}-{len(choices)}",
                     prompt,
@@ -170,6 +173,19 @@ class GenerationApi:
             per_prompt=asked.n,
             in_bulk=not asked.stream and not asked.stop,
         )
+
+    async def _grammar(self, asked: GenerationRequest) -> Grammar | None:
+        """What the answer must match, compiled beside the event loop. Raises InvalidRequest for what can't be."""
+        found = asked.asked_grammar(self._settings)
+        if found is None:
+            return None
+        (field, grammar), model = found, self._worker.model
+        grammars = grammars_of(self._settings.model, model.vocab_size, tuple(model.eos_token_ids))
+        try:
+            await self._threads.run(grammars.compile, grammar)
+        except InvalidGrammar as error:
+            raise InvalidRequest(field, f"{field} can't be obeyed: {error}") from None
+        return grammar
 
     def _echoes(self, asked: GenerationRequest, given: Sequence[str | list[int]], generation: Generation) -> list[Echo]:
         """An entry per choice. A prompt that came as text comes back as it was."""

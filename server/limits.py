@@ -56,6 +56,15 @@ class RequestLimits(BaseModel):
     max_bad_words: int = Field(default=256, ge=0, description="most bad words")
     max_logit_bias: int = Field(default=1024, ge=0, description="most entries of logit_bias, or of stop_token_ids")
     max_allowed_tokens: int = Field(default=16384, ge=1, description="most entries of allowed_token_ids")
+    max_grammar_bytes: int = Field(
+        default=32 << 10, ge=1, description="most bytes of a JSON schema, of choices or of another grammar"
+    )
+    max_pattern_bytes: int = Field(
+        default=8 << 10,
+        ge=1,
+        description="most bytes of regular expressions in a grammar, or of its rules: the time to compile grows with "
+        "their square, to half a second",
+    )
     max_steering: int = Field(
         default=8192,
         ge=1,

@@ -11,9 +11,11 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from ..core.requests.grammar import Grammar
 from ..core.requests.sampling_params import MAX_LOGPROBS, SamplingParams
 from .errors import ApiError, clipped, validated
 from .fields import own_fields
+from .grammar_fields import GrammarFields
 from .limits import RequestLimits, check_counts, check_json
 from .sampling_defaults import SamplingDefaults
 
@@ -46,7 +48,7 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool = False
 
 
-class GenerationRequest(BaseModel):
+class GenerationRequest(GrammarFields):
     """Fields that completions and chat completions have in common."""
 
     model_config = ConfigDict(extra="forbid")
@@ -200,6 +202,7 @@ class GenerationRequest(BaseModel):
         defaults: SamplingDefaults,
         bad_words: tuple[tuple[int, ...], ...] = (),
         unasked_limit: int | None = None,
+        grammar: Grammar | None = None,
     ) -> list[SamplingParams]:
         """An entry for each of the prompt's `n` choices, which differ in their seeds only: seed, seed + 1, ….
 
@@ -219,6 +222,7 @@ class GenerationRequest(BaseModel):
             logprobs=self.num_logprobs,
             prompt_logprobs=self.num_prompt_scores,
             allowed_token_ids=tuple(self.allowed_token_ids) or None,
+            grammar=grammar,
         )
         if self.seed is None:
             return [first] * self.n

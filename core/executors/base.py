@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,6 +14,7 @@ from ...memory.transfers.swapped_kv import SwapBackend
 from ...memory.transfers.transfer import ExecutorLost
 from ..config import EngineConfig
 from ..model.config import ModelConfig, UnsupportedModel
+from ..requests.grammars import Grammars, grammars_of
 from ..requests.types import StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ class ModelInfo:
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
+    grammars: Grammars | None = field(default=None, compare=False)
+    """Grammars over its tokens; None where no tokens are drawn, as in a simulation."""
 
 
 class ShadowBackend(Protocol):
@@ -155,7 +158,8 @@ class ModelExecutor:
 
         self.config = model = ModelConfig.read(config.model)
         self._dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
-        self.model = ModelInfo(model.vocab_size, max_model_len_of(config, model), model.eos_token_ids)
+        grammars = grammars_of(config.model, model.vocab_size, model.eos_token_ids)
+        self.model = ModelInfo(model.vocab_size, max_model_len_of(config, model), model.eos_token_ids, grammars)
         self.layout = PageLayout(
             model.num_layers, model.num_kv_heads, model.head_dim, config.block_tokens, self._dtype.itemsize
         )

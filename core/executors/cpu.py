@@ -104,7 +104,8 @@ class CpuExecutor(ModelExecutor):
         chosen: Collection[int] = (),
     ) -> StepResult:
         rows = plan.rows
-        result = draw(rows, likeliest, logits, at, self._sampling, self.model.eos_token_ids, chosen)
+        ends, grammars = self.model.eos_token_ids, self.model.grammars
+        result = draw(rows, likeliest, logits, at, self._sampling, ends, chosen, grammars)
         if any(row.scores_prompt for row in rows):
             score_prompts(rows, self.decoder.score_logits, self._sampling, self.model.vocab_size, result)
         if plan.adapters:

@@ -24,7 +24,8 @@ from ..model.decoder import DecoderModel
 from ..model.load_progress import progress
 from ..model.lora_state_cuda import CudaLoraState, LoraLaunches
 from ..model.sampler import DeviceDraw, draw, most_drawn_values, needs_logits, score_prompts
-from ..requests.sampling_params import SamplingParams
+from ..requests.grammars import grammars_of
+from ..requests.sampling_params import MAX_ALLOWED_TOKENS, SamplingParams
 from ..requests.types import BASE_SLOT, ScheduledRow, StepResult
 from . import cuda_memory
 from .cuda_merged import KEPT_PLACES, MERGED_MODES, PlacedGraphs
@@ -93,6 +94,7 @@ class CudaSteps:
         self.ways: Mapping[int, Ways] = dict.fromkeys(sizes, BY_LIBRARY)  # of each bucket's products
         self.graphs: GraphRunner[None] = GraphRunner(self._capture, lambda: device.memory()[0])
         self._sampling = TorchSampling()
+        self._grammars = grammars_of(config.model, model.config.vocab_size, model.config.eos_token_ids)
         self._asking: tuple[Sequence[ScheduledRow], bool, bool] = (), False, False  # last rows: need logits, are scored
         self._captures = config.graph_capture != "off" and (attention.captures or where.type == "cpu")
         ahead = sizes[::-1] if self._captures and config.graph_capture == "ahead" else ()
@@ -167,7 +169,7 @@ class CudaSteps:
             self._asking = rows, any(map(needs_logits, rows)), any(row.scores_prompt for row in rows)
         _, needed, scored = self._asking
         if needed:
-            begun = DeviceDraw(rows, chosen, logits, eos, self._download)
+            begun = DeviceDraw(rows, chosen, logits, eos, self._download, self._grammars)
             self._tokens, read = begun.tokens, begun.result
         else:
             self._tokens, fetched = self._chosen, self._download(chosen)
@@ -271,7 +273,10 @@ class CudaSteps:
         The last row has one token, so that what serves decode rows among others is loaded, too.
         """
         config, vocab = self._config, self.decoder.config.vocab_size
-        params = SamplingParams(top_k=max(1, vocab // 2), top_p=0.9, min_p=0.1, prompt_logprobs=1)
+        allowed = tuple(range(min(vocab, MAX_ALLOWED_TOKENS)))
+        params = SamplingParams(
+            top_k=max(1, vocab // 2), top_p=0.9, min_p=0.1, prompt_logprobs=1, allowed_token_ids=allowed
+        )
         decoding = [1] * (config.max_num_seqs > 1)
         lengths, left = [], config.max_num_batched_tokens - len(decoding)
         while left and len(lengths) < config.max_num_seqs - len(decoding):

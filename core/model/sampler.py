@@ -19,6 +19,7 @@ from ...ops.sampling import (
     scores_of,
     uniform,
 )
+from ..requests.grammars import Grammars
 from ..requests.logit_edits import edited
 from ..requests.sampling_params import MAX_LOGPROBS, SamplingParams
 from ..requests.types import ALL_BANNED, NOT_FINITE, ScheduledRow, StepResult, TokenLogprobs
@@ -38,7 +39,7 @@ def _reshapes_logits(params: SamplingParams) -> bool:
     """True if anything but temperature, min_p, top_k and top_p changes the distribution."""
     return bool(
         params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0 or params.logit_bias
-        or params.min_tokens or params.bad_words or params.allowed_token_ids is not None
+        or params.min_tokens or params.bad_words or params.allowed_token_ids is not None or params.grammar is not None
     )  # fmt: skip
 
 
@@ -63,20 +64,21 @@ def draw(
     sampling: Sampling,
     eos_token_ids: Collection[int],
     chosen: Collection[int] = (),
+    grammars: Grammars | None = None,
 ) -> StepResult:
     """Draw a token for every row that asks for one.
 
     likeliest: each row's most likely token, -1 where its logits are not finite: that row gets an error instead of a
     token; the others are not touched by it. logits: `[…, vocab]` float32; at: by its index each row that has one of
     them, and which. The others have their token already, the likeliest or a drawn one, and cost nothing here; so have
-    those in `chosen`, whose logits are only scored.
+    those in `chosen`, whose logits are only scored. grammars: the model's.
     """
     if logits is None:
         return _result(rows, likeliest, likeliest)
     asked = _Asked(rows, at, chosen)
     tokens, scores = list(likeliest), None
     if asked.drawn:
-        with asked.edits(logits, at, eos_token_ids):
+        with asked.edits(logits, at, eos_token_ids, grammars):
             drawn = sampling.sample(logits, [at[index] for index in asked.drawn], asked.chances)
         for index, token in zip(asked.drawn, drawn, strict=True):
             tokens[index] = token
@@ -103,12 +105,13 @@ class DeviceDraw:
         logits: torch.Tensor,
         eos_token_ids: Collection[int],
         fetch: Callable[[torch.Tensor], Callable[[], torch.Tensor]],
+        grammars: Grammars | None = None,
     ) -> None:
         at = {index: index for index, row in enumerate(rows) if needs_logits(row)}
         self._asked = asked = _Asked(rows, at)
         found = torch.cat((chosen, chosen[:1], chosen[:1]))
         if asked.drawn:
-            with asked.edits(logits, at, eos_token_ids):
+            with asked.edits(logits, at, eos_token_ids, grammars):
                 draw_into(found[2:], logits, asked.drawn, asked.chances)
         values, self.tokens = found[:3], found[3]
         self._count = values.numel()
@@ -151,11 +154,15 @@ class _Asked:
         self.counts = [params[index].logprobs or 0 for index in self.scored]
 
     def edits(
-        self, logits: torch.Tensor, at: Mapping[int, int], eos_token_ids: Collection[int]
+        self,
+        logits: torch.Tensor,
+        at: Mapping[int, int],
+        eos_token_ids: Collection[int],
+        grammars: Grammars | None,
     ) -> AbstractContextManager[None]:
         """Context in which the logits are changed as the drawing rows ask."""
         reshaped = [(at[i], self._rows[i]) for i in self.drawn if _reshapes_logits(self._rows[i].params)]
-        return edited(logits, reshaped, eos_token_ids) if reshaped else nullcontext()
+        return edited(logits, reshaped, eos_token_ids, grammars) if reshaped else nullcontext()
 
     def result(self, likeliest: Sequence[int], tokens: Sequence[int], scores: Scores | None) -> StepResult:
         """Return the step's result, see `_result`."""

@@ -1,4 +1,4 @@
-"""Changes to logits before sampling: bans, biases and penalties."""
+"""Changes to logits before sampling: grammars, bans, biases and penalties."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from ...ops.sampling import on_device
+from ...ops.sampling import ban, on_device
+from .grammars import Grammars
 from .types import ScheduledRow
 
 _MOST = float(np.finfo(np.float32).max)
@@ -19,9 +20,15 @@ class LogitEdits:
     """One request's changes by token id, updated as tokens are generated.
 
     Nothing here depends on the length of the text but the table of the tokens in it: a step adds the last token.
+
+    matcher: where in its grammar the request is; None without one. restricts: True if the request says which tokens may
+    come, by a grammar or a list.
     """
 
-    def __init__(self, row: ScheduledRow) -> None:
+    def __init__(
+        self, row: ScheduledRow, vocab: int, eos_token_ids: Collection[int], grammars: Grammars | None
+    ) -> None:
+        """grammars: the model's; None where no request has one. Raises InvalidGrammar."""
         params = row.params
         self._params = params
         self._token_ids = row.token_ids
@@ -44,7 +51,11 @@ class LogitEdits:
         for token in seen:
             self._change[1, self._slot[token]] = params.repetition_penalty
         self._banned = [word[0] for word in params.bad_words if len(word) == 1]
-        self.allowed = None if params.allowed_token_ids is None else np.unique(np.array(params.allowed_token_ids))
+        self.matcher = None if params.grammar is None or grammars is None else grammars.compile(params.grammar)
+        listed = params.allowed_token_ids
+        self._listed = None if listed is None else _bits(listed, vocab)
+        self._ends = _bits(tuple(eos_token_ids), vocab) if self.matcher is not None and params.ignore_eos else None
+        self.restricts = self.matcher is not None or listed is not None
 
     def belongs_to(self, row: ScheduledRow) -> bool:
         """True if these are the changes of the row's request."""
@@ -55,6 +66,8 @@ class LogitEdits:
         if self._counts_output:
             for token in self._token_ids[self._done :]:
                 self._see(token)
+        if self.matcher is not None and self._done < len(self._token_ids):
+            self.matcher.consume_tokens(self._token_ids[self._done :])
         self._done = len(self._token_ids)
         count = len(self._slot)
         return self._ids[:count], self._change[:, :count]
@@ -71,6 +84,15 @@ class LogitEdits:
             if length <= output and (found := endings.get(tuple(self._token_ids[-length:]))):
                 banned = [*banned, *found]
         return banned
+
+    def restrict(self, mask: np.ndarray) -> None:
+        """Clear bits of what the grammar allows, `[words]` int32: of tokens that are not listed, and with `ignore_eos`
+        of ends, unless nothing else can come.
+        """
+        if self._listed is not None:
+            mask &= self._listed
+        if self._ends is not None and (going_on := mask & ~self._ends).any():
+            mask[:] = going_on
 
     def _see(self, token: int) -> None:
         params, slot = self._params, self._slot.get(token)
@@ -100,26 +122,35 @@ def _endings(bad_words: tuple[tuple[int, ...], ...]) -> list[tuple[int, dict[tup
 
 @contextmanager
 def edited(
-    logits: torch.Tensor, rows: Sequence[tuple[int, ScheduledRow]], eos_token_ids: Collection[int]
+    logits: torch.Tensor,
+    rows: Sequence[tuple[int, ScheduledRow]],
+    eos_token_ids: Collection[int],
+    grammars: Grammars | None = None,
 ) -> Iterator[None]:
     """Apply requests' changes to rows of logits `[rows, vocab]` for the duration of the context.
 
     rows: of the logits, with the scheduled row that each belongs to. All rows are changed by the same few operations.
-    Order: allowed tokens, bias, repetition, presence and frequency; what is banned stays so.
+    Order: allowed tokens, bias, repetition, presence and frequency; what is banned stays so. What a grammar or a list
+    does not allow stays banned for good, unless the row's token is scored.
     """
     vocab, undo = logits.shape[1], []
     flat = logits.view(-1)
     ids, changes, banned = [], [], []
+    restricted: list[tuple[int, LogitEdits]] = []
     for index, row in rows:
         edits = row.edits
         if edits is None or not edits.belongs_to(row):
-            edits = row.edits = LogitEdits(row)
-        if edits.allowed is not None:
-            undo.append(_allow(logits[index], edits.allowed))
+            edits = row.edits = LogitEdits(row, vocab, eos_token_ids, grammars)
         at, change = edits.advance()
+        if edits.restricts:
+            restricted.append((index, edits))
+            if row.params.logprobs is not None:
+                undo.append((logits[index], slice(None), logits[index].clone()))
         ids.append(at + index * vocab)
         changes.append(change)
         banned += [index * vocab + token for token in edits.banned(eos_token_ids, row.kv_len)]
+    if restricted:
+        ban(logits, _masks(restricted, vocab, grammars))
     if logits.device.type == "cpu":  # where these few numbers cost torch several times as long
         _edit_here(flat.numpy(), np.concatenate(ids), np.concatenate(changes, axis=1), undo)
         places = ()
@@ -156,12 +187,24 @@ def _edit_here(
         flat[places] = np.minimum(after, np.float32(_MOST))
 
 
-def _allow(scores: torch.Tensor, allowed: np.ndarray) -> tuple[torch.Tensor, slice, torch.Tensor]:
-    """Ban all but some tokens of one row `[vocab]`; returns what it takes to undo that."""
-    before, places = scores.clone(), _to(allowed, scores.device)
-    scores.fill_(-torch.inf)
-    scores[places] = before[places]
-    return scores, slice(None), before
+def _masks(rows: Sequence[tuple[int, LogitEdits]], vocab: int, grammars: Grammars | None) -> np.ndarray:
+    """Return masks of rows of logits as `ops.sampling.ban` takes them."""
+    masks = np.full((len(rows), 1 + -(-vocab // 32)), -1, np.int32)
+    masks[:, 0] = [index for index, _ in rows]
+    allowed = masks[:, 1:]
+    matchers = {place: edits.matcher for place, (_, edits) in enumerate(rows) if edits.matcher is not None}
+    if matchers and grammars is not None:
+        allowed[list(matchers)] = grammars.masks(list(matchers.values()))[:, : allowed.shape[1]]
+    for mask, (_, edits) in zip(allowed, rows, strict=True):
+        edits.restrict(mask)
+    return masks
+
+
+def _bits(ids: tuple[int, ...], vocab: int) -> np.ndarray:
+    """Return a mask `[words]` int32 with the bits of some tokens set."""
+    is_set = np.zeros(-(-vocab // 32) * 32, np.uint8)
+    is_set[list(ids)] = 1
+    return np.packbits(is_set, bitorder="little").view(np.int32)
 
 
 def _to(values: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -7,10 +7,11 @@ from dataclasses import asdict
 from typing import Any
 
 from ...memory.adapters.adapter import Adapter
+from .grammar import Grammar
 from .sampling_params import SamplingParams
 from .types import ScheduledRow, StepPlan
 
-VERSION = 4
+VERSION = 5
 
 
 def plan_to_wire(plan: StepPlan) -> dict[str, Any]:
@@ -76,5 +77,6 @@ def params_from_wire(data: Mapping[str, Any]) -> SamplingParams:
         "stop_token_ids": tuple(data["stop_token_ids"]),
         "bad_words": tuple(tuple(word) for word in data["bad_words"]),
         "allowed_token_ids": None if data["allowed_token_ids"] is None else tuple(data["allowed_token_ids"]),
+        "grammar": None if data["grammar"] is None else Grammar(**data["grammar"]),
     }
     return SamplingParams(**{**data, **lists})

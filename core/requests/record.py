@@ -9,7 +9,7 @@ from typing import Any
 from .plan_wire import params_from_wire, params_to_wire
 from .request import Request
 
-VERSION = 3
+VERSION = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from .grammar import Grammar
+
 MAX_LOGPROBS = 100
 #: OpenAI takes 300 biases.
 MAX_LOGIT_BIASES = 1024
@@ -28,8 +30,8 @@ class NotServed(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Applied in this order: allowed tokens, min_tokens, bad words, logit bias, penalties, temperature, min_p, top_k,
-    top_p. A request for which they leave no token to draw ends with an error.
+    """Applied in this order: grammar, allowed tokens, min_tokens, bad words, logit bias, penalties, temperature, min_p,
+    top_k, top_p. A request for which they leave no token to draw ends with an error.
 
     max_tokens: None means as many as the model's length and the arena allow.
     temperature: 0 is greedy. top_k: 0 keeps all tokens. top_p: nucleus mass in (0, 1].
@@ -42,6 +44,8 @@ class SamplingParams:
     min_tokens: neither kind of end may be drawn before that many tokens.
     bad_words: token id sequences that must not be generated.
     allowed_token_ids: the only tokens that may be generated, an end of sequence among them only if it is listed.
+    grammar: what the answer matches; an end of sequence comes only where it may end, and ends it despite `ignore_eos`,
+    which lets it come only where nothing else can.
     logprobs, prompt_logprobs: report log-probabilities of generated or prompt tokens with that many alternatives.
     """
 
@@ -60,6 +64,7 @@ class SamplingParams:
     min_tokens: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
+    grammar: Grammar | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
@@ -67,7 +72,7 @@ class SamplingParams:
     def looks_back(self) -> bool:
         """True if the tokens generated so far change what may be drawn next."""
         penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
-        return bool(penalties or any(len(word) > 1 for word in self.bad_words))
+        return bool(penalties or self.grammar is not None or any(len(word) > 1 for word in self.bad_words))
 
     def __post_init__(self) -> None:
         most = math.inf if self.max_tokens is None else self.max_tokens

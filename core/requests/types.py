@@ -164,7 +164,8 @@ NOT_FINITE = "the model produced logits that are not finite"
 """Error of a row without a most likely token."""
 
 ALL_BANNED = (
-    "every token is banned: allowed_token_ids, bad_words, logit_bias and min_tokens leave none to draw; ask for less"
+    "every token is banned: grammar, allowed_token_ids, bad_words, logit_bias and min_tokens leave none to draw, or "
+    "the grammar is too complex where the answer has come to; ask for less"
 )
 """Error of a row with nothing to draw."""
 

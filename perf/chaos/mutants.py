@@ -47,7 +47,9 @@ LIKELY: dict[str, Sequence[Any]] = {
     "skip_special_tokens": (False, True), "include_stop_str_in_output": (True,), "add_special_tokens": (True, False),
     "user": ("me",), "metadata": ({"a": "b"},), "chat_template_kwargs": ({"x": 1},), "tools": ([],),
     "add_generation_prompt": (True, False), "continue_final_message": (True, False), "tool_choice": ("none", "auto"),
-    "response_format": ({"type": "text"},), "prompt": ("a", [104, 101], ["a", "b"], [[104], [101, 102]], "é\U0001f600"),
+    "response_format": ({"type": "text"}, {"type": "json_object"}), "guided_choice": (["a", "bc"],),
+    "structured_outputs": ({"regex": "[a-z]+"},), "guided_json": ({"type": "integer"},),
+    "prompt": ("a", [104, 101], ["a", "b"], [[104], [101, 102]], "é\U0001f600"),
     "messages": ([{"role": "user", "content": [{"type": "text", "text": "abc"}]}],), "request_id": ("one", "two"),
 }  # fmt: skip
 """Values that a field expects."""

@@ -4,13 +4,15 @@
 
 A random model of SmolLM2-135M's shapes but for the vocabulary. Steps of each way alternate with greedy ones (A B B A)
 of the same requests, and its ratio is the median over rounds. `mixed`: the others of the requests are greedy; what is
-compared is the rate at which they go on. Exits with 1 when a ratio is below its bar. Needs a machine with nothing else
-to do.
+compared is the rate at which they go on. `--grammar` measures one way alone: every request's answer matches a JSON
+schema, and its steps alternate with those of a second engine, which samples alike without one. Exits with 1 when a
+ratio is below its bar. Needs a machine with nothing else to do.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 import time
 from dataclasses import replace
@@ -20,13 +22,27 @@ from typing import Any
 
 from ...core.config import EngineConfig
 from ...core.engine import Engine
+from ...core.requests.grammar import Grammar
 from ...core.requests.request import Request
 from ...core.requests.sampling_params import SamplingParams
 from ..report.command import conclude, parser
 from .random_model import checkpoint
 from .workload import Geometry, Workload
 
-GREEDY = {"temperature": 0.0}
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+
+#: An answer that goes on as long as it is measured, and the least share of the rate without a grammar.
+SCHEMA = {
+    "type": "array",
+    "minItems": 100_000,
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "size": {"type": "integer"}, "kind": {"enum": ["one", "two"]}},
+        "required": ["name", "size", "kind"],
+        "additionalProperties": False,
+    },
+}
+GRAMMAR_BAR = 1 / 1.1
 
 #: Of each way its parameters, how many of the requests use it (0: all), and the least share of greedy's rate.
 WAYS: dict[str, tuple[dict[str, Any], int, float]] = {
@@ -77,13 +93,7 @@ class Bench:
         """
         engine, length = self._engine, 4 * (rounds + 2) + 8
         greedy, wanted = (SamplingParams(max_tokens=length, ignore_eos=True, **way) for way in (GREEDY, params))
-        requests = []
-        for index, prompt in enumerate(self._workload.prompts()):
-            self._serial += 1
-            requests.append(Request(f"r{self._serial}", prompt, replace(greedy, seed=index)))
-            engine.add_request(requests[-1])
-        while any(request.row is None for request in requests):
-            engine.step()
+        requests = self.begin(greedy)
         ratios, seconds = [], []
         for index in range(rounds + 2):
             times: dict[str, list[float]] = {"greedy": [], "way": []}
@@ -100,6 +110,39 @@ class Bench:
             engine.step()
         return median(ratios), median(seconds)
 
+    def grammar_ratio(self, plain: Bench, rounds: int) -> tuple[float, float]:
+        """The time of a step of `plain`, whose requests have no grammar, over that of a step whose requests all have
+        one, and the latter's seconds; medians over rounds.
+        """
+        params = SamplingParams(max_tokens=2 * (rounds + 2) + 8, ignore_eos=True)
+        plain.begin(params)
+        self.begin(replace(params, grammar=Grammar("json_schema", json.dumps(SCHEMA))))
+        ratios, seconds = [], []
+        for index in range(rounds + 2):
+            times: dict[Bench, float] = {self: 0.0, plain: 0.0}
+            for bench in (plain, self, self, plain):
+                began = time.perf_counter()
+                bench.step()
+                times[bench] += time.perf_counter() - began
+            if index >= 2:
+                ratios.append(times[plain] / times[self])
+                seconds.append(times[self] / 2)
+        return median(ratios), median(seconds)
+
+    def step(self) -> None:
+        self._engine.step()
+
+    def begin(self, params: SamplingParams) -> list[Request]:
+        """Requests that decode, with seeds of their own."""
+        engine, requests = self._engine, []
+        for index, prompt in enumerate(self._workload.prompts()):
+            self._serial += 1
+            requests.append(Request(f"r{self._serial}", prompt, replace(params, seed=index)))
+            engine.add_request(requests[-1])
+        while any(request.row is None for request in requests):
+            engine.step()
+        return requests
+
     def close(self) -> None:
         self._engine.close()
 
@@ -113,20 +156,26 @@ def main(argv: list[str] | None = None) -> int:
     add("--threads", type=int, default=2, help="of the engine")
     add("--rounds", type=int, default=60, help="of four steps: greedy, way, way, greedy")
     add("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="which to run; default: all")
+    add("--grammar", action="store_true", help="measure grammars alone")
     add("--work-dir", type=Path, default=Path(tempfile.gettempdir()) / "chorus-sampling",
                         help="where models are kept")  # fmt: skip
     arguments = command.parse_args(argv)
-    results = []
+    results, beside = [], "none" if arguments.grammar else "greedy"
     for vocab in arguments.vocab:
         bench = Bench(vocab, arguments, arguments.work_dir)
-        for name in arguments.ways:
-            params, count, bar = WAYS[name]
-            ratio, seconds = bench.ratio(params, count or arguments.requests, arguments.rounds)
+        for name in ["grammar"] if arguments.grammar else arguments.ways:
+            if arguments.grammar:
+                plain, bar = Bench(vocab, arguments, arguments.work_dir), GRAMMAR_BAR
+                ratio, seconds = bench.grammar_ratio(plain, arguments.rounds)
+                plain.close()
+            else:
+                params, count, bar = WAYS[name]
+                ratio, seconds = bench.ratio(params, count or arguments.requests, arguments.rounds)
             rate = arguments.requests / seconds
             results.append({"vocab": vocab, "way": name, "tokens_per_s": rate, "ratio": ratio, "bar": bar})
             verdict = "" if ratio >= bar else "  MISSED"
             print(
-                f"{vocab:8d}  {name:26s} {rate:8.0f} tokens/s  {ratio:6.3f} of greedy  bar {bar:.2f}{verdict}",
+                f"{vocab:8d}  {name:26s} {rate:8.0f} tokens/s  {ratio:6.3f} of {beside}  bar {bar:.2f}{verdict}",
                 flush=True,
             )
         bench.close()

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...core.requests.grammar import Grammar
 from ...core.requests.record import NotHere
 from ...core.requests.sampling_params import InvalidRequest
 from ...core.requests.types import RequestOutput
@@ -75,6 +76,7 @@ class Replica:
         self._hello = hello.to_wire()
         self._fronts: set[_Front] = set()
         self._loads = DaemonPool("replica-loads", threads=LOAD_THREADS, max_waiting=MAX_LOADS)
+        self._compiler = DaemonPool("replica-grammars", threads=1, max_waiting=MAX_LOADS)
         self._loading: dict[str, asyncio.Future[None]] = {}
         self._loaded: set[str] = set()
 
@@ -152,6 +154,15 @@ class Replica:
         with open_unchanged(manifest):
             return manifest, image
 
+    def compile(self, grammar: Mapping[str, Any]) -> Future[None]:
+        """Have a request's grammar compiled beside the steps, before the engine needs it, which tells what is wrong."""
+        return self._compiler.submit(self._compile, grammar)
+
+    def _compile(self, grammar: Mapping[str, Any]) -> None:
+        grammars = self.worker.model.grammars
+        if grammars is not None:
+            grammars.compile(Grammar(**grammar))
+
     def forget(self, content_hash: str) -> None:
         """Unregister an adapter that no front has a request for; requests that hold it finish with it."""
         if content_hash in self._loaded:
@@ -216,6 +227,16 @@ class _Front:
             self.send("refused", request_id, life, DRAINING, "the replica is about to end")
             return
         self._open[request_id] = life
+        params = record.get("params")
+        if isinstance(params, Mapping) and isinstance(params.get("grammar"), Mapping):
+            compiled = self._replica.compile(params["grammar"])
+            compiled.add_done_callback(lambda _: self._call_soon(self._resume, record, request_id, life))
+        else:
+            self._resume(record, request_id, life)
+
+    def _resume(self, record: Mapping[str, Any], request_id: str, life: int) -> None:
+        if self._open.get(request_id) != life:  # aborted while its grammar was compiled
+            return
         future = self._worker.resume(record, partial(self._put, life), self._loop)
         future.add_done_callback(partial(self._call_soon, self._answer, request_id, life))
 

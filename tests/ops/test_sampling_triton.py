@@ -7,12 +7,13 @@ from __future__ import annotations
 import json
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from chorus.ops.sampling import Chances, TorchSampling, sampling_draws, uniform
+from chorus.ops.sampling import Chances, TorchSampling, ban, sampling_draws, uniform
 
 from ..processes import run_python
 from .test_sampling import make_logits, may_be_drawn, reference
@@ -84,6 +85,21 @@ def check_company(device: str) -> None:
     assert together == TorchSampling().sample(logits, range(6), chances)
 
 
+def check_bans(device: str) -> None:
+    """Banned logits are -inf, whichever rows have masks, and all others as they were."""
+    from chorus.ops import sampling_triton
+
+    for vocab in VOCABS:
+        logits = make_logits(vocab, 2, 1.0, "plain", 4)
+        masks = np.random.default_rng(vocab).integers(-(2**31), 2**31, (2, 2 + vocab // 32), np.int32)
+        masks[:, 0] = 3, 1
+        want, found = logits.clone(), logits.to(device)
+        ban(want, masks)
+        sampling_triton.ban(found, torch.from_numpy(masks).to(device))
+        assert torch.equal(found.cpu(), want)
+        assert torch.equal(want[[0, 2]], logits[[0, 2]]) and (vocab < 33 or want[1].isinf().any())
+
+
 def interpret() -> None:
     """Run in a process of its own."""
 
@@ -100,6 +116,7 @@ def interpret() -> None:
     check_zeros_of_both_signs()
     check_broken_rows("cpu")
     check_company("cpu")
+    check_bans("cpu")
 
 
 def check_zeros_of_both_signs() -> None:

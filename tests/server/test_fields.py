@@ -131,6 +131,7 @@ def test_what_answers_bring_along_may_be_sent_back(shared):
     [
         ("stream_options.chunks", {"stream": True, "stream_options": {"include_usage": True, "chunks": 1}}),
         ("response_format", {"response_format": {"type": "text", "strict": True}}),
+        ("structured_outputs.jsn", {"structured_outputs": {"jsn": {}}}),
     ],
 )
 def test_unknown_fields_inside_options_are_refused_by_name(shared, field, body):

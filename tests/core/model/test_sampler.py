@@ -42,7 +42,7 @@ def logits_of(seed, rows=1, vocab=VOCAB):
 def draw(rows, logits):
     """The sampling of an executor without a native decoder, a row of logits for each row; a GPU's gives the same."""
     asking = {index: index for index, it in enumerate(rows) if needs_logits(it)}
-    result = sampler.draw(rows, greedy(logits), logits, asking, TorchSampling(), EOS)
+    result = sampler.draw(rows, greedy(logits), logits.clone(), asking, TorchSampling(), EOS)
     assert draw_on_device(rows, logits) == result
     return result
 

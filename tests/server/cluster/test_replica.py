@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -117,6 +118,36 @@ def test_an_answer_comes_in_rows_of_its_life(play):
         assert await frames(front, "taken") == ("taken", ["q", 7])
         _, (_, rows) = await frames(front, "out")
         assert rows[0][:2] == ["q", 7]
+
+    play(act)
+
+
+def test_grammars_are_compiled_beside_the_steps(play):
+    """Other requests go on meanwhile, and one that was aborted before its grammar was there never runs."""
+
+    async def act(world):
+        may_end, compiled = threading.Event(), []
+
+        def compile_(grammar):
+            compiled.append((grammar, threading.get_ident()))
+            may_end.wait(20)
+
+        world.worker.model.grammars = SimpleNamespace(compile=compile_)
+        front = await world.front()
+        for name in ("kept", "aborted"):
+            asked = record(name)
+            asked["params"]["grammar"] = {"kind": "regex", "text": name}
+            front.send("submit", asked, 1)
+        front.send("abort", "aborted")
+        front.send("submit", record("other"), 1)
+        assert await answer(front) == ([5, 6, 7, EOS], "stop")
+        may_end.set()
+        assert await answer(front) == ([5, 6, 7, EOS], "stop")
+        front.send("submit", record("last"), 1)
+        assert await answer(front) == ([5, 6, 7, EOS], "stop")
+        assert [grammar.text for grammar, _ in compiled] == ["kept", "aborted"]
+        assert not world.engine.threads & {thread for _, thread in compiled}
+        assert [request.id for request in world.engine.asked] == ["other", "kept", "last"]
 
     play(act)
 

@@ -1,0 +1,188 @@
+"""Grammars over the tokens of one model: which of them may come next."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..cpus import available_cpus
+from .grammar import Grammar, GrammarKind
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
+
+#: Compiled grammars that are kept. One has kilobytes as a rule, and as many states as `_LIMITS` allow at most.
+MAX_COMPILED = 64
+
+#: Work and memory of a stranger's grammar, in llguidance's units: 50,000 units of its lexer's fuel, or 20,000 items of
+#: its parser, take a few milliseconds, and a state one or two kilobytes.
+_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000, "step_max_items": 20_000, "max_lexer_states": 10_000,
+    "max_grammar_size": 100_000, "verbose_errors": False,
+}  # fmt: skip
+
+#: At most one blank between the tokens of JSON. A schema can't choose another way, nor have keywords ignored.
+_JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": " ", "lenient": False}
+
+_CUT = "<non-verbose/>"  # llguidance's, where a message would go on with its state
+_NO_TEXT = "NoExtensionBias"
+
+
+class InvalidGrammar(ValueError):
+    """A grammar that can't be served; the text says why, and where."""
+
+
+class Grammars:
+    """Compiles grammars against a model's vocabulary, which is read when one is first asked for. Any thread."""
+
+    def __init__(self, model: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """model: a directory with a tokenizer.json. vocab_size: of the model's logits."""
+        self._model = model
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self.compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        """What is kept, least recently used first."""
+        self._lock = Lock()  # of `compiled`
+        self._loading = Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._threads: LLExecutor
+
+    def compile(self, grammar: Grammar) -> LLMatcher:
+        """Return a matcher at the beginning of an answer. Raises InvalidGrammar.
+
+        The first mask is computed here, too: it takes longest, and tells whether any text matches.
+        """
+        with self._lock:
+            if (found := self.compiled.get(grammar)) is not None:
+                self.compiled.move_to_end(grammar)
+                return found.deep_copy()
+        found = self._compile(grammar)
+        with self._lock:
+            self.compiled[grammar] = found
+            while len(self.compiled) > MAX_COMPILED:
+                self.compiled.popitem(last=False)
+        return found.deep_copy()
+
+    def masks(self, matchers: Sequence[LLMatcher]) -> np.ndarray:
+        """Return which tokens each matcher of `compile` allows next, `[matchers, words]` int32: a bit for each token of
+        the model, or of the tokenizer where that has more, the lowest first.
+
+        A matcher that gives up, because its next mask would take too much work, allows none.
+        """
+        masks = np.empty((len(matchers), -(-self._load().vocab_size // 32)), np.int32)
+        places = [(matcher, place) for place, matcher in enumerate(matchers)]
+        self._threads.unsafe_compute_mask_ptr(places, masks.ctypes.data, masks.strides[0], len(masks))
+        for matcher, place in places:
+            if matcher.is_error():  # its mask says that the answer may end, which it may not
+                masks[place] = 0
+        return masks
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        from llguidance import LLMatcher, LLParserLimits
+
+        tokenizer = self._load()
+        try:
+            source = _SOURCES[GrammarKind(grammar.kind)](grammar.text)
+        except (ValueError, TypeError, KeyError, RecursionError, AssertionError) as error:
+            raise InvalidGrammar(_told(str(error) or type(error).__name__)) from None
+        matcher = LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(**_LIMITS))
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            message = _told(matcher.get_error())
+            raise InvalidGrammar("no text matches it" if message == _NO_TEXT else message)
+        return matcher
+
+    def _load(self) -> LLTokenizer:
+        with self._loading:
+            if self._tokenizer is None:
+                from llguidance import LLExecutor
+
+                self._threads = LLExecutor(available_cpus())
+                self._tokenizer = self._read()
+            return self._tokenizer
+
+    def _read(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        if not self._eos_token_ids:
+            raise InvalidGrammar("this model has no end-of-sequence token, by which an answer that matches would end")
+        try:
+            text = (self._model / "tokenizer.json").read_text(encoding="utf-8")
+            try:
+                return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
+            except ValueError:  # the tokenizer has more tokens than the model
+                return LLTokenizer(text, eos_token=self._eos_token_ids)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise InvalidGrammar(f"this model's tokenizer.json can't be used with grammars: {reason}") from None
+
+
+@lru_cache(8)
+def grammars_of(model: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Grammars:
+    """Return the process's grammars of a model: what the API has checked is compiled when the engine needs it."""
+    return Grammars(model, vocab_size, eos_token_ids)
+
+
+def _told(message: str) -> str:
+    return message.partition(_CUT)[0].strip()
+
+
+def _of_schema(text: str) -> str:
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
+
+
+def _of_regex(text: str) -> str:
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_regex(text)
+
+
+def _of_choice(text: str) -> str:
+    from llguidance import LLMatcher
+
+    choices = json.loads(text)
+    if not isinstance(choices, list) or not choices or not all(isinstance(each, str) for each in choices):
+        raise ValueError("choices are a list of strings, one at least")
+    return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in choices))
+
+
+def _of_lark(text: str) -> str:
+    from llguidance import grammar_from
+
+    return grammar_from("grammar", text)
+
+
+def _of_structural_tag(text: str) -> str:
+    from llguidance import LLMatcher, StructTag
+
+    asked = json.loads(text)
+    tags = []
+    for structure in asked["structures"]:
+        begin = structure["begin"]
+        trigger = next((trigger for trigger in asked["triggers"] if begin.startswith(trigger)), "")
+        if not trigger:
+            raise ValueError(f"no trigger is how {begin!r} begins")
+        schema = {**structure["schema"], "x-guidance": _JSON_OPTIONS}
+        tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=structure["end"]))
+    return LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=False))
+
+
+_SOURCES: dict[GrammarKind, Callable[[str], str]] = {
+    GrammarKind.JSON_SCHEMA: _of_schema,
+    GrammarKind.JSON_OBJECT: lambda _: _of_schema('{"type": "object"}'),
+    GrammarKind.REGEX: _of_regex,
+    GrammarKind.CHOICE: _of_choice,
+    GrammarKind.GRAMMAR: _of_lark,
+    GrammarKind.STRUCTURAL_TAG: _of_structural_tag,
+}
