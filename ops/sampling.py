@@ -66,12 +66,12 @@ class Scores(NamedTuple):
 
 
 def inverse_temperature(temperature: float) -> float:
-    """Factor of the logits: finite even for temperatures whose reciprocal is not, 0 for greedy rows."""
+    """Factor of the logits: finite even where 1 / temperature is not, 0 for greedy rows."""
     return min(1.0 / temperature, _MOST_INVERSE) if temperature else 0.0
 
 
 def greedy(logits: torch.Tensor) -> list[int]:
-    """The most likely token of each row; -1 where that can't be told: a logit is NaN or +inf, or all are -inf.
+    """The most likely token of each row; -1 where there is none: a logit is NaN or +inf, or all are -inf.
 
     logits: `[rows, vocab]` float32. On a CPU numpy's vectorised search is ten times faster than torch's.
     """
@@ -121,7 +121,7 @@ def draw_into(tokens: torch.Tensor, logits: torch.Tensor, rows: Sequence[int], c
 
 
 def ban(logits: torch.Tensor, masks: np.ndarray) -> None:
-    """Set the logits `[rows, vocab]` float32 of tokens to -inf whose bits are 0; on a GPU by one upload and one launch.
+    """Set the logits `[rows, vocab]` float32 to -inf where a token's bit is 0; on a GPU by one upload and one launch.
 
     masks: `[n, 1 + words]` int32: a row of the logits, then a bit for each token, the lowest first.
     """
@@ -151,7 +151,7 @@ def _launch(tokens: torch.Tensor, logits: torch.Tensor, draws: torch.Tensor, num
 
 
 def sampling_draws(rows: Sequence[int], chances: Sequence[Chances], vocab: int) -> tuple[np.ndarray, int]:
-    """Draws as `sampling_triton` takes them, `[rows, FIELDS]` float64, and the number of those with top_k or top_p."""
+    """Draws as `sampling_triton` takes them, `[rows, FIELDS]` float64, and the number of draws with top_k or top_p."""
     draws, num_limited = np.empty((len(rows), FIELDS)), 0
     for draw, row, (temperature, u, top_k, top_p, min_p) in zip(draws, rows, chances, strict=True):
         inverse, top_p, floor, reach, top_k = _limits(temperature, top_k, top_p, min_p, vocab)
@@ -183,7 +183,7 @@ def sample(logits: torch.Tensor, chances: Sequence[Chances], width: int = FIRST_
     temperature 0 is greedy. min_p over the tempered distribution, then top_k, then top_p over what is left,
     renormalised (as vLLM does); of equal logits the first are kept. Vocabulary order, not probability order, so that
     two nearly equal logits can't swap places between batches. Masses are float64, so that an exponential that differs
-    in its last bit, as those of other devices do, still gives the same token. -1 where no logit is above -inf, or one
+    in its last bit, as other devices' do, still gives the same token. -1 where no logit is above -inf, or one
     is NaN or +inf. UNDECIDED where top_p keeps `width` tokens or more: ask again with WIDER times as many.
     """
     step = _slice_rows(logits.shape[1])
@@ -253,7 +253,7 @@ def _sample(logits: torch.Tensor, chances: Sequence[Chances], width: int) -> tor
 
 
 def first_above(mass: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """Each row's first token whose mass `[rows, vocab]` and that of all before it exceed the share u `[rows]` of all.
+    """Each row's first token at which the running sum of mass `[rows, vocab]` exceeds the share u `[rows]` of all.
 
     By the sums of blocks, then within one: a sum over blocks is spread over a device, a running sum is not.
     """
@@ -291,7 +291,7 @@ def _kept(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Mask `[rows, vocab]` of tokens that may be drawn, and whether `width` was enough to tell, `[rows]`.
 
-    scaled: the logits below their largest, tempered, float64. top_p, min_p: those of `chances`, on the device.
+    scaled: the logits below their largest, tempered, float64. top_p, min_p: as in `chances`, on the device.
     """
     device, vocab = logits.device, logits.shape[1]
     kept = scaled >= min_p.log()[:, None]  # all where it is 0

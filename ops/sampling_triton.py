@@ -100,7 +100,7 @@ def weigh_blocks(
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, FIELDS: tl.constexpr, PADDED: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """sums[d, b, j]: mass of block b's tokens whose logits are not below pivot j; with top_k their number.
+    """sums[d, b, j]: mass of block b's tokens with logits not below pivot j; with top_k their number.
 
     Grid (BLOCKS, draws). Of draws without limits only the last, which is of all tokens.
     """
@@ -228,7 +228,7 @@ def pick_tokens(
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, FIELDS: tl.constexpr, PADDED: tl.constexpr,
     PIVOTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """tokens[0, row]: the row's token, -1 where it can't be told. tokens[1, row]: the same, 0 there.
+    """tokens[0, row]: the row's token, -1 where there is none. tokens[1, row]: the same, 0 there.
 
     Grid (draws,). tokens: [2, columns] int64. lists: [draws with limits, 2, VOCAB] int32, where candidates are kept.
     """
@@ -300,7 +300,7 @@ def pick_tokens(
 def draw(tokens: torch.Tensor, logits: torch.Tensor, draws: torch.Tensor, num_limited: int) -> None:
     """Into `tokens` `[2, rows]` int64 the tokens of rows of logits `[rows, vocab]` float32; see the module.
 
-    draws: `[draws, FIELDS]` float64, on the device. num_limited: those with top_k or top_p.
+    draws: `[draws, FIELDS]` float64, on the device. num_limited: draws with top_k or top_p.
     """
     count, vocab = len(draws), logits.shape[1]
     if logits.stride(1) != 1 or not tokens.is_contiguous():

@@ -50,7 +50,7 @@ def needs_logits(row: ScheduledRow) -> bool:
 
 
 def plain_chances(row: ScheduledRow) -> Chances | None:
-    """Chances of a row whose token is drawn from the model's logits as they are; else None."""
+    """Chances of a row that draws its token from the model's logits as they are; else None."""
     if not row.samples or not row.params.temperature or _reshapes_logits(row.params):
         return None
     return _chances(row)
@@ -91,7 +91,7 @@ def draw(
 class DeviceDraw:
     """A draw as `draw` makes it, given to the logits' device, which the host waits for later, once.
 
-    chosen: `[2, …]` int64 on the device, of each row its most likely token, and 1 if it can be told. logits:
+    chosen: `[2, …]` int64 on the device, of each row its most likely token, and 1 if there is one. logits:
     `[…, vocab]` float32; the first are the rows' own. fetch: begins to fetch values from the device, and returns what
     waits for them.
 
@@ -140,9 +140,9 @@ def most_drawn_values(rows: int) -> int:
 
 
 class _Asked:
-    """Rows of a step, by index, that draw a token from their logits, and rows whose token is scored.
+    """Rows of a step, by index, that draw a token from their logits, and rows with a given token to score.
 
-    at: indices of the rows that have logits. chosen: of those whose token is there already.
+    at: indices of the rows that have logits. chosen: of the rows with a token already.
     """
 
     def __init__(self, rows: Sequence[ScheduledRow], at: Collection[int], chosen: Collection[int] = ()) -> None:
@@ -219,7 +219,7 @@ def score_prompts(
 
 
 def following_tokens(row: ScheduledRow) -> list[int]:
-    """The prompt tokens that follow each of the row's first ones: those that its prompt scores are of."""
+    """The prompt tokens that follow each of the row's first ones, which its prompt scores are of."""
     return row.token_ids[row.start + 1 : min(row.kv_len + 1, row.num_prompt_tokens)]
 
 
