@@ -6,6 +6,7 @@ SHELL := bash
 
 RESULTS := build/results
 SEEDS := 10000
+STUDIES := $(patsubst perf/gate/baselines/simulate/%.any.json,%,$(wildcard perf/gate/baselines/simulate/*))
 NATIVE := $(wildcard ops/native/*.cpp ops/native/*.h)
 
 check: style types imports spelling words ## everything that takes seconds
@@ -46,7 +47,7 @@ gate: kernels ## against the baselines of this kind of machine
 	python -m chorus.perf.cpu.allocator > $(RESULTS)/allocator
 	python -m chorus.perf.gate.cpu_suite > $(RESULTS)/cpu
 	python -m chorus.perf.serving.decision_time --policies least-delay --decisions 400 --limit 500 > $(RESULTS)/decision_time
-	python -m chorus.perf.simulate all --quick --seeds 1 --jobs 2 --out $(RESULTS) > /dev/null
+	python -m chorus.perf.simulate $(STUDIES) --quick --seeds 1 --jobs 2 --out $(RESULTS) > /dev/null
 	python -m chorus.perf.gate --skip-unknown $(RESULTS)/*
 
 lives: ## seeded lives and histories of the engine
