@@ -1,9 +1,9 @@
-"""Random schemas, whose answers must be valid, and hostile grammars, which must cost little: `python -m
+"""Random schemas, which must give valid answers, and hostile grammars, which must cost little: `python -m
 chorus.perf.chaos.grammars`.
 
-Of each random JSON schema a random text is drawn, token by token among those that the grammar allows, over the built-in
-model's vocabulary; it must parse and be valid by the `jsonschema` package. A hostile grammar within the API's limits
-must be refused or compiled, and give its masks, within the bars; seconds are of the CPU.
+Of each random JSON schema a random text is drawn over the built-in model's vocabulary, each token among the tokens that
+the grammar allows; the text must parse and be valid by the `jsonschema` package. A hostile grammar within the API's
+limits must be refused or compiled, and give its masks, within the bars; seconds are of the CPU.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 A random model of SmolLM2-135M's shapes but for the vocabulary. Steps of each way alternate with greedy ones (A B B A)
 of the same requests, and its ratio is the median over rounds. `mixed`: the others of the requests are greedy; what is
 compared is the rate at which they go on. `--grammar` measures one way alone: every request's answer matches a JSON
-schema, and its steps alternate with those of a second engine, which samples alike without one. Exits with 1 when a
+schema, and its steps alternate with steps of a second engine, which samples alike without one. Exits with 1 when a
 ratio is below its bar. Needs a machine with nothing else to do.
 """
 
@@ -111,8 +111,8 @@ class Bench:
         return median(ratios), median(seconds)
 
     def grammar_ratio(self, plain: Bench, rounds: int) -> tuple[float, float]:
-        """The time of a step of `plain`, whose requests have no grammar, over that of a step whose requests all have
-        one, and the latter's seconds; medians over rounds.
+        """The time of a step of `plain`, without grammars, over that of a step in which every request has one, and the
+        latter's seconds; medians over rounds.
         """
         params = SamplingParams(max_tokens=2 * (rounds + 2) + 8, ignore_eos=True)
         plain.begin(params)

@@ -1,6 +1,6 @@
 """Hold results against their baselines: `python -m chorus.perf.gate RESULT…`.
 
-A result is a file whose last line is a JSON object, as the benchmarks print it; `-` is standard input. Which values
+A result is a file with a JSON object as its last line, as the benchmarks print it; `-` is standard input. Which values
 count, and by how much they may be worse, is in the TOML files of the baselines' directory. Several results of one load
 count as repeats. Exits with 1 for a regression or a missing metric, with 2 for what can't be compared. The last line
 is one JSON object.

@@ -72,7 +72,7 @@ class MetricEntry(Rule):
 class TableEntry(Rule):
     """Values of every row of a list.
 
-    A row is known by its `key` columns; by default by all that are text or yes/no, and by a number where those repeat.
+    A row is known by its `key` columns; by default by all that are text or yes/no, and by a number where these repeat.
 
     values: columns to compare (default: all numbers but `skip`). better: for all columns, or by column. name: what the
     metrics' names begin with.

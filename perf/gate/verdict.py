@@ -14,7 +14,7 @@ from .suite import Metric
 #: Exact values may differ in the last digits of a float that was printed.
 EXACT = 1e-9
 
-#: Standard deviation of a normal distribution whose median absolute deviation is 1.
+#: Standard deviation of a normal distribution with a median absolute deviation of 1.
 _MAD_TO_SIGMA = 1.4826
 
 

@@ -95,7 +95,7 @@ def _arrivals(plan: Plan) -> Chart:
 
 
 def _attainment(plan: Plan, shown: list[Tried]) -> Chart:
-    """shown: candidates of one memory whose simulations ended."""
+    """shown: candidates of one memory; their simulations ended."""
     first, target = shown[0].candidate, 100 * plan.fleet.slo.attainment
     most = max(one.candidate.replicas for one in shown)
     bottom = min(target - 1, *(100 * one.attainment.low for one in shown))

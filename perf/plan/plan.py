@@ -206,7 +206,7 @@ def share(spread: Spread) -> str:
 
 
 def _names(text: str | None, known: Iterable[str], flag: str) -> tuple[str, ...]:
-    """Those that are given, or all."""
+    """The names that are given, or all that are known."""
     if text is None:
         return tuple(known)
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))

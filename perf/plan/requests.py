@@ -1,4 +1,4 @@
-"""The requests that a plan is for: those of a trace, and what another such time might have brought."""
+"""The requests that a plan is for: a trace's requests, and what another such time might have brought."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Requests:
     def resampled(self, seed: int, scale: float = 1.0) -> Requests:
         """The same for seed 0; otherwise a Poisson bootstrap: each request comes 0, 1, 2 … times, `scale` times on
         average, the first at its time and its copies anywhere before the next request. So the course of the rate,
-        bursts and who asks for what stay, and their numbers vary as those of another day would.
+        the bursts and the mix of tenants and adapters stay, and their numbers vary as another day's would.
         """
         if not seed and scale == 1.0:
             return self

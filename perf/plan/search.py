@@ -112,7 +112,7 @@ def fewest(meets: Callable[[int], bool], most: int, start: int = 1) -> int | Non
 
 def cheapest(tried: Iterable[Tried]) -> Tried | None:
     """The fewest replicas that meet the SLO; of these the highest attainment, to a tenth of a percent, then the least
-    host memory, then the largest arena, whose memory is paid for anyway, then the first.
+    host memory, then the largest arena, as its memory is paid for anyway, then the first.
     """
     good = [one for one in tried if one.meets]
     if not good:

@@ -73,8 +73,8 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """attainment: share of requests within the SLO, or the most that it could be where the trial was `stopped`, whose
-    other numbers are missing. missed_ttft, missed_tpot, failed: shares of all requests. ttft, tpot: seconds at
+    """attainment: share of requests within the SLO, or the most that it could be where the trial was `stopped`; the
+    other numbers are missing then. missed_ttft, missed_tpot, failed: shares of all requests. ttft, tpot: seconds at
     `QUANTILES`. replica_seconds: that replicas have been there, from the first arrival to the last answer's end.
     """
 
@@ -110,7 +110,7 @@ class _Watch:
             self._other(event, cluster)
 
     def _look(self, now: float, cluster: Cluster) -> None:
-        """Those that wait, but for as many as came of late, have waited for longer than their first token may take."""
+        """Waiting requests, but for as many as came of late, have waited for longer than their first token may take."""
         arrivals = self._arrivals
         recent = bisect_right(arrivals, now) - bisect_right(arrivals, now - self._slo.ttft)
         waiting = cluster.num_held + sum(replica.state.num_waiting for replica in cluster.replicas)

@@ -1,4 +1,4 @@
-"""Questions with exact answers, for the built-in model: right answers, wrong ones, and those of another adapter."""
+"""Questions with exact answers, for the built-in model: right answers, wrong ones, and another adapter's answers."""
 
 from __future__ import annotations
 

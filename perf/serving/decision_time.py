@@ -50,7 +50,7 @@ _STATS = replace(NOTHING, num_pages=4096, num_free_pages=2000, num_kv_pages=1500
 
 
 class Front:
-    """A dispatcher whose replicas are up and busy; requests are for adapters by a power law."""
+    """A dispatcher with replicas that are up and busy; requests are for adapters by a power law."""
 
     def __init__(self, policy: str, replicas: int, adapters: int) -> None:
         estimates = Estimates()

@@ -81,7 +81,7 @@ def send_chunks(address: Address, head: bytes, size: int) -> bytes:
 
 
 def stream(address: Address, tokens: int, barrier: Any, counts: Any, index: int) -> None:
-    """One streamed answer, whose events are counted."""
+    """One streamed answer; its events are counted."""
     body = json.dumps({"prompt": "abc\n", "max_tokens": tokens, "ignore_eos": True, "stream": True, "temperature": 0,
                        "return_token_ids": True}).encode()  # fmt: skip
     with socket.create_connection(address) as connection:

@@ -73,7 +73,7 @@ def with_prompts(
 def with_questions(
     requests: Iterable[TraceRequest], base: str, questions: Questions, *, chat: bool
 ) -> Iterator[PlannedRequest]:
-    """The workload's arrivals and adapters, with questions whose answers are known in place of its lengths."""
+    """The workload's arrivals and adapters, with questions of known answers in place of its lengths."""
     for request in requests:
         model = request.adapter or base
         question = questions.of(request, model)

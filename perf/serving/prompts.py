@@ -66,7 +66,7 @@ class TokenPrompts:
 
 
 def word_prompts(seed: int) -> TokenPrompts:
-    """Common words, for servers whose vocabulary is not at hand: about a token each."""
+    """Common words, for servers without a vocabulary at hand: about a token each."""
     return TokenPrompts(range(len(_WORDS)), seed, lambda ids: " ".join(_WORDS[index] for index in ids))
 
 

@@ -118,7 +118,7 @@ def stop(process: subprocess.Popen[str]) -> int:
 def launched(
     flags: Sequence[str], descriptors: int | None = None, command: Sequence[str] = ("serve",)
 ) -> Iterator[LaunchedServer]:
-    """`chorus serve`, or another command, on a free port. It is told to end when this thread does, whatever ends that.
+    """`chorus serve`, or another command, on a free port. It gets SIGTERM when this thread ends, whatever ends that.
     Raises LoadError if it does not start.
 
     descriptors: most that it may have open.

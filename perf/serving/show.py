@@ -9,7 +9,7 @@ from rich.console import Console
 
 from ..report.table import Table, shown
 
-#: Models that are shown one by one, those with the most requests first.
+#: Models that are shown one by one; the first has the most requests.
 _MODELS = 20
 _LATENCIES = (
     ("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("ITL", "itl_ms"), ("end to end", "e2e_ms"),

@@ -38,7 +38,7 @@ class Objectives:
 
 
 def summarise(records: Sequence[Record], objectives: Objectives) -> dict[str, Any]:
-    """All that is told of a load, with the same of each model under `models`."""
+    """All that is reported of a load, with the same of each model under `models`."""
     seconds = duration(records)
     by_model: dict[str, list[Record]] = {}
     for record in records:

@@ -19,7 +19,7 @@ from .link import Link, Sending, Urgency
 
 
 class VirtualClock:
-    """Time that whoever simulates moves on: seconds in `now`."""
+    """Time that the simulation moves on: seconds in `now`."""
 
     __slots__ = ("now",)
 
@@ -81,7 +81,7 @@ class SimReads(Reads):
     """A few threads that read one adapter after another, each for as long as the disk model says.
 
     A read begins when a thread is free for it. As others may be put before it until then, it is run no sooner than
-    somebody looks at a time at which it has begun.
+    a caller looks at a time at which it has begun.
     """
 
     def __init__(self, clock: VirtualClock, threads: int = 2) -> None:
@@ -93,7 +93,7 @@ class SimReads(Reads):
 
     @property
     def free_at(self) -> float:
-        """Return the time at which the next read would begin, if those before it take as long as the last one."""
+        """Return the time at which the next read would begin, if the reads before it take as long as the last one."""
         self.begin_until(self._clock.now)
         free_at = sorted(self._free_at)
         for _ in self._queue:
@@ -197,7 +197,7 @@ class SimRead(Future):
 
 
 class SimStream(LayerStream):
-    """An image whose layers are read evenly from `start` to `end`."""
+    """An image; its layers are read evenly from `start` to `end`."""
 
     def __init__(self, clock: VirtualClock, start: float, num_layers: int) -> None:
         super().__init__()
@@ -292,7 +292,7 @@ class SimAdapterBackend:
         self.link = Link(clock)
         self.reads = SimReads(clock, read_threads)
         self.urgency = Urgency.LOAD  # of what is placed next
-        self._reads: list[tuple[float, float]] = []  # start and end of those under way or to come
+        self._reads: list[tuple[float, float]] = []  # start and end of each read under way or to come
         self.stalled_seconds = 0.0  # that the clock went on for the sake of loads
 
     @property
@@ -310,7 +310,7 @@ class SimAdapterBackend:
         clock, seconds = self._clock, self._costs.disk.seconds(manifest.file_size)
         start = clock.now
         clock.now = start + seconds / layout.num_layers
-        image.publish(1)  # with which requests may begin; later layers end nobody's wait
+        image.publish(1)  # with which requests may begin; later layers end no wait
         clock.now = start + seconds
         image.data = manifest.file_size
         if self._costs.disk.contention:
@@ -329,7 +329,7 @@ class SimAdapterBackend:
     def delay(self, seconds: float) -> float:
         """Return the extra time of a step of `seconds` that begins now, for the reads under way."""
         now, disk = self._clock.now, self._costs.disk
-        self.reads.begin_until(now + seconds)  # nobody puts others before them while the step runs
+        self.reads.begin_until(now + seconds)  # no other read is put before them while the step runs
         total = 0.0
         for start, end in self._reads:
             begin = max(start, now)

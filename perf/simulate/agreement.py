@@ -3,9 +3,9 @@
     python -m chorus.perf.simulate.agreement [--workload SPEC] [--http] [--model DIR --adapters DIR] [--profile FILE]
 
 The profile is fitted on this machine before and after each repeat, unless one is given, and the repeat simulated with
-both: a machine whose speed drifts drifts for both. A repeat in which the machine was not quiet says nothing and is made
-again: the rounds of a fit differ, the same steps take longer after it than before, the system held the process up, or
-others took processor time.
+both: a machine that drifts in speed drifts for both. A repeat in which the machine was not quiet says nothing and is
+made again: the rounds of a fit differ, the same steps take longer after it than before, the system held the process
+up, or others took processor time.
 Without --workload the requests are made up; with it, they are the
 first ones of a workload, as perf.workload reads it, squeezed or stretched in time to the load that is asked for and
 with lengths cut to what the model takes: the profile was fitted to none of them.
@@ -115,7 +115,7 @@ def serve_both_over_http(
     """The same trace from a server over HTTP, as its client sees it, and simulated with what the host adds, which is
     fitted to other requests just before and counts as load. Raises LoadError.
     """
-    engine = Engine.from_config(config)  # whose sizes are the server's
+    engine = Engine.from_config(config)  # its sizes are the server's
     try:
         names = engine.store.names()
 

@@ -16,7 +16,7 @@ from ..workload.request import TraceRequest
 from .records import Records
 from .replica import NOTHING, Left, Phase, Progress, Replica
 
-#: Told the time, and the replicas as they are then.
+#: Called with the time, and the replicas as they are then.
 Watch = Callable[[float, Sequence[Replica]], None]
 
 Prompt = Callable[[TraceRequest], list[int]]
@@ -39,7 +39,7 @@ class NoReplica(RuntimeError):
 
 
 class Happened(StrEnum):
-    """Events that a controller is told of."""
+    """Events that a controller is called with."""
 
     ARRIVED = "arrived"  # a request, which has not been routed yet
     ENDED = "ended"  # requests of a replica
@@ -58,7 +58,7 @@ class Event:
     request: TraceRequest | None = None
 
 
-#: Told of events when they have happened; it may act on the cluster then.
+#: Called with each event when it has happened; it may act on the cluster then.
 Controller = Callable[[Event, "Cluster"], None]
 
 
@@ -144,7 +144,7 @@ class _Clients:
         return request if request.session else request._replace(session=f"session-{request.id}")
 
     def answered(self, now: float, ended: Sequence[TraceRequest]) -> Iterator[TraceRequest]:
-        """The next requests of the clients whose last ones have ended; those in a row are turns of one session."""
+        """The next requests of the clients that sent `ended`; requests in a row are turns of one session."""
         sent = now + self._think
         for request, last in zip(list(itertools.islice(self._requests, len(ended))), ended, strict=False):
             if self._stay and self._random.random() < self._stay:
@@ -178,7 +178,7 @@ class Cluster:
         """clients: that send more when requests have ended. staleness: the router knows of a replica what it reported
         last, and they all report every so many seconds, so that what it knows is up to as old; what it has sent since
         it doesn't count, as one of many routers wouldn't. 0: it knows everything. make: of replicas that boot. answers:
-        told of the lengths of answers.
+        given the lengths of answers.
         """
         self.now = 0.0
         self.replicas = list(replicas)
@@ -317,7 +317,7 @@ class Cluster:
                 self._check_gone(replica)
 
     def offer(self, request: TraceRequest) -> None:
-        """A request comes; who came before it goes first."""
+        """A request comes; requests that came before it go first."""
         self.now = request.arrival
         while self.now >= self._next_report:
             self._report(self.now)

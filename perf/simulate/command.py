@@ -148,5 +148,5 @@ def _run_one(study: Study, arguments: argparse.Namespace) -> Results:
 
 
 def _cpu_seconds() -> float:
-    """Of this process and of those that it has waited for."""
+    """Of this process and of the child processes that it has waited for."""
     return sum(os.times()[:4])

@@ -34,7 +34,7 @@ def mean_rank(spec: WorkloadSpec) -> int:
 
 
 class _Asked:
-    """A request whose adapter, if it has one, has the one rank."""
+    """A request; its adapter, if it has one, has the one rank."""
 
     def __init__(self, request: Routed, rank: int) -> None:
         self.adapter = request.adapter

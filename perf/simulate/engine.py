@@ -24,12 +24,12 @@ class SimEngine(Engine):
 
     @property
     def num_cold_starts(self) -> int:
-        """Requests so far whose adapter was not all there when they could begin."""
+        """Requests so far with an adapter that was not all there when they could begin."""
         return self.scheduler.num_cold_starts
 
     @property
     def num_available_pages(self) -> int:
-        """Pages that are free, or that nobody uses."""
+        """Pages that are free, or not in use."""
         return self.reclaimer.available
 
 
@@ -53,7 +53,7 @@ def simulated_engine(
     mix: prompts and decoding requests share steps; otherwise a prompt interrupts decoding (`SimScheduler.mix`).
     most_prompts, most_rows: in a step (`SimScheduler.limit_prompts`, `limit_rows`); None for no limit.
     engine_type: `Engine` takes any request and one step at a time. policies: `Engine`'s. degree: of tensor
-    parallelism. The prefix cache works on the tokens of prompts: leave it off where those are made up.
+    parallelism. The prefix cache works on the tokens of prompts: leave it off where these are made up.
     """
     clock = VirtualClock() if clock is None else clock
     config = EngineConfig(model=MODEL, prefix_cache=False) if config is None else config

@@ -29,7 +29,7 @@ class _Tokens(dict[str, int]):
 
 _TOKENS = _Tokens()
 _PLAIN = StepResult(_TOKENS)
-"""Result of nearly every step; whoever takes results changes none."""
+"""Result of nearly every step; callers that take results change none."""
 _NONE: frozenset[int] = frozenset()
 
 
@@ -37,7 +37,7 @@ _NONE: frozenset[int] = frozenset()
 class StepPrice:
     """Seconds of a plan's first step, and by how much each repeat takes longer than the step before it.
 
-    stall: the part of `first` that waits for adapters. late: slots whose adapters don't come in time. single: it must
+    stall: the part of `first` that waits for adapters. late: slots of adapters that don't come in time. single: it must
     not be repeated at this price.
     """
 
@@ -184,7 +184,7 @@ class SimExecutor:
         return length
 
     def _stalled(self, first: float, computing: float, growth: float, plan: StepPlan) -> StepPrice:
-        """Every layer waits for its bytes, but no step waits longer than it may: who comes later is late.
+        """Every layer waits for its bytes, but no step waits longer than it may: a later adapter is late.
 
         computing: the part of `first` that goes through the layers, under which bytes may come.
         """

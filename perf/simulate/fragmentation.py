@@ -15,9 +15,9 @@ from .study import Pool
 class Contiguous:
     """A pool that gives an adapter one hole, the first that is large enough.
 
-    free: bytes that nobody holds. unusable: of these, those that can't become part of rooms for `size` bytes for want
-    of their neighbours. waste: bytes of a room beyond those that were asked for. num_more: rooms for `size` bytes that
-    there would be if only `kept` were held. num_copies: that fill a room.
+    free: bytes that no adapter holds. unusable: free bytes that can't become part of rooms for `size` bytes for want
+    of their neighbours. waste: bytes of a room beyond the `size` that was asked for. num_more: rooms for `size` bytes
+    that there would be if only `kept` were held. num_copies: that fill a room.
     """
 
     def __init__(self, pool_bytes: int) -> None:
@@ -93,9 +93,9 @@ def run_fragmentation(pool: Pool) -> Outcome:
     """Load adapters of random size one after the other; the least recently used go until the next one fits.
 
     A failure is an allocation that finds enough free bytes and no room. External fragmentation is the share of the pool
-    that is free and can't hold adapters of the probe's size although there are enough bytes, internal the share of what
-    is held that nobody asked for. The most adapters are the newest ones, which requests hold where they are, and those
-    of the probe's size that fit beside them. All are means over the cycles.
+    that is free and can't hold adapters of the probe's size although there are enough bytes, internal the waste in
+    the held rooms relative to the adapters' sizes. The most adapters are the newest ones, which requests hold where
+    they are, and as many of the probe's size as fit beside them. All are means over the cycles.
     """
     allocator: Any = Contiguous(pool.pool_bytes)
     if pool.allocator == "pages":

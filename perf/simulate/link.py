@@ -12,7 +12,7 @@ class Urgency(IntEnum):
     ALL_REDUCE = 0  # a step is waiting in the middle of a layer
     SWAP = 1
     LOAD = 2
-    AHEAD = 3  # nobody waits for it
+    AHEAD = 3  # no step waits for it
 
 
 class Sending:
@@ -54,7 +54,7 @@ class Link:
         return found
 
     def hurry(self, sending: Sending, urgency: Urgency) -> None:
-        """Somebody waits for a transfer that was less urgent so far."""
+        """Raise a transfer's urgency if it was less urgent so far: a step now waits for it."""
         if sending.urgency > urgency and sending.end > self._clock():
             self._sending.remove(sending)
             self._pause(sending)

@@ -56,7 +56,7 @@ class Load:
 class Recorded:
     """The first requests of a workload, at a load of ours.
 
-    The adapters that it names become those that there are, each always the same one.
+    Each adapter that it names becomes one of the adapters that there are, always the same one.
     """
 
     workload: Sequence[TraceRequest]

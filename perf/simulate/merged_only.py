@@ -6,7 +6,7 @@ from ...core.scheduling.mode_policy import ModeChoice, ModeState
 
 
 class MergedOnly:
-    """Serves the adapter whose requests run, or has the first in the queue, until it has none left.
+    """Serves one adapter until it has no requests left, then the first eligible one of `ModeState.fcfs`.
 
     oldest: that of the oldest request of all, in every step, as the authors' code has it (LLMServe/dLoRA-artifact,
     vllm/core/scheduler.py, `_always_merge_schedule`). It takes others' seats, so steps must have a limit of rows apart

@@ -62,5 +62,5 @@ INCREASES = {
     "time_per_token_increase": "time_per_token_mean", "e2e_increase": "e2e_mean",
 }  # fmt: skip
 
-#: An order of rows is reproduced if it holds in this share of the seeds, unless somebody asks for another.
+#: An order of rows is reproduced if it holds in this share of the seeds, unless `--check` gives another.
 SHARE = 0.8

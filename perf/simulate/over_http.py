@@ -36,7 +36,7 @@ _STREAM_TOKENS = (32, 128)
 _PROMPTS = (1, 8, 32)  # short, so that the engine has done with them before the event loop has brought the next
 _LONE = 12  # requests, one after another
 _CROWDS = (16, 64)  # requests of one token that come at once
-_APART = 0.05  # seconds between requests that meet nobody
+_APART = 0.05  # seconds between requests that meet no other
 _BESIDE, _COMING = 4, 32  # streams, and requests that come while they run
 _REPEATS = 3
 _LEAST = 1e-7  # seconds: a fit's samples are above 0
@@ -84,7 +84,7 @@ class HostTimes:
         return found
 
     def slower(self, profile: Profile) -> Profile:
-        """Return the profile of an engine whose steps take as long as beside the server."""
+        """Return the profile of an engine with steps that take as long as beside the server."""
         own = {} if profile.overhead is None else profile.overhead.terms
         added = {"base": self.per_step, "per_row": self.per_row, "per_prompt": self.per_prompt}
         terms = {
@@ -146,7 +146,7 @@ def served(config: EngineConfig) -> Iterator[HttpServer]:
 
 def fit_host(server: HttpServer, profile: Profile, simulate: Simulate, rows: int) -> HostTimes:
     """Fit what a server adds to `profile`'s engine: by many requests that come at once, by streams beside each other,
-    and by requests that meet nobody. rows: most that run at a time.
+    and by requests that meet no other. rows: most that run at a time.
 
     Each is what the client saw, less what is simulated without it.
     """

@@ -12,7 +12,7 @@ _MOST_BLOCKS = 1 << 14  # that are kept, of some hundred tokens each
 
 
 def make_prompt(request: TraceRequest, vocab_size: int) -> list[int]:
-    """Return a request's token ids: those of its `hash_ids`, block by block, or else ids that no other request has.
+    """Return a request's token ids: by its `hash_ids`, block by block, or else ids that no other request has.
 
     Blocks of other ids, and prompts of other requests, differ from their first tokens on, up to a chance in 2^16 for
     every token.
@@ -22,7 +22,7 @@ def make_prompt(request: TraceRequest, vocab_size: int) -> list[int]:
     blocks = (_block(each, request.hash_block_tokens, vocab_size) for each in request.hash_ids)
     tokens = list(chain.from_iterable(blocks))
     del tokens[request.prompt_tokens :]
-    # A trace whose lengths were scaled up has fewer ids than blocks: what they do not cover is nobody else's.
+    # A trace with scaled-up lengths has fewer ids than blocks: no other request has the tokens beyond them.
     return tokens + _tokens(f"request {request.id}", request.prompt_tokens - len(tokens), vocab_size)
 
 

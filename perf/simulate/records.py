@@ -38,8 +38,8 @@ class Records:
     """Columns of `Served`, 44 bytes a request, in the order in which requests ended.
 
     Nothing else grows with a run once its replicas have met the adapters. These are kept because percentiles are exact,
-    also those of values that are computed from several columns, and over the requests that came after a warm-up: an
-    hour at 340 requests/s takes 54 MB, and up to an eighth of that as room to grow. Names are kept once.
+    also percentiles of values that are computed from several columns, and over the requests that came after a warm-up:
+    an hour at 340 requests/s takes 54 MB, and up to an eighth of that as room to grow. Names are kept once.
 
     failures: arrival and service class of each request that was refused or ended with an error. num_moved: how often
     requests went on at another replica.

@@ -38,7 +38,7 @@ def most_steps(
 ) -> int:
     """Return how many decode steps of all of `requests` there are pages for, at most `steps`; the first has its own.
 
-    wanted: adapters whose pages are not to be taken; they are evicted after all others.
+    wanted: adapters that keep their pages; they are evicted after all others.
     """
     available = memory.num_available_pages
     available -= sum(len(adapter.pages) for adapter in wanted if adapter.is_idle)

@@ -34,7 +34,7 @@ class Phase(StrEnum):
 
     BOOTING = "booting"
     SERVING = "serving"
-    DRAINING = "draining"  # takes no more requests, and ends those that it has
+    DRAINING = "draining"  # takes no more requests, and ends the requests that it has
     GONE = "gone"
 
 
@@ -101,9 +101,9 @@ class Replica:
     ) -> None:
         """adapters: shared by all replicas; adapters that requests name are registered when they first come.
 
-        keep_idle: adapters that nobody uses stay in the arena until their pages are wanted, instead of being dropped at
-        once. tells_tenants: the engine is told whose requests are. now: when it begins to serve. The others are
-        `simulated_engine`'s.
+        keep_idle: adapters that no request uses stay in the arena until their pages are wanted, instead of being
+        dropped at once. tells_tenants: the engine knows each request's tenant. now: when it begins to serve. The others
+        are `simulated_engine`'s.
         """
         self.index = index
         self.phase = Phase.SERVING
@@ -131,7 +131,7 @@ class Replica:
         self._block_tokens = self.executor.layout.block_tokens
         self._inbox: list[SimRequest | Callable[[], None]] = []
         self._open: dict[str, _Open] = {}
-        self._queue: dict[str, _Open] = {}  # those that have not begun
+        self._queue: dict[str, _Open] = {}  # requests that have not begun
         self._plan: StepPlan | None = None
         self._kv_tokens = self._free_tokens = 0
         self._growth = 0.0  # KV tokens a second, while a plan repeats
@@ -177,7 +177,7 @@ class Replica:
             self.wake = self.executor.end(self._plan)
 
     def advance(self, done: Callable[[Served], None]) -> None:
-        """`wake` has come: end the step, take what came, begin the next. done: told of every request that ended."""
+        """`wake` has come: end the step, take what came, begin the next. done: called with every request that ended."""
         engine, clock = self.engine, self.clock
         self.ended.clear()
         self.left.clear()
@@ -221,7 +221,7 @@ class Replica:
 
     @property
     def requests(self) -> list[TraceRequest]:
-        """Those that have come and not ended."""
+        """Requests that have come and not ended."""
         return [each.item for each in self._open.values()]
 
     def held(self) -> list[Held]:
@@ -263,7 +263,7 @@ class Replica:
         return True
 
     def place(self, adapters: list[str]) -> list[str]:
-        """Have adapters in the arena before the first request comes; returns those that find no room.
+        """Have adapters in the arena before the first request comes; returns the adapters that find no room.
 
         It takes no time: it is done long before the replica begins to serve.
         """

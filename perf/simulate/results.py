@@ -20,7 +20,7 @@ from .metrics import INCREASES, SHARE
 from .serving import Outcome, run_serving
 from .study import Axis, Pool, Row, Setup, Study, StudyError
 
-#: Significant digits of results: more than anybody reads, fewer than sums in another order would change.
+#: Significant digits of results: more than a reader needs, fewer than sums in another order would change.
 _DIGITS = 7
 
 #: Least probability with which an interval holds the median of all seeds, where there are enough of them.
@@ -166,7 +166,7 @@ def run_study(
     region: bool = False,
     told: Callable[[str], None] = lambda row: None,
 ) -> Results:
-    """Simulate every row with every seed; rows are compared with those of the same seed, which have the same requests.
+    """Simulate every row with every seed; rows of one seed are compared, as they have the same requests.
 
     seed: the first. seeds: how many; default: the study's own number. jobs: processes; the results don't depend on
     them. region: also at every point of the study's axes, at its quick size. told: called with a row's name once it
@@ -184,7 +184,7 @@ def run_study(
         )
         for place, number, row in itertools.product(places, numbers, study.rows)
     ]
-    shown = {task.key for task in tasks[: len(study.rows)]}  # those of which samples are kept
+    shown = {task.key for task in tasks[: len(study.rows)]}  # tasks of which samples are kept
     found: dict[str, Outcome] = {}
     todo = list({task.key: task for task in tasks}.values())  # points may be the study's own
     with map_of(min(jobs, len(todo))) as mapped:
@@ -260,7 +260,7 @@ def map_of(jobs: int) -> Iterator[Callable[..., Iterable[Any]]]:
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent has ended, even killed: nobody wants its results, and they take long."""
+    """End this process when its parent has ended, even killed: its results are not wanted, and take long."""
     parent = parent_process()
 
     def wait() -> None:
@@ -272,7 +272,7 @@ def _end_with_parent() -> None:
 
 
 def _completed(study: Study, run: Mapping[str, Mapping[str, float]]) -> _Run:
-    """The metrics of each row, rounded, with those that compare rows."""
+    """The metrics of each row, rounded, with the metrics that compare rows."""
     full = {name: dict(metrics) for name, metrics in run.items()}
     for row in study.rows:
         metrics = full[row.name]

@@ -101,11 +101,11 @@ class SimAdmission(Admission):
         return has_room
 
     def stays_shut_until(self, running: Running) -> float | None:
-        """Return when the queue's order changes, if nobody in it can be admitted before a running request ends.
+        """Return when the queue's order changes, if no request in it can be admitted before a running one ends.
 
         Running requests only take pages, so what did not fit won't. But the order changes when a request has been
-        overtaken for long enough, or an account has waited too long for a turn, an adapter that has been read may be
-        loaded, and known blocks may be shared: None where somebody may be admitted sooner.
+        overtaken for long enough, or a tenant has waited too long for a turn, an adapter that has been read may be
+        loaded, and known blocks may be shared: None where a request may be admitted sooner.
         """
         limits, until = self._limits, math.inf
         if len(running) >= limits.max_num_seqs:
@@ -123,7 +123,7 @@ class SimAdmission(Admission):
         return until
 
     def _note_cold(self) -> None:
-        """Seats are free and requests wait: count those whose adapter is still to be read."""
+        """Seats are free and requests wait: count each that needs an adapter still to be read."""
         for request in list(self.unnoted):
             if request not in self._waiting:
                 del self.unnoted[request]
@@ -156,11 +156,11 @@ class SimScheduler(Scheduler):
 
     @property
     def num_cold_starts(self) -> int:
-        """Requests whose adapter was not all there when they could begin."""
+        """Requests with an adapter that was not all there when they could begin."""
         return self._admission.num_cold_starts
 
     def limit_prompts(self, most: int | None) -> None:
-        """Let no step begin more than `most` prompts, as in Punica (§5), whose limit is 1."""
+        """Let no step begin more than `most` prompts, as in Punica (§5), where the limit is 1."""
         self._admission.most_prompts = most
 
     def limit_rows(self, most: int | None) -> None:
@@ -172,7 +172,7 @@ class SimScheduler(Scheduler):
         self._admission.most_rows = most
 
     def count_by_adapter(self, most: int) -> tuple[dict[Adapter | None, int], dict[Adapter | None, int]]:
-        """With a limit of rows the first ones are the oldest, as nobody keeps a row for having had it."""
+        """With a limit of rows the first ones are the oldest, as no request keeps a row for having had it."""
         requests, first = super().count_by_adapter(most)
         if self._admission.most_rows is not None:
             first = dict(Counter([request.adapter for request in self._oldest(self.running, self.waiting, most)]))
@@ -186,7 +186,7 @@ class SimScheduler(Scheduler):
     def schedule(self) -> StepPlan | None:
         """Decide the next step; a `RepeatedPlan` where the steps after it would be decided alike."""
         plan = super().schedule()
-        # Nothing is repeated where somebody else has a row of one that decodes; then the plan is not to be reused.
+        # Nothing is repeated where another request takes a decoding one's row; then the plan is not to be reused.
         if plan is None or self.running.plan is None or len(plan.rows) != self._num_decoding:
             return plan if plan is None or self.mix else _prompts_first(plan)
         return self._repeated(plan)
@@ -198,7 +198,7 @@ class SimScheduler(Scheduler):
         most, only = self._admission.most_rows, self.only
         if most is not None and (self.waiting or len(sharing) > most):
             waiting = self.waiting if only is None else (each for each in self.waiting if each.adapter in only)
-            if len(self.running) >= self._limits.max_num_seqs:  # nobody who waits may begin, however old
+            if len(self.running) >= self._limits.max_num_seqs:  # no waiting request may begin, however old
                 waiting = ()
             oldest = set(self._oldest(sharing, waiting, most))
             sharing = [request for request in sharing if request in oldest]
@@ -218,7 +218,7 @@ class SimScheduler(Scheduler):
         """Return a decode step of all running requests with the number of such steps until the next decision.
 
         Arrivals and aborts are left out. Nothing is decided until a request ends or pages run short. What waiting
-        requests' adapters hold is not touched, since that would change what is read ahead and who comes first.
+        requests' adapters hold is not touched, since that would change what is read ahead and which request is first.
         """
         if self._store.loads.under_way or self._memory.swapped.is_under_way or not self.may_repeat:
             return plan
@@ -312,7 +312,7 @@ class SimScheduler(Scheduler):
 def _prompts_first(plan: StepPlan) -> StepPlan:
     """Return the prompts of a step that also decodes; other plans as they are.
 
-    The decode rows are decided again after it, as those of any plan that was not run.
+    The decode rows are decided again after it, as the rows of any plan that was not run.
     """
     rows = [row for row in plan.rows if len(row.tokens) > 1]
     if not rows or len(rows) == len(plan.rows):

@@ -110,7 +110,7 @@ def _run(setup: Setup) -> Outcome:
 
 
 def _thinned(requests: Iterable[TraceRequest], tenant: str | None, keeps: int) -> Iterator[TraceRequest]:
-    """Yield all requests but those of `tenant`, of which only those for one in `keeps` of its adapters come."""
+    """Yield other tenants' requests, and of `tenant`'s only the requests for one in `keeps` of its adapters."""
     seen: dict[str | None, int] = {}
     for request in requests:
         if request.tenant != tenant or seen.setdefault(request.adapter, len(seen)) % keeps == 0:
@@ -203,7 +203,7 @@ def _place(setup: Setup, spec: WorkloadSpec, adapters: _Adapters, replicas: Sequ
 def _preload(
     setup: Setup, spec: WorkloadSpec, adapters: _Adapters, replicas: Sequence[Replica]
 ) -> Iterable[TraceRequest]:
-    """Place adapters by the requests of the first seconds, and return those that come later."""
+    """Place adapters by the requests of the first seconds, and return the later ones."""
     wanted = setup.preload
     if wanted is None:
         return spec
@@ -347,7 +347,7 @@ def _outcome(
 
 
 def _attainment(setup: Setup, time_per_token: np.ndarray, classes: np.ndarray) -> float:
-    """Share of requests within their class's limit, or the setup's; of those that have one. inf: a failure."""
+    """Share of requests within their class's limit, or the setup's, among all that have one. inf: a failure."""
     limits = np.full(len(classes), setup.slo or np.nan)
     for name, limit in setup.slo_classes.items():
         limits[classes == name] = limit

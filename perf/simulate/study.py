@@ -128,8 +128,8 @@ class Migrate(Strict):
 
 
 class Preload(Strict):
-    """Adapters that are in the replicas' arenas from the start, by the requests of the first `fit_seconds`; only those
-    that come later are served.
+    """Adapters that are in the replicas' arenas from the start, by the requests of the first `fit_seconds`; only later
+    requests are served.
 
     rule: "burst-tolerance" (dLoRA §5.1); controls: "known", the same without rates, for the adapters that were asked
     for; "popular", the same ones everywhere, most requests first; "none". kv_share: of the pages, which no adapter
@@ -147,10 +147,10 @@ class Setup(Strict):
     profile: name or path. terms: other values for terms of its cost models, as "link.per_byte". targets: projections
     with adapters. replicas, router: the cluster. engine: fields of `EngineConfig`. clients: requests come from this
     many clients, each of which sends the next one `think` seconds after an answer, and `turns` of them in a row for one
-    adapter on average; otherwise at the workload's arrivals. warmup: seconds whose requests are left out of the
-    metrics. flood: a tenant whose requests the others' metrics leave out; only the requests for one in `flood_keeps` of
-    its adapters come, while the others' stay the same. slo: seconds per token, the prompt's time
-    included; slo_classes: of requests of a class of the workload's own. read_threads, stream, mix, most_prompts,
+    adapter on average; otherwise at the workload's arrivals. warmup: first seconds; the metrics leave out their
+    requests. flood: a tenant; the others' metrics leave out its requests; only the requests for one in `flood_keeps`
+    of its adapters come, while the others' stay the same. slo: seconds per token, the prompt's time included;
+    slo_classes: of requests of a class of the workload's own. read_threads, stream, mix, most_prompts,
     most_rows, keep_idle, tells_tenants: `Replica`'s; tensor_parallel: its degree. placement: for each replica, or the
     first few, numbers of adapters that it has in the arena from the start, the most popular being 0. script: what is
     done to replicas when. preload, migration: see `Preload` and `Migrate`. mode: a policy of modes that only studies
@@ -195,7 +195,7 @@ class Pool(Strict):
 
     allocator: "contiguous" gives the first hole that is large enough, "pages" fixed-size pages. sizes: bytes of an
     adapter and its weight. in_use: adapters that requests use between two loads. probe: size for which
-    load time and the most adapters at once are told. link: bytes per second; per_copy: seconds that each copy takes
+    load time and the most adapters at once are reported. link: bytes per second; per_copy: seconds that each copy takes
     beside its bytes.
     """
 
@@ -227,9 +227,9 @@ class Row(Strict):
 class Expectation(Strict):
     """An order that is claimed without numbers: rows from the least value of the metric to the largest.
 
-    source: who claims it, "ours" for what the study itself is to show. within: by which share a row may be above the
-    next one all the same: 0.02 claims that it is at most 2 % worse. least: the first row is the least, and nothing is
-    claimed of the others among themselves.
+    source: where it is claimed, "ours" for what the study itself is to show. within: by which share a row may be above
+    the next one all the same: 0.02 claims that it is at most 2 % worse. least: the first row is the least, and nothing
+    is claimed of the others among themselves.
     """
 
     metric: str
@@ -268,7 +268,7 @@ class Axis(Strict):
         return self.factors or self.values
 
     def vary(self, fields: dict[str, Any], point: Any, origin: str) -> None:
-        """Change the fields of a setup to those at `point`, one of `points`. Raises StudyError."""
+        """Set the axis's fields of a setup to their values at `point`, one of `points`. Raises StudyError."""
         for name in self.fields:
             value = _scaled(_get(fields, name), point) if self.factors else point
             if value is None:

@@ -13,7 +13,7 @@ from .prices import decode_seconds, prefill_seconds
 
 
 def static_batches(setup: Setup) -> dict[str, float]:
-    """Metrics of a server without continuous batching, all of whose requests are there from the start.
+    """Metrics of a server without continuous batching; all requests are there from the start.
 
     As in HuggingFace Transformers, DeepSpeed and FasterTransformer (Punica §5.4, §7.2): consecutive requests of one
     adapter make a batch, which is padded to its longest prompt and decodes until its longest answer has ended.

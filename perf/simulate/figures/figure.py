@@ -141,7 +141,7 @@ class Published(Strict):
 class Order(Strict):
     """Claim about several rows. rising: from the least value to the largest; a number is a bound in the unit.
 
-    alike: rows whose values are the same within the share `within`, which is chosen here: papers say "roughly".
+    alike: rows with values that are the same within the share `within`, which is chosen here: papers say "roughly".
     """
 
     rising: list[str | float] = []
@@ -164,7 +164,7 @@ class Figure(Strict):
     """A figure, a table, or numbers of one section.
 
     setting: the paper's. assumed: what it does not state; alike for all rows. why: why ours differ, for all rows that
-    say nothing themselves. study: whose rows the runs name. set: dotted fields of all of these, which give way to the
+    say nothing themselves. study: the runs name its rows. set: dotted fields of all of these, which give way to the
     study's quick ones. setup, quick: of runs without a study.
     """
 
@@ -239,7 +239,7 @@ class Figure(Strict):
 
 
 def profile_path(name: str) -> str:
-    """Return a profile's path if it is one of those beside the figures, which only they need; else its name."""
+    """Return a profile's path if it is one of the profiles beside the figures, only for these; else its name."""
     path = _shipped() / "profiles" / f"{name}.json"
     return str(path) if path.is_file() else name
 

@@ -16,7 +16,7 @@ _FIELDS = ("arrival", *_NAMES, *_TOKENS)
 
 
 class Csv(Source):
-    """Requests whose fields are columns: of the same names, or of those that `names` gives; others are not read.
+    """Requests with a column for each field, of the field's name or of its name in `names`; others are not read.
 
     arrival: seconds from any moment, or a time like 2023-11-16 18:17:03.98. An empty adapter is the base model; an
     empty rank, slo, tenant or session is none. sort: rows are in another order, as `chorus serve --record` writes them
