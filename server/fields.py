@@ -1,4 +1,4 @@
-"""The fields of a request's body: our own, other servers' names for them, and those that can't be obeyed.
+"""The fields of a request's body: our own, other servers' names for them, and fields that can't be obeyed.
 
 The lists hold every field that OpenAI, vLLM, SGLang, LoRAX and llama.cpp document for completions and chat completions.
 A field that would change the answer is obeyed or refused; one that can't is named in `HARMLESS`.
@@ -119,7 +119,7 @@ MESSAGE = {
     "content", "function_call", "name", "reasoning", "reasoning_content", "role", "thinking", "tool_call_id",
     "tool_calls",
 }  # fmt: skip
-"""Fields of a message; those that are neither its role nor its content are the chat template's to show."""
+"""Fields of a message; fields beside its role and its content are the chat template's to show."""
 
 PART = {"text", "type"}
 """Fields of a content part."""

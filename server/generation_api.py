@@ -58,7 +58,7 @@ class GenerationApi:
         threads: DaemonPool,
         recorder: Recorder | None = None,
     ) -> None:
-        """threads: read long bodies and write long answers. recorder: is told of requests that end."""
+        """threads: read long bodies and write long answers. recorder: records requests that end."""
         self._worker = worker
         self._tokenizer = tokenizer
         self._settings = settings

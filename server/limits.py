@@ -128,7 +128,7 @@ def check_steering(asked: GenerationRequest, num_choices: int, limits: RequestLi
 def unasked_limit(
     asked: GenerationRequest, prompts: Sequence[Sequence[int]], limits: RequestLimits, context: int
 ) -> int | None:
-    """Most tokens of an answer whose length was not asked for; None when its log-probabilities don't limit it.
+    """Most tokens of an answer if the client asks for no length; None when its log-probabilities don't limit it.
 
     Raises InvalidRequest for a call with more prompt tokens or more log-probabilities than are taken.
     """

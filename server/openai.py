@@ -1,6 +1,6 @@
 """Fields that the bodies of clients have in common.
 
-OpenAI's fields, those of vLLM's and our own extensions that we take, and other servers' names for them: see `fields`.
+OpenAI's fields, the extensions of vLLM and of our own that we take, and other servers' names for them: see `fields`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SAME = ("presence_penalty", "frequency_penalty", "seed", "ignore_eos", "min_toke
 """Fields that are sampling parameters as they are."""
 
 DEFAULTED = ("temperature", "top_p", "min_p", "repetition_penalty")
-"""Those for which the model has defaults."""
+"""Fields for which the model has defaults."""
 
 LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARACTERS)]

@@ -67,7 +67,7 @@ class Recorder:
         self._thread = threading.Thread(target=self._run, name="chorus-recorder", daemon=True)
 
     def start(self, adapters: AdapterBook) -> None:
-        """adapters: who knows their ranks."""
+        """adapters: the book that knows their ranks."""
         self._adapters = adapters
         self._thread.start()
 

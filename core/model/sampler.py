@@ -70,8 +70,8 @@ def draw(
 
     likeliest: each row's most likely token, -1 where its logits are not finite: that row gets an error instead of a
     token; the others are not touched by it. logits: `[…, vocab]` float32; at: by its index each row that has one of
-    them, and which. The others have their token already, the likeliest or a drawn one, and cost nothing here; so have
-    those in `chosen`, whose logits are only scored. grammars: the model's.
+    them, and which. The others have their token already, the likeliest or a drawn one, and cost nothing here; as do
+    the rows in `chosen`: their logits are only scored. grammars: the model's.
     """
     if logits is None:
         return _result(rows, likeliest, likeliest)

@@ -177,7 +177,7 @@ def edited(
 def _edit_here(
     flat: np.ndarray, places: np.ndarray, changes: np.ndarray, undo: list[tuple[np.ndarray, np.ndarray, np.ndarray]]
 ) -> None:
-    """Change logits in this machine's memory as `edited` changes those of a device, to the same bits."""
+    """Change logits in this machine's memory as `edited` changes logits of a device, to the same bits."""
     bias, divisor, less = changes
     before = flat[places]
     undo.append((flat, places, before))

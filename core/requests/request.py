@@ -33,11 +33,11 @@ class RequestState(StrEnum):
 class Request:
     """A generation in progress.
 
-    There is no prefill phase, only `num_computed_tokens` (tokens whose KV is in the cache) trailing `num_tokens`
+    There is no prefill phase, only `num_computed_tokens` (tokens with KV in the cache) trailing `num_tokens`
     (prompt plus generated). `adapter_name` is what the client asked for; `adapter` the version that it got.
 
-    token_ids: the prompt, and behind it what is generated. tenant: the client, empty if unknown. account: whose share
-    it takes, its tenant's or its adapter's; set by the engine. cache_salt: prefix-cache blocks are shared only between
+    token_ids: the prompt, and behind it what is generated. tenant: the client, empty if unknown. account: the tenant
+    or adapter that its share is counted for; set by the engine. cache_salt: prefix-cache blocks are shared only between
     requests of equal salt. call: shared by the requests of one call, which take turns beside other calls; empty for a
     request alone.
     """
@@ -67,7 +67,7 @@ class Request:
     room: int = 0  # tokens that its pages can hold
     kv_image: KvImage | None = None  # its KV in host memory, until that is back
     coming: Transfer | None = None  # what brings that into its pages; it computes nothing until then
-    row: ScheduledRow | None = None  # its row of decode steps, reused from step to step; None before those
+    row: ScheduledRow | None = None  # its row of decode steps, reused from step to step; None before its first
     max_length: int = 0  # tokens, prompt included, at which it ends; set by the engine
     end_ids: frozenset[int] = frozenset()  # tokens that end it earlier
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # chunk by chunk until the first output

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 BASE_SLOT = -1
 
-#: Tokens of a row whose one token the device has drawn and the host has not read.
+#: Tokens of a row with one token, which the device has drawn and the host has not read.
 PENDING = [-1]
 
 
@@ -82,8 +82,8 @@ class StepPlan:
     the same list in a later plan has the same rows.
     bucket: the captured batch size to pad to; None when a row is ragged, and the step runs unpadded.
     merged: the adapter that the weights of a step in merged mode have in them; it may have no rows.
-    sources: of a step launched before the one before it was read: the row of that one whose token each row goes on
-    from, and which it has instead of `PENDING`; None when all tokens are known.
+    sources: of a step launched before the one before it was read: for each row, the row of the step before with the
+    token that it goes on from, and has instead of `PENDING`; None when all tokens are known.
     mode: the weights it runs with. `plan_wire` has its form for another process.
     """
 
@@ -124,7 +124,7 @@ class StepResult:
     """An executor's results by request id: sampled tokens, requested log-probabilities, errors.
 
     prompt_logprobs: of the prompt tokens that follow the row's tokens, in order.
-    unready: requests whose rows are void because their adapter did not arrive in time.
+    unready: requests with void rows: their adapter did not arrive by the deadline.
     """
 
     tokens: dict[str, int] = field(default_factory=dict)
@@ -173,7 +173,7 @@ ALL_BANNED = (
 class RequestOutput(NamedTuple):
     """New tokens of one request. `finish_reason` is set exactly once, on the last output.
 
-    num_cached_tokens: prompt tokens whose KV came from the prefix cache.
+    num_cached_tokens: prompt tokens with KV from the prefix cache.
     logprobs: one per new token, when asked for. prompt_logprobs: one per prompt token but the first, with the first
     output, when asked for. failure: what its adapter, or pinned ones, have to do with the error.
     """

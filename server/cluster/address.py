@@ -24,7 +24,7 @@ HANDSHAKE_SECONDS = 10.0
 """Seconds that a TLS handshake may take."""
 
 UNREAD_SECONDS = 30
-"""Seconds after which the system ends a TCP connection whose peer acknowledges nothing: its machine is gone."""
+"""Seconds after which the system ends a TCP connection if the peer acknowledges nothing: its machine is gone."""
 
 CERTIFICATE, KEY, CA = "tls.crt", "tls.key", "ca.crt"
 """Files of a TLS directory, named as Kubernetes names them in a mounted secret."""

@@ -50,7 +50,7 @@ class Cluster:
 
 
 class Catalog:
-    """An `AdapterBook` of a cluster. `register`, `unregister` and `in` are those of a store, for the start."""
+    """An `AdapterBook` of a cluster. It has `register`, `unregister` and `in`, as a store has, for the start."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

@@ -105,7 +105,7 @@ class Dispatcher:
         self._asked: dict[str, Asked] = {}
         self._calls: dict[str, OpenRequest] = {}  # the one of each call that was placed last
         self._next_prices = 0.0
-        self._is_held = False  # the policy has a request wait, and with it those that came later
+        self._is_held = False  # the policy has a request wait; later requests wait behind it
         self._users: Counter[str] = Counter()  # open requests by content hash
         self._sizes: dict[str, int] = {}  # bytes of their adapters
         self._estimates.adapter_bytes = lambda content: self._sizes.get(content, 0)
@@ -179,7 +179,7 @@ class Dispatcher:
         return True
 
     def retire(self, content_hash: str) -> None:
-        """No new request has this content; replicas forget it with the last of those that do."""
+        """No new request has this content; replicas forget it once the last request that has it ends."""
         self._retired.add(content_hash)
         self.on_retire(content_hash)
         self._forget_content(content_hash)
@@ -293,7 +293,7 @@ class Dispatcher:
 
     def look(self) -> None:
         """End requests that no replica has been able to take for too long, see whether there are replicas enough, and
-        price requests by what replicas have told of their steps.
+        price requests by the step costs that replicas have reported.
 
         To be called now and then.
         """
@@ -353,8 +353,9 @@ class Dispatcher:
         target.send("submit", request.record, life)
 
     def _choose(self, wanted: Wanted, request: OpenRequest, replicas: Replicas) -> int | None:
-        """The policy's choice; of a call's further requests, whose prompts have a prefix in common, that of the one
-        before, as long as there is room. What finds no room at a replica without requests never will: that says why.
+        """The index of the policy's choice. A call's requests have a prompt prefix in common, so a further request
+        goes where the one before it went, as long as there is room. A request that finds no room even at a replica
+        without requests never will: it is sent there, and the replica says why.
         """
         call = request.record["call"]
         before = self._calls.get(call)

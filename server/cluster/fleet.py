@@ -32,8 +32,8 @@ class Fleet(Placements):
     ) -> tuple[Sequence[Link], Replicas]:
         """Replicas that may take a request: they have its adapter and are, if it has tokens, of the kind of these.
 
-        All are told to load an adapter, so that any of them can go on with its requests. path: of the adapter.
-        refused_by: names of those that would not have it.
+        All replicas are sent the adapter to load, so that any of them can go on with its requests. path: of the
+        adapter. refused_by: names of replicas that have refused the request.
         """
         content, kind = request.content_hash, request.kind if request.num_output_tokens else None
         found = self._candidates.get(content)
@@ -132,7 +132,7 @@ class Fleet(Placements):
         self.changed()
 
     def note_report(self, link: Link) -> None:
-        """A replica has told how it is. Adapters of this front's requests are there, or on their way."""
+        """A replica has reported its state. Adapters of this front's requests are there, or on their way."""
         load, hello, report = self._loads[link.name], link.hello, link.report
         if hello is not None and report is not None:
             stats, state = report.stats, load.state

@@ -62,7 +62,7 @@ def _level(cpu_kernels: str, device: str) -> str:
 
 
 def model_hash(directory: Path, *, dummy: bool = False) -> str:
-    """Hash of a checkpoint: its configuration, and names, sizes and bytes of its weights. dummy: without those."""
+    """Hash of a checkpoint: its configuration, and names, sizes and bytes of its weights. dummy: without weights."""
     digest = hashlib.sha256(b"chorus model 1\n")
     patterns = ("config.json",) if dummy else ("config.json", "*.safetensors")
     for path in sorted(path for pattern in patterns for path in directory.glob(pattern)):

@@ -1,8 +1,8 @@
 """The ledger of a front: its open requests, where each runs, and what its client has received. No I/O.
 
 A request's `life` counts its placements and stands in every row about it, so that a row of an earlier placement, such
-as one of A in A → B → A, is told from the current one's and dropped. All that another replica needs to go on is the
-record: prompt, tokens received, seed and parameters (`core.requests.record`).
+as one of A in A → B → A, is known to be stale and dropped. All that another replica needs to go on is the record:
+prompt, tokens received, seed and parameters (`core.requests.record`).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Ledger:
         return self._open.get(request_id)
 
     def waiting(self) -> list[OpenRequest]:
-        """Requests that wait at the front, those with tokens first: their clients have begun to read."""
+        """Requests that wait at the front. A request with tokens comes first: its client has begun to read."""
         waiting = list(self._at[None].values())
         waiting.sort(key=lambda request: request.num_output_tokens == 0)
         return waiting
@@ -152,12 +152,12 @@ class Ledger:
         return request
 
     def take_back(self, request: OpenRequest) -> None:
-        """Have a request wait again, whose replica is to abort it; what that still sends is stale at the next place."""
+        """Have a request wait again, while its replica aborts it: rows that the replica still sends are stale."""
         self._put(request, None)
 
     def lose(self, replica: str) -> list[OpenRequest]:
-        """A replica died: its requests wait again, but for those that have now seen `MAX_DEATHS` replicas die, which
-        are removed and returned.
+        """A replica died: its requests wait again. Requests that have now seen `MAX_DEATHS` replicas die are removed
+        and returned instead.
         """
         ended = []
         for request in list(self._at.get(replica, {}).values()):

@@ -33,8 +33,8 @@ class LinkEvents(Protocol):
 class Link:
     """A replica as a front sees it; what it holds is of the current connection.
 
-    loaded: content hashes of adapters that are registered there; loading: of those that it was told to load, and
-    failed: why it could not, as a `LoadFailure` and a text.
+    loaded: content hashes of adapters that are registered there; loading: of adapters that it was sent to load;
+    failed: why it could not load an adapter, as a `LoadFailure` and a text.
     """
 
     def __init__(self, name: str, address: Address, secret: bytes, silent_seconds: float) -> None:

@@ -89,6 +89,6 @@ class Mover:
 
 
 def mean_adapter_pages(links: list[Link]) -> int:
-    """Pages of an adapter, on average over those that replicas report in their arenas; 1 where there are none."""
+    """Mean pages of an adapter, over all adapters that replicas report in their arenas; 1 where there are none."""
     pages = sum(link.stats.num_adapter_pages for link in links if link.stats is not None)
     return max(1, round(pages / max(1, sum(len(link.resident) for link in links))))

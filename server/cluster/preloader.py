@@ -56,7 +56,7 @@ class Preloader:
         self._placed = self._pool.submit(burst_tolerance, rates, pages, [count for _, count in found])
 
     def _bring(self, link: Link, wanted: list[str]) -> None:
-        """Have a replica register adapters, and bring those that are registered into its arena."""
+        """Have a replica register adapters, and bring registered adapters into its arena."""
         for content in wanted:
             if content in link.loaded:
                 if content not in link.resident:

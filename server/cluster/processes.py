@@ -76,7 +76,7 @@ class ClusterDirectory:
 
     @classmethod
     def new(cls, secret_file: Path | None = None) -> ClusterDirectory:
-        """A directory that is locked while this object lives; those of processes that were killed are removed.
+        """A directory that is locked while this object lives. Directories of killed processes are removed.
 
         secret_file: of a secret that machines share; None: a new secret.
         """
@@ -124,7 +124,7 @@ class ClusterDirectory:
 
     @property
     def num_replicas(self) -> int:
-        """Replicas that there are to be now; the first of those that have files."""
+        """Number of replicas that there are to be now, from `r0` on; further replicas may still have files."""
         return int(self._count_file.read_text())
 
     def tell_replicas(self, count: int) -> None:
@@ -188,7 +188,7 @@ class Processes:
         """OSError, AddressError and TlsError among them, or ValueError for a plan that can't be carried out."""
         self.directory = directory = ClusterDirectory.new(plan.secret_file)
         self.replicas: list[Kept] = []
-        self._leaving: list[Kept] = []  # the replica behind those, while it is given back
+        self._leaving: list[Kept] = []  # the replica behind `replicas`, while it is given back
         self._plan = plan
         self._grace_seconds = settings.grace_seconds
         self.fronts: list[Child] = []

@@ -204,7 +204,7 @@ class RayLauncher:
 
 
 def join(address: str, cpus: int | None, gpus: int | None) -> NoReturn:
-    """Become a node of a Ray cluster, until told to end; replaces this process by Ray's. LaunchError without Ray."""
+    """Become a node of a Ray cluster, until a signal; replaces this process by Ray's. LaunchError without Ray."""
     import_ray()
     counts = {"cpus": cpus, "gpus": gpus}
     more = [f"--num-{name}={count}" for name, count in counts.items() if count is not None]
@@ -219,7 +219,7 @@ def even_share(cpus: Sequence[int], count: int) -> int:
 
 
 def import_ray() -> None:
-    """Make Ray's settings those of a cluster. LaunchError where it is not installed."""
+    """Import Ray with the settings of a cluster. LaunchError where it is not installed."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:

@@ -1,7 +1,7 @@
 """The catalog of one of several fronts: its names are the registry's.
 
 A change is made at the registry, and here, as in every other front, once it tells of it. What a front has registered
-from its directories at the start is its own until somebody changes it.
+from its directories at the start is its own until a client changes it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Check = Callable[[Path], "AdapterManifest"]
 
 
 class RegisteredCatalog(Catalog):
-    """A catalog whose `put` and `remove` are done when every front knows; RegistryAway while the registry is away."""
+    """A catalog; its `put` and `remove` are done when every front knows; RegistryAway while the registry is away."""
 
     def __init__(self, cluster: Cluster, check: Check) -> None:
         """check: for adapters that other fronts have registered."""
@@ -67,7 +67,7 @@ class RegisteredCatalog(Catalog):
         return self._soon(self._remove(name, state.result(), force=force))
 
     async def adopt(self, name: str, now: Entry | None) -> None:
-        """Act on a change that the registry has told of. No request begins with the name's old content from then on."""
+        """Act on a change that the registry has sent. No request begins with the name's old content from then on."""
         if now is None:
             self.quarantine.pop(name, None)
             if name in self:
@@ -107,7 +107,7 @@ class RegisteredCatalog(Catalog):
     async def _remove(self, name: str, state: AdapterState, *, force: bool) -> tuple[AdapterState, int]:
         client = self._known_client
         try:
-            if name not in client.copy.entries:  # of the start: other fronts have it, too, and are to be told
+            if name not in client.copy.entries:  # of the start: other fronts have it, too, and must learn of this
                 await self._put(name, await self._hashed(state.manifest), replace=True)
             await client.remove(name)
         except RegistryRefusal as refusal:

@@ -56,7 +56,7 @@ INVALID, EXISTS, UNKNOWN, FULL, UNWRITABLE, BUSY = "invalid", "exists", "unknown
 
 
 class Registry:
-    """Serves one store to fronts; on one event loop, whose thread never waits for the disk."""
+    """Serves one store to fronts; on one event loop: its thread never waits for the disk."""
 
     def __init__(self, store: RegistryStore, secret: bytes, first_write_seconds: float = FIRST_WRITE_SECONDS) -> None:
         self._store = store
@@ -241,7 +241,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Serve until told to end; the exit code."""
+    """Serve until SIGTERM or SIGINT; the exit code."""
     where = Listener.of(given)
 
     def ready(address: Listening) -> None:

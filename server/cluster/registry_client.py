@@ -54,13 +54,13 @@ class RegistryRefusal(ApiError):
 class RegistryCopy:
     """The registry's content as of a generation; frames are applied in the order in which they came.
 
-    changes: those that were applied; the owner takes them away.
+    changes: that were applied; the owner pops them.
     """
 
     def __init__(self) -> None:
         self.changes: deque[Change] = deque()
         self._entries: dict[str, Entry] = {}
-        self._coming: dict[str, Entry] | None = {}  # of a copy whose last part has not come
+        self._coming: dict[str, Entry] | None = {}  # of a copy until its last part comes
         self.identity: str | None = None
         self.generation = 0
 
@@ -133,8 +133,8 @@ class RegistryCopy:
 class RegistryClient:
     """Keeps a copy up to date over one connection, which is made again whenever it breaks; on one event loop.
 
-    The registry is told that a change was seen once `adopt` has returned for it, which so has `SEEN_SECONDS`. An error
-    of it is logged: the front has to see to it that it serves nothing under the name then.
+    The client confirms a change to the registry once `adopt` has returned for it; so `adopt` has `SEEN_SECONDS`. An
+    error of `adopt` is logged: the front has to see to it that it serves nothing under the name then.
     """
 
     def __init__(self, address: Address, secret: bytes, adopt: Adopt | None = None) -> None:

@@ -121,7 +121,7 @@ class Replica:
                 front.send("stats", Report(stats, front.num_open, self.draining, **about).to_wire())
 
     def drain(self) -> None:
-        """Take no more requests; the fronts move those that run."""
+        """Take no more requests; the fronts move the running requests."""
         self.draining = True
 
     @property

@@ -30,11 +30,11 @@ EMPTY_SECONDS = 0.1
 """Seconds between looks at whether a draining replica is empty, or its engine broken."""
 
 REFUSING_SECONDS = 0.3
-"""Seconds that a draining replica without requests refuses those that were under way to it."""
+"""Seconds that a draining replica without requests refuses requests that were under way to it."""
 
 
 def run(listener: Listener, settings_file: Path) -> int:
-    """Serve until told to end; the exit code. The process ends at once when its standard input does."""
+    """Serve until SIGTERM, then drain; the exit code. The process ends at once when its standard input does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the front's, which drains
     end_with_parent()
     settings = ReplicaSettings.model_validate_json(settings_file.read_text())

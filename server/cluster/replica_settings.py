@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ReplicaSettings(BaseModel):
-    """engine: without adapters, of which fronts tell. roots: directories below which those must lie."""
+    """engine: without adapters; fronts name the adapters to load. roots: directories below which adapters must lie."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -45,7 +45,7 @@ class LearnedCosts:
 
 
 def mean_costs(told: Sequence[Mapping[str, float]]) -> CostModel:
-    """Return the mean of what replicas have told, of which there is one at least: they are taken to be alike."""
+    """Return the mean of the costs that replicas have reported, at least one: replicas are taken to be alike."""
 
     def mean(name: str) -> float:
         return sum(one.get(name, 0.0) for one in told) / len(told)

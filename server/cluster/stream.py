@@ -1,7 +1,7 @@
 """A connection that carries frames between two processes that share a secret, over asyncio's streams.
 
-Whoever connects is the client. Both sides send a nonce; then the client proves that it has the secret, and after it the
-server: HMAC-SHA256 of the role and both nonces. Until then a frame has at most `OPENING_BYTES`.
+The process that connects is the client. Both sides send a nonce; then the client proves that it has the secret, and
+after it the server: HMAC-SHA256 of the role and both nonces. Until then a frame has at most `OPENING_BYTES`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class FrameStream:
         while (frame := self._frames.next_frame()) is None:
             try:
                 data = await self._reader.read(READ_BYTES)
-            except ssl.SSLError as error:  # such as a certificate that the server does not take: it is told late
+            except ssl.SSLError as error:  # such as a certificate that the server rejects: the client learns of it late
                 raise tls_error(error) from None
             if not data:
                 self._frames.close()
@@ -85,7 +85,7 @@ class FrameStream:
         await self._writer.drain()
 
     def close(self, reason: str | None = None) -> None:
-        """End the connection. reason: what the peer is told."""
+        """End the connection. reason: sent to the peer."""
         if reason is not None and not self._writer.is_closing():
             self._writer.write(self._out.frame("bye", reason[:1000]))
         self._writer.close()
@@ -132,7 +132,7 @@ async def accept(
 ) -> FrameStream:  # fmt: skip
     """A connection that a client has made, in the handler of an address's `listen`.
 
-    Raises the WireError that says what is wrong with the peer, which has been told; the connection is closed then.
+    Raises the WireError that says what is wrong with the peer. The peer has been sent it, and the connection is closed.
     """
     return await _opened(reader, writer, secret, kinds, max_bytes, is_client=False)
 

@@ -1,4 +1,4 @@
-"""Sums over replicas: counts of those that are there, and what those that are gone had counted."""
+"""Sums over replicas: counts of present replicas, and what replicas that are gone had counted."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def with_waiting(stats: EngineStats, count: int) -> EngineStats:
 
 
 def accounts(links: Iterable[Link]) -> list[AccountStats]:
-    """Tenants, or adapters, with requests in progress on any replica: those with most first."""
+    """Tenants, or adapters, with requests in progress on any replica, by number of requests, most first."""
     found: dict[str, AccountStats] = {}
     for link in links:
         for one in link.report.accounts if link.report is not None else ():

@@ -38,7 +38,7 @@ STUCK_POLL_SECONDS = 1.0
 
 
 def up(plan: Plan, settings: Settings, given: dict[str, Any]) -> int:
-    """Serve a cluster until told to end; the exit code. given: the settings of flags, by name, for fronts."""
+    """Serve a cluster until a signal; the exit code. given: the settings of flags, by name, for fronts."""
     check_model(settings)
     if plan.migration in NEED_HIGHS and not has_highs():
         raise LaunchError(f"--migration {plan.migration} needs highspy: pip install 'chorus-lora[plan]'")
@@ -52,7 +52,7 @@ def up(plan: Plan, settings: Settings, given: dict[str, Any]) -> int:
 
 
 def front(directory: ClusterDirectory, index: int, plan: Plan) -> int:
-    """Be one of several fronts of a cluster, until told to end."""
+    """Be one of several fronts of a cluster, until a signal."""
     end_with_parent()
     settings = read_settings(Namespace(**json.loads(directory.given_file.read_text())))
     logging.getLogger("chorus").setLevel(settings.log_level.upper())
@@ -130,7 +130,7 @@ def _open(
 
 
 def _supervise(plan: Plan, settings: Settings, given: dict[str, Any]) -> int:
-    """Keep the processes of a cluster with several fronts running, until told to end."""
+    """Keep the processes of a cluster with several fronts running, until SIGTERM or SIGINT."""
     told = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: told.set())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 WEIGHT = 0.1
-"""Of an answer that has ended, beside the mean of those before it."""
+"""Weight of an answer that has ended, beside the mean of the answers before it."""
 
 
 class AnswerSeconds:

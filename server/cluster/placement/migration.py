@@ -44,7 +44,7 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A problem, and what its numbers stand for. replicas: indices of those that it is about."""
+    """A problem, and what its numbers stand for. replicas: indices of the replicas that it is about."""
 
     problem: Problem
     requests: list[Movable]
@@ -92,7 +92,7 @@ class Migration:
     def task(self, replicas: Sequence[ReplicaState], requests: Sequence[Movable], now: float) -> Task | None:
         """A problem of the most and the least loaded replicas; None while the load is even, or nothing may move.
 
-        requests: in order of arrival; those of the replicas that are not here are of others, and stay.
+        requests: in order of arrival. The replicas' other requests belong to other fronts, and stay.
         """
         chosen = self._chosen(replicas)
         at = {index: number for number, index in enumerate(chosen)}

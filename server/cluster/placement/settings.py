@@ -14,7 +14,7 @@ class MigrationSettings:
     Where dLoRA's paper (§5.2) names no number, the value is its authors' code's (LLMServe/dLoRA-artifact,
     `engine_manager.py` and `migration_ilp.py`), but for the last five fields, which are ours.
 
-    interval_seconds: between two plans. kv_share: a replica whose requests want this share of its KV pages is full; a
+    interval_seconds: between two plans. kv_share: a replica is full if its requests want this share of its KV pages; a
     plan fills no replica further. excess_requests: above the mean of the replicas, a replica has too many.
     move_seconds: of a moved request, beside computing its KV again. answer_seconds: of an answer, before one of its
     adapter has ended.

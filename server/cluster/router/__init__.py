@@ -15,7 +15,7 @@ from .replicas import Replicas
 from .simple import Consolidate, FirstFit, MostIdle, Random, Sampled
 
 #: Makers of all policies, by the names that `chorus cluster up --policy` and studies take. A seed of None: draws differ
-#: from those of other routers.
+#: from other routers' draws.
 POLICIES: Mapping[str, Callable[[Estimates, int | None], Policy]] = {
     "least-delay": LeastDelay,
     "affinity": lambda estimates, seed: Affinity(),

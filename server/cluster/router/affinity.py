@@ -9,7 +9,7 @@ from .replica_state import ReplicaState, Routed
 
 SLACK = 1.25
 """Requests that a replica may have over the mean before its adapters' requests spill over (Mirrokni et al., "Consistent
-Hashing with Bounded Loads", 2016, whose factor is 1 + ε).
+Hashing with Bounded Loads", 2016; their factor is 1 + ε).
 """
 
 FREE_REQUESTS = 2
@@ -19,8 +19,8 @@ FREE_REQUESTS = 2
 class Affinity:
     """The least loaded replica that holds the adapter, else the first by rendezvous hash that is not overloaded.
 
-    Overloaded is one without room, or with more than `SLACK` times the mean of requests. The base model's requests, and
-    those for which every replica is overloaded, go where the fewest requests are.
+    A replica is overloaded without room, or with more than `SLACK` times the mean of requests. A request for the base
+    model, or a request for which every replica is overloaded, goes where the fewest requests are.
     """
 
     def __call__(self, request: Routed, replicas: Sequence[ReplicaState]) -> int | None:

@@ -10,7 +10,7 @@ ENOUGH = 8
 """Answers of an adapter from which on its own mean counts, and not that of all."""
 
 MAX_ADAPTERS = 1024
-"""Adapters whose answers are remembered, those with the latest ends."""
+"""Adapters with remembered answers: the adapters with the latest ends."""
 
 
 GUESS = 256.0

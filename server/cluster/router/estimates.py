@@ -11,7 +11,7 @@ from .answer_lengths import AnswerLengths
 from .replica_state import ReplicaState
 
 PRIOR = "h200-llama3.1-8b"
-"""Measured profile whose costs stand for a replica's until replicas have told their own."""
+"""Measured profile: its costs stand for a replica's until replicas have reported their own."""
 
 SLO_STEPS = 1.5
 """Decode steps of one request without an adapter that a token may take, where no SLO is set (CaraServe, §7.5)."""
@@ -33,7 +33,7 @@ class Estimates:
         *,
         mix: bool = True,
     ) -> None:
-        """costs: default: those of `PRIOR`. slo: default: `SLO_STEPS` by the costs."""
+        """costs: default: `PRIOR`'s costs. slo: default: `SLO_STEPS` by the costs."""
         self._given_slo = slo
         self.answers = AnswerLengths() if answers is None else answers
         self.adapter_bytes = adapter_bytes

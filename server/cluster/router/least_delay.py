@@ -52,7 +52,7 @@ class LeastDelay:
         return best
 
     def _candidates(self, adapter: str | None, replicas: Replicas) -> Collection[int]:
-        """Indices, those first that are taken among equals."""
+        """Indices; among equal replicas the first is taken."""
         count, draw = len(replicas), self._random.random
         homes = () if adapter is None else replicas.homes(adapter)
         if count <= MAX_CANDIDATES:

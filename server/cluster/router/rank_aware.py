@@ -24,9 +24,9 @@ class RankAware:
     the replicas with room; where none has any, all are.
 
     Where a step takes as long for one short prompt as for several, Δprefill is 0 as soon as one waits: the policy then
-    gathers prompts, which spares those that run a step. Where prompts share steps with those that decode, nobody is
-    held up by a step of prompts alone, and Δprefill is by how much longer the next step takes with the request, those
-    that run being in it as well.
+    gathers prompts, which spares the running requests a step. Where prompts share steps with rows that decode, no
+    request is held up by a step of prompts alone, and Δprefill is by how much longer the next step takes with the
+    request, the running requests being in it as well.
 
     The paper's decode step depends on ranks alone, and its servers hide loading. Here the decode step has the cost
     model's KV term, too, which decides for long prompts: that of the running requests, of the prompts that wait, and of
@@ -55,7 +55,7 @@ class RankAware:
 
     def slowdown(self, request: Routed, replica: ReplicaState, output_tokens: float) -> tuple[float, float, float]:
         """Return by how many seconds per token each request there becomes slower, with the penalty; the seconds that
-        its queue's prefill takes with the request, loading included; and those of a decode step with it.
+        its queue's prefill takes with the request, loading included; and a decode step's seconds with it.
 
         output_tokens: of a mean answer.
         """
@@ -117,7 +117,7 @@ class RankAware:
         return before, self._costs.queue_seconds(pending + tokens, waiting + 1, token_ranks, max(largest, rank))
 
     def _mixed_seconds(self, tokens: int, rows: int) -> float:
-        """A step of prompts and rows that decode, without their adapters: those are Δdecode's part."""
+        """A step of prompts and rows that decode, without their adapters: adapters are Δdecode's part."""
         return self._costs.step.seconds(tokens, rows, ragged=True)
 
 

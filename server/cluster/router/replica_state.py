@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Routed(Protocol):
-    """A request as a router sees it. adapter: None is the base model, whose rank is 0."""
+    """A request as a router sees it. adapter: None is the base model, of rank 0."""
 
     @property
     def adapter(self) -> str | None: ...
@@ -23,17 +23,18 @@ class Routed(Protocol):
 
 @dataclass(slots=True)
 class ReplicaState:
-    """Load of one replica; whoever owns it keeps it up to date.
+    """Load of one replica; its owner keeps it up to date.
 
-    max_num_seqs: most requests in one step. num_requests: running and waiting; num_waiting: of these, those that wait
+    max_num_seqs: most requests in one step. num_requests: running and waiting; num_waiting: of these, how many wait
     for their prefill. ranks: how many of the requests have which rank, 0 for the base model;
     num_with_adapter, sum_ranks and max_rank follow from it. pending_ranks: the same of the waiting ones;
     pending_tokens: their prompt tokens; pending_token_ranks: the sum over these tokens of their adapter's rank;
     pending_max_rank: the largest of these ranks. kv_tokens: tokens in the KV cache of the running requests;
     longest_tokens: of the one that has most.
-    free_tokens: tokens whose KV finds room, in pages that are free or that nobody uses. resident: names of the adapters
-    in the arena; on_host: of those that need not be read from the disk. disk_seconds, link_seconds: until a read, or a
-    copy to the device, that were asked for now would begin. name: the same for a replica that was restarted.
+    free_tokens: tokens that find room for their KV, in free pages and in cached pages that no request uses.
+    resident: names of the adapters in the arena; on_host: of adapters that need not be read from the disk.
+    disk_seconds, link_seconds: until a read, or a copy to the device, that were asked for now would begin.
+    name: the same for a replica that was restarted.
     """
 
     max_num_seqs: int
@@ -102,7 +103,7 @@ class ReplicaState:
         return replace(self, ranks=self.ranks.copy(), pending_ranks=self.pending_ranks.copy())
 
     def has_room(self, request: Routed) -> bool:
-        """True if a seat and pages for the prompts of the request and of those that wait are left."""
+        """True if a slot and pages for the prompts of the request and of the waiting requests are left."""
         return self.num_requests < self.max_num_seqs and self.pending_tokens + request.prompt_tokens <= self.free_tokens
 
 

@@ -29,7 +29,7 @@ class Replicas(list[ReplicaState]):
         self._homes: dict[str, tuple[int, ...]] = {}
 
     def holders(self, adapter: str) -> Sequence[str]:
-        """Return the names of those that hold an adapter, and maybe of some that are not among these."""
+        """Return the names of the replicas that hold an adapter, and maybe of some that are not in this list."""
         if self._holders is not None:
             return self._holders.of(adapter)
         return [state.name for state in self if adapter in state.on_host or adapter in state.resident]
