@@ -39,7 +39,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator, model_validator
 
-from ...server.cluster.placement import MigrationSettings
+from ...server.cluster.placement.settings import MigrationSettings
 from ...server.cluster.router import POLICIES
 from ..workload.model import Strict
 from .metrics import METRICS

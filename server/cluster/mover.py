@@ -10,9 +10,10 @@ from concurrent.futures import Future
 from ..executors import DaemonPool
 from .dispatcher import Dispatcher
 from .link import Link
-from .placement import Migration, MigrationSettings, Movable, Plan, plan_moves
 from .placement.answer_seconds import AnswerSeconds
-from .placement.migration import Task
+from .placement.migration import Migration, Movable, Task
+from .placement.plan import Plan, plan_moves
+from .placement.settings import MigrationSettings
 
 log = logging.getLogger(__name__)
 

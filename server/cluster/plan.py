@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..flags import UsageError
 from .listener import add_secret_flag, add_tls_flag
-from .placement import PLANNERS
+from .placement.settings import PLANNERS
 from .router import POLICIES
 from .router.scale import STEADY_SECONDS
 

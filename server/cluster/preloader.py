@@ -11,8 +11,8 @@ from ..executors import DaemonPool
 from .dispatcher import Dispatcher
 from .link import Link
 from .mover import mean_adapter_pages
-from .placement import burst_tolerance
 from .placement.arrival_rates import ArrivalRates
+from .placement.preloading import burst_tolerance
 
 INTERVAL_SECONDS = 10.0
 """Between two placements: an adapter of a replica that was started again is back after about twice as long."""

@@ -23,8 +23,8 @@ from .child import end_with_parent
 from .cluster_worker import ClusterWorker
 from .link import Link
 from .mover import Mover
-from .placement import MigrationSettings
 from .placement.plan import NEED_HIGHS, has_highs
+from .placement.settings import MigrationSettings
 from .plan import Plan
 from .preloader import Preloader
 from .processes import ClusterDirectory, Processes

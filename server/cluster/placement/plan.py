@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -13,16 +12,6 @@ from .newest import newest
 from .problem import Problem
 from .program import Program
 from .settings import MigrationSettings
-
-#: A place for a problem's requests.
-Planner = Callable[[Problem, MigrationSettings], np.ndarray]
-
-PLANNERS: Mapping[str, Planner] = {
-    "newest": lambda problem, settings: newest(problem),
-    "greedy": lambda problem, settings: greedy(problem),
-    "ilp": lambda problem, settings: Program(problem).best(greedy(problem), settings),
-    "rounding": lambda problem, settings: Program(problem).rounded(greedy(problem), settings),
-}
 
 NEED_HIGHS = ("ilp", "rounding")
 
@@ -46,8 +35,19 @@ class Plan:
         return self.objective / self.bound - 1 if self.bound else None
 
 
+def planned(problem: Problem, planner: str, settings: MigrationSettings) -> np.ndarray:
+    """int64 [n]: the place of each request by a planner of `PLANNERS`."""
+    if planner == "newest":
+        return newest(problem)
+    start = greedy(problem)
+    if planner == "greedy":
+        return start
+    program = Program(problem)
+    return program.best(start, settings) if planner == "ilp" else program.rounded(start, settings)
+
+
 def plan_moves(problem: Problem, planner: str, settings: MigrationSettings) -> Plan:
     """planner: a name of `PLANNERS`. The bound needs highspy."""
-    place = PLANNERS[planner](problem, settings)
+    place = planned(problem, planner, settings)
     bound = Program(problem).bound() if has_highs() else None
     return Plan(place, problem.objective(place), problem.objective(problem.home), bound)

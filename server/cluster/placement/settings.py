@@ -6,6 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
+PLANNERS = ("newest", "greedy", "ilp", "rounding")
+"""Names of the planners, see `plan_moves`."""
+
 
 @dataclass(frozen=True, slots=True)
 class MigrationSettings:

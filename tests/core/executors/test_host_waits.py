@@ -106,6 +106,11 @@ def _draw(tokens: torch.Tensor, logits: torch.Tensor, draws: torch.Tensor, num_l
     assert tokens.device == logits.device == draws.device
 
 
+def _ban(logits: torch.Tensor, masks: torch.Tensor) -> None:
+    """The same of a launch that bans."""
+    assert logits.device == masks.device
+
+
 @pytest.mark.usefixtures("unread_arena")
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("lora", [False, True])
@@ -122,6 +127,7 @@ def test_a_decode_step_waits_for_its_tokens_alone(kind, lora, ahead, tmp_path):
         patch.object(torch.Tensor, "pin_memory", lambda values: copies.pin(values)),
         patch.object(PlanBuffers, "__init__", plan_buffers),
         patch.object(sampling, "_launch", _draw),
+        patch.object(sampling, "_launch_ban", _ban),
         idle_engine(ROWS, 64, lora, tmp_path, device, ahead=ahead) as engine,
     ):
         names = sorted(engine.store.names()) if lora else [None] * ROWS

@@ -18,7 +18,7 @@ from chorus.perf.simulate.records import Records, Served
 from chorus.perf.simulate.replica import Phase, Replica
 from chorus.perf.workload.request import TraceRequest
 from chorus.server.cluster.router import Consolidate, FirstFit, MostIdle, Sampled
-from chorus.server.cluster.router.affinity import rendezvous
+from chorus.server.cluster.router.rendezvous import key_of, weights
 
 PROFILE = load_profile("a10-llama2-7b-bgmv")
 
@@ -86,7 +86,8 @@ def test_replicas_have_names_by_which_adapters_are_hashed_to_them():
 
     def route(request, states):
         one = "abcdefgh"[request.id]
-        asked_for.append(max(range(3), key=lambda index: rendezvous(one, states[index].name)))
+        found = weights(one, [key_of(state.name) for state in states])
+        asked_for.append(found.index(max(found)))
         return asked_for[-1]
 
     simulate([asked(number, float(number)) for number in range(8)], make_replicas(3), route)

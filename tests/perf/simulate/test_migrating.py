@@ -13,8 +13,8 @@ from chorus.perf.simulate.migrating import Migrating
 from chorus.perf.simulate.serving import run_serving
 from chorus.perf.simulate.study import Setup, load_study
 from chorus.perf.workload.request import TraceRequest
-from chorus.server.cluster.placement import MigrationSettings
 from chorus.server.cluster.placement.plan import NEED_HIGHS
+from chorus.server.cluster.placement.settings import MigrationSettings
 from tests.perf.simulate.test_cluster import PROFILE, make_replicas
 
 SETTINGS = MigrationSettings(interval_seconds=1.0, excess_requests=4.0)

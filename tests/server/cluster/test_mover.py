@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from chorus.server.cluster.mover import Mover
-from chorus.server.cluster.placement import MigrationSettings
+from chorus.server.cluster.placement.settings import MigrationSettings
 from chorus.server.cluster.preloader import INTERVAL_SECONDS, Preloader
 from chorus.server.cluster.router import FirstFit
 from tests.server.cluster.test_dispatcher import OTHER, Front
@@ -79,6 +79,7 @@ def test_no_request_moves_to_a_replica_that_may_not_have_it(front):
         front.ask(name, "h")
     busy, idle = front.links
     idle.loaded.clear()
+    front.dispatcher.fleet.changed()
     assert moved(front, mover) == set()
     idle.loaded.add("h")
     front.down(idle)
@@ -95,6 +96,7 @@ def test_a_plan_that_holds_no_more_is_not_carried_out(front):
     mover.look()
     assert mover.is_planning
     front.links[1].draining = True
+    front.dispatcher.fleet.changed()
     assert moved(front, mover) == set()
 
 

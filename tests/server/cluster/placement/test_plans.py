@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chorus.server.cluster.placement import PLANNERS, MigrationSettings, Problem, plan_moves
-from chorus.server.cluster.placement.plan import NEED_HIGHS, has_highs
+from chorus.server.cluster.placement.plan import NEED_HIGHS, has_highs, plan_moves, planned
+from chorus.server.cluster.placement.problem import Problem
 from chorus.server.cluster.placement.program import GAP, Program
+from chorus.server.cluster.placement.settings import PLANNERS, MigrationSettings
 
 SETTINGS = MigrationSettings(solve_seconds=20.0, solve_nodes=10_000)
 
@@ -66,7 +67,7 @@ def planners():
 @settings(deadline=None, max_examples=20)
 def test_a_plan_keeps_to_pages_and_to_the_replicas_that_are_allowed(problem):
     for name in planners():
-        place = PLANNERS[name](problem, SETTINGS)
+        place = planned(problem, name, SETTINGS)
         assert problem.allowed[np.arange(len(place)), place].all(), name
         assert problem.fits(place), name
 
@@ -74,7 +75,7 @@ def test_a_plan_keeps_to_pages_and_to_the_replicas_that_are_allowed(problem):
 @given(problems())
 @settings(deadline=None, max_examples=40)
 def test_greedy_is_never_worse_than_staying(problem):
-    assert problem.objective(PLANNERS["greedy"](problem, SETTINGS)) <= problem.objective(problem.home)
+    assert problem.objective(planned(problem, "greedy", SETTINGS)) <= problem.objective(problem.home)
 
 
 @given(problems(most_requests=5))
@@ -82,12 +83,12 @@ def test_greedy_is_never_worse_than_staying(problem):
 def test_the_program_finds_the_best_place_and_its_bound_is_below_all(problem):
     pytest.importorskip("highspy")
     objectives = [problem.objective(place) for place in places(problem)]
-    best = problem.objective(PLANNERS["ilp"](problem, SETTINGS))
+    best = problem.objective(planned(problem, "ilp", SETTINGS))
     bound = Program(problem).bound()
     assert bound is not None
     assert bound <= min(objectives) + 1e-6
     assert best <= min(objectives) * (1 + GAP) + 1e-6
-    assert best <= problem.objective(PLANNERS["greedy"](problem, SETTINGS))
+    assert best <= problem.objective(planned(problem, "greedy", SETTINGS))
 
 
 @pytest.mark.parametrize("name", PLANNERS)
@@ -112,7 +113,7 @@ def test_the_newest_request_leaves_the_replica_whose_pages_are_short_for_the_bus
         requests=6, replicas=4, home=np.array([0, 0, 0, 0, 1, 2]), pages=np.array([5, 5, 5, 5, 1, 1]),
         num_pages=np.array([15, 100, 100, 3]),
     )  # fmt: skip
-    place = PLANNERS["newest"](problem, SETTINGS)
+    place = planned(problem, "newest", SETTINGS)
     assert place.tolist() == [0, 0, 0, 2, 1, 2], "of equally busy replicas the last"
 
 
@@ -122,12 +123,12 @@ def test_greedy_moves_requests_of_one_adapter_to_one_replica():
         requests=8, replicas=3, adapter=np.array([0, 1] * 4), resident=np.array([[True] * 3, [True, False, False]]),
         run_seconds=np.ones(8), load_seconds=np.array([0.0, 2.0]), adapter_pages=np.array([0, 1]),
     )  # fmt: skip
-    place = PLANNERS["greedy"](problem, SETTINGS)
+    place = planned(problem, "greedy", SETTINGS)
     assert len({int(at) for at, adapter in zip(place, problem.adapter, strict=True) if adapter and at}) <= 1
     assert problem.objective(place) < problem.objective(problem.home)
 
 
 def test_an_overfull_replica_gets_no_fuller_and_is_relieved():
     problem = even(num_pages=np.array([4, 6]), page_seconds=10.0)
-    place = PLANNERS["greedy"](problem, SETTINGS)
+    place = planned(problem, "greedy", SETTINGS)
     assert problem.pages_at(place).tolist() == [4, 4]
