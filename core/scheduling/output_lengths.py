@@ -6,10 +6,12 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from ..requests.request import Request
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _FIRST_GUESS = 256
 _NUM_REMEMBERED = 128
@@ -99,6 +101,8 @@ class Growth:
         """Add a running request."""
         self.total += self._pages(request, request.room)
         if self._ends is not None:
+            import numpy as np
+
             self._ends = np.vstack((self._ends, self._end(request, self._lengths.final_length(request))))
 
     def total_with(self, request: Request) -> int:
@@ -111,6 +115,8 @@ class Growth:
         Less than they grow by in all: a request that ends frees its pages while others go on growing. Pages that it
         shares with the prefix cache are not freed. `request` counts as having pages for its known tokens.
         """
+        import numpy as np  # not above: a command line that only names routing policies does without
+
         if self._ends is None:
             finals = self._lengths.final_lengths(self._running)
             self._ends = np.array(list(map(self._end, self._running, finals)), np.int64).reshape(-1, 3)
