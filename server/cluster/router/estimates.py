@@ -11,7 +11,7 @@ from .answer_lengths import AnswerLengths
 from .replica_state import ReplicaState
 
 PRIOR = "h200-llama3.1-8b"
-"""Measured profile: its costs stand for a replica's until replicas have reported their own."""
+"""Profile by datasheet rates, nothing of it measured: its costs stand in until replicas report their own."""
 
 SLO_STEPS = 1.5
 """Decode steps of one request without an adapter that a token may take, where no SLO is set (CaraServe, §7.5)."""
