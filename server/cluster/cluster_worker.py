@@ -84,7 +84,7 @@ class ClusterWorker:
         """Called every `LOOK_SECONDS` on the loop; to be added to before `start`."""
         self.collector = ClusterCollector(self.dispatcher)
         cluster = Cluster(
-            self._end_users, partial(self._soon, self.dispatcher.retire), partial(self._soon, self.dispatcher.revive),
+            self._end_users, partial(self.soon, self.dispatcher.retire), partial(self.soon, self.dispatcher.revive),
             partial(tier_of, links), partial(overflowing, links), lambda: self.stats,
         )  # fmt: skip
         self._registry = registry
@@ -131,13 +131,13 @@ class ClusterWorker:
         self.failure = self.failure or SHUTTING_DOWN
         self.give_up(SHUTTING_DOWN)
         if self._thread.is_alive():
-            self._soon(self._loop.stop)
+            self.soon(self._loop.stop)
             self._thread.join(timeout)
         self._on_stop()
 
     def give_up(self, reason: str) -> int:
         ended, _ = self._subscribers.end_all(FinishReason.ABORT, reason)
-        self._soon(self.dispatcher.end_all)
+        self.soon(self.dispatcher.end_all)
         return len(ended)
 
     def _run(self) -> None:
@@ -286,7 +286,7 @@ class ClusterWorker:
         self.adapters.note(entry.name, entry.version, known)
         self._add(request, Entry(entry.name, entry.version, known), on_output, loop, accepted)
         if known.content_hash is not None and not self.adapters.names_of(known.content_hash):
-            self._soon(self.dispatcher.retire, known.content_hash)  # it was replaced meanwhile
+            self.soon(self.dispatcher.retire, known.content_hash)  # it was replaced meanwhile
 
     def _add(
         self, request: Request, entry: Entry | None, on_output: OnOutput, loop: asyncio.AbstractEventLoop | None,
@@ -300,7 +300,7 @@ class ClusterWorker:
             rank, num_bytes = manifest.rank, manifest.file_size
         self._subscribers.add(request.id, on_output, loop)
         arrival = request.arrival_time or time.monotonic()
-        self._soon(self.dispatcher.add, record, path, rank, arrival, accepted, num_bytes)
+        self.soon(self.dispatcher.add, record, path, rank, arrival, accepted, num_bytes)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         for request_id in self._subscribers.deliver(outputs):
@@ -338,7 +338,8 @@ class ClusterWorker:
         with self._change:
             self._change.notify_all()
 
-    def _soon(self, function: Callable[..., Any], *arguments: Any) -> None:
+    def soon(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call a function on the loop, from any thread."""
         with suppress(RuntimeError):  # the loop was closed
             self._loop.call_soon_threadsafe(function, *arguments)
 

@@ -26,12 +26,14 @@ class Mover:
         dispatcher: Dispatcher,
         planner: str,
         settings: MigrationSettings,
+        soon: Callable[[Callable[[], None]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """planner: a name of `PLANNERS`."""
+        """planner: a name of `PLANNERS`. soon: has the dispatcher's loop call a function, from any thread."""
         self._dispatcher = dispatcher
         self._planner = planner
         self._settings = settings
+        self._soon = soon
         self._clock = clock
         self._migration = Migration(settings, self._adapter_pages)
         self._answers = AnswerSeconds(settings.answer_seconds)
@@ -70,6 +72,8 @@ class Mover:
         self._task = self._migration.task(states, requests, self._clock())
         if self._task is not None:
             self._planned = self._pool.submit(plan_moves, self._task.problem, self._planner, self._settings)
+            # at the next look most of the requests might have ended
+            self._planned.add_done_callback(lambda _: self._soon(self.look))
 
     def _carry_out(self, plan: Plan) -> None:
         moves = [] if self._task is None else self._task.moves(plan)

@@ -116,7 +116,7 @@ def _open(
         dispatcher.on_stuck, dispatcher.on_hint, dispatcher.scale = kill, hint, SteadyHint(plan.scale_seconds)
         dispatcher.count_replicas, dispatcher.num_replicas = lambda: directory.num_replicas, directory.num_replicas
         if plan.migration != "off":
-            mover = Mover(dispatcher, plan.migration, MigrationSettings.of(plan.migration_setting))
+            mover = Mover(dispatcher, plan.migration, MigrationSettings.of(plan.migration_setting), worker.soon)
             worker.lookers.append(mover.look)
         if plan.preload:
             worker.lookers.append(Preloader(dispatcher).look)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ NAMES = [f"q{index}" for index in range(6)]
 def front():
     """All requests begin at the first of two replicas, which have adapter h."""
     front = Front(2, FirstFit())
+    front.calls = SimpleQueue()  # of its loop
     for link in front.links:
         front.up(link, max_num_seqs=64)
         link.loaded.add("h")
@@ -28,7 +30,7 @@ def front():
 
 
 def mover_of(front):
-    return Mover(front.dispatcher, "greedy", SETTINGS, lambda: front.now)
+    return Mover(front.dispatcher, "greedy", SETTINGS, front.calls.put, lambda: front.now)
 
 
 def moved(front, mover):
@@ -36,7 +38,9 @@ def moved(front, mover):
     front.now += SETTINGS.interval_seconds
     before = {name: front.at(name).name for name in NAMES}
     mover.look()
-    finish(mover.look, lambda: mover.is_planning)
+    if mover.is_planning:
+        front.calls.get(timeout=60)()
+        assert not mover.is_planning, "the plan waited for the next look"
     return {name for name, replica in before.items() if front.at(name).name != replica}
 
 
