@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..checks import LaunchError
+from ..start.checks import LaunchError
 from .address import LOOPBACK, AddressFile
 from .plan import Plan
 from .processes import STOP_SECONDS, ClusterDirectory
