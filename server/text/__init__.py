@@ -1,1 +1,1 @@
-"""From text to tokens and back, and what an answer's text says."""
+"""Between text and tokens."""
