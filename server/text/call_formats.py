@@ -14,8 +14,8 @@ class CallFormat:
     """A way to write calls: `open`, then calls with `separator` between them, then `close`.
 
     signs: what a chat template of the family contains, all of it. head: from behind `open` to a call's arguments.
-    begin, end: what a grammar writes around a call's arguments, `{name}` for the function's name; first, last: around
-    all calls, within `open` and `close`. wrapped: whether a call is a JSON object that has the name and the arguments.
+    begin, end: what a grammar writes around a call's arguments, `{name}` for the function's name; first: in front
+    of the first call. wrapped: whether a call is a JSON object that has the name and the arguments.
     xml: whether arguments are `<parameter=NAME>VALUE</parameter>` up to `</function>`, not JSON. bare: whether a JSON
     object is a call without `open`, too, where an answer begins with it. listed: whether calls may be in a JSON array.
     """
@@ -29,7 +29,6 @@ class CallFormat:
     separator: str = ""
     close: str = ""
     first: str = ""
-    last: str = ""
     between: str = ""
     wrapped: bool = False
     xml: bool = False
@@ -45,6 +44,20 @@ class ReasoningFormat:
 
     open: str
     close: str
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSyntax:
+    """What an answer is read for; None: not for that."""
+
+    calls: CallFormat | None = None
+    reasoning: ReasoningFormat | None = None
+
+    @property
+    def marks(self) -> str:
+        """All that is written around calls and reasoning."""
+        calls = () if self.calls is None else (self.calls.open, self.calls.begin, self.calls.end, self.calls.close)
+        return " ".join((*calls, *(() if self.reasoning is None else (self.reasoning.open, self.reasoning.close))))
 
 
 HERMES = CallFormat(  # Hermes, Qwen2.5, Qwen3, and all models whose template says nothing of tools
