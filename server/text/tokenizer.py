@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -18,9 +19,11 @@ from .vocabulary import Vocabulary
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Classes of tokenizers without code of their own."""
+
 THREAD_CHARACTERS = 8192
 """Texts longer than this are encoded beside the event loop, which they would hold up for milliseconds."""
-
 
 THREAD_MESSAGES = 32
 """Messages, or bad words, above which the same is so."""
@@ -62,6 +65,19 @@ class Conversation:
     add_special_tokens: bool = False
 
 
+def _is_generic(model: Path) -> bool:
+    """Whether AutoTokenizer would only find that the tokenizer is all in tokenizer.json.
+
+    To find that it imports torch and the classes of all models: 6 s of a processor and 340 MiB.
+    """
+    try:
+        config, own = (json.loads((model / name).read_bytes()) for name in ("config.json", "tokenizer_config.json"))
+        kind, auto_map = own.get("tokenizer_class"), own.get("auto_map")
+        return config.get("model_type") == "llama" and kind in GENERIC and auto_map is None
+    except (OSError, ValueError, AttributeError, TypeError):  # AutoTokenizer says what is wrong
+        return False
+
+
 class Tokenizer:
     """A fast (`tokenizer.json`) Hugging Face tokenizer. Safe to use from several threads."""
 
@@ -86,11 +102,13 @@ class Tokenizer:
     @classmethod
     def load(cls, model: Path) -> Tokenizer:
         """Reads the tokenizer of a checkpoint directory; raises ValueError or OSError for what is no fast tokenizer."""
-        from transformers import AutoTokenizer
-
         if not (model / "tokenizer.json").is_file():
             raise ValueError(f"{model} has no tokenizer.json; save the model's fast tokenizer there")
-        return cls(AutoTokenizer.from_pretrained(str(model), local_files_only=True))
+        if _is_generic(model):
+            from transformers import PreTrainedTokenizerFast as Loader
+        else:
+            from transformers import AutoTokenizer as Loader
+        return cls(Loader.from_pretrained(str(model), local_files_only=True))
 
     @property
     def has_chat_template(self) -> bool:
