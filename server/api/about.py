@@ -58,6 +58,21 @@ class Api:
         """Number of calls that are being answered, as vLLM tells it."""
         return JsonResponse({"server_load": self._gate.num_generating})
 
+    async def server_info(self, _: Request) -> Response:
+        """The server's limits under our names, and what SGLang's router reads under SGLang's."""
+        model, settings = self._worker.model, self._settings
+        told = {name: getattr(settings, name) for name in ("max_num_seqs", "max_num_batched_tokens", "max_lora_rank")}
+        body = {"version": __version__, "model_path": settings.model.name, "served_model_name": settings.base_name}
+        sizes = {"max_model_len": model.max_model_len, "vocab_size": model.vocab_size, "tp_size": 1, "dp_size": 1}
+        return JsonResponse({**body, **sizes, **told})
+
+    async def model_info(self, _: Request) -> Response:
+        """The model, as SGLang's router asks for it. Only names of directories are told."""
+        name = self._settings.model.name
+        names = {"model_path": name, "tokenizer_path": name, "served_model_name": self._settings.base_name}
+        lacks = {"has_image_understanding": False, "has_audio_understanding": False}
+        return JsonResponse({**names, "is_generation": True, "preferred_sampling_params": None, **lacks})
+
     async def version(self, _: Request) -> Response:
         return JsonResponse({"version": __version__})
 
