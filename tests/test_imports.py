@@ -220,7 +220,7 @@ def plant(root: Path, files: dict[str, str]) -> list[str]:
 def test_allowed_imports_pass(tmp_path):
     files = {
         "perf/bench.py": "from ..server.app import app\nfrom ..core import engine\nfrom ..memory import pages\n",
-        "server/app.py": "from .. import __version__\nfrom ..core.engine import Engine\nfrom . import cluster\n",
+        "server/app.py": "from .. import __version__\nfrom ..core.engine import Engine\nfrom .engine import worker\n",
         "server/cluster/actors.py": "def start():\n    import ray\n\n    return ray\n",
         "core/executors/cpu.py": "from ...ops.sgmv import sgmv\nfrom ..config import Config\nimport torch\n",
         "ops/sgmv.py": "def pick():\n    from .sgmv_triton import sgmv\n\n    return sgmv\n",

@@ -16,9 +16,8 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.requests.grammar import Grammar
 from chorus.server.text.tokenizer import Tokenizer
-
-from ..tiny_tokenizer import save_tokenizer
-from .conftest import CHAT_TEMPLATE, FakeEngine, live_server
+from tests.server.conftest import CHAT_TEMPLATE, FakeEngine, live_server
+from tests.tiny_tokenizer import save_tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]

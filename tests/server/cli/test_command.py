@@ -281,9 +281,7 @@ def test_an_adapter_named_like_the_base_is_refused(model_dir, monkeypatch, make_
 
 
 def test_help_needs_no_torch():
-    code = (
-        "import sys; from chorus.server.cli import command; command.make_parser(); sys.exit('torch' in sys.modules)"
-    )
+    code = "import sys; from chorus.server.cli import command; command.make_parser(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
