@@ -19,7 +19,7 @@ COUNTED = {
     "logit_bias": "max_logit_bias",
     "allowed_token_ids": "max_allowed_tokens",
     "stop_token_ids": "max_logit_bias",
-    "tools": "max_messages",
+    "tools": "max_tools",
 }
 """Fields that hold several, with the limit to their number."""
 
@@ -39,6 +39,8 @@ class RequestLimits(BaseModel):
         default=1 << 18, ge=1, description="most prompt tokens in one call, each prompt times the answers to it"
     )
     max_messages: int = Field(default=1024, ge=1, description="most messages in one conversation")
+    max_tools: int = Field(default=128, ge=0, description="most tools in one conversation")
+    max_tool_bytes: int = Field(default=256 << 10, ge=0, description="most bytes of the tools that may be called")
     max_stop_strings: int = Field(default=16, ge=0, description="most stop strings")
     max_bad_words: int = Field(default=256, ge=0, description="most bad words")
     max_logit_bias: int = Field(default=1024, ge=0, description="most entries of logit_bias, or of stop_token_ids")

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import from_json
 
+from ..access.limits import RequestLimits
 from ..errors import ApiError
-from ..text.tokenizer import RESERVED_FOR_TEMPLATE, Conversation
+from ..text.tokenizer import RESERVED_FOR_TEMPLATE, Conversation, Tokenizer
 from .fields import MESSAGE, check_messages
 from .openai import GenerationRequest, LogprobCount
+from .tool_fields import ToolFields
 
 
 class Message(BaseModel):
@@ -39,20 +42,36 @@ class Message(BaseModel):
             raise ValueError(f"content is missing; a {self.role} message needs it")
         return self
 
+    @model_validator(mode="after")
+    def _arguments_are_objects(self) -> Message:
+        """Arguments of earlier calls are JSON in the API, and values in templates."""
+        calls = (self.model_extra or {}).get("tool_calls")
+        for index, call in enumerate(calls if isinstance(calls, list) else ()):
+            function = call.get("function") if isinstance(call, dict) else None
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise ValueError(f"tool_calls[{index}] must have a function with a name")
+            arguments = function.get("arguments")
+            try:
+                value = from_json(arguments or "{}") if isinstance(arguments, str | None) else arguments
+            except ValueError:
+                value = None
+            if not isinstance(value, dict):
+                raise ValueError(f"tool_calls[{index}].function.arguments must be a JSON object")
+            function["arguments"] = value
+        return self
+
     def for_template(self) -> dict[str, Any]:
         shown = {name: value for name, value in (self.model_extra or {}).items() if name in MESSAGE}
         return {**shown, "role": self.role, "content": self.content or ""}
 
 
-class ChatCompletionRequest(GenerationRequest):
+class ChatCompletionRequest(ToolFields, GenerationRequest):
     """A conversation to continue."""
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: LogprobCount = 0
-    tools: list[dict[str, Any]] = []
-    tool_choice: Any = None
     add_special_tokens: bool = False
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
@@ -64,14 +83,10 @@ class ChatCompletionRequest(GenerationRequest):
         check_messages(messages)
         return messages
 
-    def check(self) -> None:
+    def check(self, limits: RequestLimits) -> None:
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs need logprobs=true", param="top_logprobs")
-        if self.tools and self.tool_choice != "none":
-            message = 'calling tools is not supported; leave them out, or say tool_choice "none" to only show them'
-            raise ApiError(400, message, param="tools", code="unsupported_parameter")
-        if self.tool_choice not in (None, "none", "auto"):
-            raise ApiError(400, "tool_choice may only be none", param="tool_choice", code="unsupported_parameter")
+        self.check_tools(limits)
         if self.continue_final_message and self.add_generation_prompt:
             message = "a continued message has no new prompt behind it; set add_generation_prompt to false"
             raise ApiError(400, message, param="add_generation_prompt")
@@ -90,6 +105,19 @@ class ChatCompletionRequest(GenerationRequest):
     def asked_tokens(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
+    def ignored(self, tokenizer: Tokenizer) -> list[str]:
+        template = tokenizer.chat_template
+        effort = self._effort()
+        ignored = [] if not effort or any(name in template for name in effort) else ["reasoning_effort"]
+        return ignored if not self.tools or "tools" in template else [*ignored, "tools"]
+
+    def _effort(self) -> dict[str, Any]:
+        """Template variables of reasoning_effort; the second is the one of models that reason or don't."""
+        effort = self.reasoning_effort
+        if effort is None:
+            return {}
+        return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
+
     def conversation(self) -> Conversation:
         """Messages and options for the chat template."""
         begins = self.add_generation_prompt
@@ -98,6 +126,6 @@ class ChatCompletionRequest(GenerationRequest):
             begins_answer=not self.continue_final_message if begins is None else begins,
             continues_last=self.continue_final_message,
             tools=self.tools,
-            variables=self.chat_template_kwargs,
+            variables={**self._effort(), **self.chat_template_kwargs},
             add_special_tokens=self.add_special_tokens,
         )

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import field_validator
 
 from ...core.requests.sampling_params import InvalidRequest
+from ..access.limits import RequestLimits
 from ..errors import ApiError
 from .openai import GenerationRequest, LogprobCount
 
@@ -30,7 +31,7 @@ class CompletionRequest(GenerationRequest):
     def _false_is_none(cls, logprobs: Any) -> Any:
         return None if logprobs is False else logprobs
 
-    def check(self) -> None:
+    def check(self, limits: RequestLimits) -> None:
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ApiError(400, "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
         if self.best_of is not None and self.best_of != self.n:

@@ -39,20 +39,18 @@ HARMLESS = {
     "metadata": "notes for the caller's own use",
     "mirostat_eta": "only has a meaning with mirostat",
     "mirostat_tau": "only has a meaning with mirostat",
-    "parallel_tool_calls": "only has a meaning where tools may be called",
     "prediction": "a hint that makes answers faster, not different",
     "prompt_cache_key": "a hint where to find a cached prompt",
     "prompt_cache_options": "says how long a prompt stays cached",
     "prompt_cache_retention": "says how long a prompt stays cached",
     "return_mm_kwargs": "only has a meaning with images or sound",
     "safety_identifier": "says who the caller's user is",
-    "separate_reasoning": "only has a meaning with a reasoning parser",
     "service_tier": "a price class; there is one here",
     "session_id": "says which conversation a request belongs to",
     "spaces_between_special_tokens": "only has a meaning for slow tokenizers",
     "store": "nothing is stored here",
     "stream_interval": "how a stream is cut, not what it says",
-    "stream_reasoning": "only has a meaning with a reasoning parser",
+    "stream_reasoning": "says when reasoning is sent, which is as it comes",
     "user": "says who the caller's user is",
     "xtc_threshold": "only has a meaning with xtc_probability",
 }
@@ -65,7 +63,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
             api_token audio bootstrap_host bootstrap_port bootstrap_room chat_template custom_logit_processor
             data_parallel_rank disagg_prefill_dp_rank guided_decoding_backend
             guided_whitespace_pattern max_dynamic_patch min_dynamic_patch moderation ngram_corpus_id
-            prompt_embeds reasoning_effort repetition_detection routed_dp_rank task truncate
+            prompt_embeds repetition_detection routed_dp_rank task truncate
             web_search_options"""),
         ((False,), """
             apply_chat_template continue_final_message decoder_input_details details echo post_sampling_probs
@@ -92,6 +90,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "adapter_source": ("local",),
     "function_call": ("none",),
     "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "separate_reasoning": (True, False),
     "stop_regex": ([], ""),
     "tool_choice": ("none", "auto"),
     "verbosity": ("medium",),
@@ -107,7 +107,6 @@ INSTEAD = {
     "lora": "name one adapter in lora_path",
     "merged_adapters": "name one adapter in lora_path",
     "n_probs": "use logprobs",
-    "reasoning_effort": "use chat_template_kwargs if the model's template knows it",
     "repeat_penalty": "use repetition_penalty",
     "return_prompt_token_ids": "use return_token_ids",
     "return_tokens": "use return_token_ids",

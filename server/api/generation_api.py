@@ -24,6 +24,7 @@ from ..engine.recorder import Recorder
 from ..errors import ApiError, as_api_error, client_gone, no_model, read_body, too_long
 from ..executors import DaemonPool
 from ..settings import Settings
+from ..text.call_formats import AnswerSyntax
 from ..text.tokenizer import Tokenizer
 from . import messages_request, responses_request
 from .chat_request import ChatCompletionRequest
@@ -49,6 +50,12 @@ MakeFormat = Callable[[Generation, LogprobFormat, Extras], AnswerFormat]
 CHAT_NAMES = {"prompt": "messages"}
 """What a chat request's prompt comes from."""
 
+
+IGNORED = "x-ignored-fields"
+"""Header of an answer: fields that it does not depend on, because the model's chat template does not know them."""
+
+MARK_TOKENS = 32
+"""Tokens that the mark of reasoning, and a line break, have at most."""
 
 THREAD_BODY = 16 << 10
 """Bytes of a request's body above which it is read beside the event loop."""
@@ -167,7 +174,12 @@ class GenerationApi:
         if unasked is None or (defaults.max_tokens is not None and defaults.max_tokens < unasked):
             unasked = defaults.max_tokens
         bad_words = await self._tokenizer.encode_words(asked.bad_words)
-        grammar = await self._grammar(asked)
+        syntax = asked.syntax(self._tokenizer)
+        reasons_already = False
+        if syntax.reasoning is not None:
+            tail = self._tokenizer.decode(prompts[0][-MARK_TOKENS:], skip_special_tokens=False)
+            reasons_already = tail.rstrip().endswith(syntax.reasoning.open)
+        grammar = await self._grammar(asked, syntax, reasons_already=reasons_already)
         call_id = prefix + uuid.uuid4().hex
         several = len(prompts) * asked.n > 1
         choices = []
@@ -188,6 +200,7 @@ class GenerationApi:
                     skip_special_tokens=asked.skip_special_tokens,
                     include_stop=asked.include_stop_str_in_output,
                     min_tokens=asked.min_tokens,
+                    marks=syntax.marks,
                 )
                 choices.append(
                     Choice(
@@ -198,6 +211,7 @@ class GenerationApi:
                         shows_stop_token=asked.include_stop_str_in_output,
                         prompt_only=asked.prompt_only,
                         keeps_all=not asked.stream,
+                        reader=asked.reader(syntax, reasons_already=reasons_already),
                     )
                 )
         return Generation(
@@ -211,9 +225,16 @@ class GenerationApi:
             in_bulk=not asked.stream and not asked.stop,
         )
 
-    async def _grammar(self, asked: GenerationRequest) -> Grammar | None:
+    async def _grammar(
+        self, asked: GenerationRequest, syntax: AnswerSyntax, *, reasons_already: bool
+    ) -> Grammar | None:
         """What the answer must match, compiled beside the event loop. Raises InvalidRequest for what can't be."""
         found = asked.asked_grammar(self._settings)
+        called = asked.calls_asked(syntax, self._tokenizer, self._settings, reasons_already=reasons_already)
+        if found and called:
+            message = f"{found[0]} and {called[0]} both say what the answer matches; give one of them"
+            raise ApiError(400, message, param=found[0])
+        found = found or called
         if found is None:
             return None
         (field, grammar), model = found, self._worker.model
@@ -269,8 +290,10 @@ class GenerationApi:
         )
         scores = LogprobFormat(self._tokenizer.vocabulary, as_token_ids=asked.return_tokens_as_token_ids)
         answer = make_format(generation, scores, extras)
+        ignored = asked.ignored(self._tokenizer)
+        headers = {IGNORED: ", ".join(ignored)} if ignored else {}
         if asked.stream:
-            return EventStream(self._events(generation, answer), generation.close)
+            return EventStream(self._events(generation, answer), generation.close, headers)
         try:
             await while_connected(request.receive, _read(generation, answer))
             body = await self._written(answer)
@@ -278,7 +301,7 @@ class GenerationApi:
             return client_gone()
         finally:
             generation.close()
-        return Response(body, media_type="application/json")
+        return Response(body, media_type="application/json", headers=headers)
 
     async def _written(self, answer: AnswerFormat) -> bytes:
         """The whole answer; a long one is written beside the event loop, which must not make way for others there."""

@@ -41,7 +41,7 @@ class GrammarFields(BaseModel):
             (one, _), (other, _), *_ = found
             raise ApiError(400, f"{one} and {other} both say what the answer matches; give one of them", param=other)
         for name, grammar in found:
-            _check_size(name, grammar, limits)
+            check_size(name, grammar, limits)
             return name, grammar
         return None
 
@@ -142,7 +142,7 @@ _STRUCTURED_HARMLESS = frozenset({"disable_fallback", "disable_any_whitespace"})
 """vLLM's, of which the answer does not depend here: there is one backend, and blanks are few in any case."""
 
 
-def _check_size(name: str, grammar: Grammar, limits: RequestLimits) -> None:
+def check_size(name: str, grammar: Grammar, limits: RequestLimits) -> None:
     """Raises an ApiError for a grammar that would take too long to compile."""
     size = len(grammar.text.encode("utf-8", "surrogatepass"))
     if size > limits.max_grammar_bytes:

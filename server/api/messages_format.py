@@ -8,18 +8,19 @@ from typing import Any
 from pydantic_core import from_json
 
 from ..errors import ApiError
+from ..text.answer_reader import PartKind
 from .blocks import Block, BlockFormat
 from .responses import Body
 
-_BEGINNINGS: dict[str, Body] = {
-    "content": {"type": "text", "text": ""},
-    "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
+_BEGINNINGS: dict[PartKind, Body] = {
+    PartKind.CONTENT: {"type": "text", "text": ""},
+    PartKind.REASONING: {"type": "thinking", "thinking": "", "signature": ""},
 }
 
 _DELTAS = {
-    "content": ("text_delta", "text"),
-    "reasoning": ("thinking_delta", "thinking"),
-    "call": ("input_json_delta", "partial_json"),
+    PartKind.CONTENT: ("text_delta", "text"),
+    PartKind.REASONING: ("thinking_delta", "thinking"),
+    PartKind.CALL: ("input_json_delta", "partial_json"),
 }
 
 _ERRORS = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error", 503: "overloaded_error"}
@@ -56,7 +57,7 @@ class MessagesFormat(BlockFormat):
 
     def _block(self, block: Block) -> Body:
         """The block with all of its text."""
-        if block.kind != "call":
+        if block.kind is not PartKind.CALL:
             return {**_BEGINNINGS[block.kind], _DELTAS[block.kind][1]: block.text}
         try:
             arguments = from_json(block.text or "{}", allow_partial="trailing-strings")  # of a call that was cut
@@ -75,7 +76,7 @@ class MessagesFormat(BlockFormat):
         elif stopped is not None:
             reason = "stop_sequence"
         else:
-            reason = "tool_use" if any(block.kind == "call" for block in self._blocks) else "end_turn"
+            reason = "tool_use" if any(block.kind is PartKind.CALL for block in self._blocks) else "end_turn"
         return {"stop_reason": reason, "stop_sequence": stopped}
 
     def _counts(self) -> Body:
@@ -94,7 +95,7 @@ class MessagesFormat(BlockFormat):
             "type": "message",
             "role": "assistant",
             "model": self._generation.model,
-            "content": content,
+            PartKind.CONTENT: content,
             "stop_reason": None,
             "stop_sequence": None,
             "usage": self._counts(),

@@ -15,6 +15,9 @@ from ...core.requests.grammar import Grammar
 from ...core.requests.sampling_params import MAX_LOGPROBS, SamplingParams
 from ..access.limits import RequestLimits, check_counts, check_json
 from ..errors import ApiError, clipped, validated
+from ..text.answer_reader import AnswerReader
+from ..text.call_formats import AnswerSyntax
+from ..text.tokenizer import Tokenizer
 from .fields import own_fields
 from .grammar_fields import GrammarFields
 from .sampling_defaults import SamplingDefaults
@@ -84,6 +87,7 @@ class GenerationRequest(GrammarFields):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     truncation_side: Literal["left", "right"] = "left"
     cache_salt: Annotated[str, Field(max_length=256)] = ""
+    reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
     request_id: Annotated[str, Field(pattern="^[A-Za-z0-9._:-]{1,128}$")] | None = None
 
     @model_validator(mode="before")
@@ -149,11 +153,29 @@ class GenerationRequest(GrammarFields):
             count = getattr(request, name, None)
             if count is not None and count > limits.max_logprobs:
                 raise ApiError(400, f"{name} is {count}, this server gives {limits.max_logprobs}", param=name)
-        request.check()
+        request.check(limits)
         return request
 
-    def check(self) -> None:
+    def check(self, limits: RequestLimits) -> None:
         """Raises an ApiError for fields that don't go together."""
+
+    def ignored(self, tokenizer: Tokenizer) -> list[str]:
+        """Fields that the answer does not depend on, because the model's chat template does not know them."""
+        return [] if self.reasoning_effort is None else ["reasoning_effort"]
+
+    def syntax(self, tokenizer: Tokenizer) -> AnswerSyntax:
+        """What the answer is read for."""
+        return AnswerSyntax()
+
+    def reader(self, syntax: AnswerSyntax, *, reasons_already: bool) -> AnswerReader | None:
+        """A reader for one answer; None if its text is all that is told."""
+        return None
+
+    def calls_asked(
+        self, syntax: AnswerSyntax, tokenizer: Tokenizer, limits: RequestLimits, *, reasons_already: bool
+    ) -> tuple[str, Grammar] | None:
+        """The field that says what the answer's calls match, and the grammar."""
+        return None
 
     def names(self, base: str) -> tuple[str, str | None]:
         """The name that the answer goes by, and the adapter's name or None. base: the base model's name.

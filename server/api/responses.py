@@ -11,6 +11,7 @@ from typing import Any
 from ...core.requests.types import StepInfo
 from ..engine.generation import Choice, Delta, Generation
 from ..errors import ApiError
+from ..text.answer_reader import Message, Part, PartKind
 from .logprobs import LogprobFormat
 from .sse import DONE
 
@@ -138,7 +139,7 @@ class ChoiceFormat(AnswerFormat):
         extras = self._extras
         first = delta.index not in self._begun
         if not (
-            delta.text
+            (delta.text if delta.parts is None else delta.parts)
             or delta.finish_reason
             or extras.step_info
             or (delta.token_ids and (extras.token_ids or extras.running_usage or extras.logprobs is not None))
@@ -252,6 +253,21 @@ NOTHING_ELSE = {"refusal": None, "annotations": None, "audio": None, "function_c
 """Fields that a message can have beside its text, in OpenAI's types."""
 
 
+NOTHING = Part(PartKind.CONTENT, "")
+
+
+def _delta(part: Part) -> Body:
+    """A part as a stream's chunks have it."""
+    if part.kind is PartKind.CONTENT:
+        return {"content": part.text}
+    if part.kind is PartKind.REASONING:
+        return {"reasoning_content": part.text}
+    if part.kind is PartKind.CALL:
+        function = {"name": part.text, "arguments": ""}
+        return {"tool_calls": [{"index": part.call, "id": part.id, "type": "function", "function": function}]}
+    return {"tool_calls": [{"index": part.call, "function": {"arguments": part.text}}]}
+
+
 class ChatFormat(ChoiceFormat):
     """POST /v1/chat/completions."""
 
@@ -263,7 +279,17 @@ class ChatFormat(ChoiceFormat):
         return {**super().answer(), **NOTHING_OF_PROMPT, **self._about_prompt(self._generation.choices[0])}
 
     def _choice(self, choice: Choice) -> Body:
-        message = {"role": "assistant", "content": choice.text, **NOTHING_ELSE}
+        said = Message()
+        said.add(choice.parts)
+        message = {"role": "assistant", "content": said.content, **NOTHING_ELSE}
+        if said.reasoning:
+            message["reasoning_content"] = said.reasoning
+        if said.calls:
+            message["content"] = said.content or None
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in said.calls
+            ]
         return {
             "index": choice.index,
             "message": message,
@@ -276,7 +302,9 @@ class ChatFormat(ChoiceFormat):
         if first:
             opening = self._chunk(delta.index, {"role": "assistant", "content": "", "refusal": None}, None)
             yield {**opening, **self._about_prompt(self._generation.choices[delta.index])}
-        chunk = self._chunk(delta.index, {"content": delta.text}, self._logprobs(delta), delta)
+        *earlier, part = map(_delta, delta.parts or (NOTHING,))
+        yield from (self._chunk(delta.index, each, None) for each in earlier)
+        chunk = self._chunk(delta.index, part, self._logprobs(delta), delta)
         if self._extras.token_ids:
             chunk["choices"][0]["token_ids"] = delta.token_ids
         yield chunk

@@ -8,14 +8,15 @@ from typing import Any
 
 from ..engine.generation import Generation
 from ..errors import ApiError
+from ..text.answer_reader import PartKind
 from .blocks import Block, BlockFormat
 from .logprobs import LogprobFormat
 from .responses import Body, Extras
 from .responses_request import ResponsesRequest
 
-_PREFIXES = {"content": "msg_", "reasoning": "rs_", "call": "fc_"}
+_PREFIXES = {PartKind.CONTENT: "msg_", PartKind.REASONING: "rs_", PartKind.CALL: "fc_"}
 
-_PARTS = {"content": "output_text", "reasoning": "reasoning_text"}
+_PARTS = {PartKind.CONTENT: "output_text", PartKind.REASONING: "reasoning_text"}
 """Types of the one part that an item of text has."""
 
 
@@ -53,19 +54,19 @@ class ResponsesFormat(BlockFormat):
 
     def _opened(self, block: Block) -> Iterator[Body]:
         yield self._event("output_item.added", output_index=block.index, item=self._item(block, done=False))
-        if block.kind != "call":
+        if block.kind is not PartKind.CALL:
             yield self._event("content_part.added", part=self._part(block, ""), **self._place(block))
 
     def _added(self, block: Block, text: str, scores: list[Body]) -> Iterator[Body]:
-        more = {"logprobs": scores} if block.kind == "content" else {}
+        more = {"logprobs": scores} if block.kind is PartKind.CONTENT else {}
         yield self._event(f"{self._field(block)}.delta", delta=text, **self._place(block), **more)
 
     def _closed(self, block: Block) -> Iterator[Body]:
         text, place = block.text, self._place(block)
-        if block.kind == "call":
+        if block.kind is PartKind.CALL:
             yield self._event("function_call_arguments.done", name=block.name, arguments=text, **place)
         else:
-            more = {"logprobs": block.scores} if block.kind == "content" else {}
+            more = {"logprobs": block.scores} if block.kind is PartKind.CONTENT else {}
             yield self._event(f"{self._field(block)}.done", text=text, **place, **more)
             yield self._event("content_part.done", part=self._part(block, text), **place)
         yield self._event("output_item.done", output_index=block.index, item=self._item(block, done=True))
@@ -80,14 +81,14 @@ class ResponsesFormat(BlockFormat):
 
     def _place(self, block: Block) -> Body:
         place = {"item_id": self._id(block), "output_index": block.index}
-        return place if block.kind == "call" else {**place, "content_index": 0}
+        return place if block.kind is PartKind.CALL else {**place, "content_index": 0}
 
     def _id(self, block: Block) -> str:
         return f"{_PREFIXES[block.kind]}{self._generation.id.removeprefix('resp_')}_{block.index}"
 
     def _part(self, block: Block, text: str) -> Body:
         part: Body = {"type": _PARTS[block.kind], "text": text}
-        if block.kind == "content":
+        if block.kind is PartKind.CONTENT:
             part |= {"annotations": [], "logprobs": block.scores if text else []}
         return part
 
@@ -97,9 +98,9 @@ class ResponsesFormat(BlockFormat):
         cut = block is self._blocks[-1] and self._generation.choices[0].finish_reason == "length"
         item: Body = {"id": self._id(block), "status": "incomplete" if cut else "completed" if done else "in_progress"}
         parts = [self._part(block, text)] if done else []
-        if block.kind == "call":
+        if block.kind is PartKind.CALL:
             return {**item, "type": "function_call", "call_id": block.call_id, "name": block.name, "arguments": text}
-        if block.kind == "reasoning":
+        if block.kind is PartKind.REASONING:
             return {**item, "type": "reasoning", "summary": [], "content": parts}
         return {**item, "type": "message", "role": "assistant", "content": parts}
 
@@ -110,7 +111,7 @@ class ResponsesFormat(BlockFormat):
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
             "total_tokens": usage["total_tokens"],
         }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -80,10 +80,10 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], on_close: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncIterator[bytes], on_close: Callable[[], None], headers: Mapping[str, str]) -> None:
         self.status_code = 200
         self.background = None
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         self._events = events
         self._on_close = on_close
 

@@ -13,6 +13,7 @@ from ...core.requests.request import Request
 from ...core.requests.sampling_params import InvalidRequest
 from ...core.requests.types import ALL_BANNED, FinishReason, RequestOutput, StepInfo, TokenLogprobs
 from ..errors import EngineUnavailable, GenerationFailed
+from ..text.answer_reader import AnswerReader, Part
 from ..text.detokenizer import TextStream
 from .call_metrics import Ended
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 TURN_SECONDS = 0.0005
 """Seconds that one call's outputs are worked on before others have their turn on the event loop."""
 
+TOOL_CALLS = "tool_calls"
+"""OpenAI's finish_reason of an answer that calls tools."""
+
 BULK = 64
 """Outputs read at once for a call without streaming and without stop strings."""
 
@@ -35,7 +39,8 @@ class Delta:
 
     stop_reason: vLLM's, the stop string or the asked-for stop token that ended the choice. offsets: where in the
     choice's text each token begins. logprobs: one per token, when asked for. prompt_logprobs: of the prompt tokens but
-    the first, on a choice's first delta, when asked for.
+    the first, on a choice's first delta, when asked for. parts: what the text says, as far as that is certain; None
+    without a reader.
     """
 
     index: int
@@ -47,6 +52,7 @@ class Delta:
     offsets: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    parts: Sequence[Part] | None = None
 
 
 class Choice:
@@ -62,9 +68,11 @@ class Choice:
         shows_stop_token: bool = False,
         prompt_only: bool = False,
         keeps_all: bool = True,
+        reader: AnswerReader | None = None,
     ) -> None:
         """prompt_token_ids: the request's, if the caller has them: they are not copied then. shows_stop_token: whether
         a stop token has text. prompt_only: discard generated tokens. keeps_all: keep the text and scores of all deltas.
+        reader: makes parts of the text.
         """
         self.index = index
         self.request = request
@@ -80,6 +88,8 @@ class Choice:
         """From arrival to the first token."""
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.parts: list[Part] = []
+        self._reader = reader
         self._keeps_all = keeps_all
         self._stream = text_stream
         self._shows_stop_token = shows_stop_token
@@ -106,9 +116,15 @@ class Choice:
             self.finish_reason = output.finish_reason.value
             if output.stop_token_id in self.request.params.stop_token_ids:
                 self.stop_reason = output.stop_token_id
+        parts: list[Part] | None = None
+        if self._reader is not None:
+            parts = self._reader.read(text, final=self.finish_reason is not None)
+            if self.finish_reason == FinishReason.STOP.value and self._reader.calls:
+                self.finish_reason = TOOL_CALLS
         self.token_ids += tokens
         if self._keeps_all:
             self.text += text
+            self.parts += parts or ()
             self.offsets += offsets
             self.logprobs += logprobs
         return Delta(
@@ -121,6 +137,7 @@ class Choice:
             tuple(offsets),
             logprobs,
             output.prompt_logprobs,
+            parts,
         )
 
     def _push(self, output: RequestOutput) -> tuple[str, list[int]]:
@@ -244,7 +261,8 @@ class Generation:
             if delta.finish_reason is not None:
                 if output.finish_reason is None:  # a stop string, which the engine does not look for
                     self._worker.abort(output.request_id)
-                self._end(output.request_id, delta.finish_reason)
+                by = delta.finish_reason
+                self._end(output.request_id, FinishReason.STOP.value if by == TOOL_CALLS else by)
             yield delta
 
     @property

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +19,11 @@ from .vocabulary import Vocabulary
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Classes of tokenizers without code of their own."""
+
 THREAD_CHARACTERS = 8192
 """Texts longer than this are encoded beside the event loop, which they would hold up for milliseconds."""
-
 
 THREAD_MESSAGES = 32
 """Messages, or bad words, above which the same is so."""
@@ -61,6 +65,19 @@ class Conversation:
     add_special_tokens: bool = False
 
 
+def _is_generic(model: Path) -> bool:
+    """Whether AutoTokenizer would only find that the tokenizer is all in tokenizer.json.
+
+    To find that it imports torch and the classes of all models: 6 s of a processor and 340 MiB.
+    """
+    try:
+        config, own = (json.loads((model / name).read_bytes()) for name in ("config.json", "tokenizer_config.json"))
+        kind, auto_map = own.get("tokenizer_class"), own.get("auto_map")
+        return config.get("model_type") == "llama" and kind in GENERIC and auto_map is None
+    except (OSError, ValueError, AttributeError, TypeError):  # AutoTokenizer says what is wrong
+        return False
+
+
 class Tokenizer:
     """A fast (`tokenizer.json`) Hugging Face tokenizer. Safe to use from several threads."""
 
@@ -74,7 +91,10 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self.backend = backend
         """The library's own tokenizer."""
-        self._special = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        special = {i: token.content for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        self._special = frozenset(special)
+        self.specials_in = lru_cache(64)(lambda text: {word: i for i, word in special.items() if word and word in text})
+        """The ids of the special tokens that are spelt in a text."""
         self._spelt = SpeltSpecials(backend)
         self._threads = DaemonPool("tokenizer", THREADS)
         self.vocabulary = Vocabulary(backend)
@@ -82,15 +102,26 @@ class Tokenizer:
     @classmethod
     def load(cls, model: Path) -> Tokenizer:
         """Reads the tokenizer of a checkpoint directory; raises ValueError or OSError for what is no fast tokenizer."""
-        from transformers import AutoTokenizer
-
         if not (model / "tokenizer.json").is_file():
             raise ValueError(f"{model} has no tokenizer.json; save the model's fast tokenizer there")
-        return cls(AutoTokenizer.from_pretrained(str(model), local_files_only=True))
+        if _is_generic(model):
+            from transformers import PreTrainedTokenizerFast as Loader
+        else:
+            from transformers import AutoTokenizer as Loader
+        return cls(Loader.from_pretrained(str(model), local_files_only=True))
 
     @property
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
+
+    @property
+    def chat_template(self) -> str:
+        """The text of the model's chat template, or of all if it has several."""
+        template = self._tokenizer.chat_template or ""
+        return template if isinstance(template, str) else "\n".join(map(str, template.values()))
+
+    def is_token(self, text: str) -> bool:
+        return self.backend.token_to_id(text) is not None
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True, most: int | None = None) -> Tokens:
         """The tokens of each text; long texts don't hold up the event loop. For `most` see `encode_now`."""
@@ -216,9 +247,15 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         include_stop: bool = False,
         min_tokens: int = 0,
+        marks: str = "",
     ) -> TextStream:
-        """A fresh stream that turns tokens into text; its text joined equals `decode` of all tokens."""
+        """A fresh stream that turns tokens into text; its text joined equals `decode` of all tokens.
+
+        marks: special tokens that are spelt in it are not skipped.
+        """
         special = self._special if skip_special_tokens else frozenset()
+        if special and marks:
+            special -= set(self.specials_in(marks).values())
         spelt = self.vocabulary.spelt
         if self.vocabulary.is_bytes:
             decoder: Decoder = ByteDetokenizer(lambda token_id: b"" if token_id in special else spelt(token_id) or b"")

@@ -1,8 +1,13 @@
 """POST /v1/responses over a fake engine, read by OpenAI's client."""
 
+import json
+
 import openai
 import pytest
 from openai.types.responses import Response
+
+from chorus.server.access.limits import RequestLimits
+from chorus.server.api.responses_request import ResponsesRequest
 
 USER = [{"role": "user", "content": "hi"}]
 ECHO = "user: hi\nassistant: "
@@ -113,13 +118,9 @@ def test_instructions_and_developers_are_the_system(start, fake_engine, pretrain
     assert prompt_of(live, instructions="a", input=items) == "system=a\n\nb;user=c;"
 
 
-def test_text_format_is_obeyed(shared, monkeypatch):
+def test_text_format_is_a_grammar():
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     text = {"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}}
-    import json
-
-    from chorus.server.access.limits import RequestLimits
-    from chorus.server.api.responses_request import ResponsesRequest
 
     asked = ResponsesRequest.parse(json.dumps({"input": "hi", "text": text}).encode(), RequestLimits())
     field, grammar = asked.chat.asked_grammar(RequestLimits())

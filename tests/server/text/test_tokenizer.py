@@ -1,6 +1,8 @@
 """Encoding, conversations and their refusals."""
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from chorus.core.requests.sampling_params import InvalidRequest
+from chorus.server.demo.builtin import BUILTIN_MODEL
 from chorus.server.errors import ApiError
 from chorus.server.executors import DaemonPool
 from chorus.server.text.tokenizer import THREAD_CHARACTERS, Conversation, Tokenizer
@@ -96,3 +99,21 @@ def test_of_a_text_far_too_long_only_the_beginning_is_encoded(pretrained, monkey
     dense = "=" * 150_000
     assert len(wrapped.encode_now([dense], most=1000)[0]) == 751, "few tokens: it fits, however long it is"
     assert len(wrapped.encode_now(["x" * 9000], most=1000)[0]) == 9001, "the engine says how long it is"
+
+
+def test_a_tokenizer_without_code_of_its_own_is_read_without_torch_as_transformers_reads_it():
+    code = f"""
+import sys
+from pathlib import Path
+from chorus.server.text.tokenizer import Tokenizer
+model = Path({str(BUILTIN_MODEL)!r})
+mine = Tokenizer.load(model)
+mine.encode_chat_now([{{"role": "user", "content": "hello"}}])
+assert "torch" not in sys.modules
+from transformers import AutoTokenizer
+theirs = AutoTokenizer.from_pretrained(model)
+assert type(mine._tokenizer) is type(theirs)
+assert mine.backend.to_str() == theirs.backend_tokenizer.to_str()
+assert mine._tokenizer.chat_template == theirs.chat_template
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
