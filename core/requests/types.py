@@ -174,7 +174,8 @@ class RequestOutput(NamedTuple):
 
     num_cached_tokens: prompt tokens with KV from the prefix cache.
     logprobs: one per new token, when asked for. prompt_logprobs: one per prompt token but the first, with the first
-    output, when asked for. failure: what its adapter, or pinned ones, have to do with the error.
+    output, when asked for. failure: what its adapter, or pinned ones, have to do with the error. queue_seconds: from
+    its arrival to its first admission, with the first output.
     """
 
     request_id: str
@@ -187,3 +188,4 @@ class RequestOutput(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     failure: LoadFailure | None = None
+    queue_seconds: float | None = None
