@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter as Counts
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -14,14 +12,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from ...core.engine_stats import STEP_SIZES
-from ...memory.adapters.adapter import Tier
-from .adapter_metrics import AdapterView, adapter_families
+from .adapter_metrics import adapter_families
 from .call_metrics import CallMetrics, Ended
+from .engine_view import EngineView
 from .metric_families import ENGINE, MODEL_LABELS, label, with_samples
 
 if TYPE_CHECKING:
-    from ...core.engine import Engine
-    from ...core.engine_stats import AccountStats, EngineStats
+    from ...core.engine_stats import EngineStats
 
 TTFT_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 20, 40)
 ITL_BUCKETS = (0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 1, 2)
@@ -32,60 +29,11 @@ MAX_MODEL_SERIES = 1000
 
 OTHERS = "(others)"
 
-MAX_TIER_SERIES = 1000
-"""Most adapters with a series of their own; resident ones come first."""
-
 MAX_ACCOUNT_SERIES = 100
 """Most tenants, or adapters, with series of their own; the ones with the most requests in progress come first."""
 
 Write = Callable[[CollectorRegistry], bytes]
 """Writes a registry in a format that the scraper reads."""
-
-_SHOWN = (Tier.DEVICE, Tier.LOADING, Tier.HOST)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineView:
-    """A snapshot, taken between two steps.
-
-    names: all registered adapters. adapters: the ones that are not only on disk, at most `MAX_TIER_SERIES`.
-    tier_counts: adapters in each tier. num_loadable: how many more adapters of average size fit without an eviction.
-    running, waiting: adapters of running and of waiting requests; at most `max_adapters` can run at once.
-    num_quarantined: broken adapters, which are not served. accounts: tenants, or adapters, with requests in progress.
-    """
-
-    names: frozenset[str] = frozenset()
-    adapters: list[AdapterView] = field(default_factory=list)
-    tier_counts: dict[str, int] = field(default_factory=dict)
-    num_loadable: int = 0
-    running: list[str] = field(default_factory=list)
-    waiting: list[str] = field(default_factory=list)
-    max_adapters: int = 0
-    block_tokens: int = 0
-    num_quarantined: int = 0
-    accounts: list[AccountStats] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, engine: Engine) -> EngineView:
-        """To be called on the engine's thread."""
-        store, config = engine.store, engine.config
-        tiers = {name: store.tier(store.get(name)) for name in store.names()}
-        counts = Counts(tiers.values())
-        shown = [(name, tier) for wanted in _SHOWN for name, tier in tiers.items() if tier is wanted]
-        running, waiting = engine.adapter_load()
-        return cls(
-            names=frozenset(tiers),
-            adapters=[AdapterView.of(engine, name, tier) for name, tier in shown[:MAX_TIER_SERIES]],
-            block_tokens=engine.block_tokens,
-            tier_counts={tier.value: counts[tier] for tier in Tier},
-            num_loadable=store.num_loadable,
-            running=running,
-            waiting=waiting,
-            max_adapters=config.max_adapters_per_step or config.max_num_seqs,
-            num_quarantined=len(engine.quarantine),
-            accounts=engine.accounts(),
-        )
-
 
 _STATS = (
     (GaugeMetricFamily, "num_running", "requests_running", "num_requests_running", "Requests in the running batch"),
