@@ -18,6 +18,7 @@ from .access.addresses import Networks
 from .access.hosts import Hosts
 from .access.keys import KeyWatch, Right
 from .api.about import Api
+from .api.absent import ABSENT, absent
 from .api.adapter_api import AdapterApi
 from .api.generation_api import GenerationApi
 from .api.sampling_defaults import SamplingDefaults
@@ -101,11 +102,16 @@ def create_app(
         GuardedRoute("GET", "/v1/models/{name:path}", api.model, Right.KEY),
         GuardedRoute("POST", "/v1/completions", generation.completions, Right.KEY),
         GuardedRoute("POST", "/v1/chat/completions", generation.chat_completions, Right.KEY),
+        GuardedRoute("POST", "/v1/responses", generation.responses, Right.KEY),
+        GuardedRoute("POST", "/v1/messages", generation.messages, Right.KEY),
+        GuardedRoute("POST", "/v1/messages/count_tokens", texts.count_tokens, Right.KEY),
         GuardedRoute("POST", "/tokenize", texts.tokenize, Right.KEY),
         GuardedRoute("POST", "/detokenize", texts.detokenize, Right.KEY),
         GuardedRoute("GET", "/ping", api.ping, Right.OPEN),
         GuardedRoute("POST", "/ping", api.ping, Right.KEY),
         GuardedRoute("GET", "/load", api.load, Right.KEY),
+        GuardedRoute("GET", "/server_info", api.server_info, Right.KEY),
+        GuardedRoute("GET", "/model_info", api.model_info, Right.KEY),
         GuardedRoute("GET", "/v1/adapters", adapters.list_all, Right.KEY),
         GuardedRoute("POST", "/v1/adapters", adapters.add, Right.ADMIN),
         GuardedRoute("GET", "/v1/adapters/{name:path}", adapters.show, Right.KEY),
@@ -113,6 +119,11 @@ def create_app(
         GuardedRoute("DELETE", "/v1/adapters/{name:path}", adapters.remove, Right.ADMIN),
         GuardedRoute("POST", "/v1/load_lora_adapter", adapters.load_lora_adapter, Right.ADMIN),
         GuardedRoute("POST", "/v1/unload_lora_adapter", adapters.unload_lora_adapter, Right.ADMIN),
+        *(
+            GuardedRoute(method, path, absent, Right.KEY, reads_json=False)
+            for path, (methods, _) in ABSENT.items()
+            for method in methods
+        ),
     ]
     app = Starlette(
         routes=routes,

@@ -64,7 +64,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
             data_parallel_rank disagg_prefill_dp_rank guided_decoding_backend
             guided_whitespace_pattern max_dynamic_patch min_dynamic_patch moderation ngram_corpus_id
             prompt_embeds repetition_detection routed_dp_rank task truncate
-            truncate_prompt_tokens truncation_side web_search_options"""),
+            web_search_options"""),
         ((False,), """
             apply_chat_template continue_final_message decoder_input_details details echo post_sampling_probs
             return_cached_tokens_details return_hidden_states return_meta_info return_progress
@@ -103,6 +103,7 @@ INSTEAD = {
     "guided_decoding_backend": "there is one, llguidance",
     "guided_whitespace_pattern": "JSON has one blank at most between its tokens",
     "do_sample": "use temperature 0 to take the likeliest tokens",
+    "logprob_token_ids": "use logprobs: only the likeliest tokens' are computed",
     "lora": "name one adapter in lora_path",
     "merged_adapters": "name one adapter in lora_path",
     "n_probs": "use logprobs",
@@ -110,6 +111,7 @@ INSTEAD = {
     "return_prompt_token_ids": "use return_token_ids",
     "return_tokens": "use return_token_ids",
     "stop_regex": "use stop",
+    "use_beam_search": "beams of one adapter would take the rows of others; ask for n answers and choose by logprobs",
 }
 """Advice for refused fields, where there is something to do instead."""
 
@@ -143,7 +145,7 @@ def check_messages(messages: Any) -> None:
 def _check_inside(value: Any, known: Collection[str], where: str) -> None:
     for name in value if isinstance(value, dict) else ():
         if name not in known and name not in HARMLESS_INSIDE and value[name] is not None:
-            raise _unknown(name, known, f"{where}.")
+            raise unknown_field(name, known, f"{where}.")
 
 
 def own_fields(body: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
@@ -161,7 +163,7 @@ def own_fields(body: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
             if not any(value == nothing for nothing in NEUTRAL[name]):
                 raise _unsupported(name)
         elif name not in HARMLESS and ALIASES.get(name) not in known:
-            raise _unknown(name, known)
+            raise unknown_field(name, known)
     for alias in body.keys() & ALIASES.keys() - known:
         name, value = ALIASES[alias], body[alias]
         if name not in known or value is None or UNLIMITED.get(alias) == value:
@@ -177,7 +179,7 @@ def _unsupported(name: str) -> ApiError:
     return ApiError(400, message, param=name, code="unsupported_parameter")
 
 
-def _unknown(name: str, known: Collection[str], where: str = "") -> ApiError:
+def unknown_field(name: str, known: Collection[str], where: str = "") -> ApiError:
     shown = clipped(where + name)
     near = difflib.get_close_matches(name[:64], [*known, *(() if where else ALIASES)], n=1)
     hint = f"did you mean {near[0]}?" if near else "leave it out"

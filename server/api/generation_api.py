@@ -6,6 +6,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -25,19 +26,29 @@ from ..executors import DaemonPool
 from ..settings import Settings
 from ..text.call_formats import AnswerSyntax
 from ..text.tokenizer import Tokenizer
+from . import messages_request, responses_request
 from .chat_request import ChatCompletionRequest
 from .completion_request import CompletionRequest
 from .json_text import dumps, encode
 from .logprobs import LogprobFormat
+from .messages_format import MessagesFormat
+from .messages_request import MessagesRequest
 from .openai import GenerationRequest
 from .price import check_steering, unasked_limit
 from .responses import AnswerFormat, ChatFormat, CompletionFormat, Echo, Extras
+from .responses_format import ResponsesFormat
+from .responses_request import ResponsesRequest
 from .sampling_defaults import SamplingDefaults
-from .sse import DONE, EventStream, event, long_event, while_connected
+from .sse import EventStream, event, long_event, while_connected
+from .translation import renaming
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+MakeFormat = Callable[[Generation, LogprobFormat, Extras], AnswerFormat]
+
+CHAT_NAMES = {"prompt": "messages"}
+"""What a chat request's prompt comes from."""
 
 
 IGNORED = "x-ignored-fields"
@@ -82,22 +93,42 @@ class GenerationApi:
         given = asked.prompts(self._settings.max_prompts)
         self._check_choices(request, asked, len(given))
         texts = [prompt for prompt in given if isinstance(prompt, str)]
-        limit = self._worker.model.max_model_len
-        encoded = iter(await self._tokenizer.encode(texts, add_special_tokens=asked.add_special_tokens, most=limit))
+        most, specials = self._most_tokens(asked), asked.add_special_tokens
+        encoded = iter(await self._tokenizer.encode(texts, add_special_tokens=specials, most=most))
         prompts = [next(encoded) if isinstance(prompt, str) else prompt for prompt in given]
-        generation = await self._generation("cmpl-", request, asked, prompts, arrival, "prompt")
-        return await self._answer(request, asked, generation, CompletionFormat, given if asked.echo else ())
+        kept = [asked.cut(prompt, self._worker.model.max_model_len) for prompt in prompts]
+        generation = await self._generation("cmpl-", request, asked, kept, arrival, "prompt")
+        shown = [one if after is before else after for one, before, after in zip(given, prompts, kept, strict=True)]
+        return await self._answer(request, asked, generation, CompletionFormat, shown if asked.echo else ())
 
     async def chat_completions(self, request: Request) -> Response:
         arrival = time.monotonic()
         asked = await self.parse(ChatCompletionRequest.parse, request)
+        with renaming(CHAT_NAMES):
+            return await self._chat("chatcmpl-", request, asked, arrival, ChatFormat)
+
+    async def responses(self, request: Request) -> Response:
+        """OpenAI's Responses, of which none is stored."""
+        arrival = time.monotonic()
+        asked = await self.parse(ResponsesRequest.parse, request)
+        with renaming(responses_request.NAMES):
+            return await self._chat("resp_", request, asked.chat, arrival, partial(ResponsesFormat, asked))
+
+    async def messages(self, request: Request) -> Response:
+        """Anthropic's messages."""
+        arrival = time.monotonic()
+        asked = await self.parse(MessagesRequest.parse, request)
+        with renaming(messages_request.NAMES):
+            return await self._chat("msg_", request, asked.chat, arrival, MessagesFormat)
+
+    async def _chat(
+        self, prefix: str, request: Request, asked: ChatCompletionRequest, arrival: float, make_format: MakeFormat
+    ) -> Response:
         self._check_choices(request, asked, 1)
-        prompt = await self._tokenizer.encode_chat(asked.conversation(), self._worker.model.max_model_len)
-        try:
-            generation = await self._generation("chatcmpl-", request, asked, [prompt], arrival, "messages")
-            return await self._answer(request, asked, generation, ChatFormat)
-        except InvalidRequest as error:
-            raise InvalidRequest("messages", str(error)) if error.field == "prompt" else error from None
+        prompt = await self._tokenizer.encode_chat(asked.conversation(), self._most_tokens(asked))
+        prompt = asked.cut(prompt, self._worker.model.max_model_len)
+        generation = await self._generation(prefix, request, asked, [prompt], arrival, "messages")
+        return await self._answer(request, asked, generation, make_format)
 
     async def parse(self, read: Callable[[bytes, RequestLimits], T], request: Request) -> T:
         """Reads a request's body; raises an ApiError that names the field."""
@@ -109,6 +140,11 @@ class GenerationApi:
     async def beside(self, function: Callable[..., T], /, *args: Any) -> T:
         """Calls a function beside the event loop."""
         return await self._threads.run(function, *args)
+
+    def _most_tokens(self, asked: GenerationRequest) -> int:
+        """Most tokens of a text: those of the context, or of a call if it is to be cut."""
+        limit = self._worker.model.max_model_len
+        return limit if asked.truncate_prompt_tokens is None else max(limit, self._settings.max_call_tokens)
 
     def _check_choices(self, request: Request, asked: GenerationRequest, num_prompts: int) -> None:
         limit = self._settings.max_prompts
@@ -229,7 +265,7 @@ class GenerationApi:
         request: Request,
         asked: GenerationRequest,
         generation: Generation,
-        format_class: type[AnswerFormat],
+        make_format: MakeFormat,
         echoed: Sequence[str | list[int]] = (),
     ) -> Response:
         try:
@@ -253,7 +289,7 @@ class GenerationApi:
             echoes=echoes,
         )
         scores = LogprobFormat(self._tokenizer.vocabulary, as_token_ids=asked.return_tokens_as_token_ids)
-        answer = format_class(generation, scores, extras)
+        answer = make_format(generation, scores, extras)
         ignored = asked.ignored(self._tokenizer)
         headers = {IGNORED: ", ".join(ignored)} if ignored else {}
         if asked.stream:
@@ -278,7 +314,7 @@ class GenerationApi:
 
         The status line is gone by now, so an error is an event, too.
         """
-        ready: list[bytes] = []
+        ready = list(map(event, answer.opening()))
         try:
             async for delta in generation:
                 heavy = answer.scores_of(delta) > THREAD_SCORES
@@ -289,14 +325,13 @@ class GenerationApi:
                 if ready and (heavy or not generation.goes_on):
                     yield b"".join(ready)
                     ready.clear()
-            if (last := answer.last_chunk()) is not None:
-                ready.append(event(last))
+            ready += map(event, answer.closing())
         except Exception as error:
             answer_to_error = as_api_error(error)
             if answer_to_error.unforeseen:
                 log.exception("a stream failed")
-            ready.append(event(answer_to_error.body()))
-        yield b"".join((*ready, DONE))
+            ready.append(event(answer.failed(answer_to_error)))
+        yield b"".join((*ready, answer.end))
 
 
 async def _read(generation: Generation, answer: AnswerFormat) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -84,6 +84,8 @@ class GenerationRequest(GrammarFields):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     return_step_info: bool = False
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    truncation_side: Literal["left", "right"] = "left"
     cache_salt: Annotated[str, Field(max_length=256)] = ""
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
     request_id: Annotated[str, Field(pattern="^[A-Za-z0-9._:-]{1,128}$")] | None = None
@@ -139,6 +141,11 @@ class GenerationRequest(GrammarFields):
     def parse(cls: type[AnyRequest], body: bytes, limits: RequestLimits) -> AnyRequest:
         """Reads a body; raises an ApiError that names the field."""
         check_json(body, limits.max_json_values)
+        return cls.of(body, limits)
+
+    @classmethod
+    def of(cls: type[AnyRequest], body: bytes | dict[str, Any], limits: RequestLimits) -> AnyRequest:
+        """A request of a body, or of its fields, that is no larger than is taken."""
         request = validated(cls, body, context=limits)
         if request.stream_options is not None and not request.stream:
             raise ApiError(400, "stream_options need stream=true", param="stream_options")
@@ -217,6 +224,15 @@ class GenerationRequest(GrammarFields):
     @abstractmethod
     def asked_tokens(self) -> int | None:
         """Most tokens to generate; None when the client leaves that open."""
+
+    def cut(self, prompt: list[int], context: int) -> list[int]:
+        """A prompt without the tokens that `truncate_prompt_tokens` cuts; -1 keeps what the answer leaves room for."""
+        kept = self.truncate_prompt_tokens
+        if kept == -1:
+            kept = max(context - (self.asked_tokens or 1), 1)
+        if kept is None or kept >= len(prompt):
+            return prompt
+        return prompt[:kept] if self.truncation_side == "right" else prompt[len(prompt) - kept :]
 
     def sampling_params(
         self,

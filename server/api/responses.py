@@ -10,8 +10,10 @@ from typing import Any
 
 from ...core.requests.types import StepInfo
 from ..engine.generation import Choice, Delta, Generation
+from ..errors import ApiError
 from ..text.answer_reader import Message, Part, PartKind
 from .logprobs import LogprobFormat
+from .sse import DONE
 
 Body = dict[str, Any]
 
@@ -47,10 +49,8 @@ class Extras:
 class AnswerFormat(ABC):
     """Builds the answer, or the chunks of a streamed answer, to one call."""
 
-    object: str
-    chunk_object: str
-    more: Body = {}
-    """Fields of a whole answer that are there for their types' sake."""
+    end = DONE
+    """What a stream ends with, behind its last chunk."""
 
     def __init__(self, generation: Generation, scores: LogprobFormat, extras: Extras) -> None:
         self._generation = generation
@@ -64,6 +64,66 @@ class AnswerFormat(ABC):
         """Remembers a delta's step for `answer`."""
         if self._extras.step_info and delta.step is not None:
             self._steps.append(delta.step)
+
+    @abstractmethod
+    def answer(self) -> Body:
+        """The whole answer, once all deltas were read."""
+
+    def opening(self) -> Iterator[Body]:
+        """Chunks to stream before the first delta."""
+        return iter(())
+
+    @abstractmethod
+    def chunks(self, delta: Delta) -> Iterator[Body]:
+        """Chunks to stream for a delta."""
+
+    def closing(self) -> Iterator[Body]:
+        """Chunks to stream behind the last delta."""
+        return iter(())
+
+    def failed(self, error: ApiError) -> Body:
+        """The last chunk of a stream that an error ends."""
+        return error.body()
+
+    @property
+    def num_scores(self) -> int:
+        """Amount to write: alternatives of all tokens, and some for the tokens themselves."""
+        extras, choices = self._extras, self._generation.choices
+        of_prompt = max(extras.prompt_logprobs or 0, extras.logprobs or 0 if extras.echoes else 0) + 1
+        scores = sum(len(choice.prompt_logprobs or ()) for choice in choices) * of_prompt
+        scores += sum(len(choice.logprobs) for choice in choices) * ((extras.logprobs or 0) + 1)
+        tokens = sum(len(c.token_ids) + len(c.prompt_token_ids) for c in choices) if extras.token_ids else 0
+        return scores + tokens // TOKENS_PER_SCORE + sum(len(choice.text) for choice in choices) // TEXT_PER_SCORE
+
+    def scores_of(self, delta: Delta) -> int:
+        """The same of a delta's chunks."""
+        extras = self._extras
+        scores = len(delta.logprobs) * ((extras.logprobs or 0) + 1)
+        if delta.index not in self._begun:
+            prompt = self._generation.choices[delta.index]
+            of_prompt = max(extras.prompt_logprobs or 0, extras.logprobs or 0 if extras.echoes else 0) + 1
+            scores += len(delta.prompt_logprobs or ()) * of_prompt
+            scores += len(prompt.prompt_token_ids) // TOKENS_PER_SCORE if extras.token_ids else 0
+        return scores + len(delta.text) // TEXT_PER_SCORE
+
+    def usage(self, to_come: int = 0) -> Body:
+        """The counts so far. to_come: generated tokens left for a later chunk."""
+        prompt, generated = self._generation.num_prompt_tokens, self._generation.num_generated_tokens - to_come
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": self._generation.num_cached_tokens},
+        }
+
+
+class ChoiceFormat(AnswerFormat):
+    """An answer that lists its choices."""
+
+    object: str
+    chunk_object: str
+    more: Body = {}
+    """Fields of a whole answer that are there for their types' sake."""
 
     def answer(self) -> Body:
         """The whole answer, once all deltas were read; `step` is the most that any of its steps held."""
@@ -96,42 +156,10 @@ class AnswerFormat(ABC):
                 chunk["step"] = _most([delta.step])
             yield chunk
 
-    def last_chunk(self) -> Body | None:
+    def closing(self) -> Iterator[Body]:
         """The stream's usage, if it was asked for."""
-        if not self._extras.usage_chunk:
-            return None
-        return {**self._body(self.chunk_object, []), "usage": self.usage()}
-
-    @property
-    def num_scores(self) -> int:
-        """Amount to write: alternatives of all tokens, and some for the tokens themselves."""
-        extras, choices = self._extras, self._generation.choices
-        of_prompt = max(extras.prompt_logprobs or 0, extras.logprobs or 0 if extras.echoes else 0) + 1
-        scores = sum(len(choice.prompt_logprobs or ()) for choice in choices) * of_prompt
-        scores += sum(len(choice.logprobs) for choice in choices) * ((extras.logprobs or 0) + 1)
-        tokens = sum(len(c.token_ids) + len(c.prompt_token_ids) for c in choices) if extras.token_ids else 0
-        return scores + tokens // TOKENS_PER_SCORE + sum(len(choice.text) for choice in choices) // TEXT_PER_SCORE
-
-    def scores_of(self, delta: Delta) -> int:
-        """The same of a delta's chunks."""
-        extras = self._extras
-        scores = len(delta.logprobs) * ((extras.logprobs or 0) + 1)
-        if delta.index not in self._begun:
-            prompt = self._generation.choices[delta.index]
-            of_prompt = max(extras.prompt_logprobs or 0, extras.logprobs or 0 if extras.echoes else 0) + 1
-            scores += len(delta.prompt_logprobs or ()) * of_prompt
-            scores += len(prompt.prompt_token_ids) // TOKENS_PER_SCORE if extras.token_ids else 0
-        return scores + len(delta.text) // TEXT_PER_SCORE
-
-    def usage(self, to_come: int = 0) -> Body:
-        """The counts so far. to_come: generated tokens left for a later chunk."""
-        prompt, generated = self._generation.num_prompt_tokens, self._generation.num_generated_tokens - to_come
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": generated,
-            "total_tokens": prompt + generated,
-            "prompt_tokens_details": {"cached_tokens": self._generation.num_cached_tokens},
-        }
+        if self._extras.usage_chunk:
+            yield {**self._body(self.chunk_object, []), "usage": self.usage()}
 
     def _body(self, kind: str, choices: list[Body]) -> Body:
         return {
@@ -174,7 +202,7 @@ def _most(steps: Sequence[StepInfo]) -> Body:
     }
 
 
-class CompletionFormat(AnswerFormat):
+class CompletionFormat(ChoiceFormat):
     """POST /v1/completions."""
 
     object = chunk_object = "text_completion"
@@ -240,7 +268,7 @@ def _delta(part: Part) -> Body:
     return {"tool_calls": [{"index": part.call, "function": {"arguments": part.text}}]}
 
 
-class ChatFormat(AnswerFormat):
+class ChatFormat(ChoiceFormat):
     """POST /v1/chat/completions."""
 
     object = "chat.completion"

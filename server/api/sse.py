@@ -22,13 +22,18 @@ T = TypeVar("T")
 
 
 def event(body: dict[str, Any]) -> bytes:
-    """One event; JSON has no raw line breaks, so it is always one `data:` line."""
-    return b"data: " + dumps(body) + b"\n\n"
+    """One event, named by the body's type if it has one. JSON has no raw line breaks, so it is one `data:` line."""
+    return _line(body) + dumps(body) + b"\n\n"
 
 
 def long_event(body: dict[str, Any]) -> bytes:
     """The same, written piece by piece: for a thread beside the event loop."""
-    return b"data: " + encode(body) + b"\n\n"
+    return _line(body) + encode(body) + b"\n\n"
+
+
+def _line(body: dict[str, Any]) -> bytes:
+    name = body.get("type")
+    return b"data: " if name is None else b"event: %b\ndata: " % name.encode()
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -14,10 +14,13 @@ from ..access.limits import RequestLimits, check_json
 from ..engine.backend import Backend
 from ..errors import validated
 from ..text.tokenizer import Tokenizer
+from . import messages_request
 from .chat_request import ChatCompletionRequest
 from .generation_api import GenerationApi
 from .json_text import encode
+from .messages_request import MessagesRequest
 from .openai import Name
+from .translation import renaming
 
 
 class TextToTokens(BaseModel):
@@ -89,6 +92,13 @@ class TextApi:
             raise InvalidRequest("tokens", f"token id {max(asked.tokens)} is outside the vocabulary of {vocab}")
         text = await self._generation.beside(self._text, asked.tokens)
         return JSONResponse({"prompt": text})
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Anthropic's: the length of a conversation's prompt."""
+        asked = await self._generation.parse(MessagesRequest.parse_to_count, request)
+        with renaming(messages_request.NAMES):
+            tokens = await self._tokenizer.encode_chat(asked.chat.conversation(), self._worker.model.max_model_len)
+        return JSONResponse({"input_tokens": len(tokens)})
 
     def _text(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)

@@ -15,6 +15,7 @@ from ...core.requests.types import ALL_BANNED, FinishReason, RequestOutput, Step
 from ..errors import EngineUnavailable, GenerationFailed
 from ..text.answer_reader import AnswerReader, Part
 from ..text.detokenizer import TextStream
+from .call_metrics import Ended
 
 if TYPE_CHECKING:
     from .backend import Backend
@@ -82,6 +83,9 @@ class Choice:
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         self.num_cached_tokens: int | None = None
+        self.queue_seconds: float | None = None
+        self.first_seconds: float | None = None
+        """From arrival to the first token."""
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.parts: list[Part] = []
@@ -95,6 +99,7 @@ class Choice:
         """Adds the engine's output; what follows a stop string is dropped."""
         if self.num_cached_tokens is None:
             self.num_cached_tokens = output.num_cached_tokens
+            self.queue_seconds = output.queue_seconds
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         if self._prompt_only:
@@ -298,13 +303,30 @@ class Generation:
     def _end(self, request_id: str, finish_reason: str) -> None:
         self._open.discard(request_id)
         if self._metrics is not None:
-            self._metrics.ended(self.model, finish_reason, time.monotonic() - self._arrival)
+            self._metrics.ended(self.model, finish_reason, self._ended(self._by_request[request_id]))
+            if not self._open:
+                self._metrics.call_ended(self._per_prompt, max(len(choice.token_ids) for choice in self.choices))
         if self._recorder is not None:
             self._recorder.note(self._by_request[request_id])
+
+    def _ended(self, choice: Choice) -> Ended:
+        return Ended(
+            time.monotonic() - self._arrival,
+            choice.queue_seconds,
+            choice.first_seconds,
+            self._latest[choice.index] - self._arrival,
+            len(choice.prompt_token_ids),
+            choice.num_cached_tokens or 0,
+            len(choice.token_ids),
+            choice.request.params.max_tokens,
+        )
 
     def _observe_tokens(self, delta: Delta, now: float) -> None:
         if self._metrics is None or not delta.token_ids:
             return
-        first = len(self.choices[delta.index].token_ids) == len(delta.token_ids)
-        self._metrics.generated(self.model, len(delta.token_ids), now - self._latest[delta.index], first=first)
+        choice, seconds = self.choices[delta.index], now - self._latest[delta.index]
+        first = len(choice.token_ids) == len(delta.token_ids)
+        if first:
+            choice.first_seconds = seconds
+        self._metrics.generated(self.model, len(delta.token_ids), seconds, first=first)
         self._latest[delta.index] = now

@@ -6,14 +6,17 @@ from collections import Counter as Counts
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ...core.engine_stats import STEP_SIZES
 from ...memory.adapters.adapter import Tier
 from .adapter_metrics import AdapterView, adapter_families
+from .call_metrics import CallMetrics, Ended
 from .metric_families import ENGINE, MODEL_LABELS, label, with_samples
 
 if TYPE_CHECKING:
@@ -34,6 +37,9 @@ MAX_TIER_SERIES = 1000
 
 MAX_ACCOUNT_SERIES = 100
 """Most tenants, or adapters, with series of their own; the ones with the most requests in progress come first."""
+
+Write = Callable[[CollectorRegistry], bytes]
+"""Writes a registry in a format that the scraper reads."""
 
 _SHOWN = (Tier.DEVICE, Tier.LOADING, Tier.HOST)
 
@@ -153,6 +159,8 @@ class Metrics:
         self._ttft = _Seconds("time_to_first_token", "From arrival to the first token", TTFT_BUCKETS, self)
         self._itl = _Seconds("inter_token_latency", "Between two tokens of a request", ITL_BUCKETS, self)
         self._e2e = _Seconds("request", "From arrival to the end", E2E_BUCKETS, self, "e2e_request_latency")
+        self._calls = CallMetrics(self.everything, registry)
+        self.call_ended = self._calls.call_ended
 
     @property
     def everything(self) -> tuple[str, str]:
@@ -172,13 +180,14 @@ class Metrics:
             for _ in range(tokens):
                 self._itl.observe(seconds / tokens)
 
-    def ended(self, model: str, finish_reason: str, seconds: float) -> None:
-        """A request ended, so long after its arrival."""
+    def ended(self, model: str, finish_reason: str, one: Ended) -> None:
+        """A request ended."""
         series = self._series(model)
         self._finish_reasons.setdefault(series, set()).add(finish_reason)
         self._requests.labels(series, finish_reason).inc()
         self._all_requests.labels(*self.everything, finish_reason).inc()
-        self._e2e.observe(seconds)
+        self._e2e.observe(one.seconds)
+        self._calls.ended(one)
 
     def forget_all_but(self, names: Collection[str]) -> None:
         """Drop the series of models that are none of these, nor the base model."""
@@ -199,8 +208,8 @@ class Metrics:
             self._models.add(series)
         return series
 
-    def render(self) -> bytes:
-        return generate_latest(self.registry)
+    def render(self, write: Write) -> bytes:
+        return write(self.registry)
 
 
 class _Tokens(Collector):
@@ -283,6 +292,11 @@ class _EngineCollector(Collector):
             GaugeMetricFamily("vllm:kv_cache_usage_perc", usage, labels=MODEL_LABELS),
             (self._everything, stats.num_kv_pages / room if room > 0 else 1.0),
         )
+        counts, bounds = stats.step_sizes or [0] * (len(STEP_SIZES) + 1), [*map(str, map(float, STEP_SIZES)), "+Inf"]
+        sizes = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step", labels=MODEL_LABELS)
+        buckets = list(zip(bounds, accumulate(counts), strict=True))
+        sizes.add_metric(self._everything, buckets, stats.num_step_tokens)
+        yield sizes
         cache = ("engine", "block_size", "num_gpu_blocks", "cache_dtype")
         yield with_samples(
             GaugeMetricFamily("vllm:cache_config_info", "The KV cache", labels=cache),
@@ -290,7 +304,7 @@ class _EngineCollector(Collector):
         )
 
 
-def accounts_text(view: EngineView, tenant: str | None = None) -> bytes:
+def accounts_text(view: EngineView, write: Write, tenant: str | None = None) -> bytes:
     """Series of tenants, or adapters, with requests in progress: of `tenant`, or of the ones with most requests."""
     accounts = [each for each in view.accounts if tenant in (None, each.name)][:MAX_ACCOUNT_SERIES]
     registry = CollectorRegistry()
@@ -302,4 +316,4 @@ def accounts_text(view: EngineView, tenant: str | None = None) -> bytes:
         gauge = Gauge(f"chorus_account_{name}", text, ("account",), registry=registry)
         for each in accounts:
             gauge.labels(label(each.name)).set(getattr(each, attribute))
-    return generate_latest(registry)
+    return write(registry)

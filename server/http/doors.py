@@ -37,11 +37,14 @@ WITHIN = "|"
 
 
 class GuardedRoute(Route):
-    """A route for one method, and the right that it asks for."""
+    """A route for one method, and the right that it asks for. reads_json: whether its bodies must say that they are."""
 
-    def __init__(self, method: str, path: str, endpoint: Callable[..., Any], right: Right) -> None:
+    def __init__(
+        self, method: str, path: str, endpoint: Callable[..., Any], right: Right, *, reads_json: bool = True
+    ) -> None:
         super().__init__(path, endpoint, methods=[method])
         self.right = right
+        self.reads_json = reads_json
 
 
 class RequestId:
@@ -145,9 +148,8 @@ class Doors:
             if (scheme := headers.get("x-forwarded-proto")) in ("http", "https"):
                 scope["scheme"] = scheme
 
-    def _right(self, scope: Scope) -> Right:
-        """Return the right that the request's route asks for; without a route that of any other."""
-        return next((one.right for one in self._routes if one.matches(scope)[0] is Match.FULL), Right.KEY)
+    def _route(self, scope: Scope) -> GuardedRoute | None:
+        return next((one for one in self._routes if one.matches(scope)[0] is Match.FULL), None)
 
     def _admit(self, scope: Scope, headers: Headers) -> Identity | None:
         """Return the caller; None at an open route without a good key. Raises an ApiError for what may not come in."""
@@ -165,16 +167,19 @@ class Doors:
             if not allowed:
                 message = f"pages of {clipped(origin)!r} may not call this server; --cors-origins allows them"
                 raise ApiError(403, message, code="origin_not_allowed")
-        right = self._right(scope)
+        route = self._route(scope)
+        right = Right.KEY if route is None else route.right
+        anthropics = headers.get("x-api-key")
         try:
-            identity = self._keys.identify(headers.get("authorization"))
+            identity = self._keys.identify(headers.get("authorization", anthropics and f"Bearer {anthropics}"))
         except ApiError:
             if right is not Right.OPEN:
                 raise
             identity = None
         if right is Right.ADMIN and identity is not None and not identity.may_change_adapters:
             raise ApiError(403, "changing adapters needs an admin key of this server", code="admin_key_required")
-        if method in ("POST", "PATCH") and not _is_json(headers.get("content-type", "")):
+        reads_json = route is None or route.reads_json
+        if method in ("POST", "PATCH") and reads_json and not _is_json(headers.get("content-type", "")):
             given = clipped(headers.get("content-type", "")) or "nothing"
             raise ApiError(415, f"the content-type is {given!r}, the body must be application/json",
                            code="unsupported_media_type")  # fmt: skip

@@ -12,7 +12,7 @@ from ..errors import ApiError
 ALWAYS_OPEN = ("/health", "/ping")
 """Routes that tell whether the server is well: nothing closes them, no key is needed, and they don't count."""
 
-GENERATING = ("/v1/completions", "/v1/chat/completions")
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 
 class Room:

@@ -201,6 +201,7 @@ class FakeEngine:
             num_cached_tokens=self.num_cached_tokens,
             logprobs=() if params.logprobs is None else (self.score(token, params.logprobs),),
             prompt_logprobs=prompt,
+            queue_seconds=2.0**-20 if done == 0 else None,
         )
 
     def limit(self, request: Request) -> int:

@@ -213,3 +213,69 @@ def test_the_built_in_model_calls_tools():
 def check(name, arguments):
     given = json.loads(arguments)
     assert given == {} if name == "now" else (given["unit"] in "CF" and 1 <= given["days"] <= 7), (name, given)
+
+
+FLAT = {"type": "function", "name": "f", "parameters": PARAMETERS}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_with_reasoning_and_calls(live, stream):
+    live.engine.text = CALLS
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.responses.create(model="base", input="hi", tools=[FLAT], stream=stream)
+        events = list(answer) if stream else []
+        response = events[-1].response if stream else answer
+    reasoning, message, *calls = response.output
+    assert (reasoning.content[0].text, message.content[0].text) == ("A.", "Well") and response.status == "completed"
+    assert [(call.name, call.arguments) for call in calls] == [("f", '{"days": 1}'), ("f", "{}")]
+    assert len({call.call_id for call in calls}) == 2
+    assert 0 < response.usage.output_tokens_details.reasoning_tokens < len("<think>\nA.\n</think>\n\n")
+    if stream:
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        pieces = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
+        assert "".join(pieces) == '{"days": 1}{}'
+        assert "".join(e.delta for e in events if e.type == "response.reasoning_text.delta") == "A."
+        done = [e.item.type for e in events if e.type == "response.output_item.done"]
+        assert done == ["reasoning", "message", "function_call", "function_call"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_anthropic_message_with_thinking_and_calls(live, stream):
+    live.engine.text = CALLS
+    body = {"tools": [{"name": "f", "input_schema": PARAMETERS}], "messages": USER, "max_tokens": 999, "stream": stream}
+    response = live.post("/v1/messages", model="base", **body)
+    if not stream:
+        thinking, text, *calls = response.json()["content"]
+        assert (thinking["thinking"], text["text"], response.json()["stop_reason"]) == ("A.", "Well", "tool_use")
+        assert [(call["type"], call["name"], call["input"]) for call in calls] == [
+            ("tool_use", "f", {"days": 1}), ("tool_use", "f", {}),
+        ]  # fmt: skip
+        return
+    events = [json.loads(line.removeprefix("data: ")) for line in response.text.splitlines() if line.startswith("data")]
+    begun = [event["content_block"] for event in events if event["type"] == "content_block_start"]
+    assert [block["type"] for block in begun] == ["thinking", "text", "tool_use", "tool_use"]
+    pieces = [event["delta"].get("partial_json", "") for event in events if event["type"] == "content_block_delta"]
+    assert "".join(pieces) == '{"days": 1}{}'
+    assert events[-2]["delta"]["stop_reason"] == "tool_use"
+
+
+def test_what_tools_gave_is_sent_back(live):
+    """A call that a response had and its result, as items and as blocks, are the same prompt."""
+    live.engine.text = "ok"
+    calls = [{"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"a": 1}'}]
+    items = [*USER, *calls, {"type": "function_call_output", "call_id": "1", "output": "4"}]
+    live.post("/v1/responses", model="base", input=items)
+    block = {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "4"}
+    turns = [{"role": "assistant", "content": [block]}, {"role": "user", "content": [result]}]
+    live.post("/v1/messages", model="base", messages=[*USER, *turns], max_tokens=9)
+    first, second = live.engine.asked[-2:]
+    assert bytes(first.token_ids[: first.num_prompt_tokens]).startswith(b"hi\n2\n4\n")
+    assert first.token_ids[: first.num_prompt_tokens] == second.token_ids[: second.num_prompt_tokens]
+
+
+@pytest.mark.parametrize("arguments", ["{", "5", "[]", 7])
+def test_calls_sent_back_must_be_calls(live, arguments):
+    items = [*USER, {"type": "function_call", "call_id": "1", "name": "f", "arguments": arguments}]
+    response = live.post("/v1/responses", model="base", input=items)
+    assert response.status_code == 400 and response.json()["error"]["param"].startswith("input")

@@ -19,6 +19,14 @@ def test_health_and_version(shared):
     assert shared.client.get("/version").json()["version"]
 
 
+def test_what_routers_ask(shared):
+    info = shared.client.get("/server_info").json()
+    assert (info["served_model_name"], info["model_path"], info["max_model_len"]) == ("base", "base", 512)
+    assert info["version"] and info["vocab_size"] == 300 and info["max_num_seqs"] > 0
+    info = shared.client.get("/model_info").json()
+    assert (info["served_model_name"], info["model_path"], info["is_generation"]) == ("base", "base", True)
+
+
 def test_the_openai_client(shared):
     client = openai.OpenAI(base_url=f"{shared.url}/v1", api_key="none", max_retries=0)
     assert [model.id for model in client.models.list()] == ["base", "alice", "bob"]

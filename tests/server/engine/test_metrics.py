@@ -5,6 +5,9 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
@@ -31,6 +34,63 @@ def test_metrics(start, fake_engine):
     assert "chorus_inter_token_latency_seconds_count 4.0" in lines
     assert "chorus_request_seconds_count 2.0" in lines
     assert "nobody" not in text
+
+
+def test_what_vllms_boards_read_of_requests(start, fake_engine):
+    fake_engine.num_cached_tokens = 1
+    live = start(fake_engine)
+    live.post(model="alice", prompt="abc", n=2, max_tokens=8)
+    live.post(model="base", prompt="abcdef", max_tokens=2, stream=True)
+    live.post(model="base", prompt="abc", stop="b")
+    lines = live.client.get("/metrics").text.splitlines()
+    labels = '{engine="0",model_name="base"}'
+
+    def value(name):
+        (line,) = (line for line in lines if line.startswith(f"vllm:{name}{labels}"))
+        return float(line.rpartition(" ")[2])
+
+    counted = {
+        "request_prompt_tokens": (4, 4 + 4 + 7 + 4),
+        "request_prefill_kv_computed_tokens": (4, 3 + 3 + 6 + 3),
+        "request_generation_tokens": (4, 4 + 4 + 2 + 2),
+        "request_max_num_generation_tokens": (3, 4 + 2 + 2),
+        "request_params_max_tokens": (4, 8 + 8 + 2 + 16),
+        "request_params_n": (3, 2 + 1 + 1),
+        "request_queue_time_seconds": (4, 2.0**-18),
+    }
+    for name, (count, total) in counted.items():
+        assert (value(f"{name}_count"), value(f"{name}_sum")) == (count, total), name
+    for name in ("prefill_time", "decode_time", "inference_time", "time_per_output_token"):
+        assert value(f"request_{name}_seconds_count") == 4
+    parts = value("request_prefill_time_seconds_sum") + value("request_decode_time_seconds_sum")
+    assert value("request_inference_time_seconds_sum") == pytest.approx(parts)
+
+
+def test_sizes_of_steps(start, fake_engine):
+    stats = fake_engine.stats
+    counts = (2, 3, *[0] * 11, 1)
+    fake_engine.stats = lambda: replace(stats(), step_sizes=counts, num_step_tokens=20_022)
+    lines = start(fake_engine).client.get("/metrics").text.splitlines()
+    labels = 'engine="0",model_name="base"'
+    assert f"vllm:iteration_tokens_total_sum{{{labels}}} 20022.0" in lines
+    for bound, count in (("1.0", 2), ("8.0", 5), ("16384.0", 5), ("+Inf", 6)):
+        assert f'vllm:iteration_tokens_total_bucket{{engine="0",le="{bound}",model_name="base"}} {count}.0' in lines
+
+
+def test_openmetrics_where_the_scraper_takes_it(start, fake_engine):
+    live = start(fake_engine)
+    live.post(model="alice", prompt="abc")
+    for accept in (
+        "application/openmetrics-text;version=1.0.0,text/plain;q=0.5",
+        "application/openmetrics-text;version=x",
+    ):
+        response = live.client.get("/metrics", headers={"accept": accept})
+        assert response.headers["content-type"] == "application/openmetrics-text; version=1.0.0; charset=utf-8"
+        families = {family.name: family for family in text_string_to_metric_families(response.text)}
+        assert families["vllm:request_prompt_tokens"].type == "histogram" and "chorus_generated_tokens" in families
+        assert families["vllm:iteration_tokens_total"].samples
+    plain = live.client.get("/metrics", headers={"accept": "text/plain;version=x, */*"})
+    assert plain.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8" and "# EOF" not in plain.text
 
 
 def test_adapters_by_tier(start, fake_engine, monkeypatch):
