@@ -269,8 +269,8 @@ def test_with_mixed_steps_a_prompt_costs_what_the_next_step_takes_longer(running
 
     asked, policy = (request.prompt_tokens, request.rank), RankAware(estimates(model, 1.0, mix=True))
     state = replica_state(SEATS, running, queue)
-    lone, further = policy._lone_queues, policy._queues  # noqa: SLF001 - a term of the score
-    before, after = further(state, *asked) if queue else lone(len(running), *asked)
+    queues = policy._mixed_queues  # noqa: SLF001 - a term of the score
+    before, after = queues(state, state.num_requests, state.pending_tokens, *asked)
     assert after - before == pytest.approx(step([*queue, asked]) - step(queue), abs=1e-12)
 
 
