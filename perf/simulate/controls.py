@@ -26,7 +26,7 @@ class RankBlind:
 
 
 class RoundRobin:
-    """Requests go in turn to the replicas that hold their adapter, to all of them where none does (dLoRA's RR, §7.4)."""
+    """Requests go in turn to the replicas that hold their adapter, to all where none does (dLoRA's RR, §7.4)."""
 
     def __init__(self) -> None:
         self._turns: Counter[str | None] = Counter()

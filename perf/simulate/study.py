@@ -193,9 +193,9 @@ class Setup(Strict):
     slo_classes: of requests of a class of the workload's own. read_threads, stream, mix, most_prompts,
     most_rows, keep_idle, tells_tenants: `Replica`'s; tensor_parallel: its degree. placement: for each replica, or the
     first few, numbers of adapters that it has in the arena from the start, the most popular being 0. script: what is
-    done to replicas when. preload, migration, flash, scaling, limit: see `Preload` and so on. mode: a policy of modes that only studies
-    compare with, in place of the engine's (`MergedOnly`). mode_prices: what the engine's compares modes by. directory:
-    of the study's file, from which relative paths of the profile and of traces count.
+    done to replicas when. preload, migration, flash, scaling, limit: see `Preload` and so on. mode: a policy of modes
+    that only studies compare with, in place of the engine's (`MergedOnly`). mode_prices: what the engine's compares
+    modes by. directory: of the study's file, from which relative paths of the profile and of traces count.
     """
 
     profile: str
