@@ -71,10 +71,10 @@ class Fleet:
             adapters = SimAdapters(page)
             for name, adapter in sizes.items():
                 adapters.add(name, adapter.rank, adapter.num_pages * page.page_bytes)
+            geometry, none = geometry_of(ModelConfig.read(config.model), engine.executor), Terms(terms={})
             profile = Profile(
                 name="reported", device=processor(), model=config.model.name, source="reports of the replicas",
-                kernel="sgmv", geometry=geometry_of(ModelConfig.read(config.model), engine.executor), step=Terms(terms={}), disk=Terms(terms={}),
-                link=Terms(terms={}),
+                kernel="sgmv", geometry=geometry, step=none, disk=none, link=none,
                 memory_bytes=Whole(value=pages * page.page_bytes, source="the engine's arena"),
             )  # fmt: skip
             config = config.model_copy(update={"block_tokens": page.block_tokens, "num_pages": pages})
