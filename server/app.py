@@ -14,12 +14,19 @@ from starlette.requests import ClientDisconnect
 
 from ..core.requests.sampling_params import InvalidRequest
 from ..core.scheduling.overload import Overloaded
-from .adapter_api import AdapterApi
-from .adapter_loads import AdapterLoads
-from .addresses import Networks
-from .api import Api
-from .backend import Backend
-from .doors import Doors, GuardedRoute, RequestId
+from .access.addresses import Networks
+from .access.hosts import Hosts
+from .access.keys import KeyWatch, Right
+from .api.about import Api
+from .api.adapter_api import AdapterApi
+from .api.generation_api import GenerationApi
+from .api.sampling_defaults import SamplingDefaults
+from .api.text_api import TextApi
+from .engine.adapter_loads import AdapterLoads
+from .engine.backend import Backend
+from .engine.kv_publisher import KvPublisher
+from .engine.recorder import Recorder
+from .engine.watchdog import Watchdog
 from .errors import (
     ApiError,
     EngineUnavailable,
@@ -30,17 +37,10 @@ from .errors import (
     on_http_error,
 )
 from .executors import Executors, PoolFull
-from .gate import Gate
-from .generation_api import GenerationApi
-from .hosts import Hosts
-from .keys import KeyWatch, Right
-from .kv_publisher import KvPublisher
-from .recorder import Recorder
-from .sampling_defaults import SamplingDefaults
+from .http.doors import Doors, GuardedRoute, RequestId
+from .http.gate import Gate
 from .settings import Settings
-from .text_api import TextApi
-from .tokenizer import Tokenizer
-from .watchdog import Watchdog
+from .text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

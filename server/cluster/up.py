@@ -11,13 +11,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ..backend import Backend
-from ..checks import LaunchError, check_model
-from ..exits import DEADLINE_SECONDS
-from ..flags import read_settings
-from ..launch import bind, serve, url_of
+from ..engine.backend import Backend
 from ..settings import Settings
-from ..tokenizer import Tokenizer
+from ..start.checks import LaunchError, check_model
+from ..start.exits import DEADLINE_SECONDS
+from ..start.flags import read_settings
+from ..start.launch import bind, serve, url_of
+from ..text.tokenizer import Tokenizer
 from .address import AddressFile
 from .child import end_with_parent
 from .cluster_worker import ClusterWorker

@@ -143,7 +143,7 @@ def test_the_event_loop_writes_no_answer_with_pauses(start, make_engine, monkeyp
     live = start(make_engine([], max_model_len=8192))
     paused = []
     pause = SimpleNamespace(sleep=lambda _: paused.append(is_on_event_loop()), perf_counter=time.perf_counter)
-    monkeypatch.setattr("chorus.server.json_text.time", pause)
+    monkeypatch.setattr("chorus.server.api.json_text.time", pause)
     body = live.post(model="base", prompt="x" * 3000, max_tokens=3000, logprobs=logprobs).json()
     assert body["choices"][0]["text"] == "x" * 3000
     assert not any(paused), "on the event loop"

@@ -17,8 +17,8 @@ from chorus.server.cluster import processes as module
 from chorus.server.cluster.address import AddressFile
 from chorus.server.cluster.plan import Plan, add_up_flags
 from chorus.server.cluster.processes import ClusterDirectory, Processes
-from chorus.server.flags import Parser, UsageError
 from chorus.server.settings import Settings
+from chorus.server.start.flags import Parser, UsageError
 
 SECONDS = 60
 """A deadline, not an expectation."""
