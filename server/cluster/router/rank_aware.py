@@ -61,12 +61,23 @@ class RankAware:
             self._costs = costs
             self._steps.clear()
         load, steps = estimates.load_of(request.adapter), self._steps
-        queues = self._mixed_queues if estimates.mix else self._queues
-        per_kv_token, per_longest = costs.step.per_kv_token, costs.step.per_longest
+        mix, model = estimates.mix, costs.step
+        per_kv_token, per_longest, ragged, with_prompt = (
+            model.per_kv_token, model.per_longest, model.ragged, model.with_prompt,
+        )  # fmt: skip
 
         def price(replica: ReplicaState) -> tuple[float, float, float]:
             requests, pending, longest = replica.num_requests, replica.pending_tokens, replica.longest_tokens
-            before, queue = queues(replica, requests, pending, tokens, rank)
+            if mix:  # rows that decode are in the queue's step; adapters are left out: they are Δdecode's part
+                waiting = replica.num_waiting
+                before, queue = with_prompt(pending + requests - waiting, requests, tokens)
+                queue += ragged
+                if waiting:
+                    before += ragged
+                elif not requests:
+                    before = 0.0
+            else:
+                before, queue = self._queues(replica, tokens, rank)
             key = requests, replica.num_with_adapter, replica.sum_ranks, replica.max_rank, rank
             step = steps.get(key)
             if step is None:
@@ -94,23 +105,9 @@ class RankAware:
         after = seconds(requests + 1, users + (rank > 0), sum_ranks + rank, max(max_rank, rank))
         return after - before, after
 
-    def _mixed_queues(
-        self, replica: ReplicaState, rows: int, pending: int, tokens: int, rank: int
-    ) -> tuple[float, float]:
-        """Return the seconds of the step that prefills the queue without the request, and with it. rows, pending: the
-        replica's requests and pending tokens.
-
-        Rows that decode are in that step. Adapters are left out: they are Δdecode's part.
-        """
-        waiting, step = replica.num_waiting, self._costs.step
-        before, queue = step.with_prompt(pending + rows - waiting, rows, tokens)
-        if waiting:
-            before += step.ragged
-        return before if rows else 0.0, queue + step.ragged
-
-    def _queues(self, replica: ReplicaState, rows: int, pending: int, tokens: int, rank: int) -> tuple[float, float]:
-        """`_mixed_queues` where prompts have steps of their own."""
-        waiting, seconds = replica.num_waiting, self._costs.queue_seconds
+    def _queues(self, replica: ReplicaState, tokens: int, rank: int) -> tuple[float, float]:
+        """Return the seconds of the step of prompts alone that prefills the queue without the request, and with it."""
+        waiting, pending, seconds = replica.num_waiting, replica.pending_tokens, self._costs.queue_seconds
         token_ranks, largest = replica.pending_token_ranks, replica.pending_max_rank
         before = seconds(pending, waiting, token_ranks, largest) if waiting else 0.0
         return before, seconds(pending + tokens, waiting + 1, token_ranks + tokens * rank, max(largest, rank))
