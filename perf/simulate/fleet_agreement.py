@@ -49,6 +49,7 @@ MOST_ERROR, LEAST_GAP = 0.15, 0.05
 MIGRATION = ("interval_seconds=2", "excess_requests=2", "hold_seconds=2")
 """The built-in model's answers take a few hundred ms; migration's own settings are for answers of seconds."""
 
+SEATS = 16
 _LEARNING = 40  # requests before the costs are read
 
 
@@ -150,45 +151,52 @@ def means(records: Records) -> dict[str, float]:
 def run(args: Any) -> dict[str, dict[str, Any]]:
     """Both sides' means by policy, moves, and how many answers changed."""
     config = EngineConfig(
-        model=BUILTIN_MODEL, adapters=BUILTIN_ADAPTERS, threads=1, max_num_seqs=16, max_num_batched_tokens=256,
+        model=BUILTIN_MODEL, adapters=BUILTIN_ADAPTERS, threads=1, max_num_seqs=SEATS, max_num_batched_tokens=256,
         memory_bytes=128 << 20,
     )  # fmt: skip
     fleet = Fleet.of(config, args.replicas)
     trace = made(args, fleet.ranks)
-    alone: list[str] = []
-    host: HostTimes | None = None
-    found = {}
+    found, known = {}, None
     for policy in args.policies:
         with cluster(config, args.replicas, policy) as (url, server):
             server.serve(trace[:_LEARNING])
-            if host is None:
-                server.serve(trace, one_by_one=True)
-                alone = server.texts
-                profile = reported(fleet.profile, metrics(url))
-                host = fit_host(
-                    server, profile, lambda profile, trace: fleet.simulate(profile, trace, args.policies[0]), 16
-                )
+            if known is None:
+                known = prepared(fleet, url, server, trace, policy)
             before = metrics(url)
             real, counted = server.serve(trace)
             time.sleep(1.0)  # a report
             after = metrics(url)
-        moves: list[int] = []
-
-        def in_virtual_time(
-            profile: Profile, trace: Sequence[TraceRequest], policy: str = policy, moves: list[int] = moves
-        ) -> Records:
-            records = fleet.simulate(profile, trace, policy)
-            moves.append(records.num_moved)
-            return records
-
-        virtual = host.simulate(in_virtual_time, reported(fleet.profile, after), counted)
-        key = "chorus_requests_moved_total", ""
+        (alone, host), served = known, _Simulated(fleet, policy)
+        virtual = host.simulate(served, reported(fleet.profile, after), counted)
+        moved = "chorus_requests_moved_total", ""
         found[policy] = {
-            "real": means(real), "simulated": means(virtual), "moved": after[key] - before[key],
-            "simulated_moved": moves[-1], "requests": len(real),
+            "real": means(real), "simulated": means(virtual), "moved": after[moved] - before[moved],
+            "simulated_moved": served.num_moved, "requests": len(real),
             "changed": sum(one != other for one, other in zip(server.texts, alone, strict=True)),
         }  # fmt: skip
     return found
+
+
+def prepared(
+    fleet: Fleet, url: str, server: HttpServer, trace: Sequence[TraceRequest], policy: str
+) -> tuple[list[str], HostTimes]:
+    """Each request's answer alone, and what front, event loop and client add to the replicas' steps."""
+    server.serve(trace, one_by_one=True)
+    alone = server.texts
+    return alone, fit_host(server, reported(fleet.profile, metrics(url)), _Simulated(fleet, policy), SEATS)
+
+
+class _Simulated:
+    """Serves traces in virtual time. num_moved: requests that moved in the last one."""
+
+    def __init__(self, fleet: Fleet, policy: str) -> None:
+        self._fleet, self._policy = fleet, policy
+        self.num_moved = 0
+
+    def __call__(self, profile: Profile, trace: Sequence[TraceRequest]) -> Records:
+        records = self._fleet.simulate(profile, trace, self._policy)
+        self.num_moved = records.num_moved
+        return records
 
 
 def main(argv: Sequence[str] | None = None) -> int:
