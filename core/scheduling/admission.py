@@ -162,7 +162,9 @@ class Admission:
         while budget > 0 and (found := self._candidate(step, budget, rows + len(admitted))) is not None:
             request, blocks, count = found
             has_room = self._has_room(request, blocks, step)
-            if only_look and (has_room or self._shares.may_begin(request.account) or self._may_take(request, step)):
+            if only_look and (
+                has_room or self._shares.may_begin(request.account) or self._beyond_shares(request, step)
+            ):
                 return {request: 0}
             if has_room:
                 if (started := self._start(request, blocks, count, step)) is not None:
@@ -176,20 +178,15 @@ class Admission:
         """Return the next request that may begin if it gets pages, its cached prefix and its tokens of `budget`; None
         if there is none.
         """
-        while (request := step.order.next()) is not None:
+        while (request := step.next()) is not None:
             place = self._place(step.running, rows)
-            if place is None or (place is step.place is Place.CALL and request.call in step.running.calls):
+            if place is None or step.has_row_of_call(place, request):
                 return None
             if place is not step.place:
                 self._open(step, place)
             elif not self._may_join(request, step, budget):
                 step.order.pass_over()
-            elif step.num_short and not self._pages.allow(request, step.running, self._growth(step)):
-                step.num_short += 1
-                if step.num_short > MOST_SHORT:
-                    return None
-                step.held.add(request.account)
-            else:
+            elif self._has_share(request, step):
                 blocks = self._memory.match(request)
                 kept = self._memory.kept_tokens(request, blocks)
                 count = request.num_tokens - kept
@@ -199,6 +196,13 @@ class Admission:
                     return request, blocks, min(count, budget)
                 step.order.go_on()
         return None
+
+    def _has_share(self, request: Request, step: Step) -> bool:
+        """True unless pages are short, and its tenant would go beyond its share of them and is passed over."""
+        if not step.num_short or self._pages.allow(request, step.running, self._growth(step)):
+            return True
+        step.pass_over_tenant(request.account)
+        return False
 
     def _place(self, running: Running, rows: int) -> Place | None:
         """Return the kind of slot that one more request may take; None if there is none. While a mode policy excludes
@@ -220,10 +224,8 @@ class Admission:
         if self._make_way(request, step):
             return not self._memory.swapped.frees_pages  # if so, the pages are free only after the copy
         if step.running or self._store.loads.under_way:
-            step.held.add(request.account)
-            step.num_short += 1
-            is_late = step.order.is_late() and request.account not in step.running.accounts
-            return not is_late and step.num_short <= MOST_SHORT
+            step.pass_over_tenant(request.account)
+            return request.account in step.running.accounts or not step.order.is_late()
         self._waiting.remove(request)
         step.order.go_on()
         message = "the arena has too few pages left beside pinned adapters; unpin some"
@@ -249,21 +251,20 @@ class Admission:
         may_begin = shares.may_begin(account)
         if may_begin and (paused := shares.sitting_out(account)) is not None:
             return [paused]
-        earlier = shares.earlier()
-        victims = self._pages.find_victims(request, running, self._growth(step), earlier, step.now)
+        victims = self._beyond_shares(request, step)
         if victims:
             self._pages.take(request, victims, step.now)
-        elif may_begin and step.order.is_late() and account not in running.accounts and len(earlier) > 1:
-            victim = self._victims.choose(earlier)
+        elif may_begin and step.order.is_late() and account not in running.accounts:
+            earlier = shares.earlier()
+            victim = self._victims.choose(earlier) if len(earlier) > 1 else running[0]
             victims = [victim] if victim is not running[0] and running.accounts[victim.account] > 1 else []
         for victim in victims:
             shares.free_row(victim)
         return victims
 
-    def _may_take(self, request: Request, step: Step) -> bool:
-        """True if a request that lacks pages may take them from tenants above their share."""
-        earlier = self._shares.earlier()
-        return bool(self._pages.find_victims(request, step.running, self._growth(step), earlier, step.now))
+    def _beyond_shares(self, request: Request, step: Step) -> list[Request]:
+        """Return the requests to preempt for one that lacks pages within its tenant's share."""
+        return self._pages.find_victims(request, step.running, self._growth(step), step.now)
 
     def _open(self, step: Step, place: Place) -> None:
         """Restart the step's candidates: the requests that may take this kind of slot."""
@@ -316,8 +317,7 @@ class Admission:
         except Exception as error:
             self._fail(request, *load_error(request, error))
             return None
-        is_loading = request.adapter is not None and request.adapter.transfer is not None
-        request.state = RequestState.LOADING if is_loading or request.coming is not None else RequestState.RUNNING
+        request.state = RequestState.LOADING if is_loading(request) else RequestState.RUNNING
         request.began_at = len(blocks) * self._memory.block_tokens
         self._policy.charge(request, self._lengths.final_length(request) - 1)
         self._turns.take(request.account, self._clock(), self._num_steps())
@@ -365,6 +365,19 @@ class Step:
         self._most_adapters = self._limits.max_adapters_per_step
         if self._most_adapters is not None:
             self._adapters = {request.adapter for request in self.running if request.adapter is not None}
+
+    def next(self) -> Request | None:
+        """Return the next candidate; None if there is none, or too many have lacked pages."""
+        return self.order.next() if self.num_short <= MOST_SHORT else None
+
+    def has_row_of_call(self, place: Place, request: Request) -> bool:
+        """True if a request may only take the row of a call without a running answer, and its call has one."""
+        return place is self.place is Place.CALL and request.call in self.running.calls
+
+    def pass_over_tenant(self, account: str) -> None:
+        """Begin no more requests of a tenant that lacks pages."""
+        self.held.add(account)
+        self.num_short += 1
 
     @property
     def is_limited(self) -> bool:
@@ -478,6 +491,11 @@ def _same_prompt(one: Request, other: Request) -> bool:
 def _is_read(store: AdapterStore, adapter: Adapter) -> bool:
     """True if nothing of an adapter is still to be read from disk."""
     return store.tier(adapter) not in (Tier.DISK, Tier.LOADING)
+
+
+def is_loading(request: Request) -> bool:
+    """True while a running request's adapter is being loaded, or its KV is being copied back."""
+    return request.coming is not None or (request.adapter is not None and request.adapter.transfer is not None)
 
 
 def load_error(request: Request, error: BaseException) -> tuple[str, LoadFailure | None]:

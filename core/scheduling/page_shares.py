@@ -38,6 +38,8 @@ class PageShares:
         self._memory = memory
         self._costs = costs
         self._rows = rows
+        self._of: Growth | None = None
+        self._unit = 0.0  # pages of a tenant of weight 1 in the step of that growth
         self._taker: Request | None = None  # the last request that pages were taken for
         self._givers: set[str] = set()  # tenants that it took them from
         self._taken_at = self._next_taking = -math.inf
@@ -48,23 +50,23 @@ class PageShares:
 
     def allow(self, request: Request, running: Running, growth: Growth) -> bool:
         """True if a tenant stays within its share when a request begins. growth: of `running`."""
+        if growth is not self._of:
+            self._of, self._unit = growth, self._share_of_one(running)
         pages = growth.by_tenant[request.account] + growth.final_pages(request)
-        return pages <= self._unit(running) * self._weight(request.account)
+        return pages <= self._share(request.account)
 
-    def find_victims(
-        self, request: Request, running: Running, growth: Growth, earlier: Sequence[Request], now: float
-    ) -> list[Request]:
-        """Return the requests of `earlier` to preempt for a request; none if others need their pages, if it would go
-        beyond its tenant's share, or if restoring the victims of late has cost too much.
+    def find_victims(self, request: Request, running: Running, growth: Growth, now: float) -> list[Request]:
+        """Return the requests to preempt for a request, all with a row since before the step; none if others need their
+        pages, if it would go beyond its tenant's share, or if restoring the latest victims costs too much.
         """
         if now < self._next_taking or not self.allow(request, running, growth):
             return []
-        unit, pages, left = self._unit(running), growth.by_tenant.copy(), dict(running.accounts)
+        pages, left = growth.by_tenant.copy(), dict(running.accounts)
         lacking = growth.final_pages(request) + growth.total - self._memory.num_available_pages
         victims: list[Request] = []
-        for victim in reversed(self._rows.order(earlier)):
+        for victim in reversed(self._rows.order(self._rows.earlier())):
             account, own = victim.account, growth.final_pages(victim)
-            keeps_share = left[account] > 1 and pages[account] - own >= unit * self._weight(account)
+            keeps_share = left[account] > 1 and pages[account] - own >= self._share(account)
             if account == request.account or victim is running[0] or not keeps_share:
                 continue
             left[account] -= 1
@@ -82,13 +84,12 @@ class PageShares:
         self._next_taking = max(self._next_taking, now - TAKING_SECONDS) + seconds / TAKEN_SHARE
         self._taker, self._givers, self._taken_at = request, {victim.account for victim in victims}, now
 
-    def _weight(self, account: str) -> float:
-        return self._weights.get(account, 1.0)
+    def _share(self, account: str) -> float:
+        return self._unit * self._weights.get(account, 1.0)
 
-    def _unit(self, running: Running) -> float:
-        """Return the pages of a tenant of weight 1."""
+    def _share_of_one(self, running: Running) -> float:
         waiting, accounts = self._waiting.accounts, running.accounts
         total = len(waiting) + sum(account not in waiting for account in accounts)
-        total += sum(self._weight(each) - 1 for each in self._weights if each in waiting or each in accounts)
+        total += sum(weight - 1 for each, weight in self._weights.items() if each in waiting or each in accounts)
         held = sum(request.room for request in running) // self._memory.block_tokens
         return (self._memory.num_available_pages + held) / total
