@@ -285,6 +285,8 @@ class Engine:
             num_adapter_pages=pool.count(PageKind.ADAPTER),
             num_cached_pages=pool.count(PageKind.CACHED),
             num_steps=scheduler.num_steps,
+            num_step_tokens=scheduler.step_sizes.num_tokens,
+            step_sizes=tuple(scheduler.step_sizes.counts),
             num_preemptions=scheduler.num_preemptions,
             num_swapped=len(self.swapped),
             swapped_bytes=self.swapped.num_bytes,

@@ -1,5 +1,5 @@
 """`python -m chorus.server` is the `chorus` command."""
 
-from .cli import run
+from .cli.command import run
 
 run()

@@ -14,12 +14,20 @@ from starlette.requests import ClientDisconnect
 
 from ..core.requests.sampling_params import InvalidRequest
 from ..core.scheduling.overload import Overloaded
-from .adapter_api import AdapterApi
-from .adapter_loads import AdapterLoads
-from .addresses import Networks
-from .api import Api
-from .backend import Backend
-from .doors import Doors, GuardedRoute, RequestId
+from .access.addresses import Networks
+from .access.hosts import Hosts
+from .access.keys import KeyWatch, Right
+from .api.about import Api
+from .api.absent import ABSENT, absent
+from .api.adapter_api import AdapterApi
+from .api.generation_api import GenerationApi
+from .api.sampling_defaults import SamplingDefaults
+from .api.text_api import TextApi
+from .engine.adapter_loads import AdapterLoads
+from .engine.backend import Backend
+from .engine.kv_publisher import KvPublisher
+from .engine.recorder import Recorder
+from .engine.watchdog import Watchdog
 from .errors import (
     ApiError,
     EngineUnavailable,
@@ -30,17 +38,10 @@ from .errors import (
     on_http_error,
 )
 from .executors import Executors, PoolFull
-from .gate import Gate
-from .generation_api import GenerationApi
-from .hosts import Hosts
-from .keys import KeyWatch, Right
-from .kv_publisher import KvPublisher
-from .recorder import Recorder
-from .sampling_defaults import SamplingDefaults
+from .http.doors import Doors, GuardedRoute, RequestId
+from .http.gate import Gate
 from .settings import Settings
-from .text_api import TextApi
-from .tokenizer import Tokenizer
-from .watchdog import Watchdog
+from .text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -101,11 +102,16 @@ def create_app(
         GuardedRoute("GET", "/v1/models/{name:path}", api.model, Right.KEY),
         GuardedRoute("POST", "/v1/completions", generation.completions, Right.KEY),
         GuardedRoute("POST", "/v1/chat/completions", generation.chat_completions, Right.KEY),
+        GuardedRoute("POST", "/v1/responses", generation.responses, Right.KEY),
+        GuardedRoute("POST", "/v1/messages", generation.messages, Right.KEY),
+        GuardedRoute("POST", "/v1/messages/count_tokens", texts.count_tokens, Right.KEY),
         GuardedRoute("POST", "/tokenize", texts.tokenize, Right.KEY),
         GuardedRoute("POST", "/detokenize", texts.detokenize, Right.KEY),
         GuardedRoute("GET", "/ping", api.ping, Right.OPEN),
         GuardedRoute("POST", "/ping", api.ping, Right.KEY),
         GuardedRoute("GET", "/load", api.load, Right.KEY),
+        GuardedRoute("GET", "/server_info", api.server_info, Right.KEY),
+        GuardedRoute("GET", "/model_info", api.model_info, Right.KEY),
         GuardedRoute("GET", "/v1/adapters", adapters.list_all, Right.KEY),
         GuardedRoute("POST", "/v1/adapters", adapters.add, Right.ADMIN),
         GuardedRoute("GET", "/v1/adapters/{name:path}", adapters.show, Right.KEY),
@@ -113,6 +119,11 @@ def create_app(
         GuardedRoute("DELETE", "/v1/adapters/{name:path}", adapters.remove, Right.ADMIN),
         GuardedRoute("POST", "/v1/load_lora_adapter", adapters.load_lora_adapter, Right.ADMIN),
         GuardedRoute("POST", "/v1/unload_lora_adapter", adapters.unload_lora_adapter, Right.ADMIN),
+        *(
+            GuardedRoute(method, path, absent, Right.KEY, reads_json=False)
+            for path, (methods, _) in ABSENT.items()
+            for method in methods
+        ),
     ]
     app = Starlette(
         routes=routes,

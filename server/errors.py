@@ -199,9 +199,11 @@ def from_validation(error: ValidationError) -> ApiError:
     return ApiError(400, f"{param}: {message}", param=param)
 
 
-def validated(kind: type[Body], body: bytes, context: Any = None) -> Body:
+def validated(kind: type[Body], body: bytes | dict[str, Any], context: Any = None) -> Body:
     """A request's body as a model of its fields; raises an ApiError that names the wrong field."""
     try:
+        if isinstance(body, dict):
+            return kind.model_validate(body, context=context)
         return kind.model_validate_json(body, context=context)
     except ValidationError as error:
         raise from_validation(error) from None

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any, overload
 from ..core.requests.request import Request
 from ..core.requests.sampling_params import InvalidRequest, SamplingParams, Seeds
 from ..core.requests.types import FinishReason, RequestOutput, TokenLogprobs
-from .adapter_loads import AdapterLoads
+from .engine.adapter_loads import AdapterLoads
+from .engine.generation import Choice, Generation
 from .errors import GenerationFailed
-from .generation import Choice, Generation
-from .launch import load
 from .settings import Settings
+from .start.launch import load
 
 if TYPE_CHECKING:
-    from .backend import Backend
+    from .engine.backend import Backend
 
 Prompt = str | Sequence[int]
 """Text, or the tokens of one."""

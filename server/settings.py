@@ -18,11 +18,11 @@ from pydantic_settings import BaseSettings, InitSettingsSource, NoDecode, Pydant
 
 from ..core.config import EngineConfig
 from ..memory.adapters.adapter import MAX_NAME_CHARACTERS, check_name
-from .addresses import Networks
+from .access.addresses import Networks
+from .access.keys import Keys, NamedKey, check_key, read_keys
+from .access.limits import RequestLimits
+from .checkpoints.pull import PullError, resolve_model
 from .demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL, BUILTIN_NAME
-from .keys import Keys, NamedKey, check_key, read_keys
-from .limits import RequestLimits
-from .pull import PullError, resolve_model
 
 Texts = Annotated[list[str] | None, NoDecode]
 Secrets = Annotated[list[SecretStr], NoDecode]

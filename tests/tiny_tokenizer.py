@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from chorus.server.vocabulary import byte_characters
+from chorus.server.text.vocabulary import byte_characters
 
 SPECIALS = ("<unk>", "<s>", "</s>")
 _PAIRS = ('{"', '":', ',"', '"}', "}}", "[{", "}]", '"]', "fa", "ls", "tr", "ue", "nu", "ll", "12", "ab")

@@ -30,7 +30,7 @@ _LIMITS: dict[str, Any] = {
 }  # fmt: skip
 
 #: At most one blank between the tokens of JSON. A schema can't choose another way, nor have keywords ignored.
-_JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": " ", "lenient": False}
+JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": " ", "lenient": False}
 
 _CUT = "<non-verbose/>"  # llguidance's, where a message would go on with its state
 _NO_TEXT = "NoExtensionBias"
@@ -139,7 +139,7 @@ def _told(message: str) -> str:
 def _of_schema(text: str) -> str:
     from llguidance import LLMatcher
 
-    return LLMatcher.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
+    return LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
 
 
 def _of_regex(text: str) -> str:
@@ -173,7 +173,7 @@ def _of_structural_tag(text: str) -> str:
         trigger = next((trigger for trigger in asked["triggers"] if begin.startswith(trigger)), "")
         if not trigger:
             raise ValueError(f"no trigger is how {begin!r} begins")
-        schema = {**structure["schema"], "x-guidance": _JSON_OPTIONS}
+        schema = {**structure["schema"], "x-guidance": JSON_OPTIONS}
         tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=structure["end"]))
     return LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=False))
 

@@ -16,7 +16,6 @@ from ...memory.files.error import LoadFailure
 
 if TYPE_CHECKING:
     from ...memory.adapters.adapter import Adapter
-    from .logit_edits import LogitEdits
     from .sampling_params import SamplingParams
 
 BASE_SLOT = -1
@@ -43,7 +42,7 @@ class ScheduledRow:
     params: how to sample and what to report. seed: makes sampling a function of (seed, position).
     samples: the row ends with the request's last known token, so that a new one is sampled at position `kv_len`.
     token_ids: all known tokens of the request, prompt first; read only.
-    edits: the sampler's state of the request, kept from step to step; created when missing.
+    edits: the sampler's own state of the request (`LogitEdits`), kept from step to step; created when missing.
     """
 
     request_id: str
@@ -56,7 +55,7 @@ class ScheduledRow:
     samples: bool
     token_ids: list[int]
     num_prompt_tokens: int
-    edits: LogitEdits | None = field(default=None, init=False, repr=False, compare=False)
+    edits: object = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def kv_len(self) -> int:
@@ -175,7 +174,8 @@ class RequestOutput(NamedTuple):
 
     num_cached_tokens: prompt tokens with KV from the prefix cache.
     logprobs: one per new token, when asked for. prompt_logprobs: one per prompt token but the first, with the first
-    output, when asked for. failure: what its adapter, or pinned ones, have to do with the error.
+    output, when asked for. failure: what its adapter, or pinned ones, have to do with the error. queue_seconds: from
+    its arrival to its first admission, with the first output.
     """
 
     request_id: str
@@ -188,3 +188,4 @@ class RequestOutput(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     failure: LoadFailure | None = None
+    queue_seconds: float | None = None

@@ -17,7 +17,7 @@ from ...memory.files.error import LoadFailure
 from ...memory.pages.pool import PageKind
 from ...memory.transfers.swapped_kv import KvImage
 from ..config import EngineConfig
-from ..engine_stats import AccountStats
+from ..engine_stats import AccountStats, StepSizes
 from ..requests.request import Request, RequestState
 from ..requests.types import NOT_FINITE, FinishReason, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
 from .admission import Admission, load_error
@@ -70,6 +70,7 @@ class Scheduler:
         self._failed: list[RequestOutput] = []
         self._loading: list[Request] = []  # running while their adapter is still being loaded
         self.num_steps = 0
+        self.step_sizes = StepSizes()
         self.last_step: StepInfo | None = None
         self.num_generated_tokens = 0
         self.num_preemptions = 0
@@ -200,6 +201,7 @@ class Scheduler:
         """
         info = self.last_step = StepInfo(plan.step_id, len(plan.rows), len(plan.adapters), plan.num_tokens)
         self.num_steps += 1
+        self.step_sizes.note(plan.num_tokens)
         requests, outputs = self._requests, []
         has_extras = result.unready or result.errors or result.prompt_logprobs
         is_ahead = plan.sources is not None
@@ -532,14 +534,17 @@ class Scheduler:
         elif computed + 1 >= request.max_length:
             reason = FinishReason.LENGTH
         logprobs = result.logprobs.get(row.request_id) if result.logprobs else None
-        prompt_logprobs = None
-        if request.params.prompt_logprobs is not None and request.num_output_tokens == 1:
-            prompt_logprobs = tuple(request.prompt_logprobs)
+        prompt_logprobs = queue_seconds = None
+        if request.num_output_tokens == 1:
+            if request.params.prompt_logprobs is not None:
+                prompt_logprobs = tuple(request.prompt_logprobs)
+            if request.start_time is not None:
+                queue_seconds = request.start_time - request.arrival_time
         if reason is not None:
             self._finish(request, reason)
         return RequestOutput(
             row.request_id, (token,), reason, stop_token, None, info, request.num_cached_tokens,
-            (logprobs,) if logprobs else (), prompt_logprobs,
+            (logprobs,) if logprobs else (), prompt_logprobs, None, queue_seconds,
         )  # fmt: skip
 
     # -- finishing

@@ -19,10 +19,10 @@ import numpy as np
 
 from ...core.requests.grammar import Grammar, GrammarKind
 from ...core.requests.grammars import Grammars, InvalidGrammar
+from ...server.access.limits import RequestLimits
+from ...server.api.grammar_fields import GrammarFields
 from ...server.demo.builtin import BUILTIN_MODEL
 from ...server.errors import ApiError
-from ...server.grammar_fields import GrammarFields
-from ...server.limits import RequestLimits
 from ..report.command import conclude, parser
 
 EOS = 0
@@ -138,7 +138,7 @@ def main() -> int:
     import jsonschema
     from tokenizers import Tokenizer
 
-    from ...server.vocabulary import Vocabulary
+    from ...server.text.vocabulary import Vocabulary
 
     command = parser(__spec__, __doc__)
     command.add_argument("--schemas", type=int, default=10_000, help="how many to draw")

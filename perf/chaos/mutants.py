@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...server.adapter_api import AddAdapter, LoadLoraAdapter, UnloadLoraAdapter
-from ...server.chat_request import ChatCompletionRequest
-from ...server.completion_request import CompletionRequest
-from ...server.fields import ALIASES, HARMLESS, NEUTRAL
-from ...server.text_api import ChatToTokens, TextToTokens, TokensToText
+from ...server.api.adapter_api import AddAdapter, LoadLoraAdapter, UnloadLoraAdapter
+from ...server.api.chat_request import ChatCompletionRequest
+from ...server.api.completion_request import CompletionRequest
+from ...server.api.fields import ALIASES, HARMLESS, NEUTRAL
+from ...server.api.text_api import ChatToTokens, TextToTokens, TokensToText
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_TOKENS = 12

@@ -29,8 +29,8 @@ from ...memory.files.format import AdapterManifest
 from ...memory.host.image import HostImage
 from ...memory.pages.adapter_layout import AdapterLayout
 from ...server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
-from ...server.launch import take_short_turns
-from ...server.worker import EngineWorker
+from ...server.engine.worker import EngineWorker
+from ...server.start.launch import take_short_turns
 from ..report.command import judge, parser
 from ..report.table import Goal, Table, spread
 

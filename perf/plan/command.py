@@ -8,7 +8,7 @@ import re
 import sys
 from pathlib import Path
 
-from ...server.flags import UsageError
+from ...server.start.flags import UsageError
 
 HELP = "find the cheapest cluster that meets an SLO under a recorded load, by simulation"
 

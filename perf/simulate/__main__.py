@@ -2,7 +2,7 @@
 
 import sys
 
-from ...server.flags import Parser, UsageError
+from ...server.start.flags import Parser, UsageError
 from . import command
 
 

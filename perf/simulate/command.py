@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...server.flags import UsageError
+from ...server.start.flags import UsageError
 from .figures import command as figures
 from .metrics import SHARE
 

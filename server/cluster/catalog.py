@@ -13,7 +13,7 @@ from ...core.quarantine import Quarantined
 from ...core.requests.sampling_params import InvalidRequest, NotServed
 from ...memory.adapters.adapter import check_name
 from ...memory.adapters.store import UnknownAdapter
-from ..backend import AdapterListing, AdapterState
+from ..engine.backend import AdapterListing, AdapterState
 
 if TYPE_CHECKING:
     from ...core.engine_stats import EngineStats

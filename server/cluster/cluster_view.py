@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ...memory.adapters.adapter import Tier
-from ..adapter_metrics import AdapterView
-from ..metrics import MAX_TIER_SERIES, EngineView
+from ..engine.adapter_metrics import AdapterView
+from ..engine.metrics import MAX_TIER_SERIES, EngineView
 from . import totals
 from .catalog import Catalog
 from .link import Link

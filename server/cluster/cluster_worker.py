@@ -22,11 +22,11 @@ from ...core.scheduling.overload import Overloaded
 from ...memory.files.error import AdapterFormatError, LoadFailure
 from ...memory.files.format import AdapterManifest, inspect_adapter
 from ...memory.files.identity import with_content
-from ..backend import SHUTTING_DOWN, OnOutput
+from ..engine.backend import SHUTTING_DOWN, OnOutput
+from ..engine.metrics import EngineView
+from ..engine.subscribers import Subscribers
 from ..errors import EngineUnavailable
 from ..executors import DaemonPool, PoolFull
-from ..metrics import EngineView
-from ..subscribers import Subscribers
 from . import totals
 from .address import Address
 from .catalog import Catalog, Cluster, Entry, done, failed

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..flags import UsageError
+from ..start.flags import UsageError
 from .listener import add_secret_flag, add_tls_flag
 from .placement.settings import PLANNERS
 from .router import POLICIES

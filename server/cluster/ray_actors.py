@@ -20,10 +20,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..checks import LaunchError
+from ..start.checks import LaunchError
 from .address import LOOPBACK, AddressFile
+from .child import STOP_SECONDS
+from .directory import ClusterDirectory
 from .plan import Plan
-from .processes import STOP_SECONDS, ClusterDirectory
 from .replica_settings import ReplicaSettings
 
 log = logging.getLogger(__name__)
@@ -188,8 +189,9 @@ class RayLauncher:
             engine.device == "auto" and any("GPU" in node for node in self._nodes)
         )
         remote = ray.remote(ReplicaHost).options(
-            name=None, num_cpus=engine.threads or 1, num_gpus=int(needs_gpu), max_restarts=-1,
-            scheduling_strategy="SPREAD",
+            # no node with more processors will come to one machine: its replicas share them, as without Ray
+            num_cpus=0 if self._is_local else engine.threads or 1,
+            name=None, num_gpus=int(needs_gpu), max_restarts=-1, scheduling_strategy="SPREAD",
         )  # fmt: skip
         tls = None if plan.tls is None else str(plan.tls.absolute())
         # not resolved: a mounted secret's files are links to places with other names on each node

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ...core.quarantine import Quarantined
 from ...memory.adapters.store import UnknownAdapter
 from ...memory.files.error import AdapterFormatError
-from ..backend import AdapterState
+from ..engine.backend import AdapterState
 from .address import Address
 from .catalog import Catalog, Cluster, failed
 from .registry import EXISTS, UNKNOWN

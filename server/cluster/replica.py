@@ -24,7 +24,7 @@ from ...memory.files.error import AdapterFormatError, LoadFailure
 from ...memory.files.identity import open_unchanged, with_content
 from ...memory.host.image import HostImage
 from ...memory.pages.pool import OutOfPages
-from ..engine_adapters import MOST_OVERFLOWS
+from ..engine.engine_adapters import MOST_OVERFLOWS
 from ..errors import EngineUnavailable
 from ..executors import DaemonPool, PoolFull
 from .report import Hello, Report
@@ -36,7 +36,7 @@ from .wire import Frame, Malformed, WireError
 if TYPE_CHECKING:
     from ...core.engine import Engine
     from ...memory.files.format import AdapterManifest
-    from ..worker import EngineWorker
+    from ..engine.worker import EngineWorker
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..checks import LaunchError
-from ..launch import take_short_turns
-from ..worker import EngineWorker
+from ..engine.worker import EngineWorker
+from ..start.checks import LaunchError
+from ..start.launch import take_short_turns
 from .address import Listening
 from .child import end_with_parent
 from .listener import Listener

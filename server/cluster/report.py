@@ -87,6 +87,7 @@ class Report:
             stats = {**data["stats"]}
             stats["last_step"] = None if stats["last_step"] is None else StepInfo(*stats["last_step"])
             stats["mode"] = StepMode(stats["mode"])
+            stats["step_sizes"] = tuple(map(int, stats["step_sizes"]))
             accounts = [AccountStats(*one) for one in data["accounts"]]
             return cls(EngineStats(**stats), accounts=accounts, **{name: data[name] for name in _PLAIN})
         except (TypeError, ValueError, KeyError) as error:

@@ -22,6 +22,8 @@ def to_row(output: RequestOutput, life: int) -> list[Any]:
         rest["failure"] = output.failure.value
     if output.num_cached_tokens:
         rest["cached"] = output.num_cached_tokens
+    if output.queue_seconds is not None:
+        rest["queued"] = output.queue_seconds
     if output.logprobs:
         rest["logprobs"] = _scores(output.logprobs)
     if output.prompt_logprobs is not None:
@@ -40,6 +42,7 @@ def from_row(row: Any, step: StepInfo | None) -> tuple[RequestOutput, int]:
         if not (isinstance(request_id, str) and isinstance(life, int) and all(type(one) is int for one in tokens)):
             raise TypeError("an id, a life or a token is of another type")
         finish, failure, prompt = rest.get("finish"), rest.get("failure"), rest.get("prompt")
+        queued = rest.get("queued")
         output = RequestOutput(
             request_id,
             tuple(tokens),
@@ -51,6 +54,7 @@ def from_row(row: Any, step: StepInfo | None) -> tuple[RequestOutput, int]:
             _read_scores(rest.get("logprobs", ())),
             None if prompt is None else _read_scores(prompt),
             None if failure is None else LoadFailure(failure),
+            None if queued is None else float(queued),
         )
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise Malformed(f"a row of an out frame can't be read: {error}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, fields, replace
+from itertools import zip_longest
 from typing import Any
 
 from ...core.engine_stats import AccountStats, EngineStats
@@ -19,7 +20,9 @@ _NOW = frozenset(
 """Fields that are not counted up."""
 
 _NAMES = tuple(one.name for one in fields(EngineStats))
-NOTHING = EngineStats(**{**dict.fromkeys(_NAMES, 0), "last_step": None, "mode": StepMode.LORA, "merged_adapter": None})
+NOTHING = EngineStats(
+    **{**dict.fromkeys(_NAMES, 0), "last_step": None, "mode": StepMode.LORA, "merged_adapter": None, "step_sizes": ()}
+)
 
 
 def total(stats: Iterable[EngineStats]) -> EngineStats:
@@ -32,6 +35,8 @@ def total(stats: Iterable[EngineStats]) -> EngineStats:
                 result[name] = value if value is not None else result[name]
             elif name in _LARGEST:
                 result[name] = max(result[name], value)
+            elif isinstance(value, tuple):
+                result[name] = tuple(map(sum, zip_longest(result[name], value, fillvalue=0)))
             else:
                 result[name] += value
     return EngineStats(**result)

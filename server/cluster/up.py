@@ -11,23 +11,24 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ..backend import Backend
-from ..checks import LaunchError, check_model
-from ..exits import DEADLINE_SECONDS
-from ..flags import read_settings
-from ..launch import bind, serve, url_of
+from ..engine.backend import Backend
 from ..settings import Settings
-from ..tokenizer import Tokenizer
+from ..start.checks import LaunchError, check_model
+from ..start.exits import DEADLINE_SECONDS
+from ..start.flags import read_settings
+from ..start.launch import bind, serve, url_of
+from ..text.tokenizer import Tokenizer
 from .address import AddressFile
 from .child import end_with_parent
 from .cluster_worker import ClusterWorker
+from .directory import ClusterDirectory
 from .link import Link
 from .mover import Mover
 from .placement.plan import NEED_HIGHS, has_highs
 from .placement.settings import MigrationSettings
 from .plan import Plan
 from .preloader import Preloader
-from .processes import ClusterDirectory, Processes
+from .processes import Processes
 from .router import POLICIES, Estimates
 from .router.scale import SteadyHint
 

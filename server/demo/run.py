@@ -11,8 +11,8 @@ from typing import Any
 
 from rich.console import Console
 
-from ..launch import LaunchError, build_app, serving
 from ..settings import Settings
+from ..start.launch import LaunchError, build_app, serving
 from .client import Answer, DemoClient, DemoError
 from .questions import Question, Score, open_questions, skill_questions
 from .skew import CLIENTS, Skew

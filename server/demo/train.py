@@ -23,7 +23,7 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ..vocabulary import byte_characters
+from ..text.vocabulary import byte_characters
 from .builtin import BUILTIN_NAME
 from .skills import BASE, SKILLS, Skill, held_out, prompt, wide_input
 

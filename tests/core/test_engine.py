@@ -188,6 +188,28 @@ def test_the_models_own_context_can_be_filled(gqa, drive):
     assert answer.finish_reason is FinishReason.LENGTH
 
 
+# -- what metrics are made of
+
+
+def test_the_first_output_says_how_long_the_request_waited(gqa, drive):
+    driver = drive(gqa)
+    driver.add("a", None, gqa.prompt(None, 6, 9, seed=3), max_tokens=3)
+    outputs = []
+    while driver.engine.has_work():
+        outputs += driver.engine.step()
+    first, *others = outputs
+    assert first.queue_seconds is not None and first.queue_seconds > 0
+    assert [one.queue_seconds for one in others] == [None, None]
+
+
+def test_steps_are_counted_by_their_tokens(gqa, drive):
+    driver = drive(gqa)
+    driver.run("a", None, gqa.prompt(None, 9, 9, seed=3), max_tokens=4)
+    stats = driver.engine.stats()
+    assert stats.num_step_tokens == 9 + 3 and sum(stats.step_sizes) == stats.num_steps == 4
+    assert stats.step_sizes[:3] == (3, 0, 1)
+
+
 # -- books
 
 

@@ -27,15 +27,15 @@ from chorus.core.requests.types import FinishReason, RequestOutput, StepInfo, To
 from chorus.core.scheduling.overload import Overloaded
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.pages.pool import IntegrityError
+from chorus.server.api.sampling_defaults import SamplingDefaults
 from chorus.server.app import create_app
-from chorus.server.http_server import HttpServer
-from chorus.server.kv_publisher import kv_publisher_of
-from chorus.server.launch import bind, http_server, url_of
-from chorus.server.recorder import Recorder
-from chorus.server.sampling_defaults import SamplingDefaults
+from chorus.server.engine.kv_publisher import kv_publisher_of
+from chorus.server.engine.recorder import Recorder
+from chorus.server.engine.worker import EngineWorker
+from chorus.server.http.server import HttpServer
 from chorus.server.settings import Settings
-from chorus.server.tokenizer import Tokenizer
-from chorus.server.worker import EngineWorker
+from chorus.server.start.launch import bind, http_server, url_of
+from chorus.server.text.tokenizer import Tokenizer
 
 BOS, EOS = 256, 257
 CHAT_TEMPLATE = (
@@ -201,6 +201,7 @@ class FakeEngine:
             num_cached_tokens=self.num_cached_tokens,
             logprobs=() if params.logprobs is None else (self.score(token, params.logprobs),),
             prompt_logprobs=prompt,
+            queue_seconds=2.0**-20 if done == 0 else None,
         )
 
     def limit(self, request: Request) -> int:

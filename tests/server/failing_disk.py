@@ -94,6 +94,6 @@ if __name__ == "__main__":
         listener = hand_over_reads()
         socket.send_fds(told, [b"-"], [listener])
         os.close(listener)
-    from chorus.server.cli import main
+    from chorus.server.cli.command import main
 
     sys.exit(main())

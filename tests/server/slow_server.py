@@ -10,11 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 from transformers import PreTrainedTokenizerFast
 
-from chorus.server import http_server, launch
-from chorus.server.cli import main
-from chorus.server.exits import leave
-from chorus.server.tokenizer import Tokenizer
-from chorus.server.worker import EngineWorker
+from chorus.server.cli.command import main
+from chorus.server.engine.worker import EngineWorker
+from chorus.server.http import server as http_server
+from chorus.server.start import launch
+from chorus.server.start.exits import leave
+from chorus.server.text.tokenizer import Tokenizer
 from tests.server.conftest import BOS, CHAT_TEMPLATE, FakeEngine, byte_level_backend
 
 assert BOS == 256

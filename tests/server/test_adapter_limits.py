@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
+from chorus.server.engine.worker import EngineWorker
 from chorus.server.errors import EngineUnavailable
-from chorus.server.worker import EngineWorker
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ANSWER_SECONDS = 60
@@ -35,7 +35,7 @@ def root(tmp_path, reference):
 
 @pytest.fixture
 def make_live(start, reference, root, monkeypatch):
-    monkeypatch.setattr("chorus.server.adapter_keeper.TURN_SECONDS", 0.05)
+    monkeypatch.setattr("chorus.server.engine.adapter_keeper.TURN_SECONDS", 0.05)
 
     def make(adapters=None, keys=None, **options):
         if keys is not None:
@@ -191,7 +191,7 @@ def test_quarantine_is_listed_counted_and_left_when_the_directory_changes(make_l
 
 
 def test_the_keeper_outlives_a_stall(make_live, root, monkeypatch):
-    monkeypatch.setattr("chorus.server.watchdog.POLL_SECONDS", 1e6)  # or it would see that nothing hangs
+    monkeypatch.setattr("chorus.server.engine.watchdog.POLL_SECONDS", 1e6)  # or it would see that nothing hangs
     good = (root / "r3-mlp" / WEIGHTS).read_bytes()
     os.truncate(root / "r3-mlp" / WEIGHTS, len(good) - 5)
     refused, call = [], EngineWorker.call
@@ -348,7 +348,7 @@ def test_tokens_of_which_none_may_be_drawn_are_refused(make_live):
 
 def test_a_slow_load_delays_no_other(make_live, monkeypatch, root):
     live = make_live(settings={"stall_seconds": 0.5})
-    monkeypatch.setattr("chorus.server.adapter_loads.SLOW_SECONDS", 0.05)
+    monkeypatch.setattr("chorus.server.engine.adapter_loads.SLOW_SECONDS", 0.05)
     go_on, slow, check = threading.Event(), threading.Event(), live.engine.check_adapter
 
     def checked(path, roots, image):

@@ -143,8 +143,31 @@ def test_the_event_loop_writes_no_answer_with_pauses(start, make_engine, monkeyp
     live = start(make_engine([], max_model_len=8192))
     paused = []
     pause = SimpleNamespace(sleep=lambda _: paused.append(is_on_event_loop()), perf_counter=time.perf_counter)
-    monkeypatch.setattr("chorus.server.json_text.time", pause)
+    monkeypatch.setattr("chorus.server.api.json_text.time", pause)
     body = live.post(model="base", prompt="x" * 3000, max_tokens=3000, logprobs=logprobs).json()
     assert body["choices"][0]["text"] == "x" * 3000
     assert not any(paused), "on the event loop"
     assert bool(paused) == (logprobs is not None)
+
+
+def test_prompts_are_cut_where_asked(shared):
+    def text(**body):
+        answer = shared.post(model="base", prompt="abcdef", add_special_tokens=False, echo=True, **body).json()
+        return answer["choices"][0]["text"], answer["usage"]["prompt_tokens"]
+
+    assert text(truncate_prompt_tokens=4) == ("cdefcdef", 4)
+    assert text(truncate_prompt_tokens=4, truncation_side="right") == ("abcdabcd", 4)
+    assert text(truncate_prompt_tokens=6) == text(truncate_prompt_tokens=-1) == ("abcdefabcdef", 6)
+    long = shared.post(model="base", prompt="x" * 3000, truncate_prompt_tokens=-1, max_tokens=12)
+    assert long.json()["usage"] == {**long.json()["usage"], "prompt_tokens": 500, "completion_tokens": 12}
+    chat = shared.post("/v1/chat/completions", model="base", truncate_prompt_tokens=4,
+                       messages=[{"role": "user", "content": "x" * 3000}])  # fmt: skip
+    assert chat.json()["choices"][0]["message"]["content"] == "nt: "
+
+
+def test_cut_prompts_have_limits(shared):
+    for body in ({"truncate_prompt_tokens": -2}, {"truncate_prompt_tokens": "a"}, {"truncate_prompt_tokens": 0}):
+        assert shared.post(model="base", prompt="a", **body).status_code == 400
+    assert shared.post(model="base", prompt="a", truncation_side="middle").status_code == 400
+    far = shared.post(model="base", prompt="x" * 600, truncate_prompt_tokens=550)
+    assert far.json()["error"]["code"] == "context_length_exceeded"

@@ -14,9 +14,9 @@ from chorus.core.requests.sampling_params import InvalidRequest
 from chorus.memory.adapters.store import UnknownAdapter
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.identity import with_content
-from chorus.server.adapter_loads import LoadTimedOut
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 from chorus.server.demo.skills import SKILLS
+from chorus.server.engine.adapter_loads import LoadTimedOut
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
@@ -120,7 +120,7 @@ def test_what_is_loaded_is_hashed_as_over_http(monkeypatch):
         hashed.set()
         return known
 
-    monkeypatch.setattr("chorus.server.adapter_keeper.with_content", hash_it)
+    monkeypatch.setattr("chorus.server.engine.adapter_keeper.with_content", hash_it)
     with LLM(adapters={}, memory_bytes=8 << 20, threads=1) as it:
         it.load_adapter("voice", BUILTIN_ADAPTERS / "reverse")
         assert hashed.wait(60)

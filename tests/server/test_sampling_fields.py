@@ -52,7 +52,7 @@ def test_bad_words_in_vocabularies_with_words(tokenizer):
     from tokenizers import decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from chorus.server.tokenizer import Tokenizer
+    from chorus.server.text.tokenizer import Tokenizer
 
     vocab = {"b": 0, "a": 1, "d": 2, "Ġ": 3, "Ġb": 4, "ba": 5, "bad": 6}
     backend = Backend(models.BPE(vocab=vocab, merges=[("Ġ", "b"), ("b", "a"), ("ba", "d")]))

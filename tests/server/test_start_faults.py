@@ -20,10 +20,10 @@ import time
 import pytest
 import torch
 
-from chorus.server import cli
+from chorus.server.cli import command as cli
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
-from chorus.server.exits import ExitDeadline
-from chorus.server.http_server import HttpServer
+from chorus.server.http.server import HttpServer
+from chorus.server.start.exits import ExitDeadline
 
 SECONDS = 60
 """In which any start ends, on a busy machine, too."""
@@ -98,7 +98,7 @@ def start(roots, monkeypatch, capfd):
 
     monkeypatch.setattr(HttpServer, "on_tick", stop_at_once)
     monkeypatch.setattr(ExitDeadline, "start", lambda self: None)  # it lasts as long as the process
-    monkeypatch.setattr("chorus.server.launch.take_short_turns", lambda: None)  # so does this
+    monkeypatch.setattr("chorus.server.start.launch.take_short_turns", lambda: None)  # so does this
     monkeypatch.setattr(os, "_exit", never_exit)
 
     def run():

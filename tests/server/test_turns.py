@@ -8,14 +8,14 @@ import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
-from chorus.server import launch
-from chorus.server.launch import SWITCH_SECONDS
 from chorus.server.settings import Settings
+from chorus.server.start import launch
+from chorus.server.start.launch import SWITCH_SECONDS
 
 LOADED = """
 import atexit, gc, json, sys
 atexit.register(lambda: print(gc.get_freeze_count()))
-from chorus.server.launch import take_short_turns
+from chorus.server.start.launch import take_short_turns
 class Loaded: pass
 kept = [Loaded() for _ in range(50_000)]
 kept[0].itself = kept[0]

@@ -9,8 +9,8 @@ import sys
 import pytest
 from starlette.requests import ClientDisconnect
 
-from chorus.server import sse
-from chorus.server.sse import while_connected
+from chorus.server.api import sse
+from chorus.server.api.sse import while_connected
 
 
 async def stays():

@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from ....server.flags import UsageError
+from ....server.start.flags import UsageError
 
 SEEDS, QUICK_SEEDS = 10, 3
 

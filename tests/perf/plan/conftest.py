@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from chorus.perf.gpu.sizes import SIZES
-from chorus.server.recorder import HEADER
+from chorus.server.engine.recorder import HEADER
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import pytest
 
 from chorus.core.costs.profile import load_profile
 from chorus.perf.plan import command
-from chorus.server.flags import Parser, UsageError
+from chorus.server.start.flags import Parser, UsageError
 
 
 def plan(*flags):

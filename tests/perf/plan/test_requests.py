@@ -7,7 +7,7 @@ import pytest
 from chorus.perf.plan.errors import PlanError
 from chorus.perf.plan.requests import load_requests
 from chorus.perf.workload.errors import WorkloadError
-from chorus.server.recorder import HEADER
+from chorus.server.engine.recorder import HEADER
 
 
 def test_rows_are_sorted_and_begin_at_0(trace):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from chorus.server.cli import make_parser
+from chorus.server.cli.command import make_parser
 from chorus.server.cluster.plan import Plan
 from chorus.server.settings import Settings
 

@@ -11,10 +11,10 @@ from importlib.util import find_spec
 
 import pytest
 
-from chorus.server.checks import LaunchError
 from chorus.server.cluster import ray_actors
+from chorus.server.cluster.directory import ClusterDirectory
 from chorus.server.cluster.plan import Plan
-from chorus.server.cluster.processes import ClusterDirectory
+from chorus.server.start.checks import LaunchError
 from tests.server.cluster.conftest import SECONDS, cluster_up
 from tests.server.cluster.test_cluster import read
 
@@ -48,7 +48,9 @@ def test_replicas_get_shares_with_which_all_of_them_find_nodes(cpus, count, shar
 @pytest.mark.long
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs ray")
 def test_answers_of_replicas_on_ray_go_on_as_if_none_had_been_killed():
-    with cluster_up(2, "--ray", "local", "--give-up-seconds", str(SECONDS)) as up, ThreadPoolExecutor(2) as threads:
+    every = str(len(os.sched_getaffinity(0)))  # processors of a replica: two replicas share them
+    flags = ("--ray", "local", "--threads", every, "--give-up-seconds", str(SECONDS))
+    with cluster_up(2, *flags) as up, ThreadPoolExecutor(2) as threads:
         assert len(up.replicas) == 2
         unbroken = list(threads.map(lambda index: read(up.client, index), range(2)))
         while up.metric("chorus_requests_moved_total") == 0:  # an answer may end before the signal comes

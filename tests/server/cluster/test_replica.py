@@ -23,7 +23,7 @@ from chorus.server.cluster.report import Hello, Report
 from chorus.server.cluster.rows import from_row
 from chorus.server.cluster.stream import FrameStream, Refused, connect
 from chorus.server.cluster.wire import MAX_BYTES, WireError
-from chorus.server.worker import EngineWorker
+from chorus.server.engine.worker import EngineWorker
 from tests.server.conftest import EOS, FakeEngine, FakeStore
 
 SECRET = b"s" * 32

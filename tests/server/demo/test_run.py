@@ -6,15 +6,15 @@ import json
 import pytest
 from rich.console import Console
 
-from chorus.server import launch
-from chorus.server.cli import main
+from chorus.server.cli.command import main
 from chorus.server.demo import skew
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 from chorus.server.demo.client import Answer
 from chorus.server.demo.questions import Question, Score
 from chorus.server.demo.skills import BASE, SKILLS
 from chorus.server.demo.table import Lane, LaneTable, printable
-from chorus.server.worker import EngineWorker
+from chorus.server.engine.worker import EngineWorker
+from chorus.server.start import launch
 
 BUILTIN_FILES = [(BUILTIN_MODEL, "config.json"), *((BUILTIN_ADAPTERS / s, "adapter_config.json") for s in SKILLS)]
 

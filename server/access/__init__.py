@@ -1,0 +1,1 @@
+"""Rights and bounds of clients: keys, hosts, addresses and limits."""

@@ -1,0 +1,229 @@
+"""API keys: the rights of their holders, and the tenant that each one belongs to."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import ApiError
+
+log = logging.getLogger(__name__)
+audit = logging.getLogger("chorus.audit")
+
+TENANT = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+"""A tenant's name."""
+
+MIN_KEY_CHARACTERS = 8
+MAX_KEY_CHARACTERS = 512
+
+LOOK_SECONDS = 1.0
+"""Seconds between two looks at the key files."""
+
+
+class Right(StrEnum):
+    """Right that a route asks for. ADMIN: an admin key where the server has any, else a key."""
+
+    OPEN = "open"
+    KEY = "key"
+    ADMIN = "admin"
+
+
+class InvalidKey(ValueError):
+    """A key that can't be used; the text never holds it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The sender of a request. tenant: the name that the key was given, or a short one that can't be turned back into
+    it; "" without a key. sees_tenants: may see the names of other tenants.
+    """
+
+    tenant: str = ""
+    may_change_adapters: bool = True
+    sees_tenants: bool = True
+
+
+class NamedKey(NamedTuple):
+    """A key, and the name of its tenant; None: one is made of the key's hash."""
+
+    key: str
+    tenant: str | None = None
+
+
+class Keys:
+    """The keys of one server, kept as hashes.
+
+    API keys guard every route but the open ones. Where there are admin keys, only they may change adapters; otherwise
+    every API key may. An admin key is an API key, too. InvalidKey for a key of two tenants.
+    """
+
+    def __init__(self, api_keys: Iterable[NamedKey] = (), admin_keys: Iterable[NamedKey] = ()) -> None:
+        users, admins = {}, {}
+        for given, found in ((api_keys, users), (admin_keys, admins)):
+            for key, tenant in given:
+                digest = _digest(key)
+                known = admins.get(digest) or users.get(digest)
+                if known and tenant and known != tenant:
+                    raise InvalidKey(f"one key is given to two tenants, {known} and {tenant}; give each a key")
+                found[digest] = tenant or known
+        self.guarded = bool(users)
+        """True if a key is needed at all."""
+        self._open = Identity(may_change_adapters=not admins, sees_tenants=not admins)
+        self._known = [
+            (digest, Identity(tenant or f"key-{digest[:16]}", digest in admins or not admins, digest in admins))
+            for digest, tenant in sorted({**users, **admins}.items())
+        ]
+
+    @property
+    def tenants(self) -> list[str]:
+        """Sorted names of the tenants that have a key."""
+        return sorted({identity.tenant for _, identity in self._known})
+
+    def replace(self, others: Keys) -> None:
+        """Take the place of these keys: requests to come are held against `others`."""
+        vars(self).update(vars(others))
+
+    def identify(self, authorization: str | None) -> Identity:
+        """The caller with this Authorization header. Raises an ApiError for a wrong key, or a missing one."""
+        scheme, _, key = (authorization or "").partition(" ")
+        given = _digest(key.strip()) if scheme.lower() == "bearer" else ""
+        found: Identity | None = None
+        for known, identity in self._known:  # all of them: how long it takes tells nothing about which one it is
+            if hmac.compare_digest(known, given):
+                found = identity
+        if found is not None:
+            return found
+        if not self.guarded:  # keys that SDKs send because they must send one mean nothing here
+            return self._open
+        if authorization is None:
+            message = "an API key is needed; send it as 'Authorization: Bearer KEY'"
+        else:
+            message = "the API key is not known here; send one of this server's as 'Authorization: Bearer KEY'"
+        raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+
+
+class KeyWatch:
+    """A daemon thread that reads keys anew when one of their files changes, or on `reload`.
+
+    Files that can't be used leave the keys as they are.
+    """
+
+    def __init__(self, keys: Keys, read: Callable[[], Keys], files: Sequence[Path]) -> None:
+        self._keys = keys
+        self._read = read
+        self.files = files
+        self._wake = threading.Event()
+        self._asked = self._stopped = False
+        self._used = self._seen = self._stamp()
+
+    def start(self) -> None:
+        if self.files:
+            threading.Thread(target=self._run, name="chorus-keys", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._wake.set()
+
+    def reload(self) -> None:
+        """Read the keys anew, soon; from any thread, and from a signal's handler."""
+        self._asked = True
+        self._wake.set()
+
+    def look(self) -> None:
+        """Read the keys if that was asked for, or if a file has changed and nothing was written since the last look."""
+        stamp, asked = self._stamp(), self._asked
+        self._asked = False
+        has_settled = stamp == self._seen
+        self._seen = stamp
+        if not asked and (stamp == self._used or not has_settled):
+            return
+        self._used = stamp
+        try:
+            keys = self._read()
+        except InvalidKey as error:
+            log.error("the keys stay as they were: %s", error)
+            return
+        before = set(self._keys.tenants)
+        self._keys.replace(keys)
+        now = set(keys.tenants)
+        audit.info(
+            "the keys were read anew; %d tenants, new: %s, gone: %s",
+            len(now), ", ".join(sorted(now - before)) or "none", ", ".join(sorted(before - now)) or "none",
+        )  # fmt: skip
+
+    def _run(self) -> None:
+        while not self._stopped:
+            self._wake.wait(LOOK_SECONDS)
+            self._wake.clear()
+            self.look()
+
+    def _stamp(self) -> list[tuple[int, int, int] | None]:
+        return [_state(path) for path in self.files]
+
+
+def check_key(key: str) -> str:
+    """The key without blanks around it. Raises InvalidKey for one that no header carries, or that is too short."""
+    key = key.strip()
+    if not MIN_KEY_CHARACTERS <= len(key) <= MAX_KEY_CHARACTERS:
+        raise InvalidKey(f"a key has {MIN_KEY_CHARACTERS} to {MAX_KEY_CHARACTERS} characters, this one has {len(key)}")
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise InvalidKey("a key is printable ASCII without blanks")
+    return key
+
+
+def read_keys(path: Path) -> list[NamedKey]:
+    """The keys of a file, one a line, each with an optional tenant's name behind it. Raises InvalidKey.
+
+    Empty lines and lines that begin with # are skipped. Several keys may be one tenant's.
+    """
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise InvalidKey(f"the key file {path} can't be read: {reason}") from None
+    keys: dict[str, NamedKey] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        try:
+            named = _named(line)
+            if named.key in keys:
+                raise InvalidKey("this key stands in the file twice; leave one of the lines out")
+        except InvalidKey as error:
+            raise InvalidKey(f"line {number} of the key file {path}: {error}") from None
+        keys[named.key] = named
+    if not keys:
+        raise InvalidKey(f"the key file {path} has no key")
+    return list(keys.values())
+
+
+def _named(line: str) -> NamedKey:
+    key, *names = line.split()
+    if not names:
+        return NamedKey(check_key(key))
+    if len(names) > 1 or not TENANT.fullmatch(names[0]):
+        raise InvalidKey(
+            "behind a key comes the name of its tenant, one word of up to 128 letters, digits and ._:/+=@-"
+        )
+    return NamedKey(check_key(key), names[0])
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _state(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -1,0 +1,95 @@
+"""Limits of one request, and the checks of its JSON before anything is made of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from ...core.requests.sampling_params import MAX_LOGPROBS
+from ..errors import ApiError
+
+MAX_DEPTH = 64
+NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
+
+COUNTED = {
+    "messages": "max_messages",
+    "stop": "max_stop_strings",
+    "bad_words": "max_bad_words",
+    "logit_bias": "max_logit_bias",
+    "allowed_token_ids": "max_allowed_tokens",
+    "stop_token_ids": "max_logit_bias",
+    "tools": "max_tools",
+}
+"""Fields that hold several, with the limit to their number."""
+
+
+class RequestLimits(BaseModel):
+    """Limits beyond which a request is refused with a 400. The server's settings extend it."""
+
+    max_logprobs: int = Field(
+        default=20, ge=0, le=MAX_LOGPROBS, description="most log-probabilities that can be asked for with a token"
+    )
+    max_scores: int = Field(
+        default=100_000,
+        ge=1,
+        description="most log-probabilities in one answer: tokens with theirs, times one more than their alternatives",
+    )
+    max_call_tokens: int = Field(
+        default=1 << 18, ge=1, description="most prompt tokens in one call, each prompt times the answers to it"
+    )
+    max_messages: int = Field(default=1024, ge=1, description="most messages in one conversation")
+    max_tools: int = Field(default=128, ge=0, description="most tools in one conversation")
+    max_tool_bytes: int = Field(default=256 << 10, ge=0, description="most bytes of the tools that may be called")
+    max_stop_strings: int = Field(default=16, ge=0, description="most stop strings")
+    max_bad_words: int = Field(default=256, ge=0, description="most bad words")
+    max_logit_bias: int = Field(default=1024, ge=0, description="most entries of logit_bias, or of stop_token_ids")
+    max_allowed_tokens: int = Field(default=16384, ge=1, description="most entries of allowed_token_ids")
+    max_grammar_bytes: int = Field(
+        default=32 << 10, ge=1, description="most bytes of a JSON schema, of choices or of another grammar"
+    )
+    max_pattern_bytes: int = Field(
+        default=8 << 10,
+        ge=1,
+        description="most bytes of regular expressions in a grammar, or of its rules: the time to compile grows with "
+        "their square, to half a second",
+    )
+    max_steering: int = Field(
+        default=8192,
+        ge=1,
+        description="most bad words, logit_bias entries, allowed token ids and characters of stop strings, each times "
+        "the answers in the call",
+    )
+    max_json_values: int = Field(default=1 << 17, ge=16, description="most values in a request's JSON")
+
+
+def check_json(body: bytes, max_values: int) -> None:
+    """Raises an ApiError for a text with more values, or deeper ones, than are taken. Takes a few passes over it."""
+    at_most = body.count(b",") + body.count(b"[") + body.count(b"{") + 1
+    if at_most <= MAX_DEPTH:
+        return
+    if b"\\" in body:
+        body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if body.count(b'"') > 4 * max_values:  # each string has two quotes and is a value or the name of one
+        raise _too_many(max_values)
+    outside = b"".join(body.split(b'"')[::2])
+    if outside.count(b",") + outside.count(b"[") + outside.count(b"{") + 1 > max_values:
+        raise _too_many(max_values)
+    depth = 0
+    for bracket in outside.translate(None, NOT_BRACKETS):
+        depth += 1 if bracket in b"[{" else -1
+        if depth > MAX_DEPTH:
+            raise ApiError(400, f"the body's JSON is nested more than {MAX_DEPTH} deep")
+
+
+def _too_many(limit: int) -> ApiError:
+    return ApiError(400, f"the body's JSON has more than the {limit} values this server takes", code="too_many_values")
+
+
+def check_counts(body: dict[str, Any], limits: RequestLimits) -> None:
+    """Raises an ApiError for a field with too many entries, before anything is made of them."""
+    for name, limit in COUNTED.items():
+        entries = body.get(name)
+        most = getattr(limits, limit)
+        if isinstance(entries, list | dict) and len(entries) > most:
+            raise ApiError(400, f"{name} has {len(entries)} entries, this server takes {most}", param=name)

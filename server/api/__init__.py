@@ -1,0 +1,1 @@
+"""The routes: what requests mean, and what is answered."""

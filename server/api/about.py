@@ -1,0 +1,134 @@
+"""The routes about the server: is it well, what does it serve, what has it counted."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+
+from prometheus_client import generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ... import __version__
+from ..engine.backend import Backend
+from ..engine.metrics import EngineView, Metrics, Write, accounts_text
+from ..errors import EngineUnavailable, JsonResponse, no_model
+from ..executors import DaemonPool
+from ..http.gate import Gate
+from ..settings import Settings
+
+PLAIN, OPENMETRICS = "text/plain", "application/openmetrics-text"
+FORMATS: dict[str, Write] = {PLAIN: generate_latest, OPENMETRICS: partial(generate_openmetrics, escaping="allow-utf-8")}
+"""Formats of metrics, and what writes them. With the library's own escaping the colon in vLLM's names would be lost."""
+
+VERSIONS = {PLAIN: "0.0.4", OPENMETRICS: "1.0.0"}
+OPENMETRICS_END = b"# EOF\n"
+"""The last line of OpenMetrics; Prometheus' own text has none."""
+
+SCRAPE_SECONDS = 2.0
+"""Seconds that a scrape waits for the engine before it shows what the previous one saw."""
+
+
+class Api:
+    """Health, version, metrics and models."""
+
+    def __init__(self, worker: Backend, settings: Settings, gate: Gate, scrapes: DaemonPool) -> None:
+        self._worker = worker
+        self._gate = gate
+        self._scrapes = scrapes
+        self._settings = settings
+        self._view = EngineView()
+        self._scraping: dict[str, asyncio.Task[bytes]] = {}  # by format
+        self.metrics = Metrics(lambda: worker.stats, lambda: self._view, settings.base_name)
+        if worker.collector is not None:
+            self.metrics.registry.register(worker.collector)
+        self._started = int(time.time())
+
+    async def health(self, request: Request) -> Response:
+        """200 while the engine takes requests and gets on with them, 503 when it doesn't, or is about to end.
+
+        Where keys are needed, a client without one gets the status alone.
+        """
+        healthy = self._worker.healthy and not self._gate.draining
+        body: dict[str, object] = {"status": "ok" if healthy else "draining" if self._gate.draining else "unavailable"}
+        if request.state.identity is not None:
+            body["stats"] = asdict(self._worker.stats)
+            if not healthy:
+                body["reason"] = self._worker.trouble or "the server is shutting down"
+        return JsonResponse(body, status_code=200 if healthy else 503)
+
+    async def ping(self, _: Request) -> Response:
+        """SageMaker's health check: only the status counts."""
+        return Response(status_code=200 if self._worker.healthy else 503)
+
+    async def load(self, _: Request) -> Response:
+        """Number of calls that are being answered, as vLLM tells it."""
+        return JsonResponse({"server_load": self._gate.num_generating})
+
+    async def server_info(self, _: Request) -> Response:
+        """The server's limits under our names, and what SGLang's router reads under SGLang's."""
+        model, settings = self._worker.model, self._settings
+        told = {name: getattr(settings, name) for name in ("max_num_seqs", "max_num_batched_tokens", "max_lora_rank")}
+        body = {"version": __version__, "model_path": settings.model.name, "served_model_name": settings.base_name}
+        sizes = {"max_model_len": model.max_model_len, "vocab_size": model.vocab_size, "tp_size": 1, "dp_size": 1}
+        return JsonResponse({**body, **sizes, **told})
+
+    async def model_info(self, _: Request) -> Response:
+        """The model, as SGLang's router asks for it. Only names of directories are told."""
+        name = self._settings.model.name
+        names = {"model_path": name, "tokenizer_path": name, "served_model_name": self._settings.base_name}
+        lacks = {"has_image_understanding": False, "has_audio_understanding": False}
+        return JsonResponse({**names, "is_generation": True, "preferred_sampling_params": None, **lacks})
+
+    async def version(self, _: Request) -> Response:
+        return JsonResponse({"version": __version__})
+
+    async def scrape(self, request: Request) -> Response:
+        """Prometheus' text, or OpenMetrics for a scraper that takes it; what a stuck engine can't tell is as it was.
+
+        Scrapes at the same time share one, but for the tenants: a caller without an admin key sees its own alone.
+        """
+        kind = OPENMETRICS if OPENMETRICS in request.headers.get("accept", "") else PLAIN
+        write = FORMATS[kind]
+        if (scraping := self._scraping.get(kind)) is None or scraping.done():
+            scraping = self._scraping[kind] = asyncio.ensure_future(self._scrape(write))
+        text = await asyncio.shield(scraping)
+        sees_all = request.state.identity.sees_tenants or self._settings.fair_by == "adapter"
+        accounts = accounts_text(self._view, write, None if sees_all else request.state.tenant)
+        return Response(
+            text.removesuffix(OPENMETRICS_END) + accounts, media_type=f"{kind}; version={VERSIONS[kind]}; charset=utf-8"
+        )
+
+    async def _scrape(self, write: Write) -> bytes:
+        with suppress(TimeoutError, EngineUnavailable):
+            self._view = await asyncio.wait_for(asyncio.wrap_future(self._worker.view()), SCRAPE_SECONDS)
+            self.metrics.forget_all_but(self._view.names)
+        return await self._scrapes.run(self.metrics.render, write)  # beside the loop: a thousand adapters take a while
+
+    async def models(self, _: Request) -> Response:
+        return JsonResponse({"object": "list", "data": await self._model_cards()})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        for card in await self._model_cards():
+            if card["id"] == name:
+                return JsonResponse(card)
+        raise no_model(name)
+
+    async def _model_cards(self) -> list[dict[str, object]]:
+        listing = await asyncio.wrap_future(self._worker.adapters.listing())
+        base = self._settings.base_name
+
+        def card(name: str, root: str, parent: str | None) -> dict[str, object]:
+            limit = self._worker.model.max_model_len
+            about = {"object": "model", "created": self._started, "owned_by": "chorus", "max_model_len": limit}
+            return {"id": name, "root": root, "parent": parent, **about}
+
+        return [
+            card(base, self._settings.model.name, None),
+            *({**card(one.name, one.manifest.path.name, base), "rank": one.manifest.rank} for one in listing.adapters),
+        ]

@@ -1,0 +1,303 @@
+"""The routes that show and change the adapters: our own, and vLLM's two."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, Field, StrictBool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from ...core.requests.sampling_params import InvalidRequest
+from ...memory.adapters.adapter import MAX_NAME_CHARACTERS
+from ...memory.adapters.store import UnknownAdapter
+from ...memory.files.directory import MAX_PATH_BYTES
+from ...memory.files.error import AdapterFormatError, shown
+from ...memory.files.format import STEM
+from ...memory.host.limited_threads import NoThreadLeft
+from ..engine.adapter_loads import AdapterLoads, LoadTimedOut
+from ..engine.backend import AdapterState, Backend
+from ..errors import DISK_FAULTS, ApiError, Body, clipped, read_body, validated
+from ..executors import PoolFull
+from ..settings import AdapterName, Settings
+
+audit = logging.getLogger("chorus.audit")
+
+PIN_SECONDS = 0.02
+"""Seconds between two looks at whether an adapter that is to be pinned has been read."""
+
+
+def _check_path(path: str) -> str:
+    if "\0" in path or len(path.encode(errors="surrogatepass")) > MAX_PATH_BYTES:
+        raise ValueError(f"a path has at most {MAX_PATH_BYTES} bytes, none of them zero")
+    return path
+
+
+AdapterPath = Annotated[str, Field(min_length=1, max_length=MAX_PATH_BYTES), AfterValidator(_check_path)]
+
+
+class AddAdapter(BaseModel):
+    """POST /v1/adapters. `path` is a directory on the server."""
+
+    name: AdapterName
+    path: AdapterPath
+
+
+class LoadLoraAdapter(BaseModel):
+    """POST /v1/load_lora_adapter."""
+
+    lora_name: AdapterName
+    lora_path: AdapterPath
+    load_inplace: bool | None = False
+    base_model_name: Annotated[str, Field(max_length=MAX_PATH_BYTES)] | None = None
+
+
+class UnloadLoraAdapter(BaseModel):
+    """POST /v1/unload_lora_adapter. `lora_int_id` may come along, as vLLM's clients send it, and means nothing."""
+
+    lora_name: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]
+    force: bool | None = False
+
+
+class ChangeAdapter(BaseModel):
+    """PATCH /v1/adapters/NAME."""
+
+    pinned: StrictBool
+
+
+class AdapterRoots:
+    """Directories below which a path must lie, symbolic links followed; with none, adapters stay as they are."""
+
+    def __init__(self, roots: Sequence[Path]) -> None:
+        self.roots = tuple(root.resolve() for root in roots)
+
+    def require(self) -> None:
+        """Raises an ApiError unless adapters may be changed over HTTP at all."""
+        if not self.roots:
+            raise ApiError(
+                403,
+                "this server's adapters can't be changed over HTTP: adapter_roots is not set; "
+                "start it with --adapter-roots DIR (or --adapters DIR) to allow what lies below DIR",
+                code="adapter_loading_disabled",
+            )
+
+    def find(self, path: str, field: str) -> Path:
+        """The directory that `path` means, resolved; relative ones are looked for below each root.
+
+        It asks the disk, which may take any time: not on the thread of the event loop.
+
+        Raises an ApiError that names `field`: 403 for what lies elsewhere, whether it exists or not, 404 for what
+        doesn't exist; and the OSError of a disk that fails.
+        """
+        self.require()
+        try:
+            candidates = [(root / path).resolve() for root in self.roots]
+            allowed = [found for found in candidates if any(found.is_relative_to(root) for root in self.roots)]
+            found = next((found for found in allowed if found.is_dir()), None)
+        except (OSError, ValueError, RuntimeError) as error:
+            if getattr(error, "errno", None) in DISK_FAULTS:
+                raise
+            raise ApiError(400, f"{field} is no path: {error}", param=field) from None
+        if found is not None:
+            return found
+        if not allowed:
+            raise ApiError(
+                403,
+                f"{field} {path!r} lies outside the directories that adapters may be loaded from; "
+                "put the adapter there, or start the server with --adapter-roots",
+                param=field,
+                code="path_not_allowed",
+            )
+        raise ApiError(
+            404,
+            f"No adapter found for {field} {path!r}: there is no such directory on the server",
+            param=field,
+            code="adapter_not_found",
+        )
+
+
+class AdapterApi:
+    """Routes by which clients see and change the adapters."""
+
+    def __init__(self, worker: Backend, settings: Settings, loads: AdapterLoads) -> None:
+        self._book = worker.adapters
+        self._settings = settings
+        self._roots = AdapterRoots(settings.loadable_from)
+        self._loads = loads
+
+    # --- our own ---
+
+    async def list_all(self, request: Request) -> Response:
+        listing = await asyncio.wrap_future(self._book.listing())
+        stats = listing.stats
+        weights = {
+            "mode_policy": self._settings.mode_policy,
+            "mode": stats.mode.value,
+            "merged_adapter": stats.merged_adapter,
+            "merges": stats.num_merges,
+            "switches": stats.num_mode_switches,
+        }
+        hide = request.app.state.private_paths.hide
+        broken = [
+            {"name": one.name, "path": shown_path(one.path, request), "reason": hide(one.reason)}
+            for one in listing.quarantined
+        ]
+        data = [_body(one, request) for one in listing.adapters]
+        return JSONResponse({"object": "list", "data": data, "quarantined": broken, "weights": weights})
+
+    async def show(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        try:
+            seen = await asyncio.wrap_future(self._book.state(name))
+        except UnknownAdapter:
+            raise _unknown(name, None) from None
+        return JSONResponse(_body(seen, request))
+
+    async def add(self, request: Request) -> Response:
+        """Registers an adapter, or replaces one; 201 or 200."""
+        asked = await self._read(AddAdapter, request)
+        seen, replaced = await self._load(request, asked.name, asked.path, "name", "path", replace=True)
+        return JSONResponse(_body(seen, request), status_code=200 if replaced else 201)
+
+    async def remove(self, request: Request) -> Response:
+        """Removes an adapter: when the last request that holds it has ended, or with `?force=true` at once."""
+        name, force = request.path_params["name"], request.query_params.get("force", "false")
+        if force not in ("true", "false"):
+            raise ApiError(400, f"force is {clipped(force)!r}; it may be true or false", param="force")
+        ended = await self._unload(request, name, None, force=force == "true")
+        return JSONResponse({"object": "adapter", "name": name, "deleted": True, "ended_requests": ended})
+
+    async def change(self, request: Request) -> Response:
+        """Pins an adapter, which loads it, or unpins it."""
+        asked = await self._read(ChangeAdapter, request)
+        name = request.path_params["name"]
+        try:
+            if asked.pinned:
+                await self._pin(name)
+            else:
+                await asyncio.wrap_future(self._book.unpin(name))
+            seen = await asyncio.wrap_future(self._book.state(name))
+        except UnknownAdapter:
+            raise _unknown(name, None) from None
+        audit.info("%s %s adapter %s", request.state.caller, "pinned" if asked.pinned else "unpinned", name)
+        return JSONResponse(_body(seen, request))
+
+    # --- vLLM's ---
+
+    async def load_lora_adapter(self, request: Request) -> Response:
+        asked = await self._read(LoadLoraAdapter, request)
+        base = self._settings.base_name
+        if asked.base_model_name not in (None, base, str(self._settings.model)):
+            message = f"base_model_name is {asked.base_model_name!r}, this server's base model is {base!r}"
+            raise ApiError(400, message, param="base_model_name")
+        replace = bool(asked.load_inplace)
+        await self._load(request, asked.lora_name, asked.lora_path, "lora_name", "lora_path", replace=replace)
+        return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
+
+    async def unload_lora_adapter(self, request: Request) -> Response:
+        asked = await self._read(UnloadLoraAdapter, request)
+        await self._unload(request, asked.lora_name, "lora_name", force=bool(asked.force))
+        return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
+
+    # --- common ---
+
+    async def _read(self, kind: type[Body], request: Request) -> Body:
+        async with read_body(request, self._settings.max_body_bytes) as body:
+            return validated(kind, body)
+
+    async def _load(
+        self, request: Request, name: str, path: str, name_field: str, path_field: str, *, replace: bool
+    ) -> tuple[AdapterState, bool]:
+        """The adapter once requests may use it, and whether it took another's place."""
+        self._roots.require()
+        if self._settings.is_reserved(name):
+            message = f"{name_field} {name!r} is the base model's, or begins like it; choose another"
+            raise ApiError(400, message, param=name_field)
+        find = partial(self._roots.find, path, path_field)
+        try:
+            load = self._loads.load(name, find, self._roots.roots, replace=replace, by=request.state.caller)
+            return await asyncio.wrap_future(load)
+        except AdapterFormatError as error:
+            if getattr(error.__cause__, "errno", None) in DISK_FAULTS:
+                message = f"{error}; try again later"
+                raise ApiError(503, message, param=path_field, code=error.failure, retry_after=1) from None
+            raise ApiError(400, str(error), param=path_field, code="invalid_adapter") from None
+        except FileExistsError:
+            raise ApiError(
+                400,
+                f"The lora adapter '{name}' has already been loaded. To replace it, set 'load_inplace' to true.",
+                param=name_field,
+                code="adapter_already_loaded",
+            ) from None
+        except LoadTimedOut as error:
+            raise ApiError(504, str(error), code="load_timed_out") from None
+        except (PoolFull, NoThreadLeft) as error:
+            raise ApiError(503, f"{error}; try again later", code="loads_busy") from None
+
+    async def _pin(self, name: str) -> None:
+        """Pin an adapter once it has been read."""
+        seconds = self._settings.adapter_load_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                while not await asyncio.wrap_future(self._book.pin(name)):
+                    await asyncio.sleep(PIN_SECONDS)
+        except InvalidRequest as error:
+            raise ApiError(400, str(error), param="pinned", code="no_room_to_pin") from None
+        except AdapterFormatError as error:
+            status, again = (503, 1) if error.failure.may_pass else (424, None)
+            raise ApiError(status, str(error), code=error.failure, retry_after=again) from None
+        except TimeoutError:
+            message = f"the disk did not answer within {seconds:g} seconds (adapter_load_seconds); nothing is pinned"
+            raise ApiError(504, message, code="load_timed_out") from None
+
+    async def _unload(self, request: Request, name: str, field: str | None, *, force: bool) -> int:
+        """Remove an adapter; returns how many requests were ended for it."""
+        self._roots.require()
+        try:
+            adapter, ended = await asyncio.wrap_future(self._book.remove(name, force=force))
+        except UnknownAdapter:
+            raise _unknown(name, field) from None
+        audit.info(
+            "%s removed adapter %s: version %d, content %s; %d requests were ended",
+            request.state.caller, name, adapter.version, adapter.manifest.content_hash, ended,
+        )  # fmt: skip
+        return ended
+
+
+def _body(one: AdapterState, request: Request) -> dict[str, Any]:
+    manifest, base = one.manifest, one.manifest.base_model
+    return {
+        "name": one.name,
+        "version": one.version,
+        "rank": manifest.rank,
+        "target_modules": list(manifest.targets),
+        "tier": one.tier,
+        "pages": one.pages,
+        "references": one.references,
+        "pinned": one.pinned,
+        "credit": one.credit,
+        "path": shown_path(manifest.path, request),
+        "content_hash": manifest.content_hash,
+        "no_effect": manifest.no_effect,
+        "stem": None if manifest.stem == STEM else manifest.stem,
+        "base_model": base if base is None or base[0] != "/" else shown_path(Path(base), request),
+        "names_other_base": manifest.names_other_base,
+    }
+
+
+def shown_path(path: Path, request: Request) -> str:
+    """A path as JSON can hold it: bytes that are not UTF-8 and unprintable characters are escaped.
+
+    A client that may not see this machine's paths gets it relative to its root.
+    """
+    text = str(path) if request.state.sees_paths else request.app.state.private_paths.shown(path)
+    return text if text.isprintable() else shown(text)
+
+
+def _unknown(name: str, field: str | None) -> ApiError:
+    return ApiError(404, f"The lora adapter '{name}' cannot be found.", param=field, code="adapter_not_found")

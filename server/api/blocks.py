@@ -1,0 +1,111 @@
+"""An answer as blocks, one after another: what OpenAI's Responses and Anthropic's messages have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..engine.generation import Choice, Delta, Generation
+from ..text.answer_reader import Part, PartKind
+from .logprobs import LogprobFormat
+from .responses import AnswerFormat, Body, Extras
+
+
+@dataclass(slots=True)
+class Block:
+    """A stretch of content or of reasoning, or a call of a tool. call_id, name: a call's.
+
+    pieces: of its text, or of a call's arguments. scores: log-probabilities of content's tokens, as chat answers have.
+    """
+
+    kind: PartKind
+    index: int
+    call_id: str = ""
+    name: str = ""
+    pieces: list[str] = field(default_factory=list)
+    scores: list[Body] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+class BlockFormat(AnswerFormat):
+    """Makes blocks of the one choice of an answer, and events of the blocks."""
+
+    end = b""
+
+    def __init__(self, generation: Generation, scores: LogprobFormat, extras: Extras) -> None:
+        super().__init__(generation, scores, extras)
+        self._blocks: list[Block] = []
+        self._new_scores: list[Any] = []  # of tokens whose text has not come yet
+        self._latest: PartKind | None = None
+        self._num_reasoning_tokens = 0
+
+    def note(self, delta: Delta) -> None:
+        """Count the tokens of reasoning."""
+        super().note(delta)
+        for part in delta.parts or ():
+            self._latest = part.kind
+        if self._latest is PartKind.REASONING:
+            self._num_reasoning_tokens += len(delta.token_ids)
+
+    def answer(self) -> Body:
+        (choice,) = self._generation.choices
+        for _ in self.chunks(choice):
+            pass
+        return self.whole()
+
+    def chunks(self, delta: Delta | Choice) -> Iterator[Body]:
+        """Events of a delta, or of a whole answer; each closes what it does not go on with."""
+        if isinstance(delta, Delta):
+            self.note(delta)
+        block = self._blocks[-1] if self._blocks else None
+        if self._extras.logprobs is not None:
+            self._new_scores += self._scores.chat(delta.logprobs, self._extras.logprobs)["content"]
+        for part in delta.parts or ():
+            if block is None or part.kind is PartKind.CALL or part.kind not in (block.kind, PartKind.ARGUMENTS):
+                if block is not None:
+                    yield from self._closed(block)
+                block = yield from self._begun_block(part)
+            if part.kind is not PartKind.CALL:
+                block.pieces.append(part.text)
+                yield from self._added(block, part.text, self._take_scores(block))
+        if delta.finish_reason is not None:
+            if block is None:
+                block = yield from self._begun_block(Part(PartKind.CONTENT, ""))
+            self._take_scores(block)
+            yield from self._closed(block)
+
+    def _begun_block(self, part: Part) -> Iterator[Body]:
+        name = part.text if part.kind is PartKind.CALL else ""
+        block = Block(part.kind, len(self._blocks), part.id, name)
+        self._blocks.append(block)
+        yield from self._opened(block)
+        return block
+
+    def _take_scores(self, block: Block) -> list[Body]:
+        """Scores of the tokens up to here; only content shows them."""
+        scores, self._new_scores = self._new_scores, []
+        if block.kind is not PartKind.CONTENT:
+            return []
+        block.scores += scores
+        return scores
+
+    @abstractmethod
+    def whole(self) -> Body:
+        """The whole answer."""
+
+    @abstractmethod
+    def _opened(self, block: Block) -> Iterator[Body]:
+        """Events with which a block begins."""
+
+    @abstractmethod
+    def _added(self, block: Block, text: str, scores: list[Body]) -> Iterator[Body]:
+        """Events of a piece of a block's text."""
+
+    @abstractmethod
+    def _closed(self, block: Block) -> Iterator[Body]:
+        """Events with which a block ends."""

@@ -1,0 +1,105 @@
+"""Grammars of answers that call tools, in llguidance's dialect of Lark."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ...core.requests.grammars import JSON_OPTIONS
+from ..text.answer_reader import XmlArguments
+from ..text.call_formats import AnswerSyntax
+
+_END_OF_VALUE = f"\n{XmlArguments.CLOSE}\n"
+
+
+def call_grammar(
+    syntax: AnswerSyntax,
+    tools: Mapping[str, dict[str, Any]],
+    specials: Mapping[str, int],
+    *,
+    forced: bool,
+    parallel: bool,
+    reasons_already: bool,
+) -> str:
+    """The grammar of answers whose calls are of these tools.
+
+    tools: the JSON schema of each function's arguments. specials: ids of the special tokens among the syntax's marks.
+    forced: calls and nothing else, but for reasoning in front of them; otherwise calls in free text, or none.
+    parallel: whether there may be several. reasons_already: the prompt ended within reasoning.
+    """
+    calls = syntax.calls
+    assert calls is not None
+    spelt = _Speller(specials)
+    rules = ["TEXT: /(.|\\n)*/"]
+    for index, (name, schema) in enumerate(tools.items()):
+        arguments = _tags(schema, spelt) if calls.xml else _json(schema)
+        rules.append(f"call_{index}: {spelt(calls.begin.format(name=name))} {arguments} {spelt(calls.end)}")
+    rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
+    if calls.xml:
+        rules.append(spelt.text_up_to("text_value", _END_OF_VALUE))
+    more = f"({spelt(calls.between)} call)*" if calls.separator and parallel else ""
+    rules.append(f"calls: {spelt(calls.first)} call {more} {spelt(calls.close)}")
+    opening = "" if calls.bare else spelt(calls.open)
+    start = _reasoning(syntax, rules, spelt, forced=forced, reasons_already=reasons_already)
+    several = parallel and not calls.separator
+    if forced:
+        start += f"{opening} calls" + (f" ({spelt(calls.between)} {opening} calls)*" if several else "")
+    elif calls.bare:
+        rules.append("NO_OBJECT: /([^{ \\t\\r\\n](.|\\n)*)?/")
+        start += "(calls | NO_OBJECT)"
+    else:
+        rules.append(spelt.text_up_to("lead", calls.open))
+        start += f"(lead calls){'*' if parallel else '?'} TEXT"
+    return "\n".join(("%llguidance {}", f"start: {start}", *rules))
+
+
+def _reasoning(syntax: AnswerSyntax, rules: list[str], spelt: _Speller, *, forced: bool, reasons_already: bool) -> str:
+    """What the start rule begins with where an answer may reason, or goes on reasoning."""
+    reasoning = syntax.reasoning
+    if reasoning is None or not (forced or spelt.specials.keys() & {reasoning.open, reasoning.close}):
+        return ""  # free text has it, too
+    rules.append(spelt.text_up_to("reasoned", reasoning.close))
+    rules.append("BLANKS: /\\n{0,2}/")
+    return "reasoned BLANKS " if reasons_already else f"({spelt(reasoning.open)} reasoned BLANKS)? "
+
+
+class _Speller:
+    """Writes texts as a grammar has them: special tokens by their ids."""
+
+    def __init__(self, specials: Mapping[str, int]) -> None:
+        self.specials = specials
+        longest_first = sorted(specials, key=len, reverse=True)
+        self._pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if specials else None
+
+    def __call__(self, text: str) -> str:
+        parts = [text] if self._pattern is None else self._pattern.split(text)
+        return " ".join(f"<[{self.specials[p]}]>" if p in self.specials else json.dumps(p) for p in parts if p)
+
+    def text_up_to(self, rule: str, end: str) -> str:
+        """A rule: any text up to the first end, and the end."""
+        return f"{rule}{'' if end in self.specials else '[lazy]'}: TEXT {self(end)}"
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return "%json " + json.dumps({**schema, "x-guidance": JSON_OPTIONS})
+
+
+def _tags(schema: Mapping[str, Any], spelt: _Speller) -> str:
+    """Arguments between tags, in the order of the schema's properties. Of strings, enum and const are enforced."""
+    properties, required = schema.get("properties") or {}, schema.get("required") or ()
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    parts = []
+    for name, each in properties.items():
+        each = each if isinstance(each, Mapping) else {}
+        values = [each["const"]] if "const" in each else each.get("enum")
+        if each.get("type") != "string":
+            value = f"{_json({**shared, **each})} {spelt(_END_OF_VALUE)}"
+        elif isinstance(values, list) and values:
+            value = f"({' | '.join(json.dumps(str(each)) for each in values)}) {spelt(_END_OF_VALUE)}"
+        else:
+            value = "text_value"
+        part = f"{spelt(f'{XmlArguments.OPEN}{name}>' + chr(10))} {value}"
+        parts.append(part if name in required else f"({part})?")
+    return " ".join(parts)

@@ -1,0 +1,131 @@
+"""The body of POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import from_json
+
+from ..access.limits import RequestLimits
+from ..errors import ApiError
+from ..text.tokenizer import RESERVED_FOR_TEMPLATE, Conversation, Tokenizer
+from .fields import MESSAGE, check_messages
+from .openai import GenerationRequest, LogprobCount
+from .tool_fields import ToolFields
+
+
+class Message(BaseModel):
+    """One message of a conversation; fields that are neither role nor content go to the chat template as they are."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _join_text_parts(cls, content: Any) -> Any:
+        if not isinstance(content, list):
+            return content
+        texts = []
+        for index, part in enumerate(content):
+            text = part.get("text") if isinstance(part, dict) and part.get("type") in ("text", "input_text") else None
+            if not isinstance(text, str):
+                raise ValueError(f"part {index} is no text part; only parts of type text are supported")
+            texts.append(text)
+        return "\n".join(texts)
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Message:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"content is missing; a {self.role} message needs it")
+        return self
+
+    @model_validator(mode="after")
+    def _arguments_are_objects(self) -> Message:
+        """Arguments of earlier calls are JSON in the API, and values in templates."""
+        calls = (self.model_extra or {}).get("tool_calls")
+        for index, call in enumerate(calls if isinstance(calls, list) else ()):
+            function = call.get("function") if isinstance(call, dict) else None
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise ValueError(f"tool_calls[{index}] must have a function with a name")
+            arguments = function.get("arguments")
+            try:
+                value = from_json(arguments or "{}") if isinstance(arguments, str | None) else arguments
+            except ValueError:
+                value = None
+            if not isinstance(value, dict):
+                raise ValueError(f"tool_calls[{index}].function.arguments must be a JSON object")
+            function["arguments"] = value
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        shown = {name: value for name, value in (self.model_extra or {}).items() if name in MESSAGE}
+        return {**shown, "role": self.role, "content": self.content or ""}
+
+
+class ChatCompletionRequest(ToolFields, GenerationRequest):
+    """A conversation to continue."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: LogprobCount = 0
+    add_special_tokens: bool = False
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _only_what_messages_have(cls, messages: Any) -> Any:
+        check_messages(messages)
+        return messages
+
+    def check(self, limits: RequestLimits) -> None:
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs need logprobs=true", param="top_logprobs")
+        self.check_tools(limits)
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "a continued message has no new prompt behind it; set add_generation_prompt to false"
+            raise ApiError(400, message, param="add_generation_prompt")
+        if self.continue_final_message and not self.messages[-1].content:
+            raise ApiError(400, "the last message has no content to continue", param="continue_final_message")
+        for name in self.chat_template_kwargs:
+            if name in RESERVED_FOR_TEMPLATE:
+                message = f"{name} can't be given in chat_template_kwargs"
+                raise ApiError(400, message, param="chat_template_kwargs")
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+    @property
+    def asked_tokens(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    def ignored(self, tokenizer: Tokenizer) -> list[str]:
+        template = tokenizer.chat_template
+        effort = self._effort()
+        ignored = [] if not effort or any(name in template for name in effort) else ["reasoning_effort"]
+        return ignored if not self.tools or "tools" in template else [*ignored, "tools"]
+
+    def _effort(self) -> dict[str, Any]:
+        """Template variables of reasoning_effort; the second is the one of models that reason or don't."""
+        effort = self.reasoning_effort
+        if effort is None:
+            return {}
+        return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
+
+    def conversation(self) -> Conversation:
+        """Messages and options for the chat template."""
+        begins = self.add_generation_prompt
+        return Conversation(
+            [message.for_template() for message in self.messages],
+            begins_answer=not self.continue_final_message if begins is None else begins,
+            continues_last=self.continue_final_message,
+            tools=self.tools,
+            variables={**self._effort(), **self.chat_template_kwargs},
+            add_special_tokens=self.add_special_tokens,
+        )

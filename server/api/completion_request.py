@@ -1,0 +1,82 @@
+"""The body of POST /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import field_validator
+
+from ...core.requests.sampling_params import InvalidRequest
+from ..access.limits import RequestLimits
+from ..errors import ApiError
+from .openai import GenerationRequest, LogprobCount
+
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's, in completions."""
+
+
+class CompletionRequest(GenerationRequest):
+    """A prompt, or several, to continue."""
+
+    prompt: Any = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    best_of: int | None = None
+    echo: bool = False
+    logprobs: LogprobCount | None = None
+    add_special_tokens: bool = True
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _false_is_none(cls, logprobs: Any) -> Any:
+        return None if logprobs is False else logprobs
+
+    def check(self, limits: RequestLimits) -> None:
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ApiError(400, "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
+        if self.best_of is not None and self.best_of != self.n:
+            raise ApiError(
+                400,
+                f"best_of is {self.best_of} and n is {self.n}; choosing among more answers than are returned is not "
+                "supported: leave best_of out, or make it n",
+                param="best_of",
+                code="unsupported_parameter",
+            )
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def num_prompt_scores(self) -> int | None:
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in asked if count is not None), default=None)
+
+    @property
+    def prompt_only(self) -> bool:
+        return self.echo and self.asked_tokens == 0
+
+    @property
+    def asked_tokens(self) -> int:
+        asked = self.max_tokens if self.max_tokens is not None else self.max_completion_tokens
+        return DEFAULT_MAX_TOKENS if asked is None else asked
+
+    def prompts(self, limit: int) -> list[str | list[int]]:
+        """One entry per choice: a text or token ids."""
+        prompt = self.prompt
+        if isinstance(prompt, str) or _is_token_list(prompt):
+            return [prompt]
+        if not isinstance(prompt, list) or not prompt:
+            raise InvalidRequest(
+                "prompt", "prompt must be a string, a list of token ids, or a non-empty list of either"
+            )
+        if len(prompt) > limit:
+            raise InvalidRequest("prompt", f"at most {limit} prompts are taken at once, these are {len(prompt)}")
+        for index, entry in enumerate(prompt):
+            if not (isinstance(entry, str) or _is_token_list(entry)):
+                raise InvalidRequest(f"prompt[{index}]", f"prompt[{index}] must be a string or a list of token ids")
+        return prompt
+
+
+def _is_token_list(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)

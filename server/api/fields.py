@@ -1,0 +1,186 @@
+"""The fields of a request's body: our own, other servers' names for them, and fields that can't be obeyed.
+
+The lists hold every field that OpenAI, vLLM, SGLang, LoRAX and llama.cpp document for completions and chat completions.
+A field that would change the answer is obeyed or refused; one that can't is named in `HARMLESS`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+from typing import Any
+
+from ..errors import ApiError, clipped
+
+ALIASES = {
+    "ignore_eos_token": "ignore_eos",  # LoRAX
+    "max_new_tokens": "max_tokens",  # SGLang, LoRAX
+    "min_new_tokens": "min_tokens",  # SGLang
+    "n_cmpl": "n",  # llama.cpp
+    "n_predict": "max_tokens",  # llama.cpp
+    "no_stop_trim": "include_stop_str_in_output",  # SGLang
+    "return_full_text": "echo",  # LoRAX
+    "sampling_seed": "seed",  # SGLang
+    "rid": "request_id",  # SGLang
+    "adapter_id": "lora_path",  # LoRAX
+}
+"""Other names of fields that we have."""
+
+UNLIMITED = {"n_predict": -1}
+"""Values of aliases that are as good as leaving the field out."""
+
+HARMLESS = {
+    "custom_labels": "labels for the caller's metrics",
+    "dry_allowed_length": "only has a meaning with dry_multiplier",
+    "dry_base": "only has a meaning with dry_multiplier",
+    "dry_penalty_last_n": "only has a meaning with dry_multiplier",
+    "dry_sequence_breakers": "only has a meaning with dry_multiplier",
+    "dynatemp_exponent": "only has a meaning with dynatemp_range",
+    "metadata": "notes for the caller's own use",
+    "mirostat_eta": "only has a meaning with mirostat",
+    "mirostat_tau": "only has a meaning with mirostat",
+    "prediction": "a hint that makes answers faster, not different",
+    "prompt_cache_key": "a hint where to find a cached prompt",
+    "prompt_cache_options": "says how long a prompt stays cached",
+    "prompt_cache_retention": "says how long a prompt stays cached",
+    "return_mm_kwargs": "only has a meaning with images or sound",
+    "safety_identifier": "says who the caller's user is",
+    "service_tier": "a price class; there is one here",
+    "session_id": "says which conversation a request belongs to",
+    "spaces_between_special_tokens": "only has a meaning for slow tokenizers",
+    "store": "nothing is stored here",
+    "stream_interval": "how a stream is cut, not what it says",
+    "stream_reasoning": "says when reasoning is sent, which is as it comes",
+    "user": "says who the caller's user is",
+    "xtc_threshold": "only has a meaning with xtc_probability",
+}
+"""Fields that are taken and not looked at, each with the reason why no answer depends on it."""
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    name: nothing
+    for nothing, names in (
+        ((), """
+            api_token audio bootstrap_host bootstrap_port bootstrap_room chat_template custom_logit_processor
+            data_parallel_rank disagg_prefill_dp_rank guided_decoding_backend
+            guided_whitespace_pattern max_dynamic_patch min_dynamic_patch moderation ngram_corpus_id
+            prompt_embeds repetition_detection routed_dp_rank task truncate
+            web_search_options"""),
+        ((False,), """
+            apply_chat_template continue_final_message decoder_input_details details echo post_sampling_probs
+            return_cached_tokens_details return_hidden_states return_meta_info return_progress
+            return_prompt_text return_prompt_token_ids return_routed_experts return_token_offsets return_tokens
+            timings_per_token use_audio_in_video use_beam_search watermark watermarking"""),
+        ((0,), """
+            dry_multiplier dynatemp_range min_keep mirostat n_cache_reuse n_discard n_indent n_keep n_probs
+            priority return_k_alternatives routed_experts_prompt_start routed_experts_start_len t_max_predict_ms
+            top_logprobs xtc_probability"""),
+        (({},), """
+            chat_template_kwargs custom_params ec_transfer_params images_config kv_transfer_params
+            media_io_kwargs merged_adapters mm_processor_kwargs reasoning session_params vllm_xargs"""),
+        (([],), """
+            documents functions input_ids logits_processors logprob_token_ids lora response_fields samplers
+            tools"""),
+        (("",), "extra_key suffix"),
+        ((-1,), "id_slot repeat_last_n sse_ping_interval thinking_token_budget top_n_sigma"),
+        ((True,), "add_generation_prompt cache_prompt do_sample include_reasoning"),
+        ((1,), "best_of length_penalty repeat_penalty typical_p"),
+    )
+    for name in names.split()
+} | {
+    "adapter_source": ("local",),
+    "function_call": ("none",),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "separate_reasoning": (True, False),
+    "stop_regex": ([], ""),
+    "tool_choice": ("none", "auto"),
+    "verbosity": ("medium",),
+}  # fmt: skip
+"""Known fields that we don't have, or not in this kind of call, with the values that ask for nothing."""
+
+INSTEAD = {
+    "api_token": "adapters are loaded with POST /v1/adapters",
+    "guided_decoding_backend": "there is one, llguidance",
+    "guided_whitespace_pattern": "JSON has one blank at most between its tokens",
+    "do_sample": "use temperature 0 to take the likeliest tokens",
+    "logprob_token_ids": "use logprobs: only the likeliest tokens' are computed",
+    "lora": "name one adapter in lora_path",
+    "merged_adapters": "name one adapter in lora_path",
+    "n_probs": "use logprobs",
+    "repeat_penalty": "use repetition_penalty",
+    "return_prompt_token_ids": "use return_token_ids",
+    "return_tokens": "use return_token_ids",
+    "stop_regex": "use stop",
+    "use_beam_search": "beams of one adapter would take the rows of others; ask for n answers and choose by logprobs",
+}
+"""Advice for refused fields, where there is something to do instead."""
+
+
+MESSAGE = {
+    "content", "function_call", "name", "reasoning", "reasoning_content", "role", "thinking", "tool_call_id",
+    "tool_calls",
+}  # fmt: skip
+"""Fields of a message; fields beside its role and its content are the chat template's to show."""
+
+PART = {"text", "type"}
+"""Fields of a content part."""
+
+HARMLESS_INSIDE = {
+    "annotations": "sources that an earlier answer was given with, not part of its text",
+    "cache_control": "a hint what to cache",
+}
+"""Fields of messages and parts that are taken and not looked at, each with the reason why no answer depends on it."""
+
+
+def check_messages(messages: Any) -> None:
+    """Raises an ApiError for a field inside of a conversation that can't be obeyed; `null` is as good as absent."""
+    for index, message in enumerate(messages if isinstance(messages, list) else ()):
+        _check_inside(message, MESSAGE, f"messages[{index}]")
+        content = message.get("content") if isinstance(message, dict) else None
+        for number, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, dict) and part.get("type") in ("text", "input_text"):  # others are refused as a whole
+                _check_inside(part, PART, f"messages[{index}].content[{number}]")
+
+
+def _check_inside(value: Any, known: Collection[str], where: str) -> None:
+    for name in value if isinstance(value, dict) else ():
+        if name not in known and name not in HARMLESS_INSIDE and value[name] is not None:
+            raise unknown_field(name, known, f"{where}.")
+
+
+def own_fields(body: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """The fields of a body that we have, by our names; raises an ApiError for one that can't be obeyed.
+
+    `null` is as good as absent. known: our fields' names in this kind of call.
+    """
+    own = {}
+    for name, value in body.items():
+        if value is None:
+            continue
+        if name in known:
+            own[name] = value
+        elif name in NEUTRAL:
+            if not any(value == nothing for nothing in NEUTRAL[name]):
+                raise _unsupported(name)
+        elif name not in HARMLESS and ALIASES.get(name) not in known:
+            raise unknown_field(name, known)
+    for alias in body.keys() & ALIASES.keys() - known:
+        name, value = ALIASES[alias], body[alias]
+        if name not in known or value is None or UNLIMITED.get(alias) == value:
+            continue
+        if name in own and own[name] != value:
+            raise ApiError(400, f"{alias} is another name of {name}, and they differ; give one of them", param=alias)
+        own[name] = value
+    return own
+
+
+def _unsupported(name: str) -> ApiError:
+    message = f"{name} is not supported with this value; {INSTEAD.get(name, 'leave it out')}"
+    return ApiError(400, message, param=name, code="unsupported_parameter")
+
+
+def unknown_field(name: str, known: Collection[str], where: str = "") -> ApiError:
+    shown = clipped(where + name)
+    near = difflib.get_close_matches(name[:64], [*known, *(() if where else ALIASES)], n=1)
+    hint = f"did you mean {near[0]}?" if near else "leave it out"
+    return ApiError(400, f"there is no field {shown!r}; {hint}", param=shown, code="unknown_parameter")

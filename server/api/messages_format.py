@@ -1,0 +1,102 @@
+"""The answers of POST /v1/messages and the events of its streams, as Anthropic's clients read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic_core import from_json
+
+from ..errors import ApiError
+from ..text.answer_reader import PartKind
+from .blocks import Block, BlockFormat
+from .responses import Body
+
+_BEGINNINGS: dict[PartKind, Body] = {
+    PartKind.CONTENT: {"type": "text", "text": ""},
+    PartKind.REASONING: {"type": "thinking", "thinking": "", "signature": ""},
+}
+
+_DELTAS = {
+    PartKind.CONTENT: ("text_delta", "text"),
+    PartKind.REASONING: ("thinking_delta", "thinking"),
+    PartKind.CALL: ("input_json_delta", "partial_json"),
+}
+
+_ERRORS = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error", 503: "overloaded_error"}
+"""Anthropic's types of errors by their status; others are `api_error`."""
+
+
+class MessagesFormat(BlockFormat):
+    """Blocks as they are in Anthropic's messages."""
+
+    def opening(self) -> Iterator[Body]:
+        yield {"type": "message_start", "message": self._message([])}
+
+    def closing(self) -> Iterator[Body]:
+        ended = self._ended()
+        yield {"type": "message_delta", "delta": ended, "usage": self._counts()}
+        yield {"type": "message_stop"}
+
+    def failed(self, error: ApiError) -> Body:
+        return {"type": "error", "error": {"type": _ERRORS.get(error.status, "api_error"), "message": error.message}}
+
+    def whole(self) -> Body:
+        return {**self._message([self._block(block) for block in self._blocks]), **self._ended()}
+
+    def _opened(self, block: Block) -> Iterator[Body]:
+        begun = _BEGINNINGS.get(block.kind) or self._call(block, {})
+        yield {"type": "content_block_start", "index": block.index, "content_block": begun}
+
+    def _added(self, block: Block, text: str, scores: list[Body]) -> Iterator[Body]:
+        kind, name = _DELTAS[block.kind]
+        yield {"type": "content_block_delta", "index": block.index, "delta": {"type": kind, name: text}}
+
+    def _closed(self, block: Block) -> Iterator[Body]:
+        yield {"type": "content_block_stop", "index": block.index}
+
+    def _block(self, block: Block) -> Body:
+        """The block with all of its text."""
+        if block.kind is not PartKind.CALL:
+            return {**_BEGINNINGS[block.kind], _DELTAS[block.kind][1]: block.text}
+        try:
+            arguments = from_json(block.text or "{}", allow_partial="trailing-strings")  # of a call that was cut
+        except ValueError:
+            arguments = {}
+        return self._call(block, arguments)
+
+    def _call(self, block: Block, arguments: Any) -> Body:
+        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
+
+    def _ended(self) -> Body:
+        (choice,) = self._generation.choices
+        stopped = choice.stop_reason if isinstance(choice.stop_reason, str) else None
+        if choice.finish_reason == "length":
+            reason = "max_tokens"
+        elif stopped is not None:
+            reason = "stop_sequence"
+        else:
+            reason = "tool_use" if any(block.kind is PartKind.CALL for block in self._blocks) else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": stopped}
+
+    def _counts(self) -> Body:
+        usage = self.usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "output_tokens": usage["completion_tokens"],
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+        }
+
+    def _message(self, content: list[Body]) -> Body:
+        return {
+            "id": self._generation.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._generation.model,
+            PartKind.CONTENT: content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self._counts(),
+        }

@@ -1,0 +1,271 @@
+"""Fields that the bodies of clients have in common.
+
+OpenAI's fields, the extensions of vLLM and of our own that we take, and other servers' names for them: see `fields`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import replace
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from ...core.requests.grammar import Grammar
+from ...core.requests.sampling_params import MAX_LOGPROBS, SamplingParams
+from ..access.limits import RequestLimits, check_counts, check_json
+from ..errors import ApiError, clipped, validated
+from ..text.answer_reader import AnswerReader
+from ..text.call_formats import AnswerSyntax
+from ..text.tokenizer import Tokenizer
+from .fields import own_fields
+from .grammar_fields import GrammarFields
+from .sampling_defaults import SamplingDefaults
+
+MAX_NAME_CHARACTERS = 256
+MAX_STOP_CHARACTERS = 1024
+INT64_MAX = 2**63 - 1
+
+SAME = ("presence_penalty", "frequency_penalty", "seed", "ignore_eos", "min_tokens")
+"""Fields that are sampling parameters as they are."""
+
+DEFAULTED = ("temperature", "top_p", "min_p", "repetition_penalty")
+"""Fields for which the model has defaults."""
+
+LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARACTERS)]
+
+AnyRequest = TypeVar("AnyRequest", bound="GenerationRequest")
+
+
+class StreamOptions(BaseModel):
+    """Options of a stream. continuous_usage_stats: vLLM's; with include_usage, every chunk has the counts so far.
+
+    include_obfuscation: OpenAI's padding of chunks, which changes nothing that is said; there is none here.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
+
+
+class GenerationRequest(GrammarFields):
+    """Fields that completions and chat completions have in common."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: Name | None = None
+    lora_path: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = Field(default=1, ge=1)
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] = {}
+    seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
+    stop: list[str] = []
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int = 0
+    bad_words: list[str] = []
+    allowed_token_ids: list[int] = []
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    prompt_logprobs: LogprobCount | None = None
+    stop_token_ids: list[int] = []
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    return_step_info: bool = False
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    truncation_side: Literal["left", "right"] = "left"
+    cache_salt: Annotated[str, Field(max_length=256)] = ""
+    reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
+    request_id: Annotated[str, Field(pattern="^[A-Za-z0-9._:-]{1,128}$")] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_what_we_have(cls, body: Any, info: ValidationInfo) -> Any:
+        if not isinstance(body, dict):
+            return body
+        own = own_fields(body, cls.model_fields)
+        check_counts(own, info.context or RequestLimits())
+        return own
+
+    @field_validator("lora_path", mode="before")
+    @classmethod
+    def _one_adapter(cls, names: Any) -> Any:
+        if not isinstance(names, list):
+            return names
+        if not names or any(name != names[0] for name in names):
+            raise ValueError("one adapter answers a call; send a call for each of them")
+        return names[0]
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_stop_is_a_list(cls, stop: Any) -> Any:
+        stops = [stop] if isinstance(stop, str) else stop
+        if isinstance(stops, list):
+            if "" in stops:
+                raise ValueError("a stop string can't be empty")
+            if any(isinstance(stop, str) and len(stop) > MAX_STOP_CHARACTERS for stop in stops):
+                raise ValueError(f"a stop string can't be longer than {MAX_STOP_CHARACTERS} characters")
+        return stops
+
+    @field_validator("bad_words")
+    @classmethod
+    def _no_empty_word(cls, words: list[str]) -> list[str]:
+        if "" in words:
+            raise ValueError("a bad word can't be empty")
+        if any(len(word) > MAX_STOP_CHARACTERS for word in words):
+            raise ValueError(f"a bad word can't be longer than {MAX_STOP_CHARACTERS} characters")
+        return words
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _keys_are_token_ids(cls, biases: dict[str, float]) -> dict[str, float]:
+        wrong = [key for key in biases if not (key.isascii() and key.isdigit() and len(key) < 10)]
+        if wrong:
+            shown = ", ".join(repr(key[:40]) for key in wrong[:4]) + (", …" if len(wrong) > 4 else "")
+            raise ValueError(f"not token ids: {shown}; give ids as decimal strings")
+        return biases
+
+    @classmethod
+    def parse(cls: type[AnyRequest], body: bytes, limits: RequestLimits) -> AnyRequest:
+        """Reads a body; raises an ApiError that names the field."""
+        check_json(body, limits.max_json_values)
+        return cls.of(body, limits)
+
+    @classmethod
+    def of(cls: type[AnyRequest], body: bytes | dict[str, Any], limits: RequestLimits) -> AnyRequest:
+        """A request of a body, or of its fields, that is no larger than is taken."""
+        request = validated(cls, body, context=limits)
+        if request.stream_options is not None and not request.stream:
+            raise ApiError(400, "stream_options need stream=true", param="stream_options")
+        for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+            count = getattr(request, name, None)
+            if count is not None and count > limits.max_logprobs:
+                raise ApiError(400, f"{name} is {count}, this server gives {limits.max_logprobs}", param=name)
+        request.check(limits)
+        return request
+
+    def check(self, limits: RequestLimits) -> None:
+        """Raises an ApiError for fields that don't go together."""
+
+    def ignored(self, tokenizer: Tokenizer) -> list[str]:
+        """Fields that the answer does not depend on, because the model's chat template does not know them."""
+        return [] if self.reasoning_effort is None else ["reasoning_effort"]
+
+    def syntax(self, tokenizer: Tokenizer) -> AnswerSyntax:
+        """What the answer is read for."""
+        return AnswerSyntax()
+
+    def reader(self, syntax: AnswerSyntax, *, reasons_already: bool) -> AnswerReader | None:
+        """A reader for one answer; None if its text is all that is told."""
+        return None
+
+    def calls_asked(
+        self, syntax: AnswerSyntax, tokenizer: Tokenizer, limits: RequestLimits, *, reasons_already: bool
+    ) -> tuple[str, Grammar] | None:
+        """The field that says what the answer's calls match, and the grammar."""
+        return None
+
+    def names(self, base: str) -> tuple[str, str | None]:
+        """The name that the answer goes by, and the adapter's name or None. base: the base model's name.
+
+        The adapter is `model`, the part of it behind `base:` (SGLang), or `lora_path` with no other `model` than that.
+        """
+        model = base if self.model is None else self.model.removeprefix(f"{base}:") or base
+        if not self.lora_path or self.lora_path == model:
+            return model, None if model == base else model
+        if model != base:
+            raise ApiError(
+                400, f"model and lora_path name two adapters, {clipped(model)!r} and {self.lora_path!r}", param="model"
+            )
+        return self.lora_path, self.lora_path
+
+    @property
+    @abstractmethod
+    def num_logprobs(self) -> int | None:
+        """Number of alternatives to report with each generated token; None: no log-probabilities."""
+
+    @property
+    def num_prompt_scores(self) -> int | None:
+        """The same of prompt tokens."""
+        return self.prompt_logprobs
+
+    @property
+    def scores_field(self) -> str:
+        """The field that asks for log-probabilities, for errors."""
+        return "logprobs" if self.num_logprobs is not None else "prompt_logprobs"
+
+    @property
+    def prompt_only(self) -> bool:
+        """True if nothing is to be generated."""
+        return False
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        options = self.stream_options
+        return options is not None and options.include_usage and options.continuous_usage_stats
+
+    @property
+    @abstractmethod
+    def asked_tokens(self) -> int | None:
+        """Most tokens to generate; None when the client leaves that open."""
+
+    def cut(self, prompt: list[int], context: int) -> list[int]:
+        """A prompt without the tokens that `truncate_prompt_tokens` cuts; -1 keeps what the answer leaves room for."""
+        kept = self.truncate_prompt_tokens
+        if kept == -1:
+            kept = max(context - (self.asked_tokens or 1), 1)
+        if kept is None or kept >= len(prompt):
+            return prompt
+        return prompt[:kept] if self.truncation_side == "right" else prompt[len(prompt) - kept :]
+
+    def sampling_params(
+        self,
+        room: int,
+        defaults: SamplingDefaults,
+        bad_words: tuple[tuple[int, ...], ...] = (),
+        unasked_limit: int | None = None,
+        grammar: Grammar | None = None,
+    ) -> list[SamplingParams]:
+        """An entry for each of the prompt's `n` choices, which differ in their seeds only: seed, seed + 1, ….
+
+        room: tokens that the context has left; a limit beyond that is cut to it. unasked_limit: most tokens where the
+        client leaves that open. Raises InvalidRequest for values out of range.
+        """
+        asked = self.asked_tokens
+        limit = unasked_limit if asked is None else asked
+        first = SamplingParams(
+            **{name: getattr(self, name) for name in SAME},
+            **{name: _or(getattr(self, name), getattr(defaults, name)) for name in DEFAULTED},
+            max_tokens=1 if self.prompt_only else None if limit is None else min(limit, max(room, 1)),
+            top_k=0 if self.top_k == -1 else _or(self.top_k, defaults.top_k),  # -1: vLLM's word for "all tokens"
+            logit_bias={int(token): bias for token, bias in self.logit_bias.items()},
+            stop_token_ids=tuple(self.stop_token_ids),
+            bad_words=bad_words,
+            logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_prompt_scores,
+            allowed_token_ids=tuple(self.allowed_token_ids) or None,
+            grammar=grammar,
+        )
+        if self.seed is None:
+            return [first] * self.n
+        return [replace(first, seed=self.seed + index) for index in range(self.n)]
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value

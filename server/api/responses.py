@@ -1,0 +1,324 @@
+"""The bodies we answer with. Plain dictionaries: they are built once per token."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...core.requests.types import StepInfo
+from ..engine.generation import Choice, Delta, Generation
+from ..errors import ApiError
+from ..text.answer_reader import Message, Part, PartKind
+from .logprobs import LogprobFormat
+from .sse import DONE
+
+Body = dict[str, Any]
+
+TOKENS_PER_SCORE = 16
+TEXT_PER_SCORE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt that its completion begins with: its text, and where its tokens begin in that."""
+
+    text: str
+    offsets: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """Parts of an answer beside its text.
+
+    logprobs, prompt_logprobs: how many alternatives with each token. usage_chunk: whether a stream ends with its usage.
+    running_usage: whether all chunks before that have theirs, too. echoes: one per choice, or none at all.
+    """
+
+    token_ids: bool = False
+    step_info: bool = False
+    usage_chunk: bool = False
+    running_usage: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echoes: Sequence[Echo] = ()
+
+
+class AnswerFormat(ABC):
+    """Builds the answer, or the chunks of a streamed answer, to one call."""
+
+    end = DONE
+    """What a stream ends with, behind its last chunk."""
+
+    def __init__(self, generation: Generation, scores: LogprobFormat, extras: Extras) -> None:
+        self._generation = generation
+        self._scores = scores
+        self._extras = extras
+        self._created = int(time.time())
+        self._begun: set[int] = set()
+        self._steps: list[StepInfo] = []
+
+    def note(self, delta: Delta) -> None:
+        """Remembers a delta's step for `answer`."""
+        if self._extras.step_info and delta.step is not None:
+            self._steps.append(delta.step)
+
+    @abstractmethod
+    def answer(self) -> Body:
+        """The whole answer, once all deltas were read."""
+
+    def opening(self) -> Iterator[Body]:
+        """Chunks to stream before the first delta."""
+        return iter(())
+
+    @abstractmethod
+    def chunks(self, delta: Delta) -> Iterator[Body]:
+        """Chunks to stream for a delta."""
+
+    def closing(self) -> Iterator[Body]:
+        """Chunks to stream behind the last delta."""
+        return iter(())
+
+    def failed(self, error: ApiError) -> Body:
+        """The last chunk of a stream that an error ends."""
+        return error.body()
+
+    @property
+    def num_scores(self) -> int:
+        """Amount to write: alternatives of all tokens, and some for the tokens themselves."""
+        extras, choices = self._extras, self._generation.choices
+        of_prompt = max(extras.prompt_logprobs or 0, extras.logprobs or 0 if extras.echoes else 0) + 1
+        scores = sum(len(choice.prompt_logprobs or ()) for choice in choices) * of_prompt
+        scores += sum(len(choice.logprobs) for choice in choices) * ((extras.logprobs or 0) + 1)
+        tokens = sum(len(c.token_ids) + len(c.prompt_token_ids) for c in choices) if extras.token_ids else 0
+        return scores + tokens // TOKENS_PER_SCORE + sum(len(choice.text) for choice in choices) // TEXT_PER_SCORE
+
+    def scores_of(self, delta: Delta) -> int:
+        """The same of a delta's chunks."""
+        extras = self._extras
+        scores = len(delta.logprobs) * ((extras.logprobs or 0) + 1)
+        if delta.index not in self._begun:
+            prompt = self._generation.choices[delta.index]
+            of_prompt = max(extras.prompt_logprobs or 0, extras.logprobs or 0 if extras.echoes else 0) + 1
+            scores += len(delta.prompt_logprobs or ()) * of_prompt
+            scores += len(prompt.prompt_token_ids) // TOKENS_PER_SCORE if extras.token_ids else 0
+        return scores + len(delta.text) // TEXT_PER_SCORE
+
+    def usage(self, to_come: int = 0) -> Body:
+        """The counts so far. to_come: generated tokens left for a later chunk."""
+        prompt, generated = self._generation.num_prompt_tokens, self._generation.num_generated_tokens - to_come
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": self._generation.num_cached_tokens},
+        }
+
+
+class ChoiceFormat(AnswerFormat):
+    """An answer that lists its choices."""
+
+    object: str
+    chunk_object: str
+    more: Body = {}
+    """Fields of a whole answer that are there for their types' sake."""
+
+    def answer(self) -> Body:
+        """The whole answer, once all deltas were read; `step` is the most that any of its steps held."""
+        body = self._body(self.object, [self._with_tokens(c) for c in self._generation.choices])
+        body["usage"] = self.usage()
+        body.update(self.more)
+        if self._steps:
+            body["step"] = _most(self._steps)
+        return body
+
+    def chunks(self, delta: Delta) -> Iterator[Body]:
+        """Chunks to stream for a delta; nothing while its text is held back, unless more than its text is asked for."""
+        extras = self._extras
+        first = delta.index not in self._begun
+        if not (
+            (delta.text if delta.parts is None else delta.parts)
+            or delta.finish_reason
+            or extras.step_info
+            or (delta.token_ids and (extras.token_ids or extras.running_usage or extras.logprobs is not None))
+            or (first and (extras.echoes or extras.prompt_logprobs is not None))
+        ):
+            return
+        self._begun.add(delta.index)
+        *openings, last = self._chunks(delta, first)
+        for chunk in (*openings, last):
+            if extras.usage_chunk:
+                to_come = 0 if chunk is last else len(delta.token_ids)
+                chunk["usage"] = self.usage(to_come) if extras.running_usage else None
+            if extras.step_info and delta.step is not None:
+                chunk["step"] = _most([delta.step])
+            yield chunk
+
+    def closing(self) -> Iterator[Body]:
+        """The stream's usage, if it was asked for."""
+        if self._extras.usage_chunk:
+            yield {**self._body(self.chunk_object, []), "usage": self.usage()}
+
+    def _body(self, kind: str, choices: list[Body]) -> Body:
+        return {
+            "id": self._generation.id,
+            "object": kind,
+            "created": self._created,
+            "model": self._generation.model,
+            "choices": choices,
+            "system_fingerprint": None,
+        }
+
+    def _with_tokens(self, choice: Choice) -> Body:
+        return {**self._choice(choice), "token_ids": choice.token_ids if self._extras.token_ids else None}
+
+    def _about_prompt(self, choice: Choice) -> Body:
+        """Prompt's tokens and log-probabilities as asked for: once per choice, or with its first chunk."""
+        extras, body = self._extras, {}
+        if extras.token_ids:
+            body["prompt_token_ids"] = choice.prompt_token_ids
+        if extras.prompt_logprobs is not None:
+            body["prompt_logprobs"] = self._scores.prompt(choice.prompt_logprobs or (), extras.prompt_logprobs)
+        return body
+
+    @abstractmethod
+    def _choice(self, choice: Choice) -> Body:
+        """A choice of a whole answer."""
+
+    @abstractmethod
+    def _chunks(self, delta: Delta, first: bool) -> Iterator[Body]:
+        """The choices of a stream's chunks that a delta makes."""
+
+
+def _most(steps: Sequence[StepInfo]) -> Body:
+    """The most that any of these steps held."""
+    return {
+        "id": max(step.step_id for step in steps),
+        "requests": max(step.num_requests for step in steps),
+        "adapters": max(step.num_adapters for step in steps),
+        "tokens": max(step.num_tokens for step in steps),
+    }
+
+
+class CompletionFormat(ChoiceFormat):
+    """POST /v1/completions."""
+
+    object = chunk_object = "text_completion"
+
+    def _choice(self, choice: Choice) -> Body:
+        return {**self._part(choice, begins=True), **NOTHING_OF_PROMPT, **self._about_prompt(choice)}
+
+    def _chunks(self, delta: Delta, first: bool) -> Iterator[Body]:
+        body = self._part(delta, begins=first)
+        if self._extras.token_ids:
+            body["token_ids"] = delta.token_ids
+        if first:
+            body.update(self._about_prompt(self._generation.choices[delta.index]))
+        yield self._body(self.chunk_object, [body])
+
+    def _part(self, part: Choice | Delta, *, begins: bool) -> Body:
+        """A choice or a part of it. begins: whether it is the choice's beginning, where the prompt is echoed."""
+        text = part.text
+        if begins and self._extras.echoes:
+            text = self._extras.echoes[part.index].text + text
+        return {
+            "index": part.index,
+            "text": text,
+            "logprobs": self._logprobs(part, begins=begins),
+            "finish_reason": part.finish_reason,
+            "stop_reason": part.stop_reason,
+        }
+
+    def _logprobs(self, part: Choice | Delta, *, begins: bool) -> Body | None:
+        count = self._extras.logprobs
+        if count is None:
+            return None
+        token_ids, scores, offsets = list(part.token_ids), list(part.logprobs), list(part.offsets)
+        if self._extras.echoes:
+            echo, choice = self._extras.echoes[part.index], self._generation.choices[part.index]
+            offsets = [len(echo.text) + offset for offset in offsets]
+            if begins:
+                token_ids = [*choice.prompt_token_ids, *token_ids]
+                scores = [None, *(choice.prompt_logprobs or ()), *scores]
+                offsets = [*echo.offsets, *offsets]
+        return self._scores.completion(token_ids, scores, offsets, count)
+
+
+NOTHING_OF_PROMPT = {"prompt_token_ids": None, "prompt_logprobs": None}
+"""Fields in which vLLM tells of the prompt, null where nothing was asked for."""
+
+NOTHING_ELSE = {"refusal": None, "annotations": None, "audio": None, "function_call": None, "tool_calls": None}
+"""Fields that a message can have beside its text, in OpenAI's types."""
+
+
+NOTHING = Part(PartKind.CONTENT, "")
+
+
+def _delta(part: Part) -> Body:
+    """A part as a stream's chunks have it."""
+    if part.kind is PartKind.CONTENT:
+        return {"content": part.text}
+    if part.kind is PartKind.REASONING:
+        return {"reasoning_content": part.text}
+    if part.kind is PartKind.CALL:
+        function = {"name": part.text, "arguments": ""}
+        return {"tool_calls": [{"index": part.call, "id": part.id, "type": "function", "function": function}]}
+    return {"tool_calls": [{"index": part.call, "function": {"arguments": part.text}}]}
+
+
+class ChatFormat(ChoiceFormat):
+    """POST /v1/chat/completions."""
+
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    more = {"service_tier": None}
+
+    def answer(self) -> Body:
+        return {**super().answer(), **NOTHING_OF_PROMPT, **self._about_prompt(self._generation.choices[0])}
+
+    def _choice(self, choice: Choice) -> Body:
+        said = Message()
+        said.add(choice.parts)
+        message = {"role": "assistant", "content": said.content, **NOTHING_ELSE}
+        if said.reasoning:
+            message["reasoning_content"] = said.reasoning
+        if said.calls:
+            message["content"] = said.content or None
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in said.calls
+            ]
+        return {
+            "index": choice.index,
+            "message": message,
+            "logprobs": self._logprobs(choice),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+
+    def _chunks(self, delta: Delta, first: bool) -> Iterator[Body]:
+        if first:
+            opening = self._chunk(delta.index, {"role": "assistant", "content": "", "refusal": None}, None)
+            yield {**opening, **self._about_prompt(self._generation.choices[delta.index])}
+        *earlier, part = map(_delta, delta.parts or (NOTHING,))
+        yield from (self._chunk(delta.index, each, None) for each in earlier)
+        chunk = self._chunk(delta.index, part, self._logprobs(delta), delta)
+        if self._extras.token_ids:
+            chunk["choices"][0]["token_ids"] = delta.token_ids
+        yield chunk
+
+    def _logprobs(self, part: Choice | Delta) -> Body | None:
+        count = self._extras.logprobs
+        return None if count is None else self._scores.chat(part.logprobs, count)
+
+    def _chunk(self, index: int, delta: Body, logprobs: Body | None, ended: Delta | None = None) -> Body:
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": ended and ended.finish_reason,
+            "stop_reason": ended and ended.stop_reason,
+        }
+        return self._body(self.chunk_object, [choice])

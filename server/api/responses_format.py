@@ -1,0 +1,140 @@
+"""The answers of POST /v1/responses and the events of its streams, as OpenAI's clients read them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from ..engine.generation import Generation
+from ..errors import ApiError
+from ..text.answer_reader import PartKind
+from .blocks import Block, BlockFormat
+from .logprobs import LogprobFormat
+from .responses import Body, Extras
+from .responses_request import ResponsesRequest
+
+_PREFIXES = {PartKind.CONTENT: "msg_", PartKind.REASONING: "rs_", PartKind.CALL: "fc_"}
+
+_PARTS = {PartKind.CONTENT: "output_text", PartKind.REASONING: "reasoning_text"}
+"""Types of the one part that an item of text has."""
+
+
+class ResponsesFormat(BlockFormat):
+    """Blocks as items of an output, and events that are numbered."""
+
+    def __init__(self, asked: ResponsesRequest, generation: Generation, scores: LogprobFormat, extras: Extras) -> None:
+        super().__init__(generation, scores, extras)
+        self._asked = asked
+        self._num_events = 0
+
+    def opening(self) -> Iterator[Body]:
+        for name in ("created", "in_progress"):
+            yield self._event(name, response=self._response("in_progress"))
+
+    def closing(self) -> Iterator[Body]:
+        whole = self.whole()
+        yield self._event(whole["status"], response=whole)
+
+    def failed(self, error: ApiError) -> Body:
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        told = {"error": {"code": code, "message": error.message}}
+        return self._event("failed", response={**self._response("failed"), **told})
+
+    def whole(self) -> Body:
+        cut = self._generation.choices[0].finish_reason == "length"
+        response = self._response("incomplete" if cut else "completed")
+        response["output"] = [self._item(block, done=True) for block in self._blocks]
+        response["usage"] = self._counts()
+        if cut:
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            response["completed_at"] = int(time.time())
+        return response
+
+    def _opened(self, block: Block) -> Iterator[Body]:
+        yield self._event("output_item.added", output_index=block.index, item=self._item(block, done=False))
+        if block.kind is not PartKind.CALL:
+            yield self._event("content_part.added", part=self._part(block, ""), **self._place(block))
+
+    def _added(self, block: Block, text: str, scores: list[Body]) -> Iterator[Body]:
+        more = {"logprobs": scores} if block.kind is PartKind.CONTENT else {}
+        yield self._event(f"{self._field(block)}.delta", delta=text, **self._place(block), **more)
+
+    def _closed(self, block: Block) -> Iterator[Body]:
+        text, place = block.text, self._place(block)
+        if block.kind is PartKind.CALL:
+            yield self._event("function_call_arguments.done", name=block.name, arguments=text, **place)
+        else:
+            more = {"logprobs": block.scores} if block.kind is PartKind.CONTENT else {}
+            yield self._event(f"{self._field(block)}.done", text=text, **place, **more)
+            yield self._event("content_part.done", part=self._part(block, text), **place)
+        yield self._event("output_item.done", output_index=block.index, item=self._item(block, done=True))
+
+    def _event(self, name: str, **fields: Any) -> Body:
+        number, self._num_events = self._num_events, self._num_events + 1
+        return {"type": f"response.{name}", "sequence_number": number, **fields}
+
+    def _field(self, block: Block) -> str:
+        """The name by which events tell of the block's text."""
+        return _PARTS.get(block.kind, "function_call_arguments")
+
+    def _place(self, block: Block) -> Body:
+        place = {"item_id": self._id(block), "output_index": block.index}
+        return place if block.kind is PartKind.CALL else {**place, "content_index": 0}
+
+    def _id(self, block: Block) -> str:
+        return f"{_PREFIXES[block.kind]}{self._generation.id.removeprefix('resp_')}_{block.index}"
+
+    def _part(self, block: Block, text: str) -> Body:
+        part: Body = {"type": _PARTS[block.kind], "text": text}
+        if block.kind is PartKind.CONTENT:
+            part |= {"annotations": [], "logprobs": block.scores if text else []}
+        return part
+
+    def _item(self, block: Block, *, done: bool) -> Body:
+        """The block as an item. done: whether all of its text has come; else it is shown without any."""
+        text = block.text if done else ""
+        cut = block is self._blocks[-1] and self._generation.choices[0].finish_reason == "length"
+        item: Body = {"id": self._id(block), "status": "incomplete" if cut else "completed" if done else "in_progress"}
+        parts = [self._part(block, text)] if done else []
+        if block.kind is PartKind.CALL:
+            return {**item, "type": "function_call", "call_id": block.call_id, "name": block.name, "arguments": text}
+        if block.kind is PartKind.REASONING:
+            return {**item, "type": "reasoning", "summary": [], "content": parts}
+        return {**item, "type": "message", "role": "assistant", "content": parts}
+
+    def _counts(self) -> Body:
+        usage = self.usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
+            "total_tokens": usage["total_tokens"],
+        }
+
+    def _response(self, status: str) -> Body:
+        """A response without output; what was asked for is repeated in it."""
+        params = self._generation.choices[0].request.params
+        return {
+            "id": self._generation.id,
+            "object": "response",
+            "created_at": self._created,
+            "completed_at": None,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "model": self._generation.model,
+            "output": [],
+            "previous_response_id": None,
+            "service_tier": None,
+            "store": False,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            **self._asked.told,
+        }

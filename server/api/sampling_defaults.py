@@ -1,0 +1,52 @@
+"""Sampling defaults of requests: the model's recommendation, or OpenAI's defaults."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...core.model.config_json import ConfigJson
+from ...core.requests.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """Values of fields that a request leaves out. max_tokens: None for the API's own default."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = None
+
+    @classmethod
+    def read(cls, model: Path) -> SamplingDefaults:
+        """The defaults in the model's generation_config.json, if it has one.
+
+        As in vLLM, `do_sample` is ignored. Raises ValueError for a value that no request could have.
+        """
+        path = model / "generation_config.json"
+        if not path.is_file():
+            return cls()
+        config = ConfigJson.read(path)
+        usual = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+        numbers: dict[str, Any] = {name: _number(config, name, default) for name, default in usual.items()}
+        top_k = max(config.integer("top_k", 0, least=-1), 0)
+        try:
+            SamplingParams(top_k=top_k, **numbers)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}; mend it, or set generation_config to vllm") from None
+        has_limit = config.raw.get("max_new_tokens") is not None
+        return cls(top_k=top_k, max_tokens=config.integer("max_new_tokens") if has_limit else None, **numbers)
+
+
+def _number(config: ConfigJson, name: str, default: float) -> float:
+    value = config.raw.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise config.refuse(name, "a number is needed")
+    return float(value)

@@ -1,0 +1,101 @@
+"""Server-sent events, and noticing that the client has left."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from .json_text import dumps, encode
+
+log = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+
+T = TypeVar("T")
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """One event, named by the body's type if it has one. JSON has no raw line breaks, so it is one `data:` line."""
+    return _line(body) + dumps(body) + b"\n\n"
+
+
+def long_event(body: dict[str, Any]) -> bytes:
+    """The same, written piece by piece: for a thread beside the event loop."""
+    return _line(body) + encode(body) + b"\n\n"
+
+
+def _line(body: dict[str, Any]) -> bytes:
+    name = body.get("type")
+    return b"data: " if name is None else b"event: %b\ndata: " % name.encode()
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Runs `work` as long as the client is there; raises ClientDisconnect, having cancelled it, when it leaves.
+
+    The request's body must have been read.
+    """
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnect
+    finally:
+        for task in (working, watching):
+            await _end(task)
+
+
+async def _end(task: asyncio.Future[Any]) -> None:
+    """Cancel a task and wait for its end; an error that it ends with is logged."""
+    if task.done():
+        return
+    task.cancel()
+    try:
+        await task
+    except asyncio.CancelledError:
+        pass
+    except Exception:
+        log.exception("a request failed after its client had left")
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends events as they come. `on_close` is called however the stream ends, even before it began.
+
+    Starlette's StreamingResponse sees a lost client only when it next sends something, which a request that waits in
+    the queue does late; this one watches the connection.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], on_close: Callable[[], None], headers: Mapping[str, str]) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
+        self._events = events
+        self._on_close = on_close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with suppress(ClientDisconnect, OSError):
+                await while_connected(receive, self._send_all(send))
+        finally:
+            self._on_close()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for data in self._events:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

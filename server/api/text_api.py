@@ -1,0 +1,104 @@
+"""The routes between text and tokens, and the bodies of their requests, as vLLM has them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import from_json
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from ...core.requests.sampling_params import InvalidRequest
+from ..access.limits import RequestLimits, check_json
+from ..engine.backend import Backend
+from ..errors import validated
+from ..text.tokenizer import Tokenizer
+from . import messages_request
+from .chat_request import ChatCompletionRequest
+from .generation_api import GenerationApi
+from .json_text import encode
+from .messages_request import MessagesRequest
+from .openai import Name
+from .translation import renaming
+
+
+class TextToTokens(BaseModel):
+    """A text to tokenize."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: Name | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class ChatToTokens(ChatCompletionRequest):
+    """A conversation to tokenize; fields that only say how to answer it count for nothing."""
+
+    return_token_strs: bool = False
+    tool_choice: Any = "none"
+
+
+class TokensToText(BaseModel):
+    """Tokens to decode."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: Name | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+    @classmethod
+    def parse(cls, body: bytes, limits: RequestLimits) -> TokensToText:
+        check_json(body, limits.max_json_values)
+        return validated(cls, body)
+
+
+def tokenize_request(body: bytes, limits: RequestLimits) -> TextToTokens | ChatToTokens:
+    """Reads either kind of body of POST /tokenize."""
+    check_json(body, limits.max_json_values)
+    try:
+        is_chat = "messages" in from_json(body)
+    except (ValueError, TypeError):
+        is_chat = False
+    return ChatToTokens.parse(body, limits) if is_chat else validated(TextToTokens, body)
+
+
+class TextApi:
+    """vLLM's /tokenize and /detokenize."""
+
+    def __init__(self, worker: Backend, tokenizer: Tokenizer, generation: GenerationApi) -> None:
+        self._worker = worker
+        self._tokenizer = tokenizer
+        self._generation = generation
+
+    async def tokenize(self, request: Request) -> Response:
+        asked = await self._generation.parse(tokenize_request, request)
+        limit = self._worker.model.max_model_len
+        if isinstance(asked, ChatToTokens):
+            tokens = await self._tokenizer.encode_chat(asked.conversation(), limit)
+        else:
+            specials = asked.add_special_tokens
+            (tokens,) = await self._tokenizer.encode([asked.prompt], add_special_tokens=specials, most=limit)
+        names = self._tokenizer.names(tokens) if asked.return_token_strs else None
+        body = {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": names}
+        return Response(await self._generation.beside(encode, body), media_type="application/json")
+
+    async def detokenize(self, request: Request) -> Response:
+        asked = await self._generation.parse(TokensToText.parse, request)
+        vocab = self._worker.model.vocab_size
+        if asked.tokens and max(asked.tokens) >= vocab:
+            raise InvalidRequest("tokens", f"token id {max(asked.tokens)} is outside the vocabulary of {vocab}")
+        text = await self._generation.beside(self._text, asked.tokens)
+        return JSONResponse({"prompt": text})
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Anthropic's: the length of a conversation's prompt."""
+        asked = await self._generation.parse(MessagesRequest.parse_to_count, request)
+        with renaming(messages_request.NAMES):
+            tokens = await self._tokenizer.encode_chat(asked.chat.conversation(), self._worker.model.max_model_len)
+        return JSONResponse({"input_tokens": len(tokens)})
+
+    def _text(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)

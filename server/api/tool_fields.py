@@ -1,0 +1,162 @@
+"""Fields of a conversation's body that say which tools may be called, and what is to be told of reasoning."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+
+from ...core.requests.grammar import Grammar, GrammarKind
+from ..errors import ApiError, clipped
+from ..text.answer_reader import AnswerReader
+from ..text.call_formats import AnswerSyntax, call_format_of, reasoning_format_of
+from .call_grammar import call_grammar
+from .grammar_fields import check_size
+
+if TYPE_CHECKING:
+    from ..access.limits import RequestLimits
+    from ..text.tokenizer import Tokenizer
+
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+MAX_DEPTH = 32
+"""Depth of a tool's definition."""
+
+WIDER = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
+"""Keywords of a schema that may take properties beside those in `properties`."""
+
+
+class ToolFields(BaseModel):
+    """Fields of tools and of reasoning."""
+
+    tools: list[dict[str, Any]] = []
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+    separate_reasoning: bool = True
+
+    def check_tools(self, limits: RequestLimits) -> None:
+        """Raises an ApiError that names the wrong one; tools that can't be called may be anything."""
+        choice = self.tool_choice
+        if isinstance(choice, str) and choice not in ("none", "auto", "required"):
+            raise ApiError(400, "tool_choice may be none, auto, required, or name a function", param="tool_choice")
+        if not self.tools and (isinstance(choice, dict) or choice == "required"):
+            raise ApiError(400, "there are no tools to call", param="tool_choice")
+        if not self._may_call:
+            return
+        for index, tool in enumerate(self.tools):
+            _check_tool(tool, f"tools[{index}]")
+        size = len(json.dumps(self.tools, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+        if size > limits.max_tool_bytes:
+            message = f"tools have {size} bytes, this server takes {limits.max_tool_bytes}"
+            raise ApiError(400, message, param="tools")
+        names = [tool["function"]["name"] for tool in self.tools]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise ApiError(400, f"two tools have the name {name}", param=f"tools[{index}].function.name")
+        if (named := self._named) is not None and named not in names:
+            raise ApiError(400, f"tool_choice names {clipped(repr(named))}, which is no tool", param="tool_choice")
+
+    @property
+    def _may_call(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def _named(self) -> str | None:
+        """The function that tool_choice names."""
+        if not isinstance(self.tool_choice, dict):
+            return None
+        function = self.tool_choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        if self.tool_choice.get("type", "function") != "function" or not isinstance(name, str):
+            message = 'tool_choice may be none, auto, required, or {"type": "function", "function": {"name"}}'
+            raise ApiError(400, message, param="tool_choice")
+        return name
+
+    def _schemas(self) -> dict[str, dict[str, Any]]:
+        """The schema of the arguments of each function that may be called."""
+        functions = [tool["function"] for tool in self.tools]
+        named = self._named
+        return {f["name"]: _arguments(f) for f in functions if named in (None, f["name"])}
+
+    def syntax(self, tokenizer: Tokenizer) -> AnswerSyntax:
+        """What the answer is to be read for."""
+        template = tokenizer.chat_template
+        return AnswerSyntax(
+            call_format_of(template) if self._may_call else None,
+            reasoning_format_of(template, tokenizer.is_token) if self.separate_reasoning else None,
+        )
+
+    def reader(self, syntax: AnswerSyntax, *, reasons_already: bool) -> AnswerReader:
+        return AnswerReader(
+            syntax.calls,
+            syntax.reasoning,
+            self._schemas() if syntax.calls is not None else None,
+            reasons_already=reasons_already,
+            shows_reasoning=self.include_reasoning,
+            parallel=self.parallel_tool_calls,
+        )
+
+    def calls_asked(
+        self, syntax: AnswerSyntax, tokenizer: Tokenizer, limits: RequestLimits, *, reasons_already: bool
+    ) -> tuple[str, Grammar] | None:
+        """Return the field that says what the answer's calls match, and the grammar; None if none does.
+
+        Calls are forced by tool_choice; functions that say `strict` are called as their schema says, or not at all.
+        """
+        if syntax.calls is None:
+            return None
+        forced = self.tool_choice not in (None, "auto")
+        if not forced and not any(tool["function"].get("strict") for tool in self.tools):
+            return None
+        schemas = self._schemas()
+        if not forced:
+            loose = {tool["function"]["name"] for tool in self.tools if not tool["function"].get("strict")}
+            schemas = {name: {"type": "object"} if name in loose and not syntax.calls.xml else schema
+                       for name, schema in schemas.items()}  # fmt: skip
+        text = json.dumps(list(schemas.values()), ensure_ascii=False)
+        check_size("tools", Grammar(GrammarKind.JSON_SCHEMA, text), limits)
+        lark = call_grammar(
+            syntax, schemas, tokenizer.specials_in(syntax.marks), forced=forced, parallel=self.parallel_tool_calls,
+            reasons_already=reasons_already,
+        )  # fmt: skip
+        return "tools", Grammar(GrammarKind.GRAMMAR, lark)
+
+
+def _check_tool(tool: dict[str, Any], where: str) -> None:
+    function = tool.get("function")
+    if tool.get("type", "function") != "function" or not isinstance(function, dict):
+        raise ApiError(400, f"{where} must be a function: type and function", param=where)
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or NAME.fullmatch(name) is None:
+        message = f"{where}.function.name must have 1 to 64 letters, digits, dots, dashes or underscores"
+        raise ApiError(400, message, param=f"{where}.function.name")
+    if not isinstance(function.get("strict"), bool | None):
+        raise ApiError(400, f"{where}.function.strict must be true or false", param=f"{where}.function.strict")
+    where = f"{where}.function.parameters"
+    if not isinstance(parameters, dict | None) or (parameters or {}).get("type", "object") != "object":
+        raise ApiError(400, f"{where} must be the JSON schema of an object", param=where)
+    if not isinstance((parameters or {}).get("properties"), dict | None):
+        raise ApiError(400, f"{where}.properties must be an object", param=f"{where}.properties")
+    if _depth(function) > MAX_DEPTH:
+        raise ApiError(400, f"{where} is nested more than {MAX_DEPTH} deep", param=where)
+
+
+def _depth(value: Any) -> int:
+    """How deep a value is nested, or a little more than is taken."""
+    level, depth = [value], 0
+    while level and depth <= MAX_DEPTH:
+        inner: list[Any] = []
+        for each in level:
+            inner += each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
+        level, depth = [each for each in inner if isinstance(each, dict | list)], depth + 1
+    return depth
+
+
+def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a function's arguments: no others than it names, unless it says more of them."""
+    schema = {"type": "object", **(function.get("parameters") or {"properties": {}})}
+    return schema if schema.keys() & WIDER or "properties" not in schema else {**schema, "additionalProperties": False}

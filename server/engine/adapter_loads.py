@@ -1,0 +1,147 @@
+"""Loading adapters into a running engine: the one way in, from HTTP and from the library."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from ...core.quarantine import report
+from ...memory.adapters.store import UnknownAdapter
+from ...memory.files.error import shown
+from ...memory.files.identity import open_unchanged, with_content
+from ...memory.host.image import HostImage
+from ...memory.host.limited_threads import LimitedThreads
+from ...memory.host.reads import SLOW_SECONDS
+from ..executors import DaemonPool
+from .adapter_keeper import AdapterKeeper
+from .backend import AdapterState, Backend
+
+if TYPE_CHECKING:
+    from ...memory.files.format import AdapterManifest
+
+log = logging.getLogger(__name__)
+audit = logging.getLogger("chorus.audit")
+
+T = TypeVar("T")
+
+MAX_LOAD_THREADS = 8
+"""Loads that may be stuck, each on a thread of its own, before further ones are refused."""
+
+MAX_LOADS = 64
+"""Loads that may be asked for at once."""
+
+
+HERE = "this process"
+"""Name in the log for changes that no client has asked for."""
+
+
+class LoadTimedOut(TimeoutError):
+    """The disk took longer over an adapter than a load may."""
+
+
+class AdapterLoads:
+    """Adapters are read and checked beside the engine, one at a time; between two steps they are only swapped.
+
+    Beside a disk that takes longer others are read, but loads under one name follow each other. seconds: how long a
+    disk may take over one; then the load fails, and its thread is left behind. places: directories below which a broken
+    adapter may be mended. What was loaded is looked after from `start` to `stop`: see `AdapterKeeper`.
+    """
+
+    def __init__(self, worker: Backend, seconds: float, places: Sequence[Path] = ()) -> None:
+        self._worker = worker
+        self._seconds = seconds
+        self._pool = DaemonPool("loads", threads=MAX_LOAD_THREADS, max_waiting=MAX_LOADS - MAX_LOAD_THREADS)
+        self._threads = LimitedThreads("adapter-load", MAX_LOAD_THREADS)
+        self._reading = threading.Lock()
+        self._asking = threading.Lock()
+        self._latest: dict[str, Future] = {}
+        self._keeper = AdapterKeeper(worker, seconds, places)
+
+    def start(self) -> None:
+        self._keeper.start()
+
+    def stop(self) -> None:
+        """Begin nothing more; waits for nothing."""
+        self._keeper.stop()
+        self._pool.shutdown()
+
+    def load(
+        self,
+        name: str,
+        find: Callable[[], Path],
+        roots: Sequence[Path] = (),
+        *,
+        replace: bool = True,
+        by: str = HERE,
+    ) -> Future[tuple[AdapterState, bool]]:
+        """Load the directory that `find` gives; the adapter once requests may use it, and if it took another's place.
+
+        find: asks the disk, so it runs beside the engine, too. roots: directories below which its files must lie; none:
+        anywhere. by: the caller's name in the log. Raises PoolFull. The future's errors: what `find` raises,
+        AdapterFormatError, FileExistsError for a name that it may not `replace`, LoadTimedOut, and NoThreadLeft when
+        too many loads hang.
+        """
+        with self._asking:
+            before = self._latest.get(name)
+            load = self._latest[name] = self._pool.submit(self._load, before, name, find, roots, replace, by)
+        load.add_done_callback(partial(self._forget, name))
+        return load
+
+    def _forget(self, name: str, load: Future) -> None:
+        with self._asking:
+            if self._latest.get(name) is load:
+                del self._latest[name]
+
+    def _load(
+        self,
+        before: Future | None,
+        name: str,
+        find: Callable[[], Path],
+        roots: Sequence[Path],
+        replace: bool,
+        by: str,
+    ) -> tuple[AdapterState, bool]:
+        if before is not None:
+            wait([before])
+        directory = self._beside(find)
+        if not replace and self._is_there(name):
+            raise FileExistsError(name)
+        manifest, image = self._beside(partial(self._check, directory, roots))
+        adapter, replaced = self._worker.adapters.put(name, manifest, image, replace=replace).result()
+        audit.info(
+            "%s %s adapter %s: version %d, content %s, from %s",
+            by, "replaced" if replaced else "added", name, adapter.version, manifest.content_hash,
+            shown(str(directory)),
+        )  # fmt: skip
+        report(name, manifest)
+        return adapter, replaced
+
+    def _is_there(self, name: str) -> bool:
+        try:
+            return self._worker.adapters.state(name).result() is not None
+        except UnknownAdapter:
+            return False
+
+    def _check(self, directory: Path, roots: Sequence[Path]) -> tuple[AdapterManifest, HostImage]:
+        """The adapter that is to be swapped in, as it is on the disk at the end of the check, and its weights."""
+        image = HostImage()
+        manifest = with_content(self._worker.check_adapter(directory, roots, image))
+        with open_unchanged(manifest):
+            return manifest, image
+
+    def _beside(self, function: Callable[[], T]) -> T:
+        """The result of what asks the disk, on a thread of its own; alone, unless it takes long."""
+        with self._reading:
+            future = self._threads.submit(function)
+            wait([future], min(SLOW_SECONDS, self._seconds))
+        try:
+            if not wait([future], self._seconds).done:
+                raise LoadTimedOut(f"the disk did not answer within {self._seconds:g} seconds (adapter_load_seconds)")
+            return future.result()
+        finally:
+            del future  # an error's frames would hold it, and it the error

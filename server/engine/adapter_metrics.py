@@ -1,0 +1,102 @@
+"""Adapters in /metrics: where their bytes are, under Chorus's names and under vLLM's, which gateways read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from ...memory.adapters.adapter import Tier
+from .metric_families import MODEL_LABELS, label, listed, with_samples
+
+if TYPE_CHECKING:
+    from ...core.engine import Engine
+    from .metrics import EngineView
+
+_LEVELS = {Tier.DEVICE: "gpu", Tier.HOST: "cpu"}
+"""vLLM's words for where a whole adapter is; `gpu` is the arena, on a CPU, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterView:
+    """An adapter that is not only on disk. load_seconds: how long its latest load took; None while unknown.
+
+    credit: for having given way to others; None where the policy of modes keeps none.
+    """
+
+    name: str
+    tier: Tier
+    rank: int
+    pinned: bool
+    load_seconds: float | None
+    credit: float | None
+
+    @classmethod
+    def of(cls, engine: Engine, name: str, tier: Tier) -> AdapterView:
+        adapter = engine.store.get(name)
+        credit = None if engine.modes is None else engine.modes.credit(adapter)
+        return cls(name, tier, adapter.rank, engine.store.is_pinned(adapter), adapter.load_seconds, credit)
+
+
+def adapter_families(view: EngineView, everything: tuple[str, str]) -> Iterator[Metric]:
+    """Series of the adapters, and of the adapters in use. everything: values of vLLM's labels."""
+    yield GaugeMetricFamily(
+        "chorus_adapters_quarantined", "Adapters that are not served, see /v1/adapters", view.num_quarantined
+    )
+    yield with_samples(
+        GaugeMetricFamily("chorus_adapters", "Adapters, by where their bytes are", labels=("tier",)),
+        *(((tier,), count) for tier, count in view.tier_counts.items()),
+    )
+    yield with_samples(
+        GaugeMetricFamily(
+            "chorus_adapter_tier", "1 for the tier of an adapter that is not only on disk", labels=("adapter", "tier")
+        ),
+        *(((label(one.name), one.tier.value), 1) for one in view.adapters),
+    )
+    for name, text, values in (
+        ("rank", "Rank of an adapter that is not only on disk", [one.rank for one in view.adapters]),
+        ("pinned", "1 if it is kept resident", [int(one.pinned) for one in view.adapters]),
+        ("load_seconds", "How long its latest load from host memory took", [one.load_seconds for one in view.adapters]),
+        ("credit", "What it has for giving way to merged adapters", [one.credit for one in view.adapters]),
+    ):
+        yield with_samples(
+            GaugeMetricFamily(f"chorus_adapter_{name}", text, labels=("adapter",)),
+            *(((label(one.name),), value) for one, value in zip(view.adapters, values, strict=True)
+              if value is not None),
+        )  # fmt: skip
+    yield from _residency(view, everything)
+    yield with_samples(
+        GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "Adapters in use, in vLLM's words; the value is the time",
+            labels=("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+        ),
+        ((str(view.max_adapters), listed(view.running), listed(view.waiting)), time.time()),
+    )
+
+
+def _residency(view: EngineView, everything: tuple[str, str]) -> Iterator[Metric]:
+    """Series from which llm-d's router takes the adapters that a server holds.
+
+    There are no slots for adapters here: the most that can be resident is what is, and what fits beside it.
+    """
+    yield with_samples(
+        GaugeMetricFamily(
+            "vllm:lora_adapter_loaded", "1 for an adapter that is in the arena (gpu), or in host memory alone (cpu)",
+            labels=(*MODEL_LABELS, "adapter_name", "level", "pinned", "rank"),
+        ),
+        *(
+            ((*everything, label(one.name), _LEVELS[one.tier], str(one.pinned).lower(), str(one.rank)), 1)
+            for one in view.adapters if one.tier in _LEVELS
+        ),
+    )  # fmt: skip
+    resident = view.tier_counts.get(Tier.DEVICE, 0)
+    for name, text, value in (
+        ("num_gpu_loaded_lora_adapters", "Adapters in the arena", resident),
+        ("max_gpu_lora_adapters", "Adapters in the arena, and how many more of average size fit without evicting one",
+         resident + view.num_loadable),
+    ):  # fmt: skip
+        yield with_samples(GaugeMetricFamily(f"vllm:{name}", text, labels=MODEL_LABELS), (everything, value))

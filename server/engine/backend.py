@@ -1,0 +1,165 @@
+"""Interface between the app and its backend: an engine of this process, or replicas behind sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from ...core.requests.types import RequestOutput
+
+if TYPE_CHECKING:
+    from prometheus_client.registry import Collector
+
+    from ...core.engine_stats import EngineStats
+    from ...core.executors.base import ModelInfo
+    from ...core.quarantine import Quarantined
+    from ...core.requests.request import Request
+    from ...memory.files.format import AdapterManifest
+    from ...memory.host.image import HostImage
+    from .metrics import EngineView
+
+OnOutput = Callable[[RequestOutput], None]
+
+SHUTTING_DOWN = "the server is shutting down"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterState:
+    """A snapshot of the current version of an adapter. references: its running requests."""
+
+    name: str
+    version: int
+    manifest: AdapterManifest
+    tier: str
+    pages: int
+    references: int
+    pinned: bool
+    credit: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterListing:
+    """Snapshots of all served adapters, sorted by name, and the quarantined adapters."""
+
+    adapters: list[AdapterState]
+    quarantined: list[Quarantined]
+    stats: EngineStats
+
+
+class AdapterBook(Protocol):
+    """Adapters by name. Methods may be called from any thread; UnknownAdapter for a name that is not registered."""
+
+    def listing(self) -> Future[AdapterListing]: ...
+    def state(self, name: str) -> Future[AdapterState]: ...
+
+    def put(
+        self, name: str, manifest: AdapterManifest, image: HostImage | None, *, replace: bool
+    ) -> Future[tuple[AdapterState, bool]]:
+        """Register what `check_adapter` checked, and whether it took another's place; once the future has ended, no
+        request begins with the other. FileExistsError unless it may `replace`.
+        """
+        ...
+
+    def remove(self, name: str, *, force: bool) -> Future[tuple[AdapterState, int]]:
+        """Forget an adapter; what it was, and how many requests were ended for it: none unless `force`."""
+        ...
+
+    def pin(self, name: str) -> Future[bool]:
+        """Keep an adapter resident. False while it is being read: ask again."""
+        ...
+
+    def unpin(self, name: str) -> Future[None]: ...
+
+    def unhashed(self) -> Future[list[AdapterState]]:
+        """Adapters without a known content hash."""
+        ...
+
+    def quarantined(self) -> Future[list[Quarantined]]:
+        """Adapters that are not served because they are broken."""
+        ...
+
+    def note(self, name: str, version: int, manifest: AdapterManifest) -> Future[bool]:
+        """Keep what was found out about a version; False if it is not the current one any more."""
+        ...
+
+    def overflowing(self) -> Future[list[AdapterState]]:
+        """Adapters to quarantine: none of their requests has had finite logits, and there were enough to judge."""
+        ...
+
+    def set_aside(self, one: Quarantined, version: int, *, in_use: bool) -> Future[bool]:
+        """Into quarantine, unless it was replaced meanwhile; False to ask again later. in_use: one that has been
+        loaded, too; else it has turned out to be whole.
+        """
+        ...
+
+    def keep_aside(self, one: Quarantined) -> Future[None]:
+        """Keep a quarantined adapter so, with another reason, unless it was replaced meanwhile."""
+        ...
+
+    def release(self, name: str, manifest: AdapterManifest, image: HostImage | None) -> Future[bool]:
+        """Out of quarantine; False if it was removed or replaced meanwhile."""
+        ...
+
+
+class Backend(Protocol):
+    """What the app needs of an engine; methods may be called from any thread."""
+
+    progress: int | None
+    """Number that changes with every step; None while there is nothing to do, or while others watch over it."""
+    stalled: str | None
+    """Reason why the engine can't be asked just now; the watchdog's."""
+    failure: str | None
+    """Reason why no more requests are taken, for good."""
+
+    @property
+    def collector(self) -> Collector | None:
+        """Metrics beside the engine's."""
+        ...
+
+    @property
+    def adapters(self) -> AdapterBook: ...
+    @property
+    def model(self) -> ModelInfo: ...
+    @property
+    def stats(self) -> EngineStats: ...
+    @property
+    def healthy(self) -> bool: ...
+    @property
+    def trouble(self) -> str | None:
+        """Reason why it is not healthy."""
+        ...
+
+    def stop(self, timeout: float | None = 10.0) -> None: ...
+
+    def give_up(self, reason: str) -> int:
+        """End all requests in progress; returns how many."""
+        ...
+
+    def submit(
+        self, request: Request, on_output: OnOutput, loop: asyncio.AbstractEventLoop | None = None
+    ) -> Future[None]:
+        """Queue a request; the future ends when it is accepted, or with InvalidRequest.
+
+        `on_output` is called with every output, on `loop` or on the backend's thread.
+        """
+        ...
+
+    def abort(self, request_id: str) -> Future[bool]: ...
+
+    def check_room(self, tenant: str, adapter_name: str | None, count: int) -> None:
+        """Raise Overloaded when `count` more requests would not be accepted now."""
+        ...
+
+    def view(self) -> Future[EngineView]:
+        """A snapshot for metrics."""
+        ...
+
+    def check_adapter(self, path: Path, roots: Sequence[Path] = (), image: HostImage | None = None) -> AdapterManifest:
+        """Read and check an adapter on the caller's thread. AdapterFormatError. image: takes the weights, for `put`."""
+        ...
+
+    def check_weights(self, manifest: AdapterManifest) -> AdapterManifest: ...

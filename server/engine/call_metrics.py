@@ -1,0 +1,89 @@
+"""Histograms of requests that have ended, and of their calls, under the names by which vLLM's boards find them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Histogram
+
+from .metric_families import MODEL_LABELS
+
+_DIGITS = (1, 2, 5)
+TOKEN_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in _DIGITS)
+N_BUCKETS = (1, 2, 5, 10, 20)
+SECONDS_BUCKETS = (
+    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
+)  # fmt: skip
+TOKEN_SECONDS_BUCKETS = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A request that has ended.
+
+    seconds: from its arrival to its end. queue_seconds, first_seconds, last_seconds: from its arrival to its first
+    admission, its first token and its last; None where there was none. max_tokens: that it might have generated.
+    """
+
+    seconds: float
+    queue_seconds: float | None
+    first_seconds: float | None
+    last_seconds: float
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated_tokens: int
+    max_tokens: int | None
+
+
+class CallMetrics:
+    """Observes each request once, when it ends, and each call."""
+
+    def __init__(self, everything: tuple[str, str], registry: CollectorRegistry) -> None:
+        """everything: values of vLLM's labels."""
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"vllm:{name}", text, MODEL_LABELS, buckets=buckets, registry=registry).labels(*everything)
+
+        self._prompt = histogram("request_prompt_tokens", "Prompt tokens of a request", TOKEN_BUCKETS)
+        self._computed = histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens of a request that were not cached", TOKEN_BUCKETS
+        )
+        self._generated = histogram("request_generation_tokens", "Tokens that a request generated", TOKEN_BUCKETS)
+        self._most = histogram(
+            "request_max_num_generation_tokens", "Tokens of the longest answer of a call", TOKEN_BUCKETS
+        )
+        self._max_tokens = histogram("request_params_max_tokens", "Most tokens that were asked for", TOKEN_BUCKETS)
+        self._n = histogram("request_params_n", "Answers that were asked for", N_BUCKETS)
+        self._queue = histogram("request_queue_time_seconds", "From arrival to admission", SECONDS_BUCKETS)
+        self._inference = histogram(
+            "request_inference_time_seconds", "From admission to the last token", SECONDS_BUCKETS
+        )
+        self._prefill = histogram("request_prefill_time_seconds", "From admission to the first token", SECONDS_BUCKETS)
+        self._decode = histogram("request_decode_time_seconds", "From the first token to the last", SECONDS_BUCKETS)
+        self._per_token = histogram(
+            "request_time_per_output_token_seconds", "Time of a token but the first", TOKEN_SECONDS_BUCKETS
+        )
+
+    def ended(self, one: Ended) -> None:
+        self._prompt.observe(one.num_prompt_tokens)
+        self._generated.observe(one.num_generated_tokens)
+        if one.max_tokens is not None:
+            self._max_tokens.observe(one.max_tokens)
+        if one.first_seconds is None:
+            return
+        self._computed.observe(one.num_prompt_tokens - one.num_cached_tokens)
+        decode = one.last_seconds - one.first_seconds
+        self._decode.observe(decode)
+        self._per_token.observe(decode / max(one.num_generated_tokens - 1, 1))
+        if one.queue_seconds is not None:
+            self._queue.observe(one.queue_seconds)
+            prefill = max(one.first_seconds - one.queue_seconds, 0.0)  # of two processes' clocks, perhaps
+            self._prefill.observe(prefill)
+            self._inference.observe(prefill + decode)
+
+    def call_ended(self, n: int, num_generated_tokens: int) -> None:
+        """All answers of a call have ended. n: to each prompt. num_generated_tokens: of the longest."""
+        self._n.observe(n)
+        self._most.observe(num_generated_tokens)

@@ -1,0 +1,164 @@
+"""The adapters of an engine by name: each question is answered between two of its steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ...core.requests.sampling_params import InvalidRequest
+from ...memory.adapters.adapter import Tier
+from ...memory.files.error import AdapterFormatError
+from .backend import AdapterListing, AdapterState
+
+if TYPE_CHECKING:
+    from ...core.engine import Engine
+    from ...core.quarantine import Quarantined
+    from ...memory.adapters.adapter import Adapter
+    from ...memory.files.format import AdapterManifest
+    from ...memory.host.image import HostImage
+
+log = logging.getLogger(__name__)
+audit = logging.getLogger("chorus.audit")
+
+T = TypeVar("T")
+
+MOST_OVERFLOWS = 3
+"""Requests that may end for logits that are not finite before one has ended well; then the adapter is set aside."""
+
+
+class EngineAdapters:
+    """An `AdapterBook` over an engine. call: runs a function of the engine between two steps."""
+
+    def __init__(self, call: Callable[[Callable[[Engine], Any]], Future[Any]]) -> None:
+        self._call = call
+
+    def listing(self) -> Future[AdapterListing]:
+        return self._call(
+            lambda engine: AdapterListing(
+                [_state(engine, engine.store.get(name)) for name in engine.store.names()],
+                list(engine.quarantine.values()),
+                engine.stats(),
+            )
+        )
+
+    def state(self, name: str) -> Future[AdapterState]:
+        return self._call(lambda engine: _state(engine, engine.store.get(name)))
+
+    def put(
+        self, name: str, manifest: AdapterManifest, image: HostImage | None, *, replace: bool
+    ) -> Future[tuple[AdapterState, bool]]:
+        return self._call(partial(_put, name, manifest, image, replace))
+
+    def remove(self, name: str, *, force: bool) -> Future[tuple[AdapterState, int]]:
+        return self._call(
+            lambda engine: (_state(engine, engine.store.get(name)), engine.remove_adapter(name, force=force))
+        )
+
+    def pin(self, name: str) -> Future[bool]:
+        return self._call(lambda engine: engine.pin_adapter(name))
+
+    def unpin(self, name: str) -> Future[None]:
+        return self._call(lambda engine: engine.unpin_adapter(name))
+
+    def unhashed(self) -> Future[list[AdapterState]]:
+        return self._call(_unhashed)
+
+    def quarantined(self) -> Future[list[Quarantined]]:
+        return self._call(lambda engine: list(engine.quarantine.values()))
+
+    def note(self, name: str, version: int, manifest: AdapterManifest) -> Future[bool]:
+        return self._call(partial(_note, name, version, manifest))
+
+    def overflowing(self) -> Future[list[AdapterState]]:
+        return self._call(_overflowing)
+
+    def set_aside(self, one: Quarantined, version: int, *, in_use: bool) -> Future[bool]:
+        return self._call(partial(_set_aside, one, version, in_use))
+
+    def keep_aside(self, one: Quarantined) -> Future[None]:
+        return self._call(partial(_keep_aside, one))
+
+    def release(self, name: str, manifest: AdapterManifest, image: HostImage | None) -> Future[bool]:
+        return self._call(partial(_release, name, manifest, image))
+
+
+def _state(engine: Engine, adapter: Adapter) -> AdapterState:
+    store = engine.store
+    pinned = store.is_pinned(adapter)
+    credit = None if engine.modes is None else engine.modes.credit(adapter)
+    return AdapterState(
+        adapter.name, adapter.version, adapter.manifest, store.tier(adapter).value, len(adapter.pages),
+        adapter.references - pinned, pinned, credit,
+    )  # fmt: skip
+
+
+def _put(
+    name: str, manifest: AdapterManifest, image: HostImage | None, replace: bool, engine: Engine
+) -> tuple[AdapterState, bool]:
+    replaced = name in engine.store
+    if replaced and not replace:
+        raise FileExistsError(name)
+    was_pinned = replaced and engine.store.is_pinned(engine.store.get(name))
+    adapter = engine.store.register(name, manifest, image)
+    if was_pinned:
+        _pin_again(name, engine)
+    engine.quarantine.pop(name, None)
+    return _state(engine, adapter), replaced
+
+
+def _pin_again(name: str, engine: Engine) -> None:
+    """Pin the new version of a pinned adapter, where there is room beside the old one that may still run."""
+    try:
+        pinned, reason = engine.pin_adapter(name), "it is still being read"
+    except (InvalidRequest, AdapterFormatError) as error:
+        pinned, reason = False, str(error)
+    if not pinned:
+        log.warning("adapter %s was pinned, its new version is not: %s", name, reason)
+
+
+def _note(name: str, version: int, manifest: AdapterManifest, engine: Engine) -> bool:
+    if name not in engine.store or engine.store.get(name).version != version:
+        return False
+    engine.store.get(name).manifest = manifest
+    return True
+
+
+def _unhashed(engine: Engine) -> list[AdapterState]:
+    adapters = (engine.store.get(name) for name in engine.store.names())
+    return [_state(engine, one) for one in adapters if one.manifest.content_hash is None]
+
+
+def _overflowing(engine: Engine) -> list[AdapterState]:
+    adapters = (engine.store.get(name) for name in engine.store.names())
+    return [_state(engine, one) for one in adapters if (one.num_overflows or 0) >= MOST_OVERFLOWS]
+
+
+def _set_aside(one: Quarantined, version: int, in_use: bool, engine: Engine) -> bool:
+    store = engine.store
+    if one.name not in store or store.get(one.name).version != version:
+        return True
+    adapter = store.get(one.name)
+    tier = store.tier(adapter)
+    on_disk = tier in (Tier.DISK, Tier.FAILED)
+    if not in_use and (tier is Tier.LOADING or (adapter.requests and on_disk)):
+        return False
+    if on_disk or in_use:
+        store.unregister(one.name)
+        engine.quarantine[one.name] = one
+        audit.warning("adapter %s is not served any more: %s", one.name, one.reason)
+    return True
+
+
+def _keep_aside(one: Quarantined, engine: Engine) -> None:
+    if one.name in engine.quarantine:
+        engine.quarantine[one.name] = one
+
+
+def _release(name: str, manifest: AdapterManifest, image: HostImage | None, engine: Engine) -> bool:
+    if engine.quarantine.pop(name, None) is None or name in engine.store:
+        return False
+    engine.store.register(name, manifest, image)
+    return True

@@ -1,0 +1,332 @@
+"""From prompts to text: the answers of one call, run by the engine together and read as one stream of deltas."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...core.requests.request import Request
+from ...core.requests.sampling_params import InvalidRequest
+from ...core.requests.types import ALL_BANNED, FinishReason, RequestOutput, StepInfo, TokenLogprobs
+from ..errors import EngineUnavailable, GenerationFailed
+from ..text.answer_reader import AnswerReader, Part
+from ..text.detokenizer import TextStream
+from .call_metrics import Ended
+
+if TYPE_CHECKING:
+    from .backend import Backend
+    from .metrics import Metrics
+    from .recorder import Recorder
+
+
+TURN_SECONDS = 0.0005
+"""Seconds that one call's outputs are worked on before others have their turn on the event loop."""
+
+TOOL_CALLS = "tool_calls"
+"""OpenAI's finish_reason of an answer that calls tools."""
+
+BULK = 64
+"""Outputs read at once for a call without streaming and without stop strings."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Delta that one step added to one choice. `finish_reason` is OpenAI's word, on a choice's last delta only.
+
+    stop_reason: vLLM's, the stop string or the asked-for stop token that ended the choice. offsets: where in the
+    choice's text each token begins. logprobs: one per token, when asked for. prompt_logprobs: of the prompt tokens but
+    the first, on a choice's first delta, when asked for. parts: what the text says, as far as that is certain; None
+    without a reader.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    step: StepInfo | None
+    stop_reason: int | str | None = None
+    offsets: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    parts: Sequence[Part] | None = None
+
+
+class Choice:
+    """One engine request of a call and what has been generated for it so far."""
+
+    def __init__(
+        self,
+        index: int,
+        request: Request,
+        text_stream: TextStream,
+        *,
+        prompt_token_ids: list[int] | None = None,
+        shows_stop_token: bool = False,
+        prompt_only: bool = False,
+        keeps_all: bool = True,
+        reader: AnswerReader | None = None,
+    ) -> None:
+        """prompt_token_ids: the request's, if the caller has them: they are not copied then. shows_stop_token: whether
+        a stop token has text. prompt_only: discard generated tokens. keeps_all: keep the text and scores of all deltas.
+        reader: makes parts of the text.
+        """
+        self.index = index
+        self.request = request
+        self.prompt_token_ids = list(request.token_ids) if prompt_token_ids is None else prompt_token_ids
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.offsets: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+        self.num_cached_tokens: int | None = None
+        self.queue_seconds: float | None = None
+        self.first_seconds: float | None = None
+        """From arrival to the first token."""
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.parts: list[Part] = []
+        self._reader = reader
+        self._keeps_all = keeps_all
+        self._stream = text_stream
+        self._shows_stop_token = shows_stop_token
+        self._prompt_only = prompt_only
+
+    def take(self, output: RequestOutput) -> Delta:
+        """Adds the engine's output; what follows a stop string is dropped."""
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = output.num_cached_tokens
+            self.queue_seconds = output.queue_seconds
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        if self._prompt_only:
+            self.finish_reason = FinishReason.LENGTH.value
+            return Delta(self.index, "", (), self.finish_reason, output.step, prompt_logprobs=output.prompt_logprobs)
+        text, offsets = self._push(output)
+        tokens, logprobs = output.token_ids[: len(offsets)], output.logprobs[: len(offsets)]
+        if self._stream.stopped_by is None and output.finish_reason is not None:
+            text += self._stream.finish()
+        if self._stream.stopped_by is not None:
+            self.finish_reason = FinishReason.STOP.value
+            self.stop_reason = self._stream.stopped_by
+        elif output.finish_reason is not None:
+            self.finish_reason = output.finish_reason.value
+            if output.stop_token_id in self.request.params.stop_token_ids:
+                self.stop_reason = output.stop_token_id
+        parts: list[Part] | None = None
+        if self._reader is not None:
+            parts = self._reader.read(text, final=self.finish_reason is not None)
+            if self.finish_reason == FinishReason.STOP.value and self._reader.calls:
+                self.finish_reason = TOOL_CALLS
+        self.token_ids += tokens
+        if self._keeps_all:
+            self.text += text
+            self.parts += parts or ()
+            self.offsets += offsets
+            self.logprobs += logprobs
+        return Delta(
+            self.index,
+            text,
+            tokens,
+            self.finish_reason,
+            output.step,
+            self.stop_reason,
+            tuple(offsets),
+            logprobs,
+            output.prompt_logprobs,
+            parts,
+        )
+
+    def _push(self, output: RequestOutput) -> tuple[str, list[int]]:
+        """The new text, and where each token up to a stop string begins."""
+        text, offsets = "", []
+        last = len(output.token_ids) - 1
+        for position, token in enumerate(output.token_ids):
+            offsets.append(self._stream.position)
+            if position == last and output.stop_token_id == token and not self._shows_stop_token:
+                break  # a stop token counts, but has no text
+            text += self._stream.push([token])[0]
+            if self._stream.stopped_by is not None:
+                break
+        return text, offsets
+
+
+class Generation:
+    """The requests of one call. Await `start`, read the deltas once, and always `close`.
+
+    Either all of a call's choices run or none: one that is refused or fails takes the others with it.
+    """
+
+    def __init__(
+        self,
+        worker: Backend,
+        choices: Sequence[Choice],
+        *,
+        id: str,
+        model: str,
+        metrics: Metrics | None = None,
+        recorder: Recorder | None = None,
+        per_prompt: int = 1,
+        in_bulk: bool = False,
+    ) -> None:
+        """choices: `per_prompt` in a row are of the same prompt. id, model: what the client sees.
+
+        in_bulk: no delta is needed at once (no streaming, no stop strings), so many are read together.
+        """
+        self.id = id
+        self.model = model
+        self._worker = worker
+        self._metrics = metrics
+        self._recorder = recorder
+        self._arrival = choices[0].request.arrival_time
+        self._per_prompt = per_prompt
+        self._latest = [self._arrival] * len(choices)
+        self._in_bulk = in_bulk
+        self._loop: asyncio.AbstractEventLoop  # the reader's, from `start` on
+        self._outputs: deque[tuple[RequestOutput, float]] = deque()  # with the times at which they came
+        self._came: asyncio.Future[None] | None = None  # what the reader waits for
+        self._turn_ends = 0.0
+        self.choices = choices
+        self._by_request = {choice.request.id: choice for choice in self.choices}
+        self._open: set[str] = set()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts; one with several choices counts once."""
+        return sum(len(choice.prompt_token_ids) for choice in self.choices[:: self._per_prompt])
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that the prefix cache had, as far as known."""
+        return sum(choice.num_cached_tokens or 0 for choice in self.choices[:: self._per_prompt])
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+    async def start(self) -> None:
+        """Returns when the engine has accepted every choice; raises its InvalidRequest or Overloaded otherwise."""
+        loop = self._loop = asyncio.get_running_loop()
+        receiver = (self._put_in_bulk, None) if self._in_bulk else (self._put, loop)
+        try:
+            self._open.update(self._by_request)
+            answers = await asyncio.gather(
+                *(asyncio.wrap_future(self._worker.submit(choice.request, *receiver)) for choice in self.choices),
+                return_exceptions=True,
+            )
+            for answer in answers:
+                if isinstance(answer, BaseException):
+                    raise answer
+        except BaseException:
+            for request_id in self._open:
+                self._worker.abort(request_id)
+            self._open.clear()
+            raise
+        if self._metrics is not None:
+            self._metrics.accepted(self.model, self.num_prompt_tokens)
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        """Deltas of all choices as they come; ends when all have finished. Raises GenerationFailed."""
+        self._turn_ends = time.monotonic() + TURN_SECONDS
+        while self._open:
+            if not self._outputs:
+                self._came = asyncio.get_running_loop().create_future()
+                try:
+                    await self._came
+                finally:
+                    self._came = None
+                self._turn_ends = time.monotonic() + TURN_SECONDS
+                continue
+            if time.monotonic() > self._turn_ends:
+                await asyncio.sleep(0)
+                self._turn_ends = time.monotonic() + TURN_SECONDS
+            output, came = self._outputs.popleft()
+            if output.request_id not in self._open:
+                continue
+            if output.finish_reason is FinishReason.ERROR or output.finish_reason is FinishReason.ABORT:
+                self._end(output.request_id, output.finish_reason.value)
+                reason = output.error or "the engine ended this request"
+                if reason == ALL_BANNED:
+                    params = self._by_request[output.request_id].request.params
+                    raise InvalidRequest("allowed_token_ids" if params.grammar is None else "grammar", reason)
+                if output.finish_reason is FinishReason.ERROR:
+                    raise GenerationFailed(reason, output.failure)
+                raise EngineUnavailable(reason)
+            choice = self._by_request[output.request_id]
+            delta = choice.take(output)
+            self._observe_tokens(delta, came)
+            if delta.finish_reason is not None:
+                if output.finish_reason is None:  # a stop string, which the engine does not look for
+                    self._worker.abort(output.request_id)
+                by = delta.finish_reason
+                self._end(output.request_id, FinishReason.STOP.value if by == TOOL_CALLS else by)
+            yield delta
+
+    @property
+    def goes_on(self) -> bool:
+        """True if the next delta is there already and is read in this turn, before others have theirs."""
+        in_time = time.monotonic() <= self._turn_ends
+        return in_time and any(output.request_id in self._open for output, _ in self._outputs)
+
+    def _put(self, output: RequestOutput) -> None:
+        """Take an output on the reader's loop."""
+        self._outputs.append((output, time.monotonic()))
+        self._wake()
+
+    def _put_in_bulk(self, output: RequestOutput) -> None:
+        """Take an output on the engine's thread; the loop hears of it once there is enough to do."""
+        self._outputs.append((output, time.monotonic()))
+        if output.finish_reason is not None or len(self._outputs) % BULK == 0:
+            try:
+                self._loop.call_soon_threadsafe(self._wake)
+            except RuntimeError:  # the loop was closed, and the reader with it
+                self._worker.abort(output.request_id)
+
+    def _wake(self) -> None:
+        if self._came is not None and not self._came.done():
+            self._came.set_result(None)
+
+    async def finish(self) -> None:
+        """Reads all deltas; the choices then hold the whole answer."""
+        async for _ in self:
+            pass
+
+    def close(self) -> None:
+        """Aborts what still runs. Safe to call at any time, and more than once."""
+        for request_id in list(self._open):
+            self._worker.abort(request_id)
+            self._end(request_id, FinishReason.ABORT.value)
+
+    def _end(self, request_id: str, finish_reason: str) -> None:
+        self._open.discard(request_id)
+        if self._metrics is not None:
+            self._metrics.ended(self.model, finish_reason, self._ended(self._by_request[request_id]))
+            if not self._open:
+                self._metrics.call_ended(self._per_prompt, max(len(choice.token_ids) for choice in self.choices))
+        if self._recorder is not None:
+            self._recorder.note(self._by_request[request_id])
+
+    def _ended(self, choice: Choice) -> Ended:
+        return Ended(
+            time.monotonic() - self._arrival,
+            choice.queue_seconds,
+            choice.first_seconds,
+            self._latest[choice.index] - self._arrival,
+            len(choice.prompt_token_ids),
+            choice.num_cached_tokens or 0,
+            len(choice.token_ids),
+            choice.request.params.max_tokens,
+        )
+
+    def _observe_tokens(self, delta: Delta, now: float) -> None:
+        if self._metrics is None or not delta.token_ids:
+            return
+        choice, seconds = self.choices[delta.index], now - self._latest[delta.index]
+        first = len(choice.token_ids) == len(delta.token_ids)
+        if first:
+            choice.first_seconds = seconds
+        self._metrics.generated(self.model, len(delta.token_ids), seconds, first=first)
+        self._latest[delta.index] = now

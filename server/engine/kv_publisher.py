@@ -1,0 +1,252 @@
+"""KV events over ZMQ, in the form and with the sockets of vLLM, for routers that look for cached prefixes.
+
+A message is (topic, sequence of 8 bytes, payload); the payload is msgpack, `[seconds, [event, …], rank]`, an event a
+map with its name under `type`: vLLM's `KVEventBatch` of `BlockStored`, `BlockRemoved` and `AllBlocksCleared`
+(vllm/distributed/kv_events.py; events were arrays until vllm-project/vllm#42892).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+
+from ...core.kv_events import KvEvents, Stored
+from .worker import EngineWorker
+
+if TYPE_CHECKING:
+    import zmq
+
+    from ..settings import Settings
+    from .backend import Backend
+
+log = logging.getLogger(__name__)
+
+TURN_SECONDS = 0.02
+"""Seconds between two batches: the publisher polls, so that the engine's thread need not wake it."""
+
+MAX_BATCH = 4096
+"""Events in one message."""
+
+MAX_REPLAYED = 10_000
+"""Latest batches that can be asked for again, as in vLLM."""
+
+MAX_REPLAYED_BYTES = 64 << 20
+"""Bytes of payloads that are kept for this at most."""
+
+MAX_UNSENT = 100_000
+"""Messages that wait for one subscriber; further ones do not reach it, which the sequence shows."""
+
+END = (-1).to_bytes(8, "big", signed=True)
+"""Sequence of the message that ends a replay."""
+
+LEVEL = "GPU"
+"""vLLM's word for KV that a step can use, which here is the arena's, on a CPU, too."""
+
+Hash = int
+Event = dict[str, Any]
+
+
+class KvBatches:
+    """Turns the engine's events into vLLM's; a block's hash covers its parent's hash and its tokens.
+
+    The hash of a prompt's first block covers the model, the adapter's version and the sharing scope instead of a
+    parent. So two servers hash the same block alike, and one server never hashes different blocks alike.
+    """
+
+    def __init__(self, model: str, block_tokens: int) -> None:
+        self._model = model
+        self._block_tokens = block_tokens
+        self._hashes: dict[int, Hash] = {}  # by page, of the blocks published
+
+    def __len__(self) -> int:
+        return len(self._hashes)
+
+    def events(self, recorded: Iterable[Stored | int]) -> list[Event]:
+        """The events in order; blocks that follow each other, or are removed together, are one."""
+        made: list[Event] = []
+        last: Hash | None = None  # of a stored event that further blocks may be added to
+        for event in recorded:
+            if not isinstance(event, Stored):
+                gone = self._hashes.pop(event, None)
+                if gone is None:
+                    continue
+                if made and made[-1]["type"] == "BlockRemoved":
+                    made[-1]["block_hashes"].append(gone)
+                else:
+                    made.append({"type": "BlockRemoved", "block_hashes": [gone], "medium": LEVEL})
+                last = None
+                continue
+            parent = None if event.parent is None else self._hashes.get(event.parent)
+            if parent is None and event.parent is not None:
+                continue  # the parent's event was lost, so this block's hash is unknown
+            digest = self._hashes[event.page] = self._hash(parent, event)
+            if last is not None and parent == last:
+                made[-1]["block_hashes"].append(digest)
+                made[-1]["token_ids"].extend(event.tokens)
+            else:
+                made.append({
+                    "type": "BlockStored", "block_hashes": [digest], "parent_block_hash": parent,
+                    "token_ids": list(event.tokens), "block_size": self._block_tokens, "lora_id": event.version or None,
+                    "medium": LEVEL, "lora_name": event.adapter,
+                })  # fmt: skip
+            last = digest
+        return made
+
+    def clear(self) -> list[Event]:
+        """The event after which a subscriber knows of no block; nor does this."""
+        self._hashes.clear()
+        return [{"type": "AllBlocksCleared"}]
+
+    def _hash(self, parent: Hash | None, event: Stored) -> Hash:
+        if parent is None:
+            version = event.content_hash or f"{event.adapter}#{event.version}" if event.version else None
+            start = repr((self._model, version, event.scope)).encode()
+        else:
+            start = parent.to_bytes(8, "big")
+        return int.from_bytes(hashlib.sha256(start + repr(event.tokens).encode()).digest()[:8], "big")
+
+
+class KvPublisher:
+    """A daemon thread that publishes an engine's KV events and answers what subscribers ask for again."""
+
+    def __init__(
+        self, events: KvEvents, batches: KvBatches, endpoint: str, replay_endpoint: str | None = None, topic: str = ""
+    ) -> None:
+        """Opens the sockets. RuntimeError when an address can't be used, or pyzmq is missing."""
+        try:
+            import zmq
+        except ImportError:
+            raise RuntimeError("kv_events_endpoint needs pyzmq: pip install 'chorus-lora[gateway]'") from None
+        self._events = events
+        self._batches = batches
+        self._topic = topic.encode()
+        self._pack = msgpack.Packer(autoreset=True).pack
+        self._sequence = 0
+        self._kept: deque[tuple[bytes, bytes]] = deque()
+        self._kept_bytes = 0
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="chorus-kv-events", daemon=True)
+        context = zmq.Context.instance()
+        try:
+            self._pub = context.socket(zmq.PUB)
+            self._pub.set_hwm(MAX_UNSENT)
+            _open(self._pub, endpoint)
+            self._replay = None if replay_endpoint is None else context.socket(zmq.ROUTER)
+            if self._replay is not None and replay_endpoint is not None:
+                self._replay.set_hwm(MAX_REPLAYED + 1)
+                self._replay.bind(replay_endpoint)
+        except zmq.ZMQError as error:
+            self._close()
+            raise RuntimeError(f"KV events can't be published on {endpoint}: {error}") from None
+        if not is_local(endpoint):
+            log.warning("any client that reaches %s can read prompts out of the KV events", endpoint)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Publish what is there and end, within a second."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join(1.0)
+
+    def _run(self) -> None:
+        self._publish(self._batches.clear())  # of blocks that an earlier process at this address published
+        while True:
+            ending = self._stopped.wait(TURN_SECONDS)
+            try:
+                self._turn()
+            except Exception:
+                log.exception("KV events could not be published; it goes on")
+            if ending:
+                self._close()
+                return
+
+    def _turn(self) -> None:
+        recorded, lost = self._events.take()
+        events = self._batches.events(recorded)
+        for first in range(0, len(events), MAX_BATCH):
+            self._publish(events[first : first + MAX_BATCH])
+        if lost:
+            log.warning("the publisher of KV events lagged behind; subscribers begin anew")
+            self._publish(self._batches.clear())
+        if self._replay is not None and self._replay.poll(0):
+            self._answer(self._replay)
+
+    def _publish(self, events: list[Event]) -> None:
+        payload = self._pack((time.time(), events, 0))
+        sequence = self._sequence.to_bytes(8, "big")
+        self._sequence += 1
+        self._pub.send_multipart((self._topic, sequence, payload))  # of PUB it never waits
+        self._kept.append((sequence, payload))
+        self._kept_bytes += len(payload)
+        while len(self._kept) > MAX_REPLAYED or self._kept_bytes > MAX_REPLAYED_BYTES:
+            self._kept_bytes -= len(self._kept.popleft()[1])
+
+    def _answer(self, replay: zmq.Socket) -> None:
+        """Send a subscriber the kept batches from the sequence on that it asks for, then `END`."""
+        import zmq
+
+        client, *asked = replay.recv_multipart()
+        if len(asked) != 2 or asked[0] or len(asked[1]) != 8:
+            log.warning("a subscriber's replay request was not of 8 bytes and is left out")
+            return
+        kept = [one for one in self._kept if one[0] >= asked[1]]
+        try:
+            for sequence, payload in (*kept, (END, b"")):
+                replay.send_multipart((client, b"", sequence, payload), zmq.NOBLOCK)
+        except zmq.Again:
+            log.warning("a subscriber's replay was cut: it does not read")
+
+    def _close(self) -> None:
+        for socket in (getattr(self, "_pub", None), getattr(self, "_replay", None)):
+            if socket is not None:
+                socket.close(linger=200)
+
+
+def kv_publisher_of(worker: Backend, settings: Settings) -> KvPublisher | None:
+    """Return the publisher of an engine's KV events, or None if the settings name no address. Raises RuntimeError."""
+    if settings.kv_events_endpoint is None:
+        return None
+    if not isinstance(worker, EngineWorker):
+        raise RuntimeError("kv_events_endpoint is for one engine: behind one address a cluster routes by itself")
+    events, block_tokens = worker.call(lambda engine: (engine.record_kv_events(), engine.block_tokens)).result()
+    batches = KvBatches(settings.base_name, block_tokens)
+    return KvPublisher(
+        events, batches, settings.kv_events_endpoint, settings.kv_events_replay_endpoint, settings.kv_events_topic
+    )
+
+
+def is_local(endpoint: str) -> bool:
+    """True if only this machine reaches an address."""
+    return not endpoint.startswith("tcp://") or _host(endpoint) in ("127.0.0.1", "[::1]", "localhost")
+
+
+def _open(socket: zmq.Socket, endpoint: str) -> None:
+    """Bind where the address can only be this machine's, else connect to the subscriber that listens there."""
+    host = _host(endpoint)
+    socket.ipv6 = host.startswith("[")
+    if not endpoint.startswith("tcp://") or host in ("*", "localhost") or _is_bindable(host):
+        socket.bind(endpoint.replace("//localhost:", "//127.0.0.1:"))
+    else:
+        socket.connect(endpoint)
+
+
+def _host(endpoint: str) -> str:
+    return endpoint.removeprefix("tcp://").rpartition(":")[0]
+
+
+def _is_bindable(host: str) -> bool:
+    try:
+        address = ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return address.is_loopback or address.is_unspecified

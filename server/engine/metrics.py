@@ -1,0 +1,319 @@
+"""Metrics of the server, in Prometheus's text format."""
+
+from __future__ import annotations
+
+from collections import Counter as Counts
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from ...core.engine_stats import STEP_SIZES
+from ...memory.adapters.adapter import Tier
+from .adapter_metrics import AdapterView, adapter_families
+from .call_metrics import CallMetrics, Ended
+from .metric_families import ENGINE, MODEL_LABELS, label, with_samples
+
+if TYPE_CHECKING:
+    from ...core.engine import Engine
+    from ...core.engine_stats import AccountStats, EngineStats
+
+TTFT_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 20, 40)
+ITL_BUCKETS = (0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 1, 2)
+E2E_BUCKETS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 25, 50, 100, 200)
+
+MAX_MODEL_SERIES = 1000
+"""Most models with series of their own; the other models are counted under `OTHERS`."""
+
+OTHERS = "(others)"
+
+MAX_TIER_SERIES = 1000
+"""Most adapters with a series of their own; resident ones come first."""
+
+MAX_ACCOUNT_SERIES = 100
+"""Most tenants, or adapters, with series of their own; the ones with the most requests in progress come first."""
+
+Write = Callable[[CollectorRegistry], bytes]
+"""Writes a registry in a format that the scraper reads."""
+
+_SHOWN = (Tier.DEVICE, Tier.LOADING, Tier.HOST)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """A snapshot, taken between two steps.
+
+    names: all registered adapters. adapters: the ones that are not only on disk, at most `MAX_TIER_SERIES`.
+    tier_counts: adapters in each tier. num_loadable: how many more adapters of average size fit without an eviction.
+    running, waiting: adapters of running and of waiting requests; at most `max_adapters` can run at once.
+    num_quarantined: broken adapters, which are not served. accounts: tenants, or adapters, with requests in progress.
+    """
+
+    names: frozenset[str] = frozenset()
+    adapters: list[AdapterView] = field(default_factory=list)
+    tier_counts: dict[str, int] = field(default_factory=dict)
+    num_loadable: int = 0
+    running: list[str] = field(default_factory=list)
+    waiting: list[str] = field(default_factory=list)
+    max_adapters: int = 0
+    block_tokens: int = 0
+    num_quarantined: int = 0
+    accounts: list[AccountStats] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, engine: Engine) -> EngineView:
+        """To be called on the engine's thread."""
+        store, config = engine.store, engine.config
+        tiers = {name: store.tier(store.get(name)) for name in store.names()}
+        counts = Counts(tiers.values())
+        shown = [(name, tier) for wanted in _SHOWN for name, tier in tiers.items() if tier is wanted]
+        running, waiting = engine.adapter_load()
+        return cls(
+            names=frozenset(tiers),
+            adapters=[AdapterView.of(engine, name, tier) for name, tier in shown[:MAX_TIER_SERIES]],
+            block_tokens=engine.block_tokens,
+            tier_counts={tier.value: counts[tier] for tier in Tier},
+            num_loadable=store.num_loadable,
+            running=running,
+            waiting=waiting,
+            max_adapters=config.max_adapters_per_step or config.max_num_seqs,
+            num_quarantined=len(engine.quarantine),
+            accounts=engine.accounts(),
+        )
+
+
+_STATS = (
+    (GaugeMetricFamily, "num_running", "requests_running", "num_requests_running", "Requests in the running batch"),
+    (GaugeMetricFamily, "num_waiting", "requests_waiting", "num_requests_waiting", "Requests that wait for a place"),
+    (GaugeMetricFamily, "num_pages", "arena_pages", "", "Pages of the arena in all"),
+    (CounterMetricFamily, "num_steps", "steps", "", "Engine steps"),
+    (CounterMetricFamily, "num_steps_ahead", "steps_ahead", "",
+     "Decode steps launched before the tokens of the last one were read"),
+    (CounterMetricFamily, "num_preemptions", "preemptions", "num_preemptions", "Requests put back to make room"),
+    (GaugeMetricFamily, "num_swapped", "swapped_requests", "", "Preempted requests with KV in host memory"),
+    (GaugeMetricFamily, "swapped_bytes", "swapped_bytes", "", "Host memory that their KV takes"),
+    (CounterMetricFamily, "num_swaps_out", "swaps_out", "", "Preemptions that copied KV to host memory"),
+    (CounterMetricFamily, "num_swaps_in", "swaps_in", "", "Copies of such KV back"),
+    (CounterMetricFamily, "swapped_bytes_out", "swapped_out_bytes", "", "Bytes of KV copied to host memory"),
+    (CounterMetricFamily, "swapped_bytes_in", "swapped_in_bytes", "", "Bytes of KV copied back"),
+    (CounterMetricFamily, "num_swaps_dropped", "swaps_dropped", "", "KV in host memory that was not used"),
+    (CounterMetricFamily, "num_adapter_hits", "adapter_hits", "", "Admissions that found their adapter"),
+    (CounterMetricFamily, "num_adapter_loads", "adapter_loads", "", "Adapters brought to the device"),
+    (CounterMetricFamily, "num_streamed_loads", "adapter_streamed_loads", "",
+     "Loads that a request followed layer by layer"),
+    (GaugeMetricFamily, "num_reads", "adapter_reads", "", "Adapters that are being read"),
+    (GaugeMetricFamily, "oldest_read_seconds", "adapter_read_stalled_seconds", "",
+     "The longest that an adapter's read under way has brought nothing"),
+    (CounterMetricFamily, "num_failed_reads", "adapter_failed_reads", "", "Adapters' reads that failed"),
+    (CounterMetricFamily, "num_given_up_reads", "adapter_given_up_reads", "",
+     "Reads that brought nothing for too long"),
+    (CounterMetricFamily, "num_adapter_evictions", "adapter_evictions", "", "Adapters evicted"),
+    (CounterMetricFamily, "num_merges", "merges", "", "Adapters made part of a copy of the weights"),
+    (CounterMetricFamily, "num_mode_switches", "mode_switches", "", "Switches to merged weights and back"),
+    (GaugeMetricFamily, "merge_seconds", "merge_seconds", "", "What the latest merge took, over all of its steps"),
+    (GaugeMetricFamily, "longest_merge_pause", "merge_longest_pause_seconds", "",
+     "The longest that a step was kept waiting for merging"),
+    (CounterMetricFamily, "predicted_step_seconds", "mode_predicted_seconds", "",
+     "What the mode policy predicted for decode steps"),
+    (CounterMetricFamily, "measured_step_seconds", "mode_measured_seconds", "", "What these steps took"),
+    (CounterMetricFamily, "wrong_step_seconds", "mode_wrong_seconds", "", "By how much the two differ, step by step"),
+    (CounterMetricFamily, "num_steps_leaving_out", "mode_steps_leaving_out", "",
+     "Steps in which the mode policy left requests out"),
+    (CounterMetricFamily, "num_prefix_query_tokens", "prefix_query_tokens", "prefix_cache_queries",
+     "Tokens looked up in the prefix cache"),
+    (CounterMetricFamily, "num_prefix_hit_tokens", "prefix_hit_tokens", "prefix_cache_hits",
+     "Tokens with their KV in the prefix cache"),
+    (CounterMetricFamily, "num_kv_events", "kv_events", "", "Blocks published to routers as cached or gone"),
+    (CounterMetricFamily, "num_dropped_kv_events", "kv_events_dropped", "",
+     "Blocks not published because the publisher lagged"),
+)  # fmt: skip
+"""Fields of the engine's stats, each with our name and the one under which gateways made for vLLM look for it."""
+
+
+class Metrics:
+    """Request metrics of one app, in a registry of its own, beside the engine's state at the time of the scrape.
+
+    The model label is always a name the engine has accepted, so clients can't make up new series. The first
+    `MAX_MODEL_SERIES` models have series of their own, which are removed with their adapter.
+    """
+
+    def __init__(self, stats: Callable[[], EngineStats], view: Callable[[], EngineView], base: str) -> None:
+        self.registry = registry = CollectorRegistry()
+        registry.register(_EngineCollector(stats, view, base))
+        self._base = base
+        self._models: set[str] = set()
+        self._finish_reasons: dict[str, set[str]] = {}
+        self._requests = Counter(
+            "chorus_requests", "Requests ended, by how", ("model", "finish_reason"), registry=registry
+        )
+        self._all_requests = Counter(
+            "vllm:request_success", "Requests ended", (*MODEL_LABELS, "finished_reason"), registry=registry
+        )
+        self._prompt_tokens = _Tokens("prompt_tokens", "prompt_tokens", "Prompt tokens of accepted requests", self)
+        self._generated_tokens = _Tokens("generated_tokens", "generation_tokens", "Tokens generated", self)
+        self._ttft = _Seconds("time_to_first_token", "From arrival to the first token", TTFT_BUCKETS, self)
+        self._itl = _Seconds("inter_token_latency", "Between two tokens of a request", ITL_BUCKETS, self)
+        self._e2e = _Seconds("request", "From arrival to the end", E2E_BUCKETS, self, "e2e_request_latency")
+        self._calls = CallMetrics(self.everything, registry)
+        self.call_ended = self._calls.call_ended
+
+    @property
+    def everything(self) -> tuple[str, str]:
+        """Labels of what vLLM counts for all models together."""
+        return label(self._base), ENGINE
+
+    def accepted(self, model: str, prompt_tokens: int) -> None:
+        """The engine took a request."""
+        self._prompt_tokens.add(self._series(model), prompt_tokens)
+
+    def generated(self, model: str, tokens: int, seconds: float, *, first: bool) -> None:
+        """New tokens came, so long after the request's arrival (the first ones) or after its previous tokens."""
+        self._generated_tokens.add(self._series(model), tokens)
+        if first:
+            self._ttft.observe(seconds)
+        else:
+            for _ in range(tokens):
+                self._itl.observe(seconds / tokens)
+
+    def ended(self, model: str, finish_reason: str, one: Ended) -> None:
+        """A request ended."""
+        series = self._series(model)
+        self._finish_reasons.setdefault(series, set()).add(finish_reason)
+        self._requests.labels(series, finish_reason).inc()
+        self._all_requests.labels(*self.everything, finish_reason).inc()
+        self._e2e.observe(one.seconds)
+        self._calls.ended(one)
+
+    def forget_all_but(self, names: Collection[str]) -> None:
+        """Drop the series of models that are none of these, nor the base model."""
+        kept = {label(name) for name in names} | {label(self._base), OTHERS}
+        for series in self._models - kept:
+            self._models.discard(series)
+            for counter in (self._prompt_tokens, self._generated_tokens):
+                counter.forget(series)
+            for reason in self._finish_reasons.pop(series, ()):
+                with suppress(KeyError):
+                    self._requests.remove(series, reason)
+
+    def _series(self, model: str) -> str:
+        series = label(model)
+        if series not in self._models:
+            if len(self._models) >= MAX_MODEL_SERIES and model != self._base:
+                return OTHERS
+            self._models.add(series)
+        return series
+
+    def render(self, write: Write) -> bytes:
+        return write(self.registry)
+
+
+class _Tokens(Collector):
+    """A counter by model under our name, and of all models together under vLLM's. Counted once for each token."""
+
+    def __init__(self, name: str, gateway_name: str, text: str, of: Metrics) -> None:
+        self._ours = Counter(f"chorus_{name}", text, ("model",), registry=None)
+        self._gateway_name, self._everything = f"vllm:{gateway_name}", of.everything
+        self._total = 0
+        of.registry.register(self)
+
+    def add(self, series: str, tokens: int) -> None:
+        self._ours.labels(series).inc(tokens)
+        self._total += tokens
+
+    def forget(self, series: str) -> None:
+        with suppress(KeyError):
+            self._ours.remove(series)
+
+    def collect(self) -> Iterator[Metric]:
+        (ours,) = self._ours.collect()
+        yield ours
+        theirs = CounterMetricFamily(self._gateway_name, ours.documentation, labels=MODEL_LABELS)
+        yield with_samples(theirs, (self._everything, self._total))
+
+
+class _Seconds(Collector):
+    """A histogram under our name and under vLLM's. Observed once."""
+
+    def __init__(self, name: str, text: str, buckets: Sequence[float], of: Metrics, gateway_name: str = "") -> None:
+        self._ours = Histogram(f"chorus_{name}_seconds", text, buckets=buckets, registry=None)
+        self.observe = self._ours.observe
+        self._gateway_name, self._everything = f"vllm:{gateway_name or name}_seconds", of.everything
+        of.registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        (ours,) = self._ours.collect()
+        yield ours
+        theirs = Metric(self._gateway_name, ours.documentation, ours.type)
+        labels = dict(zip(MODEL_LABELS, self._everything, strict=True))
+        for sample in ours.samples:
+            name = sample.name.replace(ours.name, self._gateway_name)
+            theirs.add_sample(name, {**labels, **sample.labels}, sample.value)
+        yield theirs
+
+
+class _EngineCollector(Collector):
+    def __init__(self, stats: Callable[[], EngineStats], view: Callable[[], EngineView], base: str) -> None:
+        self._stats = stats
+        self._view = view
+        self._everything = label(base), ENGINE
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        stats, view = self._stats(), self._view()
+        for family, counted, name, gateway_name, text in _STATS:
+            value = getattr(stats, counted)
+            yield family(f"chorus_{name}", text, value)
+            if gateway_name:
+                yield with_samples(family(f"vllm:{gateway_name}", text, labels=MODEL_LABELS), (self._everything, value))
+        pages = (("free", stats.num_free_pages), ("kv", stats.num_kv_pages), ("adapter", stats.num_adapter_pages),
+                 ("cached", stats.num_cached_pages), ("shadow", stats.num_shadow_pages))  # fmt: skip
+        yield with_samples(
+            GaugeMetricFamily("chorus_pages", "Pages of the arena, by what is in them", labels=("kind",)),
+            *(((kind,), count) for kind, count in pages),
+        )
+        yield with_samples(
+            GaugeMetricFamily("chorus_merged_adapter", "1 for the adapter in the weights", labels=("adapter",)),
+            *(((label(name),), 1) for name in (stats.merged_adapter,) if name is not None),
+        )
+        for noun in ("requests", "adapters", "tokens"):
+            value = getattr(stats.last_step, f"num_{noun}") if stats.last_step is not None else 0
+            yield GaugeMetricFamily(f"chorus_last_step_{noun}", f"Different {noun} in the latest step", value)
+        yield from adapter_families(view, self._everything)
+        room = stats.num_pages - stats.num_adapter_pages
+        usage = "Share of the pages that adapters leave which hold running requests' KV; 1 is all"
+        yield with_samples(
+            GaugeMetricFamily("vllm:kv_cache_usage_perc", usage, labels=MODEL_LABELS),
+            (self._everything, stats.num_kv_pages / room if room > 0 else 1.0),
+        )
+        counts, bounds = stats.step_sizes or [0] * (len(STEP_SIZES) + 1), [*map(str, map(float, STEP_SIZES)), "+Inf"]
+        sizes = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step", labels=MODEL_LABELS)
+        buckets = list(zip(bounds, accumulate(counts), strict=True))
+        sizes.add_metric(self._everything, buckets, stats.num_step_tokens)
+        yield sizes
+        cache = ("engine", "block_size", "num_gpu_blocks", "cache_dtype")
+        yield with_samples(
+            GaugeMetricFamily("vllm:cache_config_info", "The KV cache", labels=cache),
+            ((ENGINE, str(view.block_tokens), str(stats.num_pages), "auto"), 1),
+        )
+
+
+def accounts_text(view: EngineView, write: Write, tenant: str | None = None) -> bytes:
+    """Series of tenants, or adapters, with requests in progress: of `tenant`, or of the ones with most requests."""
+    accounts = [each for each in view.accounts if tenant in (None, each.name)][:MAX_ACCOUNT_SERIES]
+    registry = CollectorRegistry()
+    for name, text, attribute in (
+        ("requests_running", "Requests of a tenant, or adapter, in the running batch", "num_running"),
+        ("requests_waiting", "Requests of a tenant, or adapter, that wait for a place", "num_waiting"),
+        ("standing", "Cost that a tenant, or adapter, was served over its weight; the least is next", "standing"),
+    ):
+        gauge = Gauge(f"chorus_account_{name}", text, ("account",), registry=registry)
+        for each in accounts:
+            gauge.labels(label(each.name)).set(getattr(each, attribute))
+    return write(registry)

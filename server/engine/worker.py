@@ -1,0 +1,348 @@
+"""The thread that owns the engine, and the way in and out of it."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import itertools
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ...core.requests.record import NotHere
+from ...core.requests.types import FinishReason, RequestOutput
+from ...memory.pages.pool import IntegrityError
+from ...memory.transfers.transfer import ExecutorLost
+from ..errors import EngineUnavailable
+from .backend import SHUTTING_DOWN, OnOutput
+from .engine_adapters import EngineAdapters
+from .metrics import EngineView
+from .subscribers import Subscribers
+
+if TYPE_CHECKING:
+    from prometheus_client.registry import Collector
+
+    from ...core.engine import Engine
+    from ...core.engine_stats import EngineStats
+    from ...core.executors.base import ModelInfo
+    from ...core.requests.request import Request
+    from ...memory.files.format import AdapterManifest
+    from ...memory.host.image import HostImage
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_FAILED_STEPS = 5
+"""Steps that may fail one after another before the engine counts as broken."""
+
+
+class EngineWorker:
+    """Runs an engine on a thread of its own; all methods may be called from any thread.
+
+    A step that raises ends the requests in progress with an error output, and the worker goes on. When the engine
+    can't even be cleared, steps go on failing, its device is lost or its books don't match, the worker is unhealthy for
+    good: `failure` says why. What hangs is seen from outside, see `Watchdog`: `progress` stays as it is, and `give_up`
+    ends the requests.
+    """
+
+    collector: Collector | None = None
+
+    def __init__(self, build: Callable[[], Engine]) -> None:
+        """`build` makes the engine; it is called on the worker's thread, the only one that ever touches the engine
+        (but for `check_adapter` and `check_weights`).
+        """
+        self._build = build
+        self.adapters = EngineAdapters(self.call)
+        self.progress: int | None = None
+        """Number that changes with every step, and while adapters are being read; None while there is nothing to do."""
+        self.stalled: str | None = None
+        """Reason why the engine can't be asked just now; set and cleared by the watchdog."""
+        self._marks = itertools.count()
+        self._steps = 0  # at the end of the latest turn
+        self._wake = threading.Condition()
+        self._inbox: list[Callable[..., None]] = []
+        self._stopping = False
+        self._subscribers = Subscribers()
+        self._given_up: deque[str] = deque()  # requests to abort once the engine answers
+        self._failed_steps = 0
+        self._thread = threading.Thread(target=self._run, name="chorus-engine", daemon=True)
+        self._started: Future[None] = Future()
+        self._lost: ExecutorLost | None = None  # raised in an action; ends the thread
+        self.failure: str | None = None
+        """Reason why the engine takes no more requests; None as long as it does."""
+        self.model: ModelInfo
+        """Model that the engine serves; set once started."""
+        self.stats: EngineStats
+        """The engine's state after its latest step; set once started."""
+
+    # --- any thread ---
+
+    @property
+    def healthy(self) -> bool:
+        return self.failure is None and self.stalled is None and self._thread.is_alive()
+
+    @property
+    def trouble(self) -> str | None:
+        """Reason why it is not healthy."""
+        return self.failure or self.stalled
+
+    def start(self) -> None:
+        """Builds the engine and begins to step; returns when it is ready, raises what building it raised."""
+        atexit.register(self.stop)  # C++ calls abort() where the interpreter is torn down below a step
+        self._thread.start()
+        self._started.result()
+
+    def stop(self, timeout: float | None = 10.0) -> None:
+        """Ends the requests in progress, closes the engine and waits for the thread, at most `timeout` seconds."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+        if not self._thread.is_alive():
+            atexit.unregister(self.stop)
+            return
+        log.warning("the engine did not end within %s s", timeout)
+        self.give_up(SHUTTING_DOWN)
+
+    def give_up(self, reason: str) -> int:
+        """End all requests in progress and all waiting calls of an engine that does not answer; return their number.
+
+        Once the engine answers again, it aborts the requests.
+        """
+        with self._wake:
+            calls, self._inbox = self._inbox, []
+        ended, _ = self._subscribers.end_all(FinishReason.ABORT, reason)
+        self._given_up.extend(ended)
+        for call in calls:
+            call(reason)
+        return len(ended) + len(calls)
+
+    def submit(
+        self, request: Request, on_output: OnOutput, loop: asyncio.AbstractEventLoop | None = None
+    ) -> Future[None]:
+        """Gives a request to the engine; the future ends when it is accepted, or with the engine's InvalidRequest.
+
+        `on_output` is then called with every output, on `loop`, or on the worker's thread when there is none. All
+        outputs of a step reach a loop in one go.
+        """
+        return self._enqueue(partial(self._submit, request, on_output, loop))
+
+    def resume(
+        self, record: Mapping[str, Any], on_output: OnOutput, loop: asyncio.AbstractEventLoop | None = None
+    ) -> Future[NotHere | None]:
+        """Gives a request to the engine that another process exported, as `submit` does; NotHere as `Engine.resume`."""
+        return self._enqueue(partial(self._resume, record, on_output, loop))
+
+    def check_room(self, tenant: str, adapter_name: str | None, count: int) -> None:
+        """Raises Overloaded when `count` more requests would not be accepted now, before they are made."""
+        self._engine.check_room(tenant, adapter_name, count)
+
+    def abort(self, request_id: str) -> Future[bool]:
+        """Ends a request; at the latest the step in progress still counts it. The future says if it was running.
+
+        It is never refused: an engine that hangs aborts the request once it answers, one that ended runs none.
+        """
+        return self._enqueue(partial(self._abort, request_id), unless_running=False)
+
+    def call(self, function: Callable[[Engine], T]) -> Future[T]:
+        """Runs `function(engine)` between two steps."""
+        return self._enqueue(lambda: function(self._engine))
+
+    def view(self) -> Future[EngineView]:
+        return self.call(EngineView.of)
+
+    def check_adapter(self, path: Path, roots: Sequence[Path] = (), image: HostImage | None = None) -> AdapterManifest:
+        """Reads and checks an adapter on the caller's thread, beside the steps. Raises AdapterFormatError.
+
+        roots: directories below which its files must lie; none: anywhere. image: takes the weights, for `register`.
+        """
+        if self.failure is not None:
+            raise EngineUnavailable(self.failure)
+        return self._engine.check_adapter(path, roots, image)
+
+    def check_weights(self, manifest: AdapterManifest) -> AdapterManifest:
+        """Reads and checks the weights of an adapter that was inspected, as `check_adapter` does."""
+        if self.failure is not None:
+            raise EngineUnavailable(self.failure)
+        return self._engine.check_weights(manifest)
+
+    def _enqueue(self, action: Callable[[], T], unless_running: T | None = None) -> Future[T]:
+        """Have the engine's thread do something. unless_running: its result where the engine does not, instead of an
+        EngineUnavailable; then it waits for one that hangs.
+        """
+        future: Future[T] = Future()
+
+        def run(refusal: str | None = None) -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                refusal = refusal or self.failure
+                if refusal is None:
+                    future.set_result(action())
+                elif unless_running is not None:
+                    future.set_result(unless_running)
+                else:
+                    raise EngineUnavailable(refusal)
+            except Exception as error:
+                future.set_exception(error)
+                if isinstance(error, ExecutorLost):
+                    self._lost = error
+
+        with self._wake:
+            stalled = self.stalled if unless_running is None else None
+            trouble = self.failure or stalled or (SHUTTING_DOWN if self._stopping else None)
+            if trouble is None:
+                self._inbox.append(run)
+                self._wake.notify()
+                self._engine.wake()
+                return future
+        run(trouble)
+        return future
+
+    # --- the worker's thread ---
+
+    def _run(self) -> None:
+        try:
+            self._engine = self._build()
+            self.model = self._engine.model
+            self.stats = self._engine.stats()
+        except BaseException as error:
+            self.failure = f"the engine could not be built: {error}"
+            self._started.set_exception(error)
+            return
+        self._started.set_result(None)
+        ending = FinishReason.ERROR
+        try:
+            while self._turn():
+                pass
+            ending = FinishReason.ABORT
+        except IntegrityError as error:
+            log.critical("the engine's books don't match, so it stops: %s", error)
+            self.failure = "the engine's books don't match; the server ends and has to be started again"
+        except ExecutorLost as error:
+            log.critical("the engine stops", exc_info=True)
+            self.failure = f"{error}; the server ends and has to be started again"
+        except Exception:
+            log.exception("the engine's thread ended")
+            self.failure = "the engine broke down"
+        with self._wake:
+            self._stopping = True
+            rest, self._inbox = self._inbox, []
+        self.failure = self.failure or SHUTTING_DOWN
+        for run in rest:
+            run()
+        self._end_all(ending, self.failure)
+        self.progress = None
+        try:
+            self._engine.close()
+        except Exception:
+            log.exception("closing the engine failed")
+
+    def _turn(self) -> bool:
+        """Waits for something to do and does it; False once the worker is to end."""
+        with self._wake:
+            while not (self._inbox or self._stopping or self._has_work()):
+                self._wake.wait()
+            if self._stopping:
+                return False
+            actions, self._inbox = self._inbox, []
+        if self.progress is None:
+            self.progress = next(self._marks)
+        for action in actions:
+            action()
+        if self._lost is not None:  # by an action; its caller has the error, too
+            raise self._lost
+        if self._has_work():
+            self._step()
+        elif actions:
+            self._refresh_stats()
+        if self._given_up:
+            self._forget_given_up()
+        waits = self._has_work()
+        if not waits and self.failure is None:
+            self._engine.check_when_idle()
+        if not waits:
+            self.progress = None
+        elif self.stats.num_steps != self._steps or self.stats.num_reads:
+            self.progress = next(self._marks)
+        self._steps = self.stats.num_steps
+        return True
+
+    def _forget_given_up(self) -> None:
+        """Abort in the engine the requests that were ended while it hung."""
+        given_up = self._given_up
+        log.warning("the engine answers again; aborting %d requests that were ended meanwhile", len(given_up))
+        while given_up:
+            self._engine.abort(given_up.popleft())
+        self._refresh_stats()
+
+    def _has_work(self) -> bool:
+        return self.failure is None and self._engine.has_work()
+
+    def _step(self) -> None:
+        try:
+            outputs = self._engine.step()
+        except ExecutorLost:
+            raise
+        except Exception as error:
+            log.exception("a step failed; ending the requests in progress")
+            self._recover(error)
+        else:
+            self._failed_steps = 0
+            self._refresh_stats()
+            self._deliver(outputs)
+
+    def _recover(self, error: Exception) -> None:
+        self._failed_steps += 1
+        reason = f"the engine failed while this request was running: {type(error).__name__}"
+        try:
+            for request_id in self._subscribers.ids():
+                self._engine.abort(request_id)
+            stuck = self._engine.has_work()
+        except ExecutorLost:
+            raise
+        except Exception:
+            log.exception("the engine could not be cleared after a failed step")
+            stuck = True
+        if stuck or self._failed_steps >= MAX_FAILED_STEPS:
+            self.failure = "the engine broke down and has to be restarted"
+            log.critical(self.failure)
+        else:
+            self._refresh_stats()
+        self._end_all(FinishReason.ERROR, reason)
+
+    def _refresh_stats(self) -> None:
+        self.stats = self._engine.stats()
+
+    def _submit(self, request: Request, on_output: OnOutput, loop: asyncio.AbstractEventLoop | None) -> None:
+        if request.id in self._subscribers:
+            raise ValueError(f"there is a request {request.id} already")
+        self._engine.add_request(request)
+        self._subscribers.add(request.id, on_output, loop)
+
+    def _resume(
+        self, record: Mapping[str, Any], on_output: OnOutput, loop: asyncio.AbstractEventLoop | None
+    ) -> NotHere | None:
+        request = self._engine.resume(record)
+        if isinstance(request, NotHere):
+            return request
+        self._subscribers.add(request.id, on_output, loop)
+        return None
+
+    def _abort(self, request_id: str) -> bool:
+        self._subscribers.discard(request_id)
+        return self._engine.abort(request_id)
+
+    def _end_all(self, reason: FinishReason, message: str) -> None:
+        self._subscribers.end_all(reason, message)
+
+    def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
+        for request_id in self._subscribers.deliver(outputs):
+            self._abort(request_id)

@@ -1,0 +1,1 @@
+"""Connections, HTTP/1.1 on them, and middleware around every route."""

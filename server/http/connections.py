@@ -1,0 +1,133 @@
+"""Connections: never more than there are descriptors for, and none that keeps the server waiting for long."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from ..access.addresses import Networks, Places
+from .accepted import Accepted
+
+if TYPE_CHECKING:
+    from ..settings import Settings
+
+log = logging.getLogger(__name__)
+
+SWEEP_SECONDS = 0.5
+LOG_SECONDS = 10.0
+
+
+class Connection(Protocol):
+    """Accepted, or begun. place: see `Places`."""
+
+    place: str | None
+
+    @property
+    def answers(self) -> bool:
+        """True with a request that has no complete answer."""
+        ...
+
+    @property
+    def waits(self) -> bool:
+        """True if the server waits for the client."""
+        ...
+
+    def is_overdue(self, now: float, head: float, body: float, whole_body: float) -> bool: ...
+    def close(self) -> None: ...
+
+
+class Connections:
+    """All connections of a server. Used on its event loop only.
+
+    Every `SWEEP_SECONDS`, connections with an overdue client are closed. A new connection beyond a limit replaces the
+    one that the server has waited for longest: over an address's limit, one from that address. Where the server waits
+    for none, the new connection is closed.
+    """
+
+    def __init__(self, count: int, settings: Settings) -> None:
+        """count: most connections."""
+        self.count = count
+        self.places = Places(
+            settings.max_connections_per_address or count // 2, Networks(settings.trusted_proxies or ())
+        )
+        self.num_made = 0
+        """Connections so far."""
+        self._seconds = settings.head_seconds, settings.body_seconds, settings.whole_body_seconds
+        self._all: set[Connection] = set()
+        self._waiting: dict[Connection, None] = {}  # that the server waits for, longest first
+        self._timer: asyncio.TimerHandle | None = None
+        self._num_closed = 0  # since the last log line
+        self._log_after = 0.0
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    @property
+    def num_answering(self) -> int:
+        """Connections with a request that has no complete answer."""
+        return sum(connection.answers for connection in self._all)
+
+    @property
+    def is_full(self) -> bool:
+        """True if there are as many connections as allowed, each with a request in progress."""
+        return len(self._all) >= self.count and not self._waiting
+
+    def add(self, one: Accepted) -> bool:
+        """A connection was accepted: close it, or another one, when there are too many. False if it is closed."""
+        self.num_made += 1
+        place = one.place = self.places.enter(one.address)
+        self._all.add(one)
+        if self.places.is_over(place):
+            self.close(next((other for other in self._waiting if other.place == place), one))
+        elif len(self._all) > self.count:
+            self.close(next(iter(self._waiting), one))
+        self.note(one)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep)
+        return one in self._all
+
+    def begin(self, accepted: Connection, connection: Connection) -> None:
+        """What was accepted is read from now on."""
+        connection.place = accepted.place
+        self._all.discard(accepted)
+        self._all.add(connection)
+        self.note(connection)
+
+    def note(self, one: Connection) -> None:
+        """The server may have begun to wait for this connection's client, or may wait no more."""
+        if not one.waits:
+            self._waiting.pop(one, None)
+        elif one in self._all:
+            self._waiting.setdefault(one)
+
+    def remove(self, one: Connection) -> None:
+        """A connection is gone, or about to go."""
+        if one in self._all:
+            self._all.discard(one)
+            self._waiting.pop(one, None)
+            self.places.leave(one.place)
+
+    def make_room(self) -> None:
+        """Close the one that waits longest: there are no more descriptors."""
+        for one in [*self._waiting][:1]:
+            self.close(one)
+
+    def close(self, one: Connection) -> None:
+        """Close a connection at once."""
+        self._num_closed += 1
+        self.remove(one)
+        one.close()
+
+    def _sweep(self) -> None:
+        now = time.monotonic()
+        for connection in [one for one in self._waiting if one.is_overdue(now, *self._seconds)]:
+            self.close(connection)
+        if self._num_closed and now >= self._log_after:
+            self._log_after = now + LOG_SECONDS
+            log.warning("closed %d connections that were too many or kept it waiting; %d are open, from %d places",
+                        self._num_closed, len(self._all), len(self.places))  # fmt: skip
+            self._num_closed = 0
+        active = self._all or self._num_closed
+        self._timer = asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep) if active else None

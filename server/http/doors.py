@@ -1,0 +1,217 @@
+"""Middleware around every route: the request's id, its client, and checks of its host, origin, right and body."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..access.addresses import Networks, forwarded_client, place_of
+from ..access.hosts import Hosts, is_same_origin
+from ..access.keys import TENANT, Identity, Keys, Right
+from ..errors import REQUEST_ID, ApiError, clipped
+from .gate import Gate
+
+_random = random.Random()
+"""Not the system's, which is asked without the interpreter's lock: getting that back takes half a millisecond or more
+beside an engine at work.
+"""
+
+READING = ("GET", "HEAD", "OPTIONS")
+"""Methods that change nothing."""
+
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+
+FAIRNESS_HEADER = "x-llm-d-inference-fairness-id"
+"""Header in which llm-d's gateways name the flow that a request belongs to."""
+
+WITHIN = "|"
+"""Between a key's tenant and what a gateway names within it; no tenant's name has it."""
+
+
+class GuardedRoute(Route):
+    """A route for one method, and the right that it asks for. reads_json: whether its bodies must say that they are."""
+
+    def __init__(
+        self, method: str, path: str, endpoint: Callable[..., Any], right: Right, *, reads_json: bool = True
+    ) -> None:
+        super().__init__(path, endpoint, methods=[method])
+        self.right = right
+        self.reads_json = reads_json
+
+
+class RequestId:
+    """Middleware that answers with the client's id, or with a new one where it sent none that can be repeated."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        asked = Headers(scope=scope).get(REQUEST_ID, "")
+        request_id = asked if VALID_ID.fullmatch(asked) else f"{_random.getrandbits(128):032x}"
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+            await send(message)
+
+        await self._app(scope, receive, with_id)
+
+
+class Doors:
+    """Middleware that refuses requests, in OpenAI's error shape, by host, origin, key and content type.
+
+    It sets in `request.state`: `caller`, the key's tenant, or the client's address without a key, for the log;
+    `tenant`, the one in the tenant header where that header counts, else the caller; `identity`, None at an open route
+    without a key; `sees_paths`, whether answers may show paths of this machine.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        routes: Sequence[GuardedRoute],
+        keys: Keys,
+        hosts: Hosts,
+        proxies: Networks,
+        origins: Collection[str],
+        gate: Gate,
+        tenant_header: str | None = None,
+        tenant_gateways: Networks | None = None,
+    ) -> None:
+        """proxies: may name the client in X-Forwarded-For. tenant_header: header that may name the tenant.
+
+        tenant_gateways: the only peers that may send the tenant header; in a request with a key it names a part of the
+        key's tenant, so that no client can pose as another key's tenant. None: any client may name any tenant.
+        """
+        self._app = app
+        self._routes = routes
+        self._proxies = proxies
+        self._tenant_header = tenant_header or (FAIRNESS_HEADER if tenant_gateways is not None else None)
+        self._gateways = tenant_gateways
+        self._keys = keys
+        self._hosts = hosts
+        self._origins = origins
+        self._gate = gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        method, path = scope["method"], scope["path"]
+        answer = _Answer(send)
+        try:
+            headers = Headers(scope=scope)
+            peer = (scope.get("client") or ("",))[0]
+            self._find_client(scope, headers)
+            identity = self._admit(scope, headers)
+            named = self._named_tenant(headers, peer)
+            known = identity or Identity(may_change_adapters=False, sees_tenants=False)
+            caller = known.tenant or place_of((scope.get("client") or ("",))[0])
+            tenant = named or caller
+            if named and known.tenant and self._gateways is not None:
+                tenant = f"{known.tenant}{WITHIN}{named}"
+            scope.setdefault("state", {}).update(
+                tenant=tenant,
+                caller=caller,
+                identity=identity,
+                sees_paths=known.may_change_adapters and (bool(known.tenant) or self._hosts.only_this_machine),
+            )
+            with self._gate.passing(method, path, tenant):
+                await self._app(scope, receive, answer.send)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+        except asyncio.CancelledError:
+            if not self._gate.cutting:
+                raise
+            if not answer.begun:
+                error = ApiError(503, "the server is shutting down", code="engine_unavailable")
+                await error.response()(scope, receive, send)
+
+    def _find_client(self, scope: Scope, headers: Headers) -> None:
+        """Take the client's address and the scheme from a trusted proxy's headers."""
+        peer = (scope.get("client") or ("",))[0]
+        if peer in self._proxies:
+            forwarded = ",".join(headers.getlist("x-forwarded-for"))
+            if (client := forwarded_client(peer, forwarded, self._proxies)) != peer:
+                scope["client"] = (client, 0)
+            if (scheme := headers.get("x-forwarded-proto")) in ("http", "https"):
+                scope["scheme"] = scheme
+
+    def _route(self, scope: Scope) -> GuardedRoute | None:
+        return next((one for one in self._routes if one.matches(scope)[0] is Match.FULL), None)
+
+    def _admit(self, scope: Scope, headers: Headers) -> Identity | None:
+        """Return the caller; None at an open route without a good key. Raises an ApiError for what may not come in."""
+        method, host = scope["method"], headers.get("host")
+        if CONTROL.search(scope["path"]):
+            raise ApiError(400, "the path holds a control character", code="invalid_path")
+        if not self._hosts.serves(host):
+            message = (
+                f"this server does not answer to the host {clipped(host or '')!r}; use a name it serves, or start it "
+                "with --allowed-hosts"
+            )
+            raise ApiError(400, message, code="invalid_host")
+        if method not in READING and (origin := headers.get("origin")) is not None:
+            allowed = "*" in self._origins or origin in self._origins or is_same_origin(origin, host)
+            if not allowed:
+                message = f"pages of {clipped(origin)!r} may not call this server; --cors-origins allows them"
+                raise ApiError(403, message, code="origin_not_allowed")
+        route = self._route(scope)
+        right = Right.KEY if route is None else route.right
+        anthropics = headers.get("x-api-key")
+        try:
+            identity = self._keys.identify(headers.get("authorization", anthropics and f"Bearer {anthropics}"))
+        except ApiError:
+            if right is not Right.OPEN:
+                raise
+            identity = None
+        if right is Right.ADMIN and identity is not None and not identity.may_change_adapters:
+            raise ApiError(403, "changing adapters needs an admin key of this server", code="admin_key_required")
+        reads_json = route is None or route.reads_json
+        if method in ("POST", "PATCH") and reads_json and not _is_json(headers.get("content-type", "")):
+            given = clipped(headers.get("content-type", "")) or "nothing"
+            raise ApiError(415, f"the content-type is {given!r}, the body must be application/json",
+                           code="unsupported_media_type")  # fmt: skip
+        return identity
+
+    def _named_tenant(self, headers: Headers, peer: str) -> str:
+        """Return the tenant that a request's header names, or "" where none may or does. peer: it sent the request."""
+        if self._tenant_header is None or (self._gateways is not None and peer not in self._gateways):
+            return ""
+        name = headers.get(self._tenant_header, "")
+        if name and not TENANT.fullmatch(name):
+            raise ApiError(
+                400,
+                f"the header {self._tenant_header} is {clipped(name)!r}; a tenant's name has up to 128 letters, digits "
+                "and ._:/+=@-",
+                code="invalid_tenant",
+            )
+        return name
+
+
+class _Answer:
+    """A way to send that remembers whether the answer has begun."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.begun = False
+
+    async def send(self, message: Message) -> None:
+        self.begun = True
+        await self._send(message)
+
+
+def _is_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))

@@ -1,0 +1,95 @@
+"""Requests in progress and the bytes of their bodies: bounds of each tenant and of all, and the end of what is left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..errors import ApiError
+
+ALWAYS_OPEN = ("/health", "/ping")
+"""Routes that tell whether the server is well: nothing closes them, no key is needed, and they don't count."""
+
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+
+
+class Room:
+    """A bound that tenants share: none holds more than it leaves free, so that another one always finds some."""
+
+    def __init__(self, what: str, most: int | None = None) -> None:
+        """what: the things held, for messages. most: that all tenants may hold; None: any number."""
+        self.most = most
+        self._what = what
+        self._held: Counter[str] = Counter()
+        self.total = 0
+
+    def take(self, tenant: str, count: int = 1) -> None:
+        """Hold `count` more. Raises an ApiError: 503 where all have too many, 429 where the tenant has."""
+        if self.most is not None and self._held[tenant] + count > (free := self.most - self.total):
+            if full := count > free:
+                text = f"{self.total} {self._what} are in progress, which is all this server takes"
+            else:
+                own = self._held[tenant]
+                text = f"{own} of your {self._what} are in progress, and there is room for {free} of all clients"
+            raise ApiError(503 if full else 429, f"{text}; try again later", code="overloaded", retry_after=1)
+        self._held[tenant] += count
+        self.total += count
+
+    def give_back(self, tenant: str, count: int = 1) -> None:
+        """Hold `count` less."""
+        self.total -= count
+        self._held[tenant] -= count
+        if not self._held[tenant]:
+            del self._held[tenant]
+
+
+class Gate:
+    """Lets requests in and counts them; once it drains, none that asks for work."""
+
+    def __init__(self, most_body_bytes: int | None = None) -> None:
+        """most_body_bytes: of all bodies that are being read."""
+        self.requests = Room("requests")
+        """Requests in progress that ask for work; looking is not counted."""
+        self.bodies = Room("bytes of bodies", most_body_bytes)
+        self.draining = False
+        self.cutting = False
+        self._tasks: set[asyncio.Task] = set()
+        self.num_generating = 0
+        """Requests in progress that ask for answers of the model."""
+
+    @property
+    def active(self) -> int:
+        """Requests in progress."""
+        return len(self._tasks)
+
+    @contextmanager
+    def passing(self, method: str, path: str, tenant: str = "") -> Iterator[None]:
+        """Count the running task as a request in progress. Raises an ApiError when it can't be taken."""
+        if path in ALWAYS_OPEN:
+            yield
+            return
+        works = method not in ("GET", "HEAD")
+        if self.draining and works:
+            message = "the server is shutting down and takes no new work; ask another one, or again when it is back"
+            raise ApiError(503, message, code="draining", retry_after=5, headers={"connection": "close"})
+        if works:
+            self.requests.take(tenant)
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        self.num_generating += path in GENERATING
+        try:
+            yield
+        finally:
+            self._tasks.discard(task)
+            self.num_generating -= path in GENERATING
+            if works:
+                self.requests.give_back(tenant)
+
+    def cut(self) -> None:
+        """Cancel the requests in progress; `Doors` answers their clients."""
+        self.cutting = True
+        for task in list(self._tasks):
+            task.cancel()

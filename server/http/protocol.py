@@ -1,0 +1,184 @@
+"""HTTP/1.1 on one connection: uvicorn's over httptools, with bounds, and with errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from ..errors import ApiError
+from .accepted import MAX_HEAD_BYTES, Accepted
+from .connections import Connections
+
+#: Logger of clients' mistakes. They go into the answer and not into the log, which clients could fill otherwise.
+_log = logging.getLogger(f"{__name__}.requests")
+_log.setLevel(logging.ERROR)
+
+MAX_HEADERS = 128
+MAX_PIPELINED = 4
+"""Requests that may have come before the answer to the first of them."""
+
+_MESSAGES = {
+    400: "this is no valid HTTP/1.1 request",
+    413: "a GET or HEAD request has no body here",
+    431: "the request's line and headers are larger than this server takes",
+}
+
+
+class _Refused(Exception):
+    """A request that is not taken, with the status of the answer."""
+
+
+class HttpConnection(HttpToolsProtocol):
+    """One client's connection. uvicorn's parser calls `on_url`, `on_header` and so on as it finds these."""
+
+    def __init__(self, connections: Connections, accepted: Accepted, *args: Any, **kwargs: Any) -> None:
+        self._body = bytearray()
+        # Called for each chunk, of which there may be one for every byte: so it must not be a function in Python.
+        self.on_body = self._body.extend  # pyright: ignore[reportAttributeAccessIssue]
+        super().__init__(*args, **kwargs)
+        self.parser: Any  # uvicorn forgets it in the end
+        self.logger = _log
+        self.place: str | None = None
+        """Address of the client, if connections from there are counted."""
+        self._connections, self._accepted = connections, accepted
+        self._cycles: list[Any] = []  # requests without a complete answer, the oldest first
+        self._in_head = self._in_body = self._refused = False
+        self._head_bytes = self._num_hosts = 0
+        self._silent_bytes = 0  # received since the parser found anything in them
+        self._since = self._read_at = time.monotonic()  # a head, a body or a wait began; bytes came
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(0)
+        self._connections.begin(self._accepted, self)
+
+    def close(self) -> None:
+        self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.remove(self)
+        super().connection_lost(exc)
+        for cycle in self._cycles:  # uvicorn tells the latest only
+            cycle.disconnected = True
+            cycle.message_event.set()
+
+    def data_received(self, data: bytes) -> None:
+        self._read_at = time.monotonic()
+        if self._refused:  # what still comes is read, so that the client can read why, and thrown away
+            return
+        if not (self._in_head or self._in_body or self._cycles):
+            self._in_head, self._since = True, self._read_at
+        self._silent_bytes += len(data)
+        super().data_received(data)
+        self._pass_body()
+        if self._silent_bytes > MAX_HEAD_BYTES and not self._refused:
+            self._refuse(431)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head, self._head_bytes, self._num_hosts = True, 0, 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_head:  # a trailer, which must not pass for a header
+            return
+        super().on_header(name, value)
+        name = self.headers[-1][0]
+        self._head_bytes += len(name) + len(value)
+        self._num_hosts += name == b"host"
+        if len(self.headers) > MAX_HEADERS or self._head_bytes + len(self.url) > MAX_HEAD_BYTES:
+            raise _Refused(431)
+        if (name == b"transfer-encoding" or (name == b"content-length" and value.strip(b"0"))) and (
+            self.parser.get_method() in (b"GET", b"HEAD")
+        ):
+            raise _Refused(413)
+
+    def on_headers_complete(self) -> None:
+        needs_host = self.parser.get_http_version() != "1.0"
+        if self._num_hosts > 1 or self._num_hosts < needs_host or len(self._cycles) == MAX_PIPELINED:
+            raise _Refused(400)
+        super().on_headers_complete()
+        self._cycles.append(self.cycle)
+        self._in_head, self._in_body, self._since, self._silent_bytes = False, True, self._read_at, 0
+
+    def on_message_complete(self) -> None:
+        self._pass_body()
+        super().on_message_complete()
+        self._in_body, self._silent_bytes = False, 0
+        self._connections.note(self)
+
+    def _pass_body(self) -> None:
+        if self._body:
+            super().on_body(bytes(self._body))
+            self._body.clear()
+            self._silent_bytes *= not self._cycles  # what comes after the answer is of no use
+
+    def on_response_complete(self) -> None:
+        self._cycles.pop(0)
+        self._since = time.monotonic()
+        super().on_response_complete()
+        if self._refused and not self._cycles:
+            self._read_no_more()
+        self._connections.note(self)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._connections.note(self)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._connections.note(self)
+
+    @property
+    def waits(self) -> bool:
+        """True while the server waits for the client: for a request, for its body, or until an answer is taken."""
+        return self.flow.write_paused or len(self._cycles) <= self._in_body
+
+    @property
+    def answers(self) -> bool:
+        """True while a request has no complete answer."""
+        return bool(self._cycles)
+
+    def is_overdue(self, now: float, head: float, body: float, whole_body: float) -> bool:
+        """True if a head or a body did not come in so many seconds, or a part of a body since the one before.
+
+        What is left of a body that has its answer already may take as long as a head.
+        """
+        if self._in_body and not self._refused and len(self._cycles) == 1:
+            return not self.flow.read_paused and (now - self._read_at > body or now - self._since > whole_body)
+        is_idle = not (self._in_head or self._in_body or self.cycle is None)  # uvicorn closes idle connections
+        return (self._refused or not (is_idle or self._cycles)) and now - self._since > head
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, or not taken. Called where the parser's error is being handled."""
+        cause = getattr(sys.exc_info()[1], "__context__", None)
+        self._refuse(cause.args[0] if isinstance(cause, _Refused) else 400)
+
+    def _refuse(self, status: int) -> None:
+        """Answer with an error, unless others are to be answered before or a part of its answer has left."""
+        answered = self._in_body and not self._cycles
+        self._refused, self._since = True, time.monotonic()
+        if self._in_body and len(self._cycles) == 1 and not self.cycle.response_started:
+            cycle = self._cycles.pop()  # or its route would answer, too
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if self._cycles:
+            return
+        if not answered:
+            body = bytes(ApiError(status, _MESSAGES[status], code="invalid_http").response().body)
+            head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+            self.transport.write(STATUS_LINE[status] + head + body)
+        self._read_no_more()
+
+    def _read_no_more(self) -> None:
+        """End once the client does: closing with something unread would take the answer back."""
+        self._refused = True
+        self.flow.resume_reading()
+        if not self.transport.is_closing():
+            self.transport.write_eof()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nothing is upgraded here; the request is answered as it is."""

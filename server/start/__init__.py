@@ -1,0 +1,1 @@
+"""From flags and settings to a server that runs, and its end."""

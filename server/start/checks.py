@@ -1,0 +1,52 @@
+"""Checks before anything heavy is imported, so that mistakes show at once."""
+
+from __future__ import annotations
+
+from ..access.hosts import is_loopback
+from ..access.keys import InvalidKey
+from ..checkpoints.pull import PullError, resolve_model
+from ..settings import Settings
+
+
+class LaunchError(Exception):
+    """The server can't start with its settings; the text is for the operator."""
+
+
+def check_model(settings: Settings) -> None:
+    """Raises LaunchError unless the directories that the settings name are there."""
+    try:
+        resolve_model(settings.model)
+    except PullError as error:
+        raise LaunchError(str(error)) from None
+    if not (settings.model / "config.json").is_file():
+        raise LaunchError(f"{settings.model} holds no model: it has no config.json")
+    if settings.adapters is not None and not settings.adapters.is_dir():
+        raise LaunchError(f"there is no adapters directory {settings.adapters}")
+    for root in settings.adapter_roots or ():
+        if not root.is_dir():
+            raise LaunchError(f"there is no directory {root}, which adapter_roots names")
+    names = set()
+    for name, _ in settings.lora_modules:
+        if name in names or settings.is_reserved(name):
+            taken = "twice" if name in names else "like the base model"
+            raise LaunchError(f"--lora-modules names an adapter {name} {taken}; names must differ")
+        names.add(name)
+
+
+def check_access(settings: Settings) -> str | None:
+    """Return a warning if the server is open to other machines without an API key, else None.
+
+    Raises LaunchError if `allow_unauthenticated` is not set then, or for a key that can't be used.
+    """
+    try:
+        keys = settings.client_keys()
+    except InvalidKey as error:
+        raise LaunchError(str(error)) from None
+    if keys.guarded or is_loopback(settings.host):
+        return None
+    if not settings.allow_unauthenticated:
+        raise LaunchError(
+            f"without an API key any client that reaches {settings.host} may use the server: set --api-key-file (or "
+            "CHORUS_API_KEY), or start it with --allow-unauthenticated"
+        )
+    return f"listening on {settings.host} without an API key: any client that reaches the port may use the server"

@@ -1,0 +1,143 @@
+"""Command-line flags made from the settings' schema, so that no setting can lack one."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from ..errors import field_path
+from ..settings import ENV_PREFIX, REPEATABLE, ConfigFileError, Settings
+
+OTHER_VARIABLES = ("API_KEYS", "ADMIN_KEYS", "CHECK_STEPS", "COMMIT", "CPU_ISA", "NVTX", "SHARED", "SITE")
+"""Names after `CHORUS_` that are no settings, and mean something all the same."""
+
+NEAR = 0.8
+"""Likeness from which on a name is taken for a mistyped one."""
+
+
+SECRETS = ("api_key", "admin_key")
+"""Secret settings: errors leave out their values."""
+
+
+class UsageError(Exception):
+    """Wrong flags or settings; the text is one line for the operator."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that takes flags with dashes or underscores, and reports an error in one line."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, formatter_class=_Help, **kwargs)
+
+    def parse(self, args: Sequence[str] | None = None) -> argparse.Namespace:
+        """Like `parse_args`; the command's parser reports unknown flags, with the nearest known one."""
+        arguments, unknown = self.parse_known_args([_dashes(arg) for arg in (sys.argv[1:] if args is None else args)])
+        if unknown:
+            parser = self._command_parser(getattr(arguments, "command", None))
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}{parser.suggestion(unknown)}")
+        return arguments
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.prog}: error: {message} (see {self.prog} --help)")
+
+    def _command_parser(self, command: str | None) -> Parser:
+        for action in self._actions:
+            if isinstance(action.choices, dict) and command in action.choices:  # only the commands are
+                return action.choices[command]
+        return self
+
+    def suggestion(self, unknown: list[str]) -> str:
+        """A flag that one of the `unknown` may be meant for, as the end of an error; empty where none is near."""
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        for given in unknown:
+            if near := difflib.get_close_matches(given.partition("=")[0], flags, n=1):
+                return f"; did you mean {near[0]}?"
+        return ""
+
+
+class _Help(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=36)
+
+
+def _dashes(arg: str) -> str:
+    flag, equals, value = arg.partition("=")
+    return flag.replace("_", "-") + equals + value if flag.startswith("--") else arg
+
+
+def add_settings(parser: argparse.ArgumentParser, names: Iterable[str] | None = None) -> None:
+    """Adds the flags of these settings, or of all. Values stay text; the settings' schema reads them."""
+    for name in Settings.model_fields if names is None else names:
+        field = Settings.model_fields[name]
+        flag = "--" + name.replace("_", "-")
+        options: dict[str, Any] = {"dest": f"setting_{name}", "default": argparse.SUPPRESS, "help": _help(field)}
+        if field.annotation is bool:
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
+        elif field.json_schema_extra == REPEATABLE:
+            several = "+" if name == "lora_modules" else None  # as vLLM takes them
+            action = "extend" if several else "append"
+            parser.add_argument(flag, action=action, nargs=several, metavar=_metavar(name, field), **options)
+        else:
+            parser.add_argument(flag, metavar=_metavar(name, field), **options)
+
+
+def _metavar(name: str, field: FieldInfo) -> str:
+    choices = getattr(field.annotation, "__args__", ())
+    if choices and all(isinstance(choice, str) for choice in choices):
+        return "{" + ",".join(choices) + "}"
+    special = {
+        "model": "DIR", "adapters": "DIR", "adapter_roots": "DIRS", "config": "FILE", "lora_modules": "NAME=DIR",
+    }  # fmt: skip
+    return special.get(name, name.rsplit("_", 1)[-1].upper())
+
+
+def _help(field: FieldInfo) -> str:
+    text = (field.description or "").replace("%", "%%")
+    if field.default is None or field.default == [] or "default" in text:
+        return text
+    return f"{text} (default: {field.default})"
+
+
+def read_settings(arguments: argparse.Namespace) -> Settings:
+    """The settings of parsed flags, environment and file; raises UsageError that says which of them is wrong."""
+    prefix = "setting_"
+    given = {name.removeprefix(prefix): value for name, value in vars(arguments).items() if name.startswith(prefix)}
+    _check_environment()
+    try:
+        return Settings(**given)
+    except ConfigFileError as error:
+        raise UsageError(f"chorus: error: {error}") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        message = first["msg"].removeprefix("Value error, ")
+        if not first["loc"]:
+            raise UsageError(f"chorus: error: {message}") from None
+        name = str(first["loc"][0])
+        told = "wrong" if name in SECRETS else repr(first["input"])
+        raise UsageError(f"chorus: error: {_origin(name, given)} is {told}: {message}") from None
+
+
+def _check_environment() -> None:
+    """Raises UsageError for a variable that looks like a mistyped setting: it may be the one that asks for keys."""
+    known = [name.upper() for name in Settings.model_fields] + list(OTHER_VARIABLES)
+    for variable in sorted(os.environ):
+        name = variable.removeprefix(ENV_PREFIX)
+        if name == variable or name in known:
+            continue
+        if near := difflib.get_close_matches(name, known, n=1, cutoff=NEAR):
+            raise UsageError(f"chorus: error: {variable} is no setting; did you mean {ENV_PREFIX}{near[0]}?")
+
+
+def _origin(name: str, given: dict[str, Any]) -> str:
+    """Origin of a setting: its flag, its environment variable, or its field in the configuration file."""
+    if name in given:
+        return "--" + name.replace("_", "-")
+    variable = ENV_PREFIX + name.upper()
+    return variable if os.environ.get(variable) else f"{field_path((name,))} in the configuration file"

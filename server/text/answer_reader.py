@@ -1,0 +1,475 @@
+"""From an answer's text to its parts while it comes: reasoning, content, and calls of tools.
+
+`AnswerReader` is the one reader of all families of models; what differs between them is data, see `call_formats`.
+transformers' `ResponseParser` (5.23) was tried for it: it loses what it has read when a call is no JSON, ends a call at
+a delimiter inside of a string, gives arguments at a call's end only, and keeps and copies the whole answer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from .call_formats import CallFormat, ReasoningFormat
+
+MAX_HEAD = 256
+"""Characters in which a call that is no JSON object must have named its function."""
+
+ID_LETTERS = string.ascii_letters + string.digits
+SPACE = " \t\r\n"
+
+_OUTSIDE = re.compile(r'["{}\[\]]')
+_INSIDE = re.compile(r'["\\]')
+_OF_PYTHON = {"True": "true", "False": "false", "None": "null"}
+
+
+class PartKind(StrEnum):
+    """What a piece of an answer is."""
+
+    REASONING = "reasoning"
+    CONTENT = "content"
+    CALL = "call"  # a call begins
+    ARGUMENTS = "arguments"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of an answer, in the order of its text.
+
+    text: reasoning, content, the name of the function of a call that begins, or a piece of its arguments' JSON. call:
+    the number of the call, from 0. id: the call's, where it begins.
+    """
+
+    kind: PartKind
+    text: str
+    call: int = -1
+    id: str = ""
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """A call of a tool. arguments: JSON, not whole where the answer was cut."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class Message:
+    """A whole answer."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+
+    def add(self, parts: Iterable[Part]) -> None:
+        for part in parts:
+            if part.kind is PartKind.CONTENT:
+                self.content += part.text
+            elif part.kind is PartKind.REASONING:
+                self.reasoning += part.text
+            elif part.kind is PartKind.CALL:
+                self.calls.append(ToolCall(part.id, part.text))
+            else:
+                self.calls[part.call].arguments += part.text
+
+
+class AnswerReader:
+    """Reads one answer. Any split of a text into pieces gives the same parts, but for where they are divided.
+
+    Text that only looks like a call (no function of that name, no JSON) is content. Blanks around reasoning and calls
+    belong to neither.
+    """
+
+    def __init__(
+        self,
+        calls: CallFormat | None = None,
+        reasoning: ReasoningFormat | None = None,
+        tools: Mapping[str, Mapping[str, Any]] | None = None,
+        *,
+        reasons_already: bool = False,
+        shows_reasoning: bool = True,
+        parallel: bool = True,
+    ) -> None:
+        """calls: how tools are called; None if they can't be. tools: the JSON schema of each function's arguments.
+        reasons_already: the prompt ended within reasoning. shows_reasoning: else it is left out. parallel: whether
+        what follows the first call is read.
+        """
+        self._format = calls if tools else None
+        self._reasoning = reasoning
+        self._tools = tools or {}
+        self._shows_reasoning = shows_reasoning
+        self._parallel = parallel
+        self._held = ""  # text that may mean more with what follows
+        self._lead = ""  # text before the head of what may be a call: content if it is none
+        self._ends = JsonEnd()
+        self._arguments: JsonArguments | XmlArguments
+        self._parts: list[Part] = []
+        self._num_calls = 0
+        self._final = False
+        self._in_call = False
+        self._in_reasoning = False  # whether its first letter has come
+        self._step: Callable[[], bool] = self._content
+        if reasoning is not None:
+            self._step = self._reason if reasons_already else self._start
+        elif self._format is not None and self._format.bare:
+            self._step = self._bare
+        self._is_plain = reasoning is None and self._format is None
+
+    @property
+    def calls(self) -> bool:
+        """True if the answer calls tools, and the last of the calls is whole."""
+        return self._num_calls > 0 and not self._in_call
+
+    def read(self, text: str, *, final: bool = False) -> list[Part]:
+        """Take the next piece of the text and return what is certain now. final: no text follows."""
+        if self._is_plain:
+            return [Part(PartKind.CONTENT, text)] if text else []
+        self._held += text
+        self._final = final
+        while self._step():
+            pass
+        parts, self._parts = self._parts, []
+        return parts
+
+    # Each of these takes what it can from the held text; False: it waits for more.
+
+    def _start(self) -> bool:
+        """At the beginning of an answer that may begin with reasoning."""
+        assert self._reasoning is not None
+        text = self._held.lstrip(SPACE)
+        if text.startswith(self._reasoning.open):
+            self._held = text[len(self._reasoning.open) :]
+            self._step = self._reason
+            return True
+        if self._reasoning.open.startswith(text) and not self._final:
+            return False
+        self._step = self._bare
+        return True
+
+    def _reason(self) -> bool:
+        assert self._reasoning is not None
+        if not self._in_reasoning:
+            self._held = self._held.lstrip(SPACE)
+        text, found = self._until((self._reasoning.close,), drops_blanks=True)
+        if self._shows_reasoning:
+            self._give(PartKind.REASONING, text)
+        self._in_reasoning = self._in_reasoning or bool(text)
+        if not found:
+            return False
+        self._step = self._answer
+        return True
+
+    def _answer(self) -> bool:
+        """Behind reasoning or a call."""
+        self._held = self._held.lstrip(SPACE)
+        if not self._held:
+            return False
+        self._step = self._bare if self._num_calls == 0 else self._content
+        return True
+
+    def _bare(self) -> bool:
+        """At the beginning of what may be a call without delimiters."""
+        text = self._held.lstrip(SPACE)
+        if self._format is not None and self._format.bare:
+            if not text and not self._final:
+                return False
+            if text.startswith("{"):
+                self._lead, self._held = self._held[: len(self._held) - len(text)], text
+                self._begin_head()
+                return True
+        self._step = self._content
+        return True
+
+    def _content(self) -> bool:
+        opens = () if self._format is None else (self._format.open,)
+        text, found = self._until(opens, drops_blanks=False)
+        self._give(PartKind.CONTENT, text)
+        if not found:
+            return False
+        self._begin_head()
+        return True
+
+    def _until(self, delimiters: tuple[str, ...], *, drops_blanks: bool) -> tuple[str, bool]:
+        """Take the held text up to a delimiter, without blanks in front of it; and whether there is one.
+
+        The blanks and the delimiter are the new lead. drops_blanks: blanks at the end of the whole text go, too.
+        """
+        text = self._held
+        places = [(place, each) for each in delimiters if (place := text.find(each)) >= 0]
+        if places:
+            place, delimiter = min(places)
+            shown = text[:place].rstrip(SPACE)
+            self._lead, self._held = text[len(shown) : place + len(delimiter)], text[place + len(delimiter) :]
+            return shown, True
+        if self._final:
+            self._held = ""
+            return text.rstrip(SPACE) if drops_blanks else text, False
+        kept = max((overlap(text, each) for each in delimiters), default=0)
+        shown = text[: len(text) - kept].rstrip(SPACE) if delimiters else text
+        self._held = text[len(shown) :]
+        return shown, False
+
+    def _begin_head(self) -> None:
+        self._ends = JsonEnd()
+        self._step = self._head
+
+    def _head(self) -> bool:
+        """In front of a call's arguments: what comes there names the function."""
+        assert self._format is not None
+        held, wrapped = self._held, self._format.wrapped
+        found = self._format.head.match(held) if wrapped else self._format.head.match(held, 0, MAX_HEAD)
+        if found is not None:
+            name = found["name"].strip()
+            if name not in self._tools:
+                return self._no_call()
+            self._held = held[found.end() :]
+            self._begin_call(name)
+            self._arguments = XmlArguments(self._tools[name]) if self._format.xml else JsonArguments()
+            self._step = self._in_arguments
+            return True
+        if not wrapped:
+            return self._no_call() if self._final or len(held) >= MAX_HEAD else False
+        blanks = re.match(r"\s*(?:\[\s*)?", held) if self._format.listed else re.match(r"\s*", held)
+        begin = blanks.end() if blanks else 0
+        if begin < len(held) and held[begin] != "{":
+            return self._no_call()
+        end = self._ends.find(held, begin)
+        if end >= 0:
+            return self._whole_call(held[begin:end], held[end:])
+        return self._no_call() if self._final else False
+
+    def _whole_call(self, text: str, rest: str) -> bool:
+        """A JSON object that names its function behind the arguments, or has none, or writes them as a string."""
+        try:
+            call = json.loads(text, parse_constant=_refuse)
+            name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
+            if isinstance(arguments, str):
+                arguments = json.loads(arguments, parse_constant=_refuse)
+            arguments = {} if arguments is None else arguments
+            known = name in self._tools and isinstance(arguments, dict)
+        except (ValueError, TypeError, RecursionError):
+            known = False
+        if not known:
+            return self._no_call()
+        self._held = rest
+        self._begin_call(name)
+        self._give(PartKind.ARGUMENTS, json.dumps(arguments))  # escapes: it may spell half characters
+        self._step = self._close
+        return True
+
+    def _no_call(self) -> bool:
+        self._give(PartKind.CONTENT, self._lead)
+        self._lead = ""
+        self._step = self._content
+        return True
+
+    def _begin_call(self, name: str) -> None:
+        assert self._format is not None
+        self._num_calls += 1
+        self._in_call = True
+        self._lead = ""
+        letters = "".join(secrets.choice(ID_LETTERS) for _ in range(self._format.id_characters))
+        self._parts.append(Part(PartKind.CALL, name, self._num_calls - 1, self._format.id_begins + letters))
+
+    def _in_arguments(self) -> bool:
+        assert self._format is not None
+        text, rest = self._arguments.read(self._held)
+        self._give(PartKind.ARGUMENTS, text)
+        self._held = self._arguments.held if rest is None else rest
+        if rest is None:
+            return False
+        self._ends = JsonEnd(1)
+        self._step = self._wrapping if self._format.wrapped else self._close
+        return True
+
+    def _wrapping(self) -> bool:
+        """Behind the arguments, up to the end of the object that they are in."""
+        end = self._ends.find(self._held, 0)
+        self._ends.at -= len(self._held)
+        self._held = self._held[end:] if end >= 0 else ""
+        self._step = self._close if end >= 0 else self._wrapping
+        return end >= 0
+
+    def _close(self) -> bool:
+        """Behind a call, in front of what closes it or separates it from the next."""
+        assert self._format is not None
+        self._in_call = False
+        if not self._parallel:
+            self._step = self._ignored
+            return True
+        text = self._held.lstrip(SPACE)
+        for mark, step in ((self._format.separator, self._head), (self._format.close, self._answer)):
+            if mark and text.startswith(mark):
+                self._lead, self._held = mark, text[len(mark) :]
+                self._begin_head()
+                self._step = step
+                return True
+            if mark.startswith(text) and mark:
+                self._held = "" if self._final else self._held
+                return False
+        self._step = self._answer
+        return True
+
+    def _ignored(self) -> bool:
+        self._held = ""
+        return False
+
+    def _give(self, kind: PartKind, text: str) -> None:
+        if not text:
+            return
+        call = self._num_calls - 1 if kind is PartKind.ARGUMENTS else -1
+        if self._parts and self._parts[-1].kind is kind:
+            text = self._parts.pop().text + text
+        self._parts.append(Part(kind, text, call))
+
+
+class JsonEnd:
+    """Finds where a JSON object or array ends, in a text of which more is there each time."""
+
+    __slots__ = ("_depth", "_in_string", "at")
+
+    def __init__(self, depth: int = 0) -> None:
+        """depth: how many are open already."""
+        self._depth = depth
+        self._in_string = False
+        self.at = 0
+        """How far the text has been read."""
+
+    def find(self, text: str, begin: int) -> int:
+        """Return the place behind its end; -1 if there is none yet. begin: where it begins."""
+        self.at = max(self.at, begin)
+        while True:
+            found = (_INSIDE if self._in_string else _OUTSIDE).search(text, self.at)
+            if found is None:
+                self.at = max(self.at, len(text))
+                return -1
+            mark, self.at = found[0], found.end()
+            if mark == "\\":
+                self.at += 1  # may be behind the text's end: what comes there is escaped
+            elif mark == '"':
+                self._in_string = not self._in_string
+            else:
+                self._depth += 1 if mark in "{[" else -1
+                if self._depth <= 0:
+                    return self.at
+
+
+class JsonArguments:
+    """Arguments that are JSON: given as they come."""
+
+    held = ""
+
+    def __init__(self) -> None:
+        self._ends = JsonEnd()
+
+    def read(self, text: str) -> tuple[str, str | None]:
+        """Return what is certain of the next piece of the text, and the text behind the arguments once they end."""
+        end = self._ends.find(text, 0)
+        if end >= 0:
+            return text[:end], text[end:]
+        self._ends.at -= len(text)
+        return text, None
+
+
+class XmlArguments:
+    """Arguments that are written as `<parameter=NAME>VALUE</parameter>`, up to `</function>`; given as JSON.
+
+    A value is a string where the schema says so; else it is the JSON that it spells, or a string.
+    """
+
+    OPEN, CLOSE, END = "<parameter=", "</parameter>", "</function>"
+
+    def __init__(self, schema: Mapping[str, Any]) -> None:
+        properties = schema.get("properties")
+        self._properties = properties if isinstance(properties, Mapping) else {}
+        self._in_value = False
+        self._is_string = False
+        self._begun = False
+        self._opened = False  # whether a string's opening quote has been given
+        self.held = ""
+
+    def read(self, text: str) -> tuple[str, str | None]:
+        """Return what is certain of the text, and the text behind the arguments once they end; else `held` is left."""
+        given = ""
+        while True:
+            piece, text, more = self._value(text) if self._in_value else self._name(text)
+            given += piece
+            if more is not True:
+                self.held = text
+                return given, text if more is None else None
+
+    def _name(self, text: str) -> tuple[str, str, bool | None]:
+        """Piece of JSON, what is left of the text, and whether to go on: None at the arguments' end."""
+        text = text.lstrip(SPACE)
+        if text.startswith(self.OPEN):
+            end = text.find(">")
+            if end < 0:
+                return "", text, False
+            name = text[len(self.OPEN) : end].strip()
+            self._is_string = _is_string(self._properties.get(name))
+            self._in_value, self._opened = True, False
+            piece = (", " if self._begun else "{") + json.dumps(name, ensure_ascii=False) + ": "
+            self._begun = True
+            return piece, text[end + 1 :], True
+        if any(mark.startswith(text) and mark != text for mark in (self.OPEN, self.END)):
+            return "", text, False
+        return "}" if self._begun else "{}", text.removeprefix(self.END), None
+
+    def _value(self, text: str) -> tuple[str, str, bool]:
+        """The same, within a value. One line break at either end belongs to the form."""
+        end = text.find(self.CLOSE)
+        if not self._is_string:
+            if end < 0:
+                return "", text, False
+            self._in_value = False
+            return _json_of(text[:end].strip(SPACE)), text[end + len(self.CLOSE) :], True
+        piece = ""
+        if not self._opened:
+            if not text:
+                return "", text, False
+            piece, self._opened = '"', True
+            if text[0] == "\n":
+                text, end = text[1:], end - 1
+        if end >= 0:
+            self._in_value = False
+            return piece + _inside_quotes(text[:end].removesuffix("\n")) + '"', text[end + len(self.CLOSE) :], True
+        shown = text[: len(text) - overlap(text, self.CLOSE)].removesuffix("\n")
+        return piece + _inside_quotes(shown), text[len(shown) :], False
+
+
+def _inside_quotes(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _is_string(schema: Any) -> bool:
+    return isinstance(schema, Mapping) and schema.get("type") == "string"
+
+
+def _json_of(text: str) -> str:
+    """The JSON that a text spells, or else the string."""
+    text = _OF_PYTHON.get(text, text)
+    try:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    return text
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def overlap(text: str, word: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `word`, but not all of it."""
+    for length in range(min(len(text), len(word) - 1), 0, -1):
+        if word.startswith(text[-length:]):
+            return length
+    return 0

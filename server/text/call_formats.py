@@ -1,0 +1,117 @@
+"""How families of models write calls of tools and reasoning, as data for `AnswerReader` and for grammars."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_NAMED = r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """A way to write calls: `open`, then calls with `separator` between them, then `close`.
+
+    signs: what a chat template of the family contains, all of it. head: from behind `open` to a call's arguments.
+    begin, end: what a grammar writes around a call's arguments, `{name}` for the function's name; first: in front
+    of the first call. wrapped: whether a call is a JSON object that has the name and the arguments.
+    xml: whether arguments are `<parameter=NAME>VALUE</parameter>` up to `</function>`, not JSON. bare: whether a JSON
+    object is a call without `open`, too, where an answer begins with it. listed: whether calls may be in a JSON array.
+    """
+
+    name: str
+    signs: tuple[str, ...]
+    open: str
+    head: re.Pattern[str]
+    begin: str
+    end: str = ""
+    separator: str = ""
+    close: str = ""
+    first: str = ""
+    between: str = ""
+    wrapped: bool = False
+    xml: bool = False
+    bare: bool = False
+    listed: bool = False
+    id_begins: str = "call_"
+    id_characters: int = 24
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """Reasoning is what an answer begins with between `open` and `close`."""
+
+    open: str
+    close: str
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSyntax:
+    """What an answer is read for; None: not for that."""
+
+    calls: CallFormat | None = None
+    reasoning: ReasoningFormat | None = None
+
+    @property
+    def marks(self) -> str:
+        """All that is written around calls and reasoning."""
+        calls = () if self.calls is None else (self.calls.open, self.calls.begin, self.calls.end, self.calls.close)
+        return " ".join((*calls, *(() if self.reasoning is None else (self.reasoning.open, self.reasoning.close))))
+
+
+HERMES = CallFormat(  # Hermes, Qwen2.5, Qwen3, and all models whose template says nothing of tools
+    "hermes", ("<tool_call>",), "<tool_call>", re.compile(r"\s*" + _NAMED), wrapped=True,
+    begin='\n{{"name": "{name}", "arguments": ', end="}\n", close="</tool_call>", between="\n",
+)  # fmt: skip
+
+_XML_HEAD = re.compile(r"\s*<function=(?P<name>[^>\n]{1,64})>")
+
+_MISTRAL_IDS = {"id_begins": "", "id_characters": 9}  # their templates take no other
+
+CALL_FORMATS = (
+    CallFormat(
+        "seed_oss", ("<seed:tool_call>",), "<seed:tool_call>", _XML_HEAD, xml=True,
+        begin="\n<function={name}>\n", end="</function>\n", close="</seed:tool_call>", between="\n",
+    ),
+    CallFormat(
+        "qwen3_coder", ("<tool_call>", "<function="), "<tool_call>", _XML_HEAD, xml=True,
+        begin="\n<function={name}>\n", end="</function>\n", close="</tool_call>", between="\n",
+    ),
+    CallFormat(
+        "mistral", ("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]", **_MISTRAL_IDS,
+        head=re.compile(r"\s*(?P<name>[^\[\]{}\s]{1,64})\[ARGS\]\s*(?=\{)"), begin="{name}[ARGS]",
+    ),
+    CallFormat(
+        "mistral_list", ("[TOOL_CALLS]",), "[TOOL_CALLS]", **_MISTRAL_IDS,
+        head=re.compile(r"\s*(?:\[\s*)?" + _NAMED), wrapped=True, listed=True,
+        begin='{{"name": "{name}", "arguments": ', end="}", separator=",", close="]", first="[", between=", ",
+    ),
+    CallFormat(
+        "llama3", ("<|python_tag|>",), "<|python_tag|>", re.compile(r"\s*" + _NAMED), wrapped=True, bare=True,
+        begin='{{"name": "{name}", "parameters": ', end="}", separator=";", between="; ",
+    ),
+    HERMES,
+)  # fmt: skip
+"""More particular ones first."""
+
+LLAMA_3_2 = '{"name": function name, "parameters": dictionary of argument name and its value}'
+"""What templates of Llama 3.2 say; they have no `<|python_tag|>`."""
+
+REASONING_FORMATS = (
+    ReasoningFormat("<seed:think>", "</seed:think>"),
+    ReasoningFormat("[THINK]", "[/THINK]"),
+    ReasoningFormat("<think>", "</think>"),
+)
+
+
+def call_format_of(template: str) -> CallFormat:
+    """The way in which the model of a chat template calls tools."""
+    if LLAMA_3_2 in template:
+        return next(each for each in CALL_FORMATS if each.bare)
+    return next((each for each in CALL_FORMATS if all(sign in template for sign in each.signs)), HERMES)
+
+
+def reasoning_format_of(template: str, is_token: Callable[[str], bool]) -> ReasoningFormat | None:
+    """The way in which the model of a chat template reasons; None if it does not."""
+    return next((each for each in REASONING_FORMATS if each.close in template or is_token(each.close)), None)

@@ -1,0 +1,271 @@
+"""The model's tokenizer: text to tokens, conversations to text, tokens back to text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...core.requests.sampling_params import InvalidRequest
+from ..errors import clipped, too_long
+from ..executors import DaemonPool
+from .detokenizer import ByteDetokenizer, Decoder, Detokenizer, TextStream
+from .spelt_specials import SpeltSpecials, new_mark
+from .vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Classes of tokenizers without code of their own."""
+
+THREAD_CHARACTERS = 8192
+"""Texts longer than this are encoded beside the event loop, which they would hold up for milliseconds."""
+
+THREAD_MESSAGES = 32
+"""Messages, or bad words, above which the same is so."""
+
+THREADS = 2
+
+TYPICAL_CHARACTERS = 8
+"""Characters of a token that most texts stay below: of much longer texts the beginning is encoded first."""
+
+CUT_TOKENS = 64
+
+Tokens = list[list[int]]
+
+
+RESERVED_FOR_TEMPLATE = frozenset(
+    {
+        "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
+        "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",
+        "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs", "tools", "truncation",
+    }
+)  # fmt: skip
+"""Names that a client's own template variables can't have: they say how the template is used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages to continue.
+
+    begins_answer: whether the prompt ends with the beginning of an answer. continues_last: whether the answer continues
+    the last message. tools: definitions for the template. variables: the template's own, such as `enable_thinking`.
+    add_special_tokens: whether the tokenizer adds its special tokens to the template's.
+    """
+
+    messages: list[dict[str, Any]]
+    begins_answer: bool = True
+    continues_last: bool = False
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    add_special_tokens: bool = False
+
+
+def _is_generic(model: Path) -> bool:
+    """Whether AutoTokenizer would only find that the tokenizer is all in tokenizer.json.
+
+    To find that it imports torch and the classes of all models: 6 s of a processor and 340 MiB.
+    """
+    try:
+        config, own = (json.loads((model / name).read_bytes()) for name in ("config.json", "tokenizer_config.json"))
+        kind, auto_map = own.get("tokenizer_class"), own.get("auto_map")
+        return config.get("model_type") == "llama" and kind in GENERIC and auto_map is None
+    except (OSError, ValueError, AttributeError, TypeError):  # AutoTokenizer says what is wrong
+        return False
+
+
+class Tokenizer:
+    """A fast (`tokenizer.json`) Hugging Face tokenizer. Safe to use from several threads."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ValueError("the model's tokenizer has no fast version; add a tokenizer.json to its directory")
+        # The backend is used directly: the wrapper sets truncation per call, which two threads can't share.
+        backend.no_truncation()
+        backend.no_padding()
+        self._tokenizer = tokenizer
+        self.backend = backend
+        """The library's own tokenizer."""
+        special = {i: token.content for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        self._special = frozenset(special)
+        self.specials_in = lru_cache(64)(lambda text: {word: i for i, word in special.items() if word and word in text})
+        """The ids of the special tokens that are spelt in a text."""
+        self._spelt = SpeltSpecials(backend)
+        self._threads = DaemonPool("tokenizer", THREADS)
+        self.vocabulary = Vocabulary(backend)
+
+    @classmethod
+    def load(cls, model: Path) -> Tokenizer:
+        """Reads the tokenizer of a checkpoint directory; raises ValueError or OSError for what is no fast tokenizer."""
+        if not (model / "tokenizer.json").is_file():
+            raise ValueError(f"{model} has no tokenizer.json; save the model's fast tokenizer there")
+        if _is_generic(model):
+            from transformers import PreTrainedTokenizerFast as Loader
+        else:
+            from transformers import AutoTokenizer as Loader
+        return cls(Loader.from_pretrained(str(model), local_files_only=True))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
+
+    @property
+    def chat_template(self) -> str:
+        """The text of the model's chat template, or of all if it has several."""
+        template = self._tokenizer.chat_template or ""
+        return template if isinstance(template, str) else "\n".join(map(str, template.values()))
+
+    def is_token(self, text: str) -> bool:
+        return self.backend.token_to_id(text) is not None
+
+    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True, most: int | None = None) -> Tokens:
+        """The tokens of each text; long texts don't hold up the event loop. For `most` see `encode_now`."""
+        if sum(map(len, texts)) > THREAD_CHARACTERS:
+            return await self._threads.run(self.encode_now, texts, add_special_tokens=add_special_tokens, most=most)
+        return self.encode_now(texts, add_special_tokens=add_special_tokens, most=most)
+
+    async def encode_chat(self, conversation: Conversation, most: int | None = None) -> list[int]:
+        """The tokens of the prompt that asks the model to continue a conversation; see `apply_chat_template`."""
+        messages = conversation.messages
+        large = len(messages) > THREAD_MESSAGES or sum(len(m["content"]) for m in messages) > THREAD_CHARACTERS
+        if large or conversation.tools or conversation.variables or self._spelt.are_in(messages):
+            return await self._threads.run(self.encode_chat_now, conversation, most)
+        return self.encode_chat_now(conversation, most)
+
+    async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The token sequences of bad words; see `bad_words`."""
+        return await self._threads.run(self.bad_words, words) if len(words) > THREAD_MESSAGES else self.bad_words(words)
+
+    def encode_now(self, texts: Sequence[str], *, add_special_tokens: bool = True, most: int | None = None) -> Tokens:
+        """The tokens of each text. Raises an ApiError for a text that has more than `most` by its length alone."""
+        for text in texts:
+            self._check_length(text, most, "prompt")
+        return self._encode(texts, add_special_tokens)
+
+    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> Tokens:
+        # In batches even if there is one only: unlike `encode`, they run without the interpreter lock.
+        return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
+
+    def encode_chat_now(self, conversation: Conversation | list[dict[str, Any]], most: int | None = None) -> list[int]:
+        """The tokens of the prompt of a conversation, or of its messages. Special tokens are the template's alone."""
+        if not isinstance(conversation, Conversation):
+            conversation = Conversation(conversation)
+        mark = new_mark()
+        given = conversation.messages, conversation.tools, conversation.variables
+        messages, tools, variables = (self._spelt.marked(each, mark) for each in given)
+        if all(a is b for a, b in zip(given, (messages, tools, variables), strict=True)):
+            prompt = self.apply_chat_template(conversation)
+            self._check_length(prompt, most, "messages")
+            return self._encode([prompt], conversation.add_special_tokens)[0]
+        try:
+            prompt = self.apply_chat_template(
+                replace(conversation, messages=messages, tools=tools, variables=variables)
+            )
+        except InvalidRequest as error:
+            raise InvalidRequest(error.field, str(error).replace(mark, "")) from None
+        self._check_length(prompt.replace(mark, ""), most, "messages")
+        return self._spelt.encode(prompt, mark, add_special_tokens=conversation.add_special_tokens)
+
+    def _check_length(self, text: str, most: int | None, what: str) -> None:
+        """Raise an ApiError for a text of more than `most` tokens, as far as that shows without encoding all of it."""
+        if most is None:
+            return
+        if len(text) > most * self.vocabulary.longest_token:
+            least = -(-len(text) // self.vocabulary.longest_token)
+            raise too_long(most, what, f"at least {least} tokens")
+        beginning = most * TYPICAL_CHARACTERS
+        if len(text) > 2 * beginning:
+            tokens = len(self._encode([text[:beginning]], False)[0])
+            if tokens >= most + CUT_TOKENS:  # where a text is cut changes but a few of its tokens
+                raise too_long(most, what, f"more than {tokens - CUT_TOKENS} tokens")
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of tokens, as the vocabulary spells it (no clean-up of spaces)."""
+        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def names(self, token_ids: Sequence[int]) -> list[str]:
+        """The vocabulary's own entries, with its marks for spaces and bytes."""
+        return [self.backend.id_to_token(token_id) or "" for token_id in token_ids]
+
+    def apply_chat_template(self, conversation: Conversation) -> str:
+        """The prompt that asks the model to continue a conversation.
+
+        Raises InvalidRequest for models without a template and for conversations that the template refuses.
+        """
+        if not self.has_chat_template:
+            raise InvalidRequest("messages", "this model has no chat template; send a plain prompt (/v1/completions)")
+        try:
+            prompt = self._tokenizer.apply_chat_template(
+                conversation.messages,
+                tools=conversation.tools or None,  # pyright: ignore[reportArgumentType]  # a list of either
+                tokenize=False,
+                add_generation_prompt=conversation.begins_answer,
+                continue_final_message=conversation.continues_last,
+                **conversation.variables,
+            )
+        except Exception as error:  # templates are programs: whatever they raise is about the messages
+            reason = clipped(str(error))
+            raise InvalidRequest("messages", f"the model's chat template refuses the messages: {reason}") from error
+        return str(prompt)
+
+    def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The token sequences that words must not appear as, as vLLM understands them.
+
+        Each word is meant at the beginning of a text and after a space, which most vocabularies spell differently, so
+        that its tokens with and without a leading space are both taken. Other spellings of it (other cases, or
+        divided into tokens in another way) are not.
+        """
+        sequences: dict[tuple[int, ...], None] = {}
+        bare = [word.lstrip() or word for word in words]
+        spelt = self.encode_now([text for word in bare for text in (word, f" {word}")], add_special_tokens=False)
+        for plain, spaced in zip(map(tuple, spelt[::2]), map(tuple, spelt[1::2]), strict=True):
+            if not plain:  # no token has any of it: it can't be said
+                continue
+            sequences[plain] = None
+            if spaced[-len(plain) :] != plain:  # else it is caught already
+                sequences[spaced] = None
+        return tuple(sequences)
+
+    def offsets(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> list[int]:
+        """Offset in the text of all tokens at which each of them begins."""
+        stream = self.text_stream(skip_special_tokens=skip_special_tokens)
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(stream.position)
+            stream.push([token_id])
+        return offsets
+
+    def text_stream(
+        self,
+        stops: Sequence[str] = (),
+        *,
+        skip_special_tokens: bool = True,
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        marks: str = "",
+    ) -> TextStream:
+        """A fresh stream that turns tokens into text; its text joined equals `decode` of all tokens.
+
+        marks: special tokens that are spelt in it are not skipped.
+        """
+        special = self._special if skip_special_tokens else frozenset()
+        if special and marks:
+            special -= set(self.specials_in(marks).values())
+        spelt = self.vocabulary.spelt
+        if self.vocabulary.is_bytes:
+            decoder: Decoder = ByteDetokenizer(lambda token_id: b"" if token_id in special else spelt(token_id) or b"")
+        else:
+
+            def decode(token_ids: list[int]) -> str:
+                return self.backend.decode(token_ids, skip_special_tokens=False)
+
+            def is_silent(token_id: int) -> bool:
+                return token_id in special or spelt(token_id) is None
+
+            decoder = Detokenizer(decode, is_silent, self.vocabulary.byte_tokens.get)
+        return TextStream(decoder, stops, include_stop=include_stop, min_tokens=min_tokens)

@@ -1,0 +1,54 @@
+"""Models, health, version and the OpenAI client, over a fake engine."""
+
+import openai
+import pytest
+
+
+def test_models(shared):
+    cards = shared.client.get("/v1/models").json()["data"]
+    assert [card["id"] for card in cards] == ["base", "alice", "bob"]
+    assert [card["parent"] for card in cards] == [None, "base", "base"]
+    assert [card["root"] for card in cards] == ["base", "alice", "bob"], "names, no paths of this machine"
+    assert shared.client.get("/v1/models/bob").json()["id"] == "bob"
+    assert shared.client.get("/v1/models/none").json()["error"]["code"] == "model_not_found"
+
+
+def test_health_and_version(shared):
+    body = shared.client.get("/health").json()
+    assert body["status"] == "ok" and body["stats"]["num_pages"] == 100
+    assert shared.client.get("/version").json()["version"]
+
+
+def test_what_routers_ask(shared):
+    info = shared.client.get("/server_info").json()
+    assert (info["served_model_name"], info["model_path"], info["max_model_len"]) == ("base", "base", 512)
+    assert info["version"] and info["vocab_size"] == 300 and info["max_num_seqs"] > 0
+    info = shared.client.get("/model_info").json()
+    assert (info["served_model_name"], info["model_path"], info["is_generation"]) == ("base", "base", True)
+
+
+def test_the_openai_client(shared):
+    client = openai.OpenAI(base_url=f"{shared.url}/v1", api_key="none", max_retries=0)
+    assert [model.id for model in client.models.list()] == ["base", "alice", "bob"]
+    for model, text in (("base", "hello"), ("alice", "olleh")):
+        completion = client.completions.create(model=model, prompt="hello")
+        assert completion.choices[0].text == text
+        stream = client.completions.create(model=model, prompt="hello", stream=True)
+        assert "".join(chunk.choices[0].text for chunk in stream) == text
+    expected = "user: hi\nassistant: "
+    messages = [{"role": "user", "content": "hi"}]
+    for model, text in (("base", expected), ("bob", expected[::-1])):
+        answer = client.chat.completions.create(model=model, messages=messages)
+        assert answer.choices[0].message.content == text
+        with client.chat.completions.stream(
+            model=model, messages=messages, stream_options={"include_usage": True}
+        ) as stream:
+            final = stream.get_final_completion()
+        assert final.choices[0].message.content == text and final.usage.completion_tokens == len(text) + 1
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="nobody", prompt="x")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="base", prompt="x", suffix="y")
+    assert caught.value.param == "suffix"
+    with pytest.raises(openai.APIError):
+        list(client.completions.create(model="base", prompt=[97, 0], stream=True))

@@ -1,0 +1,109 @@
+"""Grammars of calls: what each family of models writes is what its reader reads, and nothing else is allowed."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+from tokenizers import AddedToken
+
+from chorus.core.requests.grammar import Grammar
+from chorus.core.requests.grammars import Grammars
+from chorus.server.api.call_grammar import call_grammar
+from chorus.server.text.answer_reader import AnswerReader, Message
+from chorus.server.text.call_formats import CALL_FORMATS, REASONING_FORMATS, AnswerSyntax
+
+from ...tiny_tokenizer import save_tokenizer
+
+FORMATS = {each.name: each for each in CALL_FORMATS}
+TOOLS = {
+    "f": {
+        "type": "object",
+        "properties": {
+            "a": {"type": "string"},
+            "u": {"type": "string", "enum": ["C", "F"]},
+            "n": {"$ref": "#/$defs/n"},
+        },
+        "required": ["a", "n"],
+        "$defs": {"n": {"type": "integer"}},
+        "additionalProperties": False,
+    },
+    "g": {"type": "object", "properties": {}, "additionalProperties": False},
+}
+MARKS = ("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<seed:tool_call>", "</seed:tool_call>", "[THINK]", "[/THINK]")
+F, G = ("f", {"a": 'x"é', "u": "C", "n": -3}), ("g", {})
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """Special tokens of all families, and grammars over them."""
+    path = tmp_path_factory.mktemp("model")
+    backend = save_tokenizer(path)
+    backend.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
+    backend.save(str(path / "tokenizer.json"))
+    size = backend.get_vocab_size()
+    return backend, Grammars(path, size, [backend.token_to_id("</s>")])
+
+
+def accepts(tokenizer, syntax, text, tools=TOOLS, *, forced=True, parallel=True, reasons_already=False):
+    """Whether an answer may be the text."""
+    backend, grammars = tokenizer
+    specials = {mark: backend.token_to_id(mark) for mark in MARKS if mark in syntax.marks}
+    lark = call_grammar(
+        syntax, tools, specials, forced=forced, parallel=parallel, reasons_already=reasons_already
+    )  # fmt: skip
+    matcher = grammars.compile(Grammar("grammar", lark))
+    tokens = backend.encode(text, add_special_tokens=False).ids
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+def written(form, *calls):
+    """The calls as a model of the family writes them."""
+    if form.xml:
+        return "\n".join(
+            f"{form.open}\n<function={name}>\n"
+            + "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+            + f"</function>\n{form.close}"
+            for name, arguments in calls
+        )
+    each = [form.begin.format(name=name) + json.dumps(a, ensure_ascii=False) + form.end for name, a in calls]
+    opening = "" if form.bare else form.open
+    if form.separator:
+        return opening + form.first + form.between.join(each) + form.close
+    return form.between.join(opening + call + form.close for call in each)
+
+
+def read(syntax, text):
+    reader, said = AnswerReader(syntax.calls, syntax.reasoning, TOOLS), Message()
+    said.add(reader.read(text, final=True))
+    return [(call.name, json.loads(call.arguments)) for call in said.calls]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_forced_is_what_is_read(tokenizer, name):
+    form = FORMATS[name]
+    syntax = AnswerSyntax(form)
+    ok = partial(accepts, tokenizer, syntax)
+    one, two = written(form, F), written(form, F, G)
+    for text, calls in ((one, [F]), (two, [F, G])):
+        assert ok(text) and read(syntax, text) == calls
+        assert ok(text, forced=False)
+    assert ok(written(form, G)) and ok(one, parallel=False) and not ok(two, parallel=False)
+    assert not ok("") and not ok("Well") and not ok(written(form, ("h", {})))
+    for wrong in (("f", {"a": "x"}), ("f", {"a": "x", "n": "y"}), ("f", {"a": "x", "u": "K", "n": 1}), ("g", {"b": 1})):
+        assert not ok(written(form, wrong)) and not ok(written(form, wrong), forced=False), wrong
+    assert ok("", forced=False) and ok("Well, {} and <b>", forced=False)
+    assert ok(f"Well. {one}", forced=False) or form.bare
+
+
+@pytest.mark.parametrize(("name", "reasoning"), [("hermes", 2), ("mistral", 1), ("seed_oss", 0)])
+def test_reasoning_comes_before_forced_calls(tokenizer, name, reasoning):
+    marks = REASONING_FORMATS[reasoning]
+    syntax = AnswerSyntax(FORMATS[name], marks)
+    one = written(FORMATS[name], F)
+    ok = partial(accepts, tokenizer, syntax)
+    assert ok(one) and ok(f"{marks.open}\nSo {{.\n{marks.close}\n\n{one}")
+    assert ok(f"So.{marks.close}{one}", reasons_already=True) and not ok(one, reasons_already=True)
+    assert not ok(f"{marks.open}So.{marks.close}No.") and not ok(f"So.{one}")
+    assert ok(f"{marks.open}So.{marks.close}No.", forced=False)

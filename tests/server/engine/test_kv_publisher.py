@@ -1,0 +1,186 @@
+"""KV events over ZMQ, as subscribers of vLLM read them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import msgpack
+import pytest
+
+from chorus.core.kv_events import KvEvents, Stored
+from chorus.server.engine.kv_publisher import END, KvBatches, KvPublisher, is_local, kv_publisher_of
+from chorus.server.settings import Settings
+
+zmq = pytest.importorskip("zmq")
+
+NOWHERE = SimpleNamespace(versions=lambda: ())
+
+
+def stored(page, parent=None, tokens=(1, 2), adapter=None, version=0, content_hash=None, scope=("", "")):
+    return Stored(page, parent, tuple(tokens), adapter, version, content_hash, scope)
+
+
+def block(page, tokens=(1, 2), parent=None):
+    """A block as the prefix cache has it."""
+    return SimpleNamespace(page=page, tokens=tuple(tokens), parent=parent)
+
+
+def batches():
+    return KvBatches("base", 2)
+
+
+def test_blocks_that_follow_each_other_are_one_event():
+    first, second, third = batches().events([stored(5), stored(6, 5, (3, 4)), stored(7, adapter="alice", version=9), 6])
+    hashes = first.pop("block_hashes") + second.pop("block_hashes")
+    common = {"type": "BlockStored", "parent_block_hash": None, "block_size": 2, "medium": "GPU"}
+    assert first == {**common, "token_ids": [1, 2, 3, 4], "lora_id": None, "lora_name": None}
+    assert second == {**common, "token_ids": [1, 2], "lora_id": 9, "lora_name": "alice"}
+    assert third == {"type": "BlockRemoved", "block_hashes": hashes[1:2], "medium": "GPU"}
+    assert len(set(hashes)) == 3 and all(0 <= one < 1 << 64 for one in hashes)
+
+
+def test_a_block_in_a_later_batch_names_its_parent():
+    made = batches()
+    (parent,) = made.events([stored(5)])[0]["block_hashes"]
+    assert made.events([stored(6, 5, (3, 4))])[0]["parent_block_hash"] == parent
+    assert made.events([6, 5])[0]["block_hashes"][1] == parent and len(made) == 0
+
+
+def test_hashes_agree_between_servers_and_differ_where_the_kv_or_its_owner_does():
+    def hashes(**about):
+        made = batches().events([stored(3, **about), stored(4, 3, (3, 4))])
+        return [one for event in made for one in event["block_hashes"]]
+
+    alice = {"adapter": "alice", "version": 2, "content_hash": "c0"}
+    assert hashes(**alice) == hashes(**{**alice, "version": 7})
+    for other in (
+        {},
+        {"scope": ("acme", "")},
+        {"scope": ("", "acme")},
+        {"tokens": (1, 3)},
+        {**alice, "content_hash": "c1"},
+        {"adapter": "alice", "version": 2},
+        {"adapter": "alice", "version": 3},
+        {"adapter": "bob", "version": 2},
+    ):
+        assert not set(hashes(**other)) & set(hashes(**alice)), other
+    assert not set(hashes(tokens=(1, 2))) & set(hashes(tokens=(12,)))
+
+
+def test_what_follows_a_lost_block_is_left_out():
+    made = batches()
+    made.events([stored(5)])
+    assert made.clear() == [{"type": "AllBlocksCleared"}]
+    assert made.events([stored(6, 5), 5, 6]) == []
+    assert len(made.events([stored(6), stored(7, 6)])[0]["block_hashes"]) == 2
+
+
+@pytest.fixture
+def events():
+    return KvEvents(NOWHERE, most=4)
+
+
+@pytest.fixture
+def publish(events, tmp_path):
+    """Starts a publisher; gives a subscriber of it and a socket to ask for what was missed."""
+    begun, sockets = [], []
+
+    def run(topic=""):
+        here, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+        publisher = KvPublisher(events, batches(), here, replay, topic)
+        subscriber, asker = zmq.Context.instance().socket(zmq.SUB), zmq.Context.instance().socket(zmq.DEALER)
+        sockets.extend((subscriber, asker))
+        for socket, address in ((subscriber, here), (asker, replay)):
+            socket.rcvtimeo = 20_000
+            socket.connect(address)
+        subscriber.subscribe(topic)
+        begun.append(publisher)
+        publisher.start()
+        return subscriber, asker
+
+    yield run
+    for publisher in begun:
+        publisher.stop()
+    for socket in sockets:
+        socket.close(linger=0)
+
+
+def replayed(asker, start):
+    """Batches that are kept from a sequence on, by sequence."""
+    asker.send_multipart((b"", start.to_bytes(8, "big")))
+    found = {}
+    while (message := asker.recv_multipart())[1] != END:
+        delimiter, sequence, payload = message
+        assert delimiter == b""
+        found[int.from_bytes(sequence, "big")] = msgpack.unpackb(payload)
+    assert message[2] == b""
+    return found
+
+
+def batches_until(asker, count):
+    """Batches once there are `count` of them; a subscriber may have come too late for the first."""
+    while len(found := replayed(asker, 0)) < count:
+        pass
+    return found
+
+
+def test_a_subscriber_reads_batches_and_asks_for_what_it_missed(events, publish):
+    subscriber, asker = publish("kv@here@base")
+    (begin,) = batches_until(asker, 1).values()
+    assert begin[1:] == [[{"type": "AllBlocksCleared"}], 0], "what an earlier process told of is gone"
+    events.stored(0, ("", ""), first := block(5))
+    events.stored(0, ("", ""), block(6, (3, 4), first))
+    while True:
+        topic, sequence, payload = subscriber.recv_multipart()
+        seconds, told, rank = msgpack.unpackb(payload)
+        if told[0]["type"] == "BlockStored":
+            break
+    assert topic == b"kv@here@base" and int.from_bytes(sequence, "big") == 1 and rank == 0 and seconds > 0
+    assert replayed(asker, 1) == {1: [seconds, told, rank]} and sorted(replayed(asker, 0)) == [0, 1]
+    for request in ((b"", b"12345"), (b"12345678",), (b"x", b"12345678"), (b"", b"", b"12345678")):
+        asker.send_multipart(request)
+    assert sorted(replayed(asker, 1)) == [1], "what is no request is left out"
+
+
+def test_after_a_loss_subscribers_begin_anew(events, publish):
+    _, asker = publish()
+    batches_until(asker, 1)
+    for page in range(5, 12):  # no more than 4 wait
+        events.stored(0, ("", ""), block(page))
+    kinds = [event["type"] for _, told, _ in batches_until(asker, 3).values() for event in told]
+    assert kinds[0] == "AllBlocksCleared" and kinds[-1] == "AllBlocksCleared" and events.num_dropped > 0
+    assert kinds.count("BlockStored") == events.num_recorded >= 4
+
+
+def test_an_address_that_is_taken_is_an_error_that_names_it(events, tmp_path):
+    address = f"ipc://{tmp_path}/nowhere/events"
+    with pytest.raises(RuntimeError, match=r"can't be published on ipc://.*nowhere"):
+        KvPublisher(events, batches(), address)
+
+
+def test_addresses(caplog):
+    assert all(map(is_local, ("ipc:///run/kv", "tcp://127.0.0.1:5557", "tcp://[::1]:5557", "tcp://localhost:5557")))
+    assert not any(map(is_local, ("tcp://*:5557", "tcp://10.0.0.7:5557", "tcp://collector.svc:5557")))
+    with pytest.raises(ValueError, match="kv_events_endpoint"):
+        Settings(model="/models/base", kv_events_endpoint="http://127.0.0.1:5557")
+
+
+def test_replicas_behind_one_address_publish_nothing():
+    settings = Settings(model="/models/base", kv_events_endpoint="tcp://127.0.0.1:5557")
+    with pytest.raises(RuntimeError, match="a cluster routes by itself"):
+        kv_publisher_of(SimpleNamespace(), settings)
+    assert kv_publisher_of(SimpleNamespace(), Settings(model="/models/base")) is None
+
+
+def test_a_server_publishes_what_its_engine_caches(start, fake_engine, tmp_path):
+    fake_engine.record_kv_events = lambda: events
+    events = KvEvents(NOWHERE)
+    here, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+    start(fake_engine, settings={"kv_events_endpoint": here, "kv_events_replay_endpoint": replay})
+    asker = zmq.Context.instance().socket(zmq.DEALER)
+    asker.rcvtimeo = 20_000
+    asker.connect(replay)
+    events.stored(0, ("", ""), block(5, range(16)))
+    (told,) = batches_until(asker, 2)[1][1]
+    assert (told["type"], told["token_ids"], told["block_size"]) == ("BlockStored", list(range(16)), 16)
+    asker.close(linger=0)

@@ -1,0 +1,281 @@
+"""Tools and reasoning over HTTP: a fake engine that says what a test wants, and the built-in model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, cast
+
+import openai
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from chorus.core.config import EngineConfig
+from chorus.core.engine import Engine
+from chorus.server.demo.builtin import BUILTIN_MODEL
+from chorus.server.text.tokenizer import Tokenizer
+
+from ..tiny_tokenizer import save_tokenizer
+from .conftest import FakeEngine, byte_level_backend, live_server
+
+CHAT = "/v1/chat/completions"
+USER = [{"role": "user", "content": "hi"}]
+TEMPLATE = (
+    "{%- for message in messages -%}{{ message['content'] }}"
+    "{%- for call in message['tool_calls'] or [] -%}{{ call['function']['arguments']['a'] + 1 }}{%- endfor -%}"
+    "{{ '\n' }}{%- endfor -%}{{ (tools or []) | length }}{{ reasoning_effort }}</think>"
+    "{%- if thinks -%}<think>\n{%- endif -%}"
+)
+PARAMETERS = {
+    "type": "object",
+    "properties": {"unit": {"enum": ["C", "F"]}, "days": {"type": "integer", "minimum": 1, "maximum": 7}},
+    "required": ["unit", "days"],
+}
+
+
+def tool(name="f", parameters=PARAMETERS, **more):
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
+
+
+class Teller(FakeEngine):
+    """Says `text`, whatever it is asked."""
+
+    text = ""
+
+    def answer(self, request):
+        return list(self.text.encode())
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory):
+    model = tmp_path_factory.mktemp("model")
+    save_tokenizer(model)
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(
+        tokenizer_object=byte_level_backend(), bos_token="<bos>", eos_token="<eos>", chat_template=TEMPLATE
+    ))  # fmt: skip
+    with live_server(
+        Teller([], max_model_len=4096), tokenizer, settings={"model": model, "served_model_name": "base"}
+    ) as live:
+        yield live
+
+
+@pytest.fixture
+def say(live):
+    """`say(text, **body)`: the answer to a call by OpenAI's client."""
+
+    def ask(text, **body: Any):
+        live.engine.text = text
+        with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
+            made = client.chat.completions.create(**{"model": "base", "messages": USER, **body})
+            return list(made) if body.get("stream") else made
+
+    return ask
+
+
+CALLS = (
+    '<think>\nA.\n</think>\n\nWell\n<tool_call>\n{"name": "f", "arguments": {"days": 1}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+)
+
+
+def test_a_whole_answer(say):
+    for choice in say(CALLS, tools=[tool()], n=2, logprobs=True).choices:
+        assert choice.finish_reason == "tool_calls" and len(choice.logprobs.content) == len(CALLS) + 1
+        assert (choice.message.content, choice.message.reasoning_content) == ("Well", "A.")
+        assert [(call.function.name, call.function.arguments) for call in choice.message.tool_calls] == [
+            ("f", '{"days": 1}'), ("f", "{}"),
+        ]  # fmt: skip
+        assert len({call.id for call in choice.message.tool_calls}) == 2
+    message = say(CALLS, tools=[tool()], parallel_tool_calls=False).choices[0].message
+    assert len(message.tool_calls) == 1
+    plain = say(CALLS, tools=[tool()], tool_choice="none").choices[0]
+    assert plain.message.content == CALLS.partition("</think>\n\n")[2] and plain.finish_reason == "stop"
+    assert plain.message.tool_calls is None
+    raw = say(CALLS, extra_body={"separate_reasoning": False}).choices[0].message
+    assert raw.content == CALLS and not hasattr(raw, "reasoning_content")
+    assert not hasattr(say(CALLS, extra_body={"include_reasoning": False}).choices[0].message, "reasoning_content")
+    opened = say("A.</think>B", extra_body={"chat_template_kwargs": {"thinks": True}}).choices[0].message
+    assert (opened.content, opened.reasoning_content) == ("B", "A.")
+
+
+def test_a_stream(say):
+    chunks = say(CALLS, tools=[tool()], stream=True, n=2, logprobs=True, stream_options={"include_usage": True})
+    assert chunks.pop().usage.completion_tokens == 2 * (len(CALLS) + 1)
+    for index in range(2):
+        mine = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
+        assert sum(len(choice.logprobs.content) for choice in mine if choice.logprobs) == len(CALLS) + 1
+        assert "".join(choice.delta.content or "" for choice in mine) == "Well"
+        assert "".join(getattr(choice.delta, "reasoning_content", "") for choice in mine) == "A."
+        assert [choice.finish_reason for choice in mine if choice.finish_reason] == ["tool_calls"]
+        pieces = [call for choice in mine for call in choice.delta.tool_calls or ()]
+        begun = [call for call in pieces if call.id]
+        assert [(call.index, call.function.name, call.function.arguments) for call in begun] == [
+            (0, "f", ""), (1, "f", ""),
+        ]  # fmt: skip
+        assert [call.index for call in pieces] == sorted(call.index for call in pieces) and len(pieces) > 6
+        for number, arguments in enumerate(('{"days": 1}', "{}")):
+            assert "".join(call.function.arguments for call in pieces if call.index == number) == arguments
+
+
+def test_an_answer_that_ends_within_a_call(say):
+    text = '<tool_call>{"name": "f", "arguments": {"days": 1}}</tool_call>'
+    cut = say(text, tools=[tool()], max_tokens=text.index("1")).choices[0]
+    assert cut.finish_reason == "length" and cut.message.tool_calls[0].function.arguments == '{"days": '
+    cut = say(text, tools=[tool()], stop=["1}"]).choices[0]
+    assert cut.finish_reason == "stop" and cut.message.tool_calls[0].function.arguments == '{"days": '
+    cut = say(text, tools=[tool()], max_tokens=9).choices[0]
+    assert (cut.finish_reason, cut.message.content, cut.message.tool_calls) == ("length", text[:9], None)
+
+
+def test_history_and_effort_reach_the_template(live, say):
+    calls = [{"id": "x", "type": "function", "function": {"name": "f", "arguments": '{"a": 4}'}}]
+    history = [*USER, {"role": "assistant", "tool_calls": calls}, {"role": "tool", "tool_call_id": "x", "content": "9"}]
+    say("", messages=history, tools=[tool()], reasoning_effort="low")
+    asked = live.engine.asked[-1]
+    assert bytes(asked.token_ids[: asked.num_prompt_tokens]) == b"hi\n5\n9\n1low</think>"
+
+
+def test_the_header_tells_what_the_template_ignores(live, start, fake_engine):
+    body = {"messages": USER, "reasoning_effort": "high", "tools": [tool()]}
+    assert "x-ignored-fields" not in live.post(CHAT, **body).headers
+    other = start(fake_engine)
+    assert other.post(CHAT, **body).headers["x-ignored-fields"] == "reasoning_effort, tools"
+    assert other.post(CHAT, **body, stream=True).headers["x-ignored-fields"] == "reasoning_effort, tools"
+    completion = other.post("/v1/completions", prompt="a", reasoning_effort="low")
+    assert completion.status_code == 200 and completion.headers["x-ignored-fields"] == "reasoning_effort"
+
+
+DEEP: dict[str, Any] = {}
+for _ in range(17):
+    DEEP = {"properties": {"a": DEEP}}
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        ({"tools": [tool()] * 129}, "tools", "129 entries"),
+        ({"tools": [tool(description="x" * 300_000)]}, "tools", "this server takes 262144"),
+        ({"tools": [tool(parameters=DEEP)]}, "tools[0].function.parameters", "32 deep"),
+        ({"tools": [tool(), tool()]}, "tools[1].function.name", "two tools"),
+        ({"tools": [tool("a b")]}, "tools[0].function.name", "letters"),
+        ({"tools": [{"type": "function"}]}, "tools[0]", "must be a function"),
+        ({"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools[0]", "must be a function"),
+        ({"tools": [tool(parameters={"type": "array"})]}, "tools[0].function.parameters", "of an object"),
+        ({"tools": [tool(parameters={"properties": []})]}, "tools[0].function.parameters.properties", "object"),
+        ({"tools": [tool(strict="yes")]}, "tools[0].function.strict", "true or false"),
+        ({"tools": [tool()], "tool_choice": "always"}, "tool_choice", "none, auto, required"),
+        ({"tools": [tool()], "tool_choice": {"type": "function"}}, "tool_choice", "function"),
+        ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g'"),
+        ({"tool_choice": "required"}, "tool_choice", "no tools"),
+        ({"tools": [tool(parameters={"properties": {"a": {"uniqueItems": True}}})], "tool_choice": "required"},
+         "tools", "uniqueItems"),
+        ({"tools": [tool(parameters={"properties": {"a": {"pattern": "a" * 9000}}}, strict=True)]}, "tools", "9000"),
+        ({"tools": [tool()], "tool_choice": "required", "response_format": {"type": "json_object"}},
+         "response_format", "both"),
+        ({"messages": [*USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
+         "messages[1]", "JSON object"),
+        ({"messages": [*USER, {"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages[1]", "with a name"),
+    ],
+)  # fmt: skip
+def test_wrong_tools_are_named(live, body, param, said):
+    response = live.post(CHAT, **{"messages": USER, **body})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param and said in error["message"], error
+
+
+def test_the_built_in_model_calls_tools():
+    """It has not learnt to, but is forced by the grammar: any function, several answers; one by name, streamed."""
+    config = EngineConfig(model=BUILTIN_MODEL, memory_bytes=16 << 20, threads=1)
+    engine = Engine.from_config(config)
+    with (
+        live_server(cast(Any, engine), Tokenizer.load(BUILTIN_MODEL), settings={"model": BUILTIN_MODEL}) as live,
+        openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        (model,) = client.models.list()
+        asked: dict[str, Any] = {"model": model.id, "messages": USER, "temperature": 1, "seed": 1, "max_tokens": 100}
+        tools = [tool(), tool("now", None)]
+        made = client.chat.completions.create(
+            **asked, tools=tools, tool_choice="required", n=2, parallel_tool_calls=False
+        )
+        for choice in made.choices:
+            assert choice.finish_reason == "tool_calls" and choice.message.content is None
+            (call,) = choice.message.tool_calls
+            check(call.function.name, call.function.arguments)
+        named = {"type": "function", "function": {"name": "f"}}
+        with client.chat.completions.stream(
+            **asked, tools=tools, tool_choice=named, parallel_tool_calls=False
+        ) as stream:
+            final = stream.get_final_completion().choices[0]
+        assert final.message.tool_calls and final.message.tool_calls[0].function.name == "f"
+        check("f", final.message.tool_calls[0].function.arguments)
+
+
+def check(name, arguments):
+    given = json.loads(arguments)
+    assert given == {} if name == "now" else (given["unit"] in "CF" and 1 <= given["days"] <= 7), (name, given)
+
+
+FLAT = {"type": "function", "name": "f", "parameters": PARAMETERS}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_with_reasoning_and_calls(live, stream):
+    live.engine.text = CALLS
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.responses.create(model="base", input="hi", tools=[FLAT], stream=stream)
+        events = list(answer) if stream else []
+        response = events[-1].response if stream else answer
+    reasoning, message, *calls = response.output
+    assert (reasoning.content[0].text, message.content[0].text) == ("A.", "Well") and response.status == "completed"
+    assert [(call.name, call.arguments) for call in calls] == [("f", '{"days": 1}'), ("f", "{}")]
+    assert len({call.call_id for call in calls}) == 2
+    assert 0 < response.usage.output_tokens_details.reasoning_tokens < len("<think>\nA.\n</think>\n\n")
+    if stream:
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        pieces = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
+        assert "".join(pieces) == '{"days": 1}{}'
+        assert "".join(e.delta for e in events if e.type == "response.reasoning_text.delta") == "A."
+        done = [e.item.type for e in events if e.type == "response.output_item.done"]
+        assert done == ["reasoning", "message", "function_call", "function_call"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_anthropic_message_with_thinking_and_calls(live, stream):
+    live.engine.text = CALLS
+    body = {"tools": [{"name": "f", "input_schema": PARAMETERS}], "messages": USER, "max_tokens": 999, "stream": stream}
+    response = live.post("/v1/messages", model="base", **body)
+    if not stream:
+        thinking, text, *calls = response.json()["content"]
+        assert (thinking["thinking"], text["text"], response.json()["stop_reason"]) == ("A.", "Well", "tool_use")
+        assert [(call["type"], call["name"], call["input"]) for call in calls] == [
+            ("tool_use", "f", {"days": 1}), ("tool_use", "f", {}),
+        ]  # fmt: skip
+        return
+    events = [json.loads(line.removeprefix("data: ")) for line in response.text.splitlines() if line.startswith("data")]
+    begun = [event["content_block"] for event in events if event["type"] == "content_block_start"]
+    assert [block["type"] for block in begun] == ["thinking", "text", "tool_use", "tool_use"]
+    pieces = [event["delta"].get("partial_json", "") for event in events if event["type"] == "content_block_delta"]
+    assert "".join(pieces) == '{"days": 1}{}'
+    assert events[-2]["delta"]["stop_reason"] == "tool_use"
+
+
+def test_what_tools_gave_is_sent_back(live):
+    """A call that a response had and its result, as items and as blocks, are the same prompt."""
+    live.engine.text = "ok"
+    calls = [{"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"a": 1}'}]
+    items = [*USER, *calls, {"type": "function_call_output", "call_id": "1", "output": "4"}]
+    live.post("/v1/responses", model="base", input=items)
+    block = {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "4"}
+    turns = [{"role": "assistant", "content": [block]}, {"role": "user", "content": [result]}]
+    live.post("/v1/messages", model="base", messages=[*USER, *turns], max_tokens=9)
+    first, second = live.engine.asked[-2:]
+    assert bytes(first.token_ids[: first.num_prompt_tokens]).startswith(b"hi\n2\n4\n")
+    assert first.token_ids[: first.num_prompt_tokens] == second.token_ids[: second.num_prompt_tokens]
+
+
+@pytest.mark.parametrize("arguments", ["{", "5", "[]", 7])
+def test_calls_sent_back_must_be_calls(live, arguments):
+    items = [*USER, {"type": "function_call", "call_id": "1", "name": "f", "arguments": arguments}]
+    response = live.post("/v1/responses", model="base", input=items)
+    assert response.status_code == 400 and response.json()["error"]["param"].startswith("input")

@@ -1,0 +1,189 @@
+"""Reasoning, content and calls out of text that comes in any pieces, for every family of models."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chorus.server.text.answer_reader import AnswerReader, Message, Part, PartKind
+from chorus.server.text.call_formats import (
+    CALL_FORMATS,
+    HERMES,
+    REASONING_FORMATS,
+    call_format_of,
+    reasoning_format_of,
+)
+
+FORMATS = {each.name: each for each in CALL_FORMATS}
+THINK = REASONING_FORMATS[-1]
+TOOLS = {"f": {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}, "g": {}}
+
+
+def message(text, pieces=None, tools=TOOLS, **options):
+    reader = AnswerReader(tools=tools, **options)
+    whole = Message()
+    for piece in [text] if pieces is None else pieces:
+        whole.add(reader.read(piece))
+    whole.add(reader.read("", final=True))
+    for call in whole.calls:
+        call.id = re.sub(r"[A-Za-z0-9]{9,}$", "", call.id)
+    return whole, reader.calls
+
+
+def calls(text, name, **options):
+    """Content, then each call's name and arguments."""
+    whole, _ = message(text, calls=FORMATS[name], **options)
+    return whole.content, *((call.name, json.loads(call.arguments)) for call in whole.calls)
+
+
+F, G = ("f", {"a": 'x } </tool_call> "\\', "b": 3}), ("g", {})
+JSON = json.dumps(F[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", f'<tool_call>\n{{"name": "f", "arguments": {JSON}}}\n</tool_call>\n'
+                   '<tool_call>{"arguments": {}, "name": "g"}</tool_call>'),
+        ("hermes", f'<tool_call>{{"name":"f","arguments":{json.dumps(JSON)}}}</tool_call><tool_call> {{"name": "g"}}'),
+        ("llama3", f'{{"name": "f", "parameters": {JSON}}}; {{"name": "g", "parameters": {{}}}}'),
+        ("llama3", f'<|python_tag|>{{"type": "function", "name": "f", "parameters": {JSON}}};{{"name": "g"}}'),
+        ("mistral_list", f'[TOOL_CALLS] [{{"name": "f", "arguments": {JSON}, "id": "a}}]"}}, {{"name": "g", '
+                         '"arguments": {}}]'),
+        ("mistral", f"[TOOL_CALLS]f[ARGS]{JSON}[TOOL_CALLS]g[ARGS] {{}}"),
+    ],
+)  # fmt: skip
+def test_calls_of_families(name, text):
+    assert calls(text, name) == ("", F, G)
+    behind = calls(f"Well. \n{text}", name)
+    assert behind == ((f"Well. \n{text}",) if name == "llama3" and text[0] == "{" else ("Well.", F, G))
+
+
+@pytest.mark.parametrize("name", ["seed_oss", "qwen3_coder"])
+def test_arguments_as_tags_are_typed_by_the_schema(name):
+    form = FORMATS[name]
+    text = (
+        f"{form.open}\n<function=f>\n<parameter=a>\n12 <b>\n\n</parameter>\n<parameter=b>7</parameter>\n"
+        f'<parameter=c>{{"d": True}}</parameter><parameter=e>True</parameter>\n</function>\n{form.close}\n'
+        f"{form.open}<function=g></function>{form.close} Done."
+    )
+    wanted = {"a": "12 <b>\n", "b": 7, "c": '{"d": True}', "e": True}
+    assert calls(text, name) == ("Done.", ("f", wanted), ("g", {}))
+
+
+LOOKALIKES = (
+    "<tool_call>", "<tool_call> is a tag", '<tool_call>{"name": "h", "arguments": {}}</tool_call>', "a <tool_cal",
+    '<tool_call>{"name": "h"', "<tool_call>[1]</tool_call>", '<tool_call>{"a": ]]}', "<function=f>", "  \n", "{} a ",
+    '{"name": "h", "parameters": {}}', '{"name": 1, "parameters": NaN}', "[TOOL_CALLS] none", "[TOOL_CALLS]h[ARGS]{}",
+    "<|python_tag|>print(1)", "<seed:tool_call>\n<function=h>\n</function>", '<tool_call>{"name": ["f"]}',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", LOOKALIKES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_only_looks_like_a_call_is_content(name, text):
+    whole, called = message(text, calls=FORMATS[name], reasoning=THINK)
+    assert (whole.content, whole.calls, called) == (text, [], False)
+    assert message(text, list(text), calls=FORMATS[name], reasoning=THINK)[0].content == text
+
+
+def test_reasoning():
+    text = "\n<think>\nSo: <tool_call>\n\n</think>\n\nYes <think> "
+    assert message(text, reasoning=THINK)[0] == Message("Yes <think> ", "So: <tool_call>")
+    assert message("\nSo\n</think>\n\nYes", reasoning=THINK, reasons_already=True)[0] == Message("Yes", "So")
+    assert message("\nSo </thin", reasoning=THINK, reasons_already=True)[0] == Message("", "So </thin")
+    assert message(text, reasoning=THINK, shows_reasoning=False)[0] == Message("Yes <think> ")
+    assert message(" No", reasoning=THINK)[0] == Message(" No")
+    assert message(text)[0] == Message(text)
+    bare = '<think>a</think>\n{"name": "g", "parameters": {}}'
+    whole, called = message(bare, calls=FORMATS["llama3"], reasoning=THINK)
+    assert (whole.reasoning, whole.content, [call.name for call in whole.calls], called) == ("a", "", ["g"], True)
+
+
+def test_only_one_call_where_they_must_not_be_parallel():
+    one = '<tool_call>{"name": "g", "arguments": {}}</tool_call>\n'
+    assert calls(one * 3 + "more", "hermes", parallel=False) == ("", G)
+
+
+def test_parts_come_in_order_and_as_soon_as_they_are_certain():
+    reader = AnswerReader(HERMES, tools=TOOLS)
+    assert reader.read("Well <tool") == [Part(PartKind.CONTENT, "Well")]
+    assert reader.read('_call>{"name": "f", ') == []
+    assert reader.read('"arguments": ') == []
+    call, begun = reader.read('{"a": "x')
+    assert (call.kind, call.text, call.call) == (PartKind.CALL, "f", 0) and re.fullmatch(
+        "call_[A-Za-z0-9]{24}", call.id
+    )
+    assert begun == Part(PartKind.ARGUMENTS, '{"a": "x', 0)
+    assert not reader.calls
+    assert reader.read('"}}</tool_call>Done') == [Part(PartKind.ARGUMENTS, '"}', 0), Part(PartKind.CONTENT, "Done")]
+    assert reader.calls and reader.read("", final=True) == []
+
+
+def test_a_string_among_tags_is_given_as_it_comes():
+    reader = AnswerReader(FORMATS["qwen3_coder"], tools=TOOLS)
+    reader.read("<tool_call><function=f><parameter=a>")
+    assert reader.read('one "two') == [Part(PartKind.ARGUMENTS, '"one \\"two', 0)]
+    assert reader.read("\n</para") == []
+    assert reader.read("graph") == [Part(PartKind.ARGUMENTS, "\\n</paragraph", 0)]
+
+
+def test_an_answer_that_is_cut_has_what_came_of_its_call():
+    whole, called = message('<tool_call>\n{"name": "f", "arguments": {"a": "x', calls=HERMES)
+    assert (whole.content, whole.calls[0].arguments, called) == ("", '{"a": "x', False)
+    whole, called = message('<tool_call>\n{"name": "g", "arguments": {}}\n</tool_', calls=HERMES)
+    assert (whole.content, whole.calls[0].arguments, called) == ("", "{}", True)
+
+
+WORDS = st.sampled_from(
+    [*LOOKALIKES, "<tool_call>", "</tool_call>",
+     '{"name": "f", "arguments": ', '{"name": "g", "parameters": {', "}", "{",
+     '"', "\\", "f[ARGS]", "[TOOL_CALLS]", "[", "]", ",", ";", "\n", " ", "a", "é", "<function=f>", "<parameter=a>",
+     "<parameter=b>", "</parameter>", "</function>", "<seed:tool_call>", "</seed:tool_call>", "<think>", "</think>",
+     "<|python_tag|>", "1", "</"]
+)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data())
+def test_any_split_gives_the_same_and_nothing_raises(data):
+    text = "".join(data.draw(st.lists(WORDS, max_size=14)))
+    options = {
+        "calls": data.draw(st.sampled_from(CALL_FORMATS)),
+        "reasoning": data.draw(st.sampled_from([None, THINK])),
+        "reasons_already": data.draw(st.booleans()),
+        "parallel": data.draw(st.booleans()),
+    }
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    at_once = message(text, **options)
+    assert message(text, pieces, **options) == at_once == message(text, list(text), **options)
+    if not at_once[0].calls and options["reasoning"] is None:
+        assert at_once[0].content == text, "nothing is lost"
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{{ messages }}", "hermes"),
+        ('<tool_call>\\n{"name": <function-name>', "hermes"),
+        ("<tool_call>\n<function=example>", "qwen3_coder"),
+        ("<seed:tool_call><function=", "seed_oss"),
+        ("[AVAILABLE_TOOLS][TOOL_CALLS]", "mistral_list"),
+        ("[TOOL_CALLS]{{ name }}[ARGS]", "mistral"),
+        ("<|python_tag|>", "llama3"),
+        ('{"name": function name, "parameters": dictionary of argument name and its value}', "llama3"),
+    ],
+)
+def test_a_template_tells_the_family(template, name):
+    assert call_format_of(template).name == name
+
+
+def test_a_template_or_a_token_tells_of_reasoning():
+    assert reasoning_format_of("{{ a }}", lambda _: False) is None
+    assert reasoning_format_of("a</think>", lambda _: False) == THINK
+    assert reasoning_format_of("", "[/THINK]".__eq__) == REASONING_FORMATS[1]
