@@ -50,7 +50,7 @@ def is_supported(capability: int) -> bool:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from .elementwise_triton import wait_alone
+    from .wait_triton import wait_alone
 
     try:
         target = GPUTarget("cuda", capability, 32)

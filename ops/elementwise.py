@@ -5,11 +5,12 @@ On a CPU by torch; on a GPU each is one pass of a kernel in `elementwise_triton`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 
 import torch
+
+from .rotation import HeadNorms, Rotation
 
 
 @cache
@@ -36,18 +37,6 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     if x.is_cuda:
         return _kernels().add_rms_norm(x, residual, weight, eps)
     return rms_norm(residual.add_(x), weight, eps)
-
-
-@dataclass(slots=True)
-class Rotation:
-    """A step's angles: token t's are in row `rows[t]` of cos and sin, in row t where `rows` is None.
-
-    cos, sin: `[…, head_dim]` of the model's dtype; rows: `[tokens]` int64.
-    """
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    rows: torch.Tensor | None
 
 
 class RotaryEmbedding:
@@ -78,15 +67,6 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     half = x.shape[-1] // 2
     rotated = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
     return x * cos + rotated * sin
-
-
-@dataclass(frozen=True, slots=True)
-class HeadNorms:
-    """RMSNorm of every query and key head before it is rotated (Qwen3). q, k: `[head_dim]`."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    eps: float
 
 
 def rotate_and_write(

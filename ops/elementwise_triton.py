@@ -17,7 +17,6 @@ import triton.language as tl
 import triton.language.extra.cuda as cuda
 
 from . import dependent_launch
-from .elementwise import HeadNorms, Rotation
 from .elementwise_schedule import (
     SILU_BLOCK,
     norm_constants,
@@ -29,18 +28,12 @@ from .elementwise_schedule import (
     silu_options,
 )
 from .launch_triton import Launcher
+from .rotation import HeadNorms, Rotation
 
 
 def _early(early: bool) -> dict[str, int | bool]:
     """Constants and options of a launch that may begin while the one before it ends."""
     return {"PDL": 1, **dependent_launch.OPTIONS} if early else {}
-
-
-@triton.jit
-def wait_alone():
-    """Nothing but what a kernel that begins early needs of the compiler."""
-    cuda.gdc_launch_dependents()
-    cuda.gdc_wait()
 
 
 @triton.jit

@@ -21,9 +21,10 @@ from ..model.config import ModelConfig, UnsupportedModel
 from ..model.decoder import DecoderModel
 from ..model.lora_state import LoraState
 from ..model.native_decoder import NativeDecoderModel, why_unsupported
+from ..model.open_weights import open_weights
 from ..model.sampler import Sampling, draw, needs_logits, plain_chances, score_prompts
 from ..model.shadow import ShadowWeights
-from ..model.weights import num_weights, open_weights
+from ..model.weights import num_weights
 from ..requests.types import StepPlan, StepResult
 from .adapters import ModelAdapters
 from .base import ModelExecutor

@@ -17,7 +17,7 @@ from ...ops.attention_backend import AttentionUnavailable, choose_attention
 from ..config import EngineConfig
 from ..model.decoder import DecoderModel
 from ..model.nvtx_spans import span
-from ..model.weights import open_weights
+from ..model.open_weights import open_weights
 from ..requests.types import StepPlan, StepResult
 from . import cuda_memory
 from .adapters import CudaAdapters

@@ -6,7 +6,6 @@ import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import torch
 
 from .checkpoint import Checkpoint
 from .config import ModelConfig, UnsupportedModel
-from .load_progress import progress
 
 logger = logging.getLogger(__name__)
 
@@ -189,26 +187,3 @@ class WeightLoader(Weights):
             self._checkpoint.read_into(part, name)
             self.advance(self._checkpoint[name].num_bytes)
         return target
-
-
-@contextmanager
-def open_weights(
-    directory: Path,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    *,
-    load_format: str = "auto",
-    device: torch.device | str = "cpu",
-) -> Iterator[Weights]:
-    """Yield a loader that shows its progress while the context lasts, if standard error is a terminal.
-
-    load_format: `auto` reads the checkpoint, on the host; `dummy` looks for none and makes random weights on `device`.
-    """
-    if load_format == "dummy":
-        from .dummy_weights import DummyWeights
-
-        yield DummyWeights(config, dtype, device)
-        return
-    loader = WeightLoader(directory, config, dtype)
-    with progress(f"loading {directory.resolve().name}", loader.num_bytes, in_bytes=True) as loader.advance:
-        yield loader

@@ -139,7 +139,7 @@ def edited(
     restricted: list[tuple[int, LogitEdits]] = []
     for index, row in rows:
         edits = row.edits
-        if edits is None or not edits.belongs_to(row):
+        if not isinstance(edits, LogitEdits) or not edits.belongs_to(row):
             edits = row.edits = LogitEdits(row, vocab, eos_token_ids, grammars)
         at, change = edits.advance()
         if edits.restricts:

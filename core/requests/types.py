@@ -16,7 +16,6 @@ from ...memory.files.error import LoadFailure
 
 if TYPE_CHECKING:
     from ...memory.adapters.adapter import Adapter
-    from .logit_edits import LogitEdits
     from .sampling_params import SamplingParams
 
 BASE_SLOT = -1
@@ -43,7 +42,7 @@ class ScheduledRow:
     params: how to sample and what to report. seed: makes sampling a function of (seed, position).
     samples: the row ends with the request's last known token, so that a new one is sampled at position `kv_len`.
     token_ids: all known tokens of the request, prompt first; read only.
-    edits: the sampler's state of the request, kept from step to step; created when missing.
+    edits: the sampler's own state of the request (`LogitEdits`), kept from step to step; created when missing.
     """
 
     request_id: str
@@ -56,7 +55,7 @@ class ScheduledRow:
     samples: bool
     token_ids: list[int]
     num_prompt_tokens: int
-    edits: LogitEdits | None = field(default=None, init=False, repr=False, compare=False)
+    edits: object = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def kv_len(self) -> int:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
+
+import torch
 
 from ..host.image import HostImage, LayerStream
 from ..pages.adapter_layout import AdapterLayout
-
-if TYPE_CHECKING:
-    from .cuda_copies import CudaCopies
 
 #: A prefill that waits for a layer has copies issued this many layers beyond it: enough that the link is never idle
 #: while the host launches a layer, few enough that the first layers of adapters in one batch come first.
@@ -103,6 +103,19 @@ def _runs(ranges: list[tuple[int, int]], pages: Sequence[int], page_elems: int) 
     return tuple(runs)
 
 
+class CopyEngine(Protocol):
+    """What a transfer asks of `CudaCopies`, all but `synchronize` with its lock held."""
+
+    @property
+    def lock(self) -> AbstractContextManager[Any, Any]: ...
+
+    def check_image(self, image: torch.Tensor, num_pages: int) -> None: ...
+    def issue(self, image: torch.Tensor, group: CopyGroup, to_device: bool) -> Any: ...
+    def is_fired(self, event: Any) -> bool: ...
+    def join(self, event: Any) -> None: ...
+    def synchronize(self, event: Any) -> None: ...
+
+
 class CudaTransfer:
     """Made by CudaCopies. Any thread may call it; only `wait_layer` and `wait` touch the compute stream.
 
@@ -113,7 +126,7 @@ class CudaTransfer:
 
     address = 0  # nothing to watch: the compute stream waits
 
-    def __init__(self, engine: CudaCopies, image: HostImage, plan: CopyPlan, num_pages: int, to_device: bool) -> None:
+    def __init__(self, engine: CopyEngine, image: HostImage, plan: CopyPlan, num_pages: int, to_device: bool) -> None:
         self._engine = engine
         self._image: HostImage | None = image
         self._stream = image.stream

@@ -179,7 +179,7 @@ def _up(arguments: argparse.Namespace, settings: Settings, wanted: plan.Plan) ->
 
 
 def _cluster_front(arguments: argparse.Namespace) -> int:
-    from ..cluster.processes import ClusterDirectory
+    from ..cluster.directory import ClusterDirectory
     from ..cluster.up import front
 
     _log_to_stderr("info")

@@ -17,6 +17,9 @@ log = logging.getLogger(__name__)
 FIRST_BACK_OFF, LAST_BACK_OFF = 0.1, 30.0
 """Seconds until a child that ended is started again: at first, and after it ended again and again."""
 
+STOP_SECONDS = 5.0
+"""Seconds that processes may take to end before they are killed."""
+
 STEADY_SECONDS = 60.0
 """Seconds that a child must have run for the back-off to begin anew."""
 

@@ -22,8 +22,9 @@ from typing import Any, NoReturn
 
 from ..start.checks import LaunchError
 from .address import LOOPBACK, AddressFile
+from .child import STOP_SECONDS
+from .directory import ClusterDirectory
 from .plan import Plan
-from .processes import STOP_SECONDS, ClusterDirectory
 from .replica_settings import ReplicaSettings
 
 log = logging.getLogger(__name__)

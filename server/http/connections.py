@@ -5,19 +5,37 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ..access.addresses import Networks, Places
+from .accepted import Accepted
 
 if TYPE_CHECKING:
     from ..settings import Settings
-    from .acceptor import Accepted
-    from .protocol import HttpConnection
 
 log = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 0.5
 LOG_SECONDS = 10.0
+
+
+class Connection(Protocol):
+    """Accepted, or begun. place: see `Places`."""
+
+    place: str | None
+
+    @property
+    def answers(self) -> bool:
+        """True with a request that has no complete answer."""
+        ...
+
+    @property
+    def waits(self) -> bool:
+        """True if the server waits for the client."""
+        ...
+
+    def is_overdue(self, now: float, head: float, body: float, whole_body: float) -> bool: ...
+    def close(self) -> None: ...
 
 
 class Connections:
@@ -37,8 +55,8 @@ class Connections:
         self.num_made = 0
         """Connections so far."""
         self._seconds = settings.head_seconds, settings.body_seconds, settings.whole_body_seconds
-        self._all: set[Accepted | HttpConnection] = set()
-        self._waiting: dict[Accepted | HttpConnection, None] = {}  # that the server waits for, longest first
+        self._all: set[Connection] = set()
+        self._waiting: dict[Connection, None] = {}  # that the server waits for, longest first
         self._timer: asyncio.TimerHandle | None = None
         self._num_closed = 0  # since the last log line
         self._log_after = 0.0
@@ -70,21 +88,21 @@ class Connections:
             self._timer = asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep)
         return one in self._all
 
-    def begin(self, accepted: Accepted, connection: HttpConnection) -> None:
+    def begin(self, accepted: Connection, connection: Connection) -> None:
         """What was accepted is read from now on."""
         connection.place = accepted.place
         self._all.discard(accepted)
         self._all.add(connection)
         self.note(connection)
 
-    def note(self, one: Accepted | HttpConnection) -> None:
+    def note(self, one: Connection) -> None:
         """The server may have begun to wait for this connection's client, or may wait no more."""
         if not one.waits:
             self._waiting.pop(one, None)
         elif one in self._all:
             self._waiting.setdefault(one)
 
-    def remove(self, one: Accepted | HttpConnection) -> None:
+    def remove(self, one: Connection) -> None:
         """A connection is gone, or about to go."""
         if one in self._all:
             self._all.discard(one)
@@ -96,7 +114,7 @@ class Connections:
         for one in [*self._waiting][:1]:
             self.close(one)
 
-    def close(self, one: Accepted | HttpConnection) -> None:
+    def close(self, one: Connection) -> None:
         """Close a connection at once."""
         self._num_closed += 1
         self.remove(one)

@@ -5,22 +5,17 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from ..errors import ApiError
+from .accepted import MAX_HEAD_BYTES, Accepted
 from .connections import Connections
-
-if TYPE_CHECKING:
-    from .acceptor import Accepted
 
 #: Logger of clients' mistakes. They go into the answer and not into the log, which clients could fill otherwise.
 _log = logging.getLogger(f"{__name__}.requests")
 _log.setLevel(logging.ERROR)
-
-MAX_HEAD_BYTES = 64 << 10
-"""Bytes of a request's line and headers, and of anything between two parts of its body."""
 
 MAX_HEADERS = 128
 MAX_PIPELINED = 4

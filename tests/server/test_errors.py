@@ -82,7 +82,7 @@ USER = [{"role": "user", "content": "hi"}]
             CHAT,
             {"model": "base", "messages": USER, "tools": [{"type": "function"}], "tool_choice": "auto"},
             400,
-            "tools",
+            "tools[0]",
         ),
         (CHAT, {"model": "base", "messages": USER, "tool_choice": "required"}, 400, "tool_choice"),
         (
@@ -96,7 +96,7 @@ USER = [{"role": "user", "content": "hi"}]
         (CHAT, {"model": "base", "messages": USER, "n": 9}, 400, "n"),
         (CHAT, {"model": "base", "messages": USER, "top_logprobs": 2}, 400, "top_logprobs"),
         (CHAT, {"model": "base", "messages": USER, "logprobs": True, "top_logprobs": 101}, 400, "top_logprobs"),
-        (CHAT, {"model": "base", "messages": USER, "tools": [{"type": "function"}]}, 400, "tools"),
+        (CHAT, {"model": "base", "messages": USER, "tools": [{"type": "function"}]}, 400, "tools[0]"),
         (CHAT, {"model": "base", "messages": USER, "logprobs": 5}, 400, "logprobs"),
         (CHAT, {"model": "base", "messages": USER, "response_format": {"type": "yaml"}}, 400, "response_format"),
         (CHAT, {"model": "base", "messages": USER, "guided_choice": [1]}, 400, "guided_choice[0]"),

@@ -11,7 +11,8 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.model.config import ModelConfig
 from chorus.core.model.dummy_weights import DummyWeights
-from chorus.core.model.weights import WeightLoader, open_weights
+from chorus.core.model.open_weights import open_weights
+from chorus.core.model.weights import WeightLoader
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from chorus.core.model.checkpoint import INDEX, Checkpoint
 from chorus.core.model.config import ModelConfig, UnsupportedModel
 from chorus.core.model.load_progress import progress
-from chorus.core.model.weights import EMBED, LM_HEAD, WeightLoader, open_weights, tensor_shapes
+from chorus.core.model.open_weights import open_weights
+from chorus.core.model.weights import EMBED, LM_HEAD, WeightLoader, tensor_shapes
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24,
@@ -321,7 +322,7 @@ import sys, torch
 from pathlib import Path
 from chorus.core.model.config import ModelConfig
 from chorus.core.model.native_decoder import _native_layer, _PackedWeights
-from chorus.core.model.weights import open_weights
+from chorus.core.model.open_weights import open_weights
 from chorus.ops import native
 
 def status(name):

@@ -15,8 +15,9 @@ import pytest
 
 from chorus.server.cluster import processes as module
 from chorus.server.cluster.address import AddressFile
+from chorus.server.cluster.directory import ClusterDirectory
 from chorus.server.cluster.plan import Plan, add_up_flags
-from chorus.server.cluster.processes import ClusterDirectory, Processes
+from chorus.server.cluster.processes import Processes
 from chorus.server.settings import Settings
 from chorus.server.start.flags import Parser, UsageError
 
@@ -55,7 +56,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path):
     program = f"""
 import os, tempfile
 tempfile.tempdir = {str(tmp_path)!r}
-from chorus.server.cluster.processes import ClusterDirectory
+from chorus.server.cluster.directory import ClusterDirectory
 directory = ClusterDirectory.new()
 os.kill(os.getpid(), 9)
 """

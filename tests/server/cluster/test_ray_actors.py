@@ -12,8 +12,8 @@ from importlib.util import find_spec
 import pytest
 
 from chorus.server.cluster import ray_actors
+from chorus.server.cluster.directory import ClusterDirectory
 from chorus.server.cluster.plan import Plan
-from chorus.server.cluster.processes import ClusterDirectory
 from chorus.server.start.checks import LaunchError
 from tests.server.cluster.conftest import SECONDS, cluster_up
 from tests.server.cluster.test_cluster import read

@@ -1,0 +1,35 @@
+"""Where a model's weights come from: a checkpoint, or nowhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from .config import ModelConfig
+from .dummy_weights import DummyWeights
+from .load_progress import progress
+from .weights import WeightLoader, Weights
+
+
+@contextmanager
+def open_weights(
+    directory: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    load_format: str = "auto",
+    device: torch.device | str = "cpu",
+) -> Iterator[Weights]:
+    """Yield a loader that shows its progress while the context lasts, if standard error is a terminal.
+
+    load_format: `auto` reads the checkpoint, on the host; `dummy` looks for none and makes random weights on `device`.
+    """
+    if load_format == "dummy":
+        yield DummyWeights(config, dtype, device)
+        return
+    loader = WeightLoader(directory, config, dtype)
+    with progress(f"loading {directory.resolve().name}", loader.num_bytes, in_bytes=True) as loader.advance:
+        yield loader
