@@ -244,6 +244,7 @@ class AnswerReader:
 
     def _whole_call(self, text: str, rest: str) -> bool:
         """A JSON object that names its function behind the arguments, or has none, or writes them as a string."""
+        name, arguments, known = "", None, False
         try:
             call = json.loads(text, parse_constant=_refuse)
             name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
@@ -252,7 +253,7 @@ class AnswerReader:
             arguments = {} if arguments is None else arguments
             known = name in self._tools and isinstance(arguments, dict)
         except (ValueError, TypeError, RecursionError):
-            known = False
+            known = False  # the name may be no string
         if not known:
             return self._no_call()
         self._held = rest
