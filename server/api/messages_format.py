@@ -95,7 +95,7 @@ class MessagesFormat(BlockFormat):
             "type": "message",
             "role": "assistant",
             "model": self._generation.model,
-            PartKind.CONTENT: content,
+            "content": content,
             "stop_reason": None,
             "stop_sequence": None,
             "usage": self._counts(),

@@ -71,7 +71,7 @@ class ResponsesFormat(BlockFormat):
             yield self._event("content_part.done", part=self._part(block, text), **place)
         yield self._event("output_item.done", output_index=block.index, item=self._item(block, done=True))
 
-    def _event(self, name: str, **fields: Any) -> Body:
+    def _event(self, name: str, /, **fields: Any) -> Body:
         number, self._num_events = self._num_events, self._num_events + 1
         return {"type": f"response.{name}", "sequence_number": number, **fields}
 
@@ -97,9 +97,9 @@ class ResponsesFormat(BlockFormat):
         text = block.text if done else ""
         cut = block is self._blocks[-1] and self._generation.choices[0].finish_reason == "length"
         item: Body = {"id": self._id(block), "status": "incomplete" if cut else "completed" if done else "in_progress"}
-        parts = [self._part(block, text)] if done else []
         if block.kind is PartKind.CALL:
             return {**item, "type": "function_call", "call_id": block.call_id, "name": block.name, "arguments": text}
+        parts = [self._part(block, text)] if done else []
         if block.kind is PartKind.REASONING:
             return {**item, "type": "reasoning", "summary": [], "content": parts}
         return {**item, "type": "message", "role": "assistant", "content": parts}
