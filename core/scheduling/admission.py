@@ -33,7 +33,7 @@ DOUBT_SECONDS = 10.0
 once their adapter has been read.
 """
 
-MOST_SHORT = 8
+MOST_SHORT = 2
 """Tenants that may lack pages in a step before its admission ends. Chosen."""
 
 _MOST_GROUPS = 32

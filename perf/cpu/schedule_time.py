@@ -31,9 +31,9 @@ _LAYERS = 4
 _RANK = 16
 _PROMPT = 128
 
-#: full: every seat is taken. pages: the first waiting request needs more pages than are left. limit: the number of
-#: adapters per step is used up. reads: every waiting adapter is still to be read, and no read ends. turnover: some
-#: requests end and others begin in every step.
+#: full: every seat is taken. pages: no waiting request fits into the pages that the running ones leave. limit: the
+#: number of adapters per step is used up. reads: every waiting adapter is still to be read, and no read ends. turnover:
+#: some requests end and others begin in every step.
 STATES = ("full", "pages", "limit", "reads", "turnover")
 
 # Of the state of that name:
@@ -94,7 +94,8 @@ def _measure(state: str, load: Load, samples: int, clock: Callable[[], float]) -
 def _busy_engine(state: str, load: Load, samples: int) -> tuple[Engine, FakeExecutor]:
     """An engine with `load.running` decoding requests, each on its own adapter, and the waiting ones behind them."""
     growth = load.running * (_max_tokens(samples) // 16 + 1)
-    executor = FakeExecutor(2 + load.running * (_PROMPT // 16 + 1) + growth + load.adapters * 8)
+    resident = min(load.running, load.adapters) if state == "pages" else load.adapters
+    executor = FakeExecutor(2 + load.running * (_PROMPT // 16 + 1) + growth + resident * 8)
     reads = StoppedReads()
     num_bytes = executor.layout.page_bytes * executor.adapters.layout(executor.adapters.inspect(_path(0))).num_pages
     config = EngineConfig(
