@@ -1,5 +1,5 @@
 # What a change must pass, step by step; `.ci/run` runs all of it in an environment of its own.
-.PHONY: check format style types imports spelling words test demo kernels gate lives bench
+.PHONY: check format style types imports spelling words test sanitize demo kernels gate lives bench
 .DEFAULT_GOAL := check
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -35,6 +35,15 @@ words:
 
 test:
 	pytest -q
+
+sanitize: ## the native decoder at every level that this processor runs, watched by the compiler's sanitizers
+	mkdir -p build/sanitize
+	for level in $$(python -c "from chorus.ops.native_library import levels; print(*levels())"); do \
+	    g++ -O1 -g -std=c++17 -pthread -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=all \
+	        -Iops/native -include ops/native/decoder_$$level.cpp tests/ops/native_bits.cpp -o build/sanitize/$$level; \
+	    build/sanitize/$$level > build/sanitize/$$level.bits; \
+	    echo "$$level: $$(wc -l < build/sanitize/$$level.bits) steps"; \
+	done
 
 demo:
 	chorus demo

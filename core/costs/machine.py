@@ -132,18 +132,7 @@ def _measure(
         model=f"{model.architecture}, {model.num_layers} layers, hidden size {model.hidden_size}",
         source=f"chorus profile on {device}: {how}; {_describe(engine)}",
         kernel=Kernel.SGMV.value,
-        geometry=Geometry(
-            source="config.json of the model",
-            num_layers=model.num_layers,
-            hidden_size=model.hidden_size,
-            intermediate_size=model.intermediate_size,
-            num_heads=model.num_heads,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            vocab_size=model.vocab_size,
-            max_model_len=executor.model.max_model_len,
-            itemsize=executor.layout.itemsize,
-        ),
+        geometry=geometry_of(model, executor),
         memory_bytes=Whole(value=executor.num_pages * executor.layout.page_bytes, source="the engine's arena"),
         step=step,
         disk=disk,
@@ -151,6 +140,22 @@ def _measure(
         overhead=_terms(_measure_overhead(config, executor, paths), "engine steps, less their executor's part"),
     )
     return Measured(profile, decode, prefill, transfers.uncached)
+
+
+def geometry_of(model: ModelConfig, executor: Executor) -> Geometry:
+    """Shapes of a model as an executor serves it."""
+    return Geometry(
+        source="config.json of the model",
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        vocab_size=model.vocab_size,
+        max_model_len=executor.model.max_model_len,
+        itemsize=executor.layout.itemsize,
+    )
 
 
 def _measure_overhead(config: EngineConfig, executor: Executor, adapters: Sequence[Path]) -> Fit:

@@ -88,6 +88,16 @@ class StepCost:
             return seconds + self.ragged + self.per_pair * pairs
         return seconds + self.per_padding * (tokens - rows)
 
+    def with_prompt(self, tokens: int, rows: int, prompt: int) -> tuple[float, float]:
+        """`seconds` of rows without KV and adapters, and with one more row of `prompt` tokens; neither is ragged."""
+        products, head, base = self.per_token * tokens, self.per_logits * rows, self.base
+        before = base + (products if products > self.weights else self.weights)
+        before += head if head > self.head else self.head
+        products, head = self.per_token * (tokens + prompt), self.per_logits * (rows + 1)
+        after = base + (products if products > self.weights else self.weights)
+        after += head if head > self.head else self.head
+        return before + self.per_row * rows, after + self.per_row * (rows + 1)
+
     def growth(self, rows: int) -> float:
         """Return by how much a decode step of `rows` requests takes longer than the one before it."""
         return self.per_kv_token * rows + self.per_longest

@@ -41,7 +41,7 @@ class NativeDecoderModel:
         self.config = config
         cos, sin = rotary_table(config.inverse_frequencies(), max_model_len)
         embed = weights.embed()
-        packed = _PackedWeights(config, embed.dtype)
+        packed = PackedWeights(projection_shapes(config), embed.dtype)
         self.layers = [_native_layer(layer) for layer in weights.layers(packed.add)]
         model = native.NativeModel(
             hidden=config.hidden_size, ffn=config.intermediate_size, heads=config.num_heads,
@@ -110,14 +110,13 @@ class NativeDecoderModel:
         self._decoder.close()
 
 
-class _PackedWeights:
-    """One buffer for all packed projections of a model, so that even small ones lie on huge pages."""
+class PackedWeights:
+    """One buffer for all packed projections of a model, so that even small ones lie on huge pages.
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
-        hidden, ffn = config.hidden_size, config.intermediate_size
-        qkv = config.q_size + 2 * config.kv_size
-        layer = [(qkv, hidden), (hidden, config.q_size), (2 * ffn, hidden), (hidden, ffn)]
-        shapes = [*(layer * config.num_layers), (config.vocab_size, hidden)]
+    shapes: (out, in) features of each.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> None:
         count = sum(math.prod(native.packed_shape(*shape, dtype)) for shape in shapes)
         self._free = hugepages.zeros((count,), dtype)
 
@@ -126,6 +125,13 @@ class _PackedWeights:
         shape = native.packed_shape(rows, columns, weight.dtype)
         here, self._free = self._free.split([math.prod(shape), len(self._free) - math.prod(shape)])
         return native.pack(weight, here.view(shape))
+
+
+def projection_shapes(config: ModelConfig) -> list[tuple[int, int]]:
+    """(out, in) features of the model's packed projections: of every layer, and of the head."""
+    hidden, ffn = config.hidden_size, config.intermediate_size
+    layer = [(config.q_size + 2 * config.kv_size, hidden), (hidden, config.q_size), (2 * ffn, hidden), (hidden, ffn)]
+    return [*(layer * config.num_layers), (config.vocab_size, hidden)]
 
 
 def _native_layer(layer: LayerWeights) -> LayerWeights:

@@ -18,6 +18,7 @@ from ..config import EngineConfig
 from ..requests.request import Request, RequestState
 from .load_ahead import LoadPolicy
 from .output_lengths import Growth, OutputLengths
+from .page_shares import PageShares
 from .policies import QueuePolicy, VictimPolicy
 from .queue_order import QueueOrder, Turns
 from .request_memory import RequestMemory
@@ -31,6 +32,9 @@ DOUBT_SECONDS = 10.0
 """After an adapter load misses its deadline, disable streamed starts for this many seconds: requests then start only
 once their adapter has been read.
 """
+
+MOST_SHORT = 8
+"""Tenants that may lack pages in a step before its admission ends. Chosen."""
 
 _MOST_GROUPS = 32
 """Adapters of a tenant searched for one to read, longest requested first."""
@@ -73,6 +77,7 @@ class Admission:
         self.late: set[Adapter] = set()  # missed their deadline: requests start only once they have been read
         self.only: Collection[Adapter | None] | None = None  # adapters eligible for admission; None: all
         self._doubt_until = 0.0
+        self._pages = PageShares(self._limits, self._waiting, self._memory, self._loads.costs, self._shares)
 
     def arrive(self, account: str) -> None:
         """If a tenant's queue was empty, enter the tenant with the policy and in the order of turns."""
@@ -134,7 +139,8 @@ class Admission:
         its KV is copied back from host memory.
 
         rows: number of running requests in the step. Requests for adapters not yet available are skipped. Admission
-        stops at the first request that lacks tokens or pages, so that small requests don't starve a large one. With
+        stops at the first request that lacks tokens. Once one lacks pages, only tenants within their share of the pages
+        begin more, and none if it is overdue for its turn, so that small requests don't starve a large one. With
         every slot taken, two kinds of request may still begin. A tenant without a row, or that was served less, takes
         over a row of another (`SeatShares`). A call with no running answer takes a row while the step has one; answers
         of calls with n > 1 then take turns.
@@ -151,11 +157,14 @@ class Admission:
         if budget <= 0 or (place := self._place(running, rows)) is None:
             return admitted
         step = Step(self._limits, self._store, running, self.late, self._clock(), self._doubt_until, self.only)
+        step.held |= self._pages.givers(step.now)
         self._open(step, place)
         while budget > 0 and (found := self._candidate(step, budget, rows + len(admitted))) is not None:
             request, blocks, count = found
             has_room = self._has_room(request, blocks, step)
-            if only_look and (has_room or self._shares.may_begin(request.account)):
+            if only_look and (
+                has_room or self._shares.may_begin(request.account) or self._beyond_shares(request, step)
+            ):
                 return {request: 0}
             if has_room:
                 if (started := self._start(request, blocks, count, step)) is not None:
@@ -169,15 +178,15 @@ class Admission:
         """Return the next request that may begin if it gets pages, its cached prefix and its tokens of `budget`; None
         if there is none.
         """
-        while (request := step.order.next()) is not None:
+        while (request := step.next()) is not None:
             place = self._place(step.running, rows)
-            if place is None or (place is step.place is Place.CALL and request.call in step.running.calls):
+            if place is None or step.has_row_of_call(place, request):
                 return None
             if place is not step.place:
                 self._open(step, place)
             elif not self._may_join(request, step, budget):
                 step.order.pass_over()
-            else:
+            elif self._has_share(request, step):
                 blocks = self._memory.match(request)
                 kept = self._memory.kept_tokens(request, blocks)
                 count = request.num_tokens - kept
@@ -187,6 +196,13 @@ class Admission:
                     return request, blocks, min(count, budget)
                 step.order.go_on()
         return None
+
+    def _has_share(self, request: Request, step: Step) -> bool:
+        """True unless pages are short, and its tenant would go beyond its share of them and is passed over."""
+        if not step.num_short or self._pages.allow(request, step.running, self._growth(step)):
+            return True
+        step.pass_over_tenant(request.account)
+        return False
 
     def _place(self, running: Running, rows: int) -> Place | None:
         """Return the kind of slot that one more request may take; None if there is none. While a mode policy excludes
@@ -208,8 +224,8 @@ class Admission:
         if self._make_way(request, step):
             return not self._memory.swapped.frees_pages  # if so, the pages are free only after the copy
         if step.running or self._store.loads.under_way:
-            step.held.update(step.running.accounts)
-            return request.account in step.held and not step.held >= self._waiting.accounts.keys()
+            step.pass_over_tenant(request.account)
+            return request.account in step.running.accounts or not step.order.is_late()
         self._waiting.remove(request)
         step.order.go_on()
         message = "the arena has too few pages left beside pinned adapters; unpin some"
@@ -217,25 +233,38 @@ class Admission:
         return True
 
     def _make_way(self, request: Request, step: Step) -> bool:
-        """Preempt a request for one that lacks pages; False if none may be preempted.
+        """Preempt requests for one that lacks pages; False if none may be preempted."""
+        victims = self._find_victims(request, step)
+        for victim in victims:
+            step.growth = None
+            step.held.add(victim.account)
+            self._preempt(victim)
+        return bool(victims)
 
-        First preempt a paused request, for any tenant that may take over a row (`SeatShares.may_begin`). Otherwise
-        preempt a running one, but only for an overdue tenant with no running request.
+    def _find_victims(self, request: Request, step: Step) -> list[Request]:
+        """Return the requests to preempt for one that lacks pages.
+
+        First a paused request, for any tenant that may take over a row (`SeatShares.may_begin`); then running ones, for
+        a tenant below its share of the pages; then one, for an overdue tenant with no running request.
         """
-        account, late = request.account, step.order.is_late()
-        if not self._shares.may_begin(account):
-            return False
-        victim, running = self._shares.sitting_out(account), step.running
-        if victim is None:
-            earlier = self._shares.earlier() if late and account not in running.accounts else ()
-            victim = self._victims.choose(earlier) if len(earlier) > 1 else None
-            if victim is None or victim is running[0] or running.accounts[victim.account] < 2:
-                return False
-            self._shares.free_row(victim)
-        step.growth = None
-        step.held.add(victim.account)
-        self._preempt(victim)
-        return True
+        account, shares, running = request.account, self._shares, step.running
+        may_begin = shares.may_begin(account)
+        if may_begin and (paused := shares.sitting_out(account)) is not None:
+            return [paused]
+        victims = self._beyond_shares(request, step)
+        if victims:
+            self._pages.take(request, victims, step.now)
+        elif may_begin and step.order.is_late() and account not in running.accounts:
+            earlier = shares.earlier()
+            victim = self._victims.choose(earlier) if len(earlier) > 1 else running[0]
+            victims = [victim] if victim is not running[0] and running.accounts[victim.account] > 1 else []
+        for victim in victims:
+            shares.free_row(victim)
+        return victims
+
+    def _beyond_shares(self, request: Request, step: Step) -> list[Request]:
+        """Return the requests to preempt for one that lacks pages within its tenant's share."""
+        return self._pages.find_victims(request, step.running, self._growth(step), step.now)
 
     def _open(self, step: Step, place: Place) -> None:
         """Restart the step's candidates: the requests that may take this kind of slot."""
@@ -265,10 +294,14 @@ class Admission:
             return False
         if not step.running:
             return True
+        fits, growth = self._memory.fits, self._growth(step)
+        return fits(request, blocks, growth.total_with(request)) or fits(request, blocks, growth.peak_with(request))
+
+    def _growth(self, step: Step) -> Growth:
+        """Return the pages that the step's running requests are expected to grow by."""
         if step.growth is None:
             step.growth = Growth(self._lengths, self._memory.block_tokens, step.running)
-        fits, growth = self._memory.fits, step.growth
-        return fits(request, blocks, growth.total_with(request)) or fits(request, blocks, growth.peak_with(request))
+        return step.growth
 
     def _start(self, request: Request, blocks: list[Block], count: int, step: Step) -> int | None:
         """Start a waiting request with `count` tokens; return how many it computes, 0 while its KV is copied back.
@@ -284,8 +317,7 @@ class Admission:
         except Exception as error:
             self._fail(request, *load_error(request, error))
             return None
-        is_loading = request.adapter is not None and request.adapter.transfer is not None
-        request.state = RequestState.LOADING if is_loading or request.coming is not None else RequestState.RUNNING
+        request.state = RequestState.LOADING if is_loading(request) else RequestState.RUNNING
         request.began_at = len(blocks) * self._memory.block_tokens
         self._policy.charge(request, self._lengths.final_length(request) - 1)
         self._turns.take(request.account, self._clock(), self._num_steps())
@@ -302,8 +334,8 @@ class Step:
     _late: adapters that must be read completely before their requests start; until `_doubt_until` all must.
     _only: adapters that may join; None: all. growth: pages that `running` is expected to grow by; None until counted.
     place, order: the kind of slot that the next request may take, and the candidates for it. held: tenants that may
-    begin no more requests: pages ran short while they had one running, or one of theirs was preempted in this step (it
-    would take its own slot back).
+    begin no more requests: one lacked pages, or pages were taken from them (they would take these back). num_short: how
+    often a request lacked pages; from the first on, tenants begin nothing beyond their share of the pages.
 
     A step has at most `max_adapters_per_step` adapters. An overdue request that waits for a free adapter slot reserves
     it: requests behind it in the queue may neither add an adapter nor take the last slot.
@@ -317,6 +349,7 @@ class Step:
     _doubt_until: float
     _only: Collection[Adapter | None] | None = None
     growth: Growth | None = None
+    num_short: int = 0
     held: set[str] = field(default_factory=set)
     place: Place = field(init=False)
     order: QueueOrder = field(init=False)
@@ -332,6 +365,19 @@ class Step:
         self._most_adapters = self._limits.max_adapters_per_step
         if self._most_adapters is not None:
             self._adapters = {request.adapter for request in self.running if request.adapter is not None}
+
+    def next(self) -> Request | None:
+        """Return the next candidate; None if there is none, or too many have lacked pages."""
+        return self.order.next() if self.num_short <= MOST_SHORT else None
+
+    def has_row_of_call(self, place: Place, request: Request) -> bool:
+        """True if a request may only take the row of a call without a running answer, and its call has one."""
+        return place is self.place is Place.CALL and request.call in self.running.calls
+
+    def pass_over_tenant(self, account: str) -> None:
+        """Begin no more requests of a tenant that lacks pages."""
+        self.held.add(account)
+        self.num_short += 1
 
     @property
     def is_limited(self) -> bool:
@@ -445,6 +491,11 @@ def _same_prompt(one: Request, other: Request) -> bool:
 def _is_read(store: AdapterStore, adapter: Adapter) -> bool:
     """True if nothing of an adapter is still to be read from disk."""
     return store.tier(adapter) not in (Tier.DISK, Tier.LOADING)
+
+
+def is_loading(request: Request) -> bool:
+    """True while a running request's adapter is being loaded, or its KV is being copied back."""
+    return request.coming is not None or (request.adapter is not None and request.adapter.transfer is not None)
 
 
 def load_error(request: Request, error: BaseException) -> tuple[str, LoadFailure | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import mul
 
 from ...memory.adapters.adapter import Adapter
@@ -84,17 +84,24 @@ class LearnedPrices:
         if self._num_steps > len(LEAST):
             seconds = min(seconds, expected + MAX_SURPRISE * self._step)
         self._step += (seconds - self._step) / min(8, self._num_steps)
+        self._add(terms, seconds)
+        if is_surprise or self._num_steps % SETTLED == 0:
+            self._solve()
+
+    def _add(self, terms: Sequence[float], seconds: float) -> None:
+        """Add a step to the equations; the weight of earlier ones decays."""
         weight = (NOISE * self._step) ** -2
         for row, one in zip(self._squares, terms, strict=True):
             share = weight * one
             row[:] = [KEPT * square + share * other for square, other in zip(row, terms, strict=True)]
         share = weight * seconds
         self._sums = [KEPT * total + share * term for total, term in zip(self._sums, terms, strict=True)]
-        if is_surprise or self._num_steps % SETTLED == 0:
-            known = [[*row] for row in self._squares]
-            for index, guess in enumerate(self._guess):
-                known[index][index] += guess
-            self._prices = nonnegative(known, self._sums, self._prices)
+
+    def _solve(self) -> None:
+        known = [[*row] for row in self._squares]
+        for index, guess in enumerate(self._guess):
+            known[index][index] += guess
+        self._prices = nonnegative(known, self._sums, self._prices)
 
     def observe_merge(self, adapter: Adapter, seconds: float) -> None:
         """Update the cost of a merge, by a factor of 2 at most: one delayed merge must not rule out all later ones."""
@@ -121,22 +128,26 @@ def nonnegative(squares: Sequence[Sequence[float]], sums: Sequence[float], start
     free = [index for index, value in enumerate(found) if value > 0]
     least = 1e-12 * max(map(abs, sums))
     for _ in range(4 * len(sums)):
-        wanted = _solution(squares, sums, free)
-        below = [place for place in zip(free, wanted, strict=True) if place[1] < 0]
-        if below:  # go as far as none falls below 0
-            way, last = min((found[index] / (found[index] - value), index) for index, value in below)
-            for index, value in zip(free, wanted, strict=True):
-                found[index] += way * (value - found[index])
-            found[last] = 0.0
-            free = [index for index in free if found[index] > 0]
+        wanted = dict(zip(free, _solution(squares, sums, free), strict=True))
+        if min(wanted.values(), default=0.0) < 0:
+            free = _go_towards(wanted, found)
             continue
-        for index, value in zip(free, wanted, strict=True):
+        for index, value in wanted.items():
             found[index] = value
         gains = [(sums[index] - _product(row, found), index) for index, row in enumerate(squares) if index not in free]
         if not gains or max(gains)[0] <= least:
             break
         free.append(max(gains)[1])
     return found
+
+
+def _go_towards(wanted: Mapping[int, float], found: list[float]) -> list[int]:
+    """Move `found` towards `wanted`, by index, as far as none falls below 0; return the indices still above 0."""
+    way, last = min((found[index] / (found[index] - value), index) for index, value in wanted.items() if value < 0)
+    for index, value in wanted.items():
+        found[index] += way * (value - found[index])
+    found[last] = 0.0
+    return [index for index in wanted if found[index] > 0]
 
 
 def _solution(squares: Sequence[Sequence[float]], sums: Sequence[float], free: Sequence[int]) -> list[float]:

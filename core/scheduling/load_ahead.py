@@ -92,18 +92,21 @@ class LoadAhead:
         wanted = sum(len(adapter.pages) for adapter in adapters if adapter.is_idle)
         for request in itertools.islice(waiting, self._limits.prefetch):
             adapter = request.adapter
-            if adapter is not None and adapter not in self._refused and self._store.tier(adapter) is Tier.HOST:
-                if not self._memory.make_spare_room(adapter.num_pages, wanted):
-                    return
-                try:
-                    self._store.prefetch(adapter)
-                except ExecutorLost:
-                    raise
-                except Exception as error:
-                    logger.error("loading %r ahead failed: %s", adapter, error)
-                    self._refused.add(adapter)
-                    continue
-                wanted += adapter.num_pages if adapter.is_idle else 0
+            if adapter is None or adapter in self._refused or self._store.tier(adapter) is not Tier.HOST:
+                continue
+            if not self._memory.make_spare_room(adapter.num_pages, wanted):
+                return
+            self._load(adapter)
+            wanted += adapter.num_pages if adapter.is_idle else 0
+
+    def _load(self, adapter: Adapter) -> None:
+        try:
+            self._store.prefetch(adapter)
+        except ExecutorLost:
+            raise
+        except Exception as error:
+            logger.error("loading %r ahead failed: %s", adapter, error)
+            self._refused.add(adapter)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -95,25 +95,42 @@ class Growth:
             grown = -(-(end - 1) // block_tokens) + -request.room // block_tokens
             if grown > 0:
                 self.total += grown
+        self._by_tenant: Counter[str] | None = None
         self._ends: np.ndarray | None = None  # `_end` of each; computed only if the sum does not fit
 
     def add(self, request: Request) -> None:
         """Add a running request."""
         self.total += self._pages(request, request.room)
+        if self._by_tenant is not None:
+            self._by_tenant[request.account] += self.final_pages(request)
         if self._ends is not None:
             import numpy as np
 
             self._ends = np.vstack((self._ends, self._end(request, self._lengths.final_length(request))))
+
+    @property
+    def by_tenant(self) -> Counter[str]:
+        """Pages that each tenant's running requests are expected to end with."""
+        if self._by_tenant is None:
+            self._by_tenant = Counter()
+            for end, request in zip(self._lengths.final_lengths(self._running), self._running, strict=True):
+                self._by_tenant[request.account] += -(-(end - 1) // self._block)
+        return self._by_tenant
+
+    def final_pages(self, request: Request) -> int:
+        """Return the pages that a request is expected to end with."""
+        return -(-(self._lengths.final_length(request) - 1) // self._block)
 
     def total_with(self, request: Request) -> int:
         """Return the pages by which they and `request` grow in all; its known tokens count as having pages."""
         return self.total + self._pages(request, request.num_tokens)
 
     def peak_with(self, request: Request) -> int:
-        """Return the most pages, beyond today's, that they and `request` will need at any time.
+        """Return the most pages, beyond today's, that they and `request` will need at any time while it runs.
 
         Less than they grow by in all: a request that ends frees its pages while others go on growing. Pages that it
-        shares with the prefix cache are not freed. `request` counts as having pages for its known tokens.
+        shares with the prefix cache are not freed. `request` counts as having pages for its known tokens; once it has
+        ended, the others need what they would need without it.
         """
         import numpy as np  # not above: a command line that only names routing policies does without
 
@@ -125,11 +142,12 @@ class Growth:
         steps, frees, has = np.vstack((self._ends, own)).T
         order = np.argsort(-steps)  # when a request ends, the earlier ones in this order still run
         needs = np.cumsum(frees[order]) * self._block + np.arange(1, len(steps) + 1) * steps[order]
-        return max(0, -(-int(needs.max()) // self._block) - int(has.sum()))
+        most = int(needs[steps[order] <= own[0]].max())
+        return max(0, -(-most // self._block) - int(has.sum()))
 
     def _pages(self, request: Request, room: int) -> int:
         """Return the pages that a request with room for `room` tokens grows by."""
-        return max(0, -(-(self._lengths.final_length(request) - 1) // self._block) + -room // self._block)
+        return max(0, self.final_pages(request) + -room // self._block)
 
     def _end(self, request: Request, final: int) -> tuple[int, int, int]:
         """Return the steps until a request ends, the pages that it frees then, and how many of these it has now."""

@@ -20,7 +20,7 @@ from ..config import EngineConfig
 from ..engine_stats import AccountStats, StepSizes
 from ..requests.request import Request, RequestState
 from ..requests.types import NOT_FINITE, FinishReason, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
-from .admission import Admission, load_error
+from .admission import Admission, is_loading, load_error
 from .load_ahead import LoadAhead, LoadPolicy
 from .output_lengths import Growth, OutputLengths
 from .overload import QueueRoom
@@ -143,16 +143,21 @@ class Scheduler:
         if self.waiting:
             self._seats.begin_step(self.running if sharing is None else sharing, only)
             counts, all_decode = self._schedule_waiting(counts, cut, all_decode, preempted)
+        plan = self._plan(counts, all_decode)
+        if plan is not None or only is None:
+            return plan
+        self._shares.forget()
+        self._admission.only = None
+        return Scheduler.schedule(self)  # not a subclass's: it has had its part in this step
+
+    def _plan(self, counts: dict[Request, int], all_decode: bool) -> StepPlan | None:
+        """Return the plan of a step of `counts` and, if `all_decode`, of all other running requests; None if empty."""
         last = self.running.plan if all_decode else None
         if last is not None:
             return StepPlan(self.num_steps + 1, last.rows, last.adapters, last.bucket)
         groups = self.running.by_adapter() if all_decode else group_by_adapter(counts)
         if not groups:
-            if only is None:
-                return None
-            self._shares.forget()
-            self._admission.only = None
-            return Scheduler.schedule(self)  # not a subclass's: it has had its part in this step
+            return None
         plan = plan_step(self.num_steps + 1, groups, counts, self._buckets)
         self.running.plan = plan if all_decode and not counts else None
         if plan.bucket is None and any(request.row is None and not request.call for request in counts):
@@ -295,15 +300,10 @@ class Scheduler:
             for request in [request for request in self.running if request.adapter is adapter]:
                 self._end(request, *load_error(request, error))
             self._store.evict(adapter)
-        still = []
-        for request in self._loading:
-            if request.state is RequestState.LOADING:
-                is_loading = request.adapter is not None and request.adapter.transfer is not None
-                if not is_loading and request.coming is None:
-                    request.state = RequestState.RUNNING
-                else:
-                    still.append(request)
-        self._loading = still
+        loading = [request for request in self._loading if request.state is RequestState.LOADING]
+        self._loading = [request for request in loading if is_loading(request)]
+        for request in loading:
+            request.state = RequestState.LOADING if is_loading(request) else RequestState.RUNNING
 
     def _fail_hopeless(self) -> None:
         """End the waiting requests for adapters that can't be loaded."""
@@ -317,14 +317,16 @@ class Scheduler:
         only: eligible adapters; None: all. A request with KV still being copied back is left out.
         """
         running = self.running
-        sharing = self._shares.choose(running, self.waiting) if running.calls else None
-        if only is not None:
-            sharing = [request for request in (running if sharing is None else sharing) if request.adapter in only]
-        if self._memory.arriving:
-            sharing = [request for request in (running if sharing is None else sharing) if request.coming is None]
-        if sharing is not None:
-            return sharing if len(sharing) <= self._limits.max_num_seqs else self._seats.deal(sharing)
-        if len(running) > self._limits.max_num_seqs and running.dealt is None:
+        sharing: list[Request] = running
+        if running.calls:
+            sharing = self._shares.choose(running, self.waiting) or running
+        if only is not None or self._memory.arriving:
+            sharing = [each for each in sharing if each.coming is None and (only is None or each.adapter in only)]
+        if len(sharing) <= self._limits.max_num_seqs:
+            return None if sharing is running else sharing
+        if sharing is not running:
+            return self._seats.deal(sharing)
+        if running.dealt is None:
             running.dealt = self._seats.deal(running)
         return running.dealt
 
@@ -360,8 +362,7 @@ class Scheduler:
 
         Decoding requests come first, so that a long prompt's chunks never delay them; then in order of admission.
         """
-        prompts = [each for each in sharing if len(each.token_ids) - each.num_computed_tokens > 1]
-        decoding = [each for each in sharing if _missing(each) == 1] if prompts else sharing
+        prompts, decoding = _split(sharing)
         chosen: dict[Request, int] = {}
         if len(decoding) <= self._max_tokens and self._grow_by_one(decoding):
             chosen, decoding = dict.fromkeys(decoding, 1), []
@@ -377,15 +378,20 @@ class Scheduler:
             count = _take_share(request, wanted, shares)
             if count < wanted:
                 cut.append(request)
-            if not count:
-                continue
-            fits, victims = self._find_pages(request, request.num_computed_tokens + count)
-            preempted = preempted or not fits or bool(victims)
-            budget += sum([chosen.pop(victim, 0) for victim in victims])
-            if fits:
-                chosen[request] = count
-                budget -= count
+            if count:
+                taken, has_preempted = self._choose(request, count, chosen)
+                budget, preempted = budget - taken, preempted or has_preempted
         return chosen, cut, preempted
+
+    def _choose(self, request: Request, count: int, chosen: dict[Request, int]) -> tuple[int, bool]:
+        """Add a running request with `count` tokens to `chosen` if it gets pages. Return the tokens that it takes, less
+        those of the requests that were preempted for it, and whether any was preempted or pages are being copied out.
+        """
+        fits, victims = self._find_pages(request, request.num_computed_tokens + count)
+        freed = sum([chosen.pop(victim, 0) for victim in victims])
+        if fits:
+            chosen[request] = count
+        return fits * count - freed, not fits or bool(victims)
 
     def _find_pages(self, request: Request, end: int) -> tuple[bool, list[Request]]:
         """Return whether a running request has pages up to `end` now, and the requests that were preempted for them.
@@ -440,12 +446,9 @@ class Scheduler:
         """
         self._fail_hopeless()
         rows, used = (len(self.running),) * 2 if all_decode else (len(counts), sum(counts.values()))
-        before, admitted = self.num_preemptions, {}
-        if not preempted and not self._memory.swapped.frees_pages:
-            admitted = self._admission.admit(self.running, self._budget(self._max_tokens - used, rows), rows)
-            self._loading += [request for request in admitted if request.state is RequestState.LOADING]
+        before = self.num_preemptions
+        admitted = {} if preempted else self._admit(self._budget(self._max_tokens - used, rows), rows)
         self._read_ahead()
-        admitted = {request: count for request, count in admitted.items() if count}
         full = rows + len(admitted) > self._limits.max_num_seqs or self.num_preemptions > before
         if full or (all_decode and self._memory.arriving):  # admitted just now, without a row
             counts = self._yield_rows(dict.fromkeys(self.running, 1) if all_decode else counts, admitted)
@@ -453,6 +456,14 @@ class Scheduler:
         if cut and not preempted:
             self._add_to_chunks(cut, counts, admitted)
         return counts | admitted, all_decode
+
+    def _admit(self, budget: int, rows: int) -> dict[Request, int]:
+        """Admit waiting requests beside `rows` running ones; return the token counts of those with a row."""
+        if self._memory.swapped.frees_pages:  # pages are free only after they have been copied out
+            return {}
+        admitted = self._admission.admit(self.running, budget, rows)
+        self._loading += [request for request in admitted if request.state is RequestState.LOADING]
+        return {request: count for request, count in admitted.items() if count}
 
     def _budget(self, tokens: int, rows: int) -> int:
         """Token budget for newly admitted requests; at least 1, so that one that takes over a row can decode."""
@@ -588,6 +599,12 @@ def _take_share(request: Request, wanted: int, shares: dict[str, int] | None) ->
     count = min(wanted, shares[request.account])
     shares[request.account] -= count
     return count
+
+
+def _split(sharing: Sequence[Request]) -> tuple[list[Request], Sequence[Request]]:
+    """Return the requests with a prompt to compute, and those that decode."""
+    prompts = [each for each in sharing if len(each.token_ids) - each.num_computed_tokens > 1]
+    return prompts, [each for each in sharing if _missing(each) == 1] if prompts else sharing
 
 
 def _missing(request: Request) -> int:

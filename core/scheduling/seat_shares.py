@@ -87,27 +87,23 @@ class SeatShares:
         """Return the `max_rows` of `requests` that share a step. requests: in order of admission. begun: requests that
         keep their row in any case.
         """
-        short = len(requests) - self._max_rows
-        members: dict[str, list[Request]] = {}
-        for request in requests:
-            members.setdefault(request.account, []).append(request)
-        givers = [
-            ((len(each) < 2, -self.given(account), -len(each)), index, each)
-            for index, (account, each) in enumerate(members.items())
-        ]
-        heapq.heapify(givers)
-        yielding: dict[int, list[Request]] = {}
-        sits_out: set[Request] = set()
-        while len(sits_out) < short:
-            (one_row, given, rows), index, each = givers[0]
-            if index not in yielding:  # the newest last; a prompt that has begun is computed to its end
-                yielding[index] = sorted((r for r in each if r not in begun), key=_decodes)
-            if yielding[index]:
-                sits_out.add(yielding[index].pop())
-                heapq.heapreplace(givers, ((one_row or rows == -2, given, rows + 1), index, each))
-            else:
-                heapq.heappop(givers)
-        return [request for request in requests if request not in sits_out]
+        kept = set(self.order(requests, begun)[: self._max_rows])
+        return [request for request in requests if request in kept]
+
+    def order(self, requests: Sequence[Request], begun: Container[Request] = ()) -> list[Request]:
+        """Return requests in the order in which they keep rows and pages: those of `begun`, the first of each tenant,
+        then those of the tenants with the lowest served cost. requests: in order of admission.
+
+        In a tenant prompts come first, so that a prompt that has begun is computed to its end; the newest is last.
+        """
+        given = {account: self.given(account) for account in dict.fromkeys(request.account for request in requests)}
+        counts: Counter[str] = Counter()
+        keys: dict[Request, tuple[bool, bool, float, int]] = {}
+        for request in sorted(requests, key=lambda each: (each not in begun, _decodes(each))):
+            account = request.account
+            keys[request] = request not in begun, counts[account] > 0, given[account], counts[account]
+            counts[account] += 1
+        return sorted(keys, key=keys.__getitem__)
 
     def begin_step(self, taking: Sequence[Request], only: Collection[Adapter | None] | None = None) -> None:
         """Begin a step, before requests are admitted to it.

@@ -55,39 +55,51 @@ struct RowAddresses {
     }
 };
 
-// acc[r][h] += Σ_k x[r, k] · w[16·h …, k], from the first k to the last.
-template <class T, int ROWS, int HALVES, bool FETCH>
-inline void multiply(const Act<T>* x, long ldx, const T* w, int k, Floats (*acc)[HALVES], Ahead ahead = {}) {
+// acc[r][h] += Σ_k x[r, k] · w[16·h …, k] over WORDS words of the reduction dimension.
+template <class T, int ROWS, int HALVES, bool FETCH, int WORDS>
+CHORUS_INLINE void multiply_words(const Act<T>* x, const RowAddresses<ROWS>& rows, const T* w, Floats (*acc)[HALVES],
+                                  Ahead& ahead) {
     using K = Kind<T>;
     using A = Kind<Act<T>>;
-    const RowAddresses<ROWS> rows(ldx * (long)sizeof(Act<T>));
-    for (const Act<T>* end = x + k; x < end; x += K::pair, w += kPanel * K::pair) {
-        if constexpr (FETCH && HALVES == 2) {
-            prefetch(w, kPrefetchBytes);
-            prefetch(w, kPrefetchBytes + 64);
-        } else if constexpr (FETCH) {
-            prefetch_later(ahead.at);
-            ahead.at += ahead.step;
-        }
+    if constexpr (FETCH && HALVES == 2) {
+#pragma GCC unroll 4
+        for (int i = 0; i < 2 * WORDS; i++) prefetch(w, kPrefetchBytes + 64 * i);
+    } else if constexpr (FETCH) {
 #pragma GCC unroll 2
-        for (int s = 0; s < K::steps; s++) {
-            typename A::Reg weights[HALVES];
+        for (int i = 0; i < WORDS; i++) prefetch_later(ahead.at + i * ahead.step);
+        ahead.at += WORDS * ahead.step;
+    }
+#pragma GCC unroll 4
+    for (int s = 0; s < WORDS * K::steps; s++) {
+        typename A::Reg weights[HALVES];
 #pragma GCC unroll 2
-            for (int h = 0; h < HALVES; h++) weights[h] = K::step(load_words(w + h * kLanes * K::pair), s);
+        for (int h = 0; h < HALVES; h++)
+            weights[h] = K::step(load_words(w + (s / K::steps * kPanel + h * kLanes) * K::pair), s % K::steps);
 #pragma GCC unroll 12
-            for (int r = 0; r < ROWS; r++) {
-                const auto b = A::broadcast(rows.of(x, r) + s);
+        for (int r = 0; r < ROWS; r++) {
+            const auto b = A::broadcast(rows.of(x, r) + s * (K::pair / K::steps));
 #pragma GCC unroll 2
-                for (int h = 0; h < HALVES; h++) acc[r][h] = A::mac(acc[r][h], weights[h], b);
-            }
+            for (int h = 0; h < HALVES; h++) acc[r][h] = A::mac(acc[r][h], weights[h], b);
         }
     }
 }
 
-// ROWS rows against HALVES times 16 columns of a panel, as `panel` and `y` begin with them.
+// acc[r][h] += Σ_k x[r, k] · w[16·h …, k], from the first k to the last.
+template <class T, int ROWS, int HALVES, bool FETCH>
+inline void multiply(const Act<T>* x, long ldx, const T* w, int k, Floats (*acc)[HALVES], Ahead ahead = {}) {
+    constexpr int step = kWords * Kind<T>::pair;
+    const RowAddresses<ROWS> rows(ldx * (long)sizeof(Act<T>));
+    for (const Act<T>* end = x + k / step * step; x < end; x += step, w += step * kPanel)
+        multiply_words<T, ROWS, HALVES, FETCH, kWords>(x, rows, w, acc, ahead);
+    if (kWords > 1 && k % step) multiply_words<T, ROWS, HALVES, FETCH, 1>(x, rows, w, acc, ahead);
+}
+
+// ROWS rows against HALVES times 16 columns of a panel, as `panel` and `y` begin with them. Not inline: heights beside each
+// other in one function leave the compiler too few registers for each.
 template <class T, int ROWS, int HALVES>
-inline void tile(const Act<T>* x, long ldx, const T* panel, int k, float* y, long ldy, int columns, bool accumulate,
-                 const float* bias, const Extra<Act<T>>* extra, int half, Ahead ahead) {
+__attribute__((noinline)) void tile(const Act<T>* x, long ldx, const T* panel, int k, float* y, long ldy, int columns,
+                                    bool accumulate, const float* bias, const Extra<Act<T>>* extra, int half,
+                                    Ahead ahead) {
     Head heads[HALVES];
 #pragma GCC unroll 2
     for (int h = 0; h < HALVES; h++) heads[h] = head(std::max(0, columns - h * kLanes));

@@ -53,7 +53,7 @@ class OutputHead {
                         convert(row, t.columns, logits + (long)kept[t.row + r] * vocab + t.column);
                 }
             },
-            [](const LoraUnit&) {});
+            [](const LoraUnit&, const LoraUnit*) {});
     }
 
     // Once `run` has been: the likeliest token of a row of x, or the one that is drawn.

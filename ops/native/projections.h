@@ -74,7 +74,7 @@ class Projections {
         for (size_t i = 1; i < cuts_.size(); i++) longest = std::max(longest, cuts_[i] - cuts_[i - 1]);
         for (auto& s : scratch_) {
             if (gated_) grow(s.gated, (size_t)2 * kPanel * longest);
-            grow(s.rows, rank);
+            grow(s.rows, rank + kAddedRows);
             grow(s.panel, (size_t)(rank + 1) * kPanel);
             const int widest = std::max({m_.hidden, m_.heads * m_.head_dim, m_.ffn});
             grow(s.spare, std::max((size_t)kRankChunk * widest, (size_t)rank * kColumnChunk));
@@ -95,7 +95,9 @@ class Projections {
             run_units(
                 team_, phase, thread, product, shrink_[g], shrink_split_[g],
                 [&](int i, bool more) { product.run(i, more); },
-                [&](const LoraUnit& u) { run_shrink(step, thread, g, layer, x, ldx, k, u); });
+                [&](const LoraUnit& u, const LoraUnit* next) {
+                    run_shrink(step, thread, g, layer, x, ldx, k, u, next);
+                });
         } else {
             each_tile(phase, thread, product.panels(), [&](int i, bool more) {
                 shrink_chunk(step, thread, g, layer, x, ldx, k, i / product.panels());
@@ -104,12 +106,12 @@ class Projections {
                 run_tile(step, thread, g, layer, product, tile, y + tile.row * ldy + tile.column, ldy, false);
             });
         }
-        if (!expands.empty())
-            each_split(team_, phase, thread, expands, expand_split_[g],
-                       [&](const LoraUnit& u, const LoraUnit*) { run_expand(step, thread, g, layer, u, y, ldy); });
+        auto run_unit = [&](const LoraUnit& u, const LoraUnit* next) {
+            run_expand(step, thread, g, layer, u, next, y, ldy);
+        };
+        if (!expands.empty()) each_split(team_, phase, thread, expands, expand_split_[g], run_unit);
         for (const Later& later : later_[g])  // what tokens have a second time is added to what they have first
-            each_split(team_, phase, thread, later.units, later.split,
-                       [&](const LoraUnit& u, const LoraUnit*) { run_expand(step, thread, g, layer, u, y, ldy); });
+            each_split(team_, phase, thread, later.units, later.split, run_unit);
     }
 
     // act = silu(gate) · up for many tokens: the gate's tile and up's of the same columns one after the other, so that
@@ -189,25 +191,38 @@ class Projections {
         for (int group = 0; group < g; group++) first += units(group);
         const LoraUnit* unit = shrink_[g].data() + shrink_chunk_[g][chunk];
         team_.pass(gates_[chunk], first + units(g),
-                   [&](int i) { run_shrink(step, thread, g, layer, x, ldx, k, unit[i - first]); });
+                   [&](int i) { run_shrink(step, thread, g, layer, x, ldx, k, unit[i - first], nullptr); });
     }
 
-    void run_shrink(const StepDesc& step, int thread, int g, int layer, const X* x, long ldx, int k,
-                    const LoraUnit& u) {
+    void run_shrink(const StepDesc& step, int thread, int g, int layer, const X* x, long ldx, int k, const LoraUnit& u,
+                    const LoraUnit* next) {
         const Adapter& adapter = *step.segment_adapters[u.segment];
         if (adapter.first_elem[layer] < 0) return;
+        Upcoming rows{};
+        if (const Adapter* other = adapter_of(step, layer, next))
+            rows = {other, next->first, next->count, other->a_offset[groups_[g][next->module].module], k};
         shrink<T>(arena(), adapter, layer, groups_[g][u.module].module, u, x, ldx, k, h_of(step, u), ldh_,
-                  scratch_[thread].spare.data());
+                  scratch_[thread].spare.data(), rows);
+    }
+
+    // Null where there is no unit, or its adapter has nothing in the layer.
+    static const Adapter* adapter_of(const StepDesc& step, int layer, const LoraUnit* u) {
+        const Adapter* adapter = u ? step.segment_adapters[u->segment] : nullptr;
+        return adapter && adapter->first_elem[layer] >= 0 ? adapter : nullptr;
     }
 
     // y: where the group's first column of the step's first token is.
-    void run_expand(const StepDesc& step, int thread, int g, int layer, const LoraUnit& u, float* y, long ldy) {
+    void run_expand(const StepDesc& step, int thread, int g, int layer, const LoraUnit& u, const LoraUnit* next,
+                    float* y, long ldy) {
         const Adapter& adapter = *step.segment_adapters[u.segment];
         if (adapter.first_elem[layer] < 0) return;
+        Upcoming rows{};
+        if (const Adapter* other = adapter_of(step, layer, next))
+            rows = {other, 0, other->rank, other->b_offset[groups_[g][next->module].module] + next->first, next->count};
         const Target& target = groups_[g][u.module];
         Scratch& own = scratch_[thread];
         expand<T>(arena(), adapter, layer, target.module, u, h_of(step, u), ldh_, y + target.column, ldy,
-                  own.rows.data(), own.panel.data(), own.spare.data());
+                  own.rows.data(), own.panel.data(), own.spare.data(), rows);
     }
 
     // A tile of a group's product at `out`, with the expands that are fused with it or, where the tile stays in the cache, `all`
@@ -232,7 +247,7 @@ class Projections {
             done = u.token + u.tokens;
         });
         if (done < tile.row + tile.rows) product.run(tile, done, tile.row + tile.rows - done, at(done), ldo, nullptr);
-        auto add = [&](const LoraUnit& u) { run_expand(step, thread, g, layer, u, at(0) - tile.column, ldo); };
+        auto add = [&](const LoraUnit& u) { run_expand(step, thread, g, layer, u, nullptr, at(0) - tile.column, ldo); };
         done = tile.row;
         if (rest)
             expand_tile(step, g, tile, 0, all, [&](const LoraUnit& u) {

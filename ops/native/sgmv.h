@@ -14,6 +14,7 @@ namespace chorus {
 constexpr int kModules = 7;
 constexpr int kRankChunk = 16, kTokenChunk = 128, kColumnChunk = 2048;
 constexpr int kAhead = 8;  // rank-rows of A that are worked on together, and fetched meanwhile
+constexpr int kAddedRows = 16;  // the same of Bᵀ
 constexpr int kLongSegment = 12;  // tokens from which a segment's expand is worth doing tile by tile
 
 struct Adapter {  // mirrors ops/native_library.py
@@ -72,6 +73,14 @@ struct Target {
     int module, column, width;
 };
 
+// Rank-rows that a thread reads next, and fetches meanwhile: each begins at a row of memory of its own, which is too short for
+// the processor to follow in time. adapter: null where none are known.
+struct Upcoming {
+    const Adapter* adapter;
+    int rank, count, offset,
+        columns;  // rank-rows rank … rank+count-1, so many elements of each from `offset` of its slab on
+};
+
 // Append the units of the tokens begin … end-1. Units are the same for all layers; a segment without rows in a layer
 // skips its units there.
 inline void shrink_units(const Segments& segments, const std::vector<Target>& group, int begin, int end,
@@ -106,8 +115,8 @@ inline void expand_units(const Segments& segments, int level, const std::vector<
         }
 }
 
-// h[t][i] for TOKENS tokens and RANKS rank-rows. fetch: whether to fetch the RANKS rows that follow them in `rows`; with few
-// tokens out-of-order execution alone looks as far ahead, and without instructions for it.
+// h[t][i] for TOKENS tokens and RANKS rank-rows. fetch: whether to fetch the RANKS rows that follow them in `rows`. With few
+// tokens and products of pairs, out-of-order execution alone looks as far ahead, and without instructions for it.
 template <class T, int TOKENS, int RANKS>
 inline void dots(const Act<T>* x, long ldx, const T* const* rows, bool fetch, int k, float scale, Act<T>* h, long ldh) {
     using K = Kind<T>;
@@ -124,7 +133,7 @@ inline void dots(const Act<T>* x, long ldx, const T* const* rows, bool fetch, in
             typename A::Reg a[together];
 #pragma GCC unroll 8
             for (int r = 0; r < together; r++) a[r] = K::load(rows[first + r] + i);
-            if (TOKENS > 2 && fetch)
+            if ((TOKENS > 2 || K::steps > 1) && fetch && i % (64 / (int)sizeof(T)) == 0)
 #pragma GCC unroll 8
                 for (int r = 0; r < together; r++) prefetch(rows[RANKS + first + r] + i);
 #pragma GCC unroll 4
@@ -168,15 +177,27 @@ inline int64_t first_row(const Adapter& adapter, int layer, int rank, int offset
     return adapter.first_elem[layer] + rank * adapter.slab_elems + offset;
 }
 
+// Where the first `most` rows of `next` begin; where there are fewer, the row before once more. Returns the elements that are
+// read of each.
+template <class T>
+inline int upcoming_rows(const Arena<T>& arena, const Upcoming& next, int layer, int most, const T** rows) {
+    const int count = next.adapter ? std::min(most, next.count) : 0;
+    if (count)
+        arena.rows(*next.adapter, first_row(*next.adapter, layer, next.rank, next.offset), next.adapter->slab_elems,
+                   count, 0, rows, nullptr, 0);
+    for (int i = count; i < most; i++) rows[i] = rows[i - 1];
+    return next.columns;
+}
+
 // h: [tokens of the step, ldh], this module's part. Rows are padded with one zero so that a pair can be read.
 // spare: room for kRankChunk rows of A.
 template <class T>
 inline void shrink(const Arena<T>& arena, const Adapter& adapter, int layer, int module, const LoraUnit& unit,
-                   const Act<T>* x, long ldx, int k, Act<T>* h, long ldh, T* spare) {
+                   const Act<T>* x, long ldx, int k, Act<T>* h, long ldh, T* spare, const Upcoming& next) {
     const T* rows[kRankChunk + kAhead];
     arena.rows(adapter, first_row(adapter, layer, unit.first, adapter.a_offset[module]), adapter.slab_elems, unit.count,
                k, rows, spare, k);
-    for (int i = 0; i < kAhead; i++) rows[unit.count + i] = rows[unit.count - 1];
+    upcoming_rows(arena, next, layer, kAhead, rows + unit.count);
     const bool last = unit.first + unit.count == adapter.rank;
     int t = unit.token, end = t + unit.tokens;
     for (; t + 4 <= end; t += 4)
@@ -192,20 +213,35 @@ inline void shrink(const Arena<T>& arena, const Adapter& adapter, int layer, int
         for (t = unit.token; t < end; t++) h[t * ldh + adapter.rank] = 0;
 }
 
-// y[t] += Σ_r h[t, r] · rows[r] for TOKENS tokens and RANKS rank-rows.
+// y[t] += Σ_r h[t, r] · rows[r] for TOKENS tokens and RANKS rank-rows. Fetches `ahead` columns of the RANKS rows that follow.
 template <int TOKENS, int RANKS, class T>
-inline void add_rows(const T* const* rows, const float* h, long ldh, float* y, long ldy, int columns) {
+inline void add_rows(const T* const* rows, const float* h, long ldh, float* y, long ldy, int columns, int ahead) {
     int c = 0;
-    for (; c + kLanes <= columns; c += kLanes) {
-        Floats acc[TOKENS];
-        for (int t = 0; t < TOKENS; t++) acc[t] = load16(y + t * ldy + c);
+    auto add = [&](auto vectors) {
+        constexpr int n = vectors();
+        Floats acc[TOKENS][n];
+        for (int t = 0; t < TOKENS; t++)
+            for (int j = 0; j < n; j++) acc[t][j] = load16(y + t * ldy + c + j * kLanes);
+        const int later = std::min(c, ahead);
 #pragma GCC unroll 16
         for (int r = 0; r < RANKS; r++) {
-            const Floats b = load16(rows[r] + c);
-            for (int t = 0; t < TOKENS; t++) acc[t] = fma(floats(h[t * ldh + r]), b, acc[t]);
+            for (int b = 0; b < n * kLanes * (int)sizeof(T); b += 64) prefetch(rows[RANKS + r] + later, b);
+            Floats row[n];
+#pragma GCC unroll 2
+            for (int j = 0; j < n; j++) row[j] = load16(rows[r] + c + j * kLanes);
+            for (int t = 0; t < TOKENS; t++) {
+                const Floats factor = floats(h[t * ldh + r]);
+#pragma GCC unroll 2
+                for (int j = 0; j < n; j++) acc[t][j] = fma(factor, row[j], acc[t][j]);
+            }
         }
-        for (int t = 0; t < TOKENS; t++) store16(y + t * ldy + c, acc[t]);
-    }
+        for (int t = 0; t < TOKENS; t++)
+            for (int j = 0; j < n; j++) store16(y + t * ldy + c + j * kLanes, acc[t][j]);
+        c += n * kLanes;
+    };
+    constexpr int wide = 2 * TOKENS <= kDotVectors ? 2 : 1;
+    while (c + wide * kLanes <= columns) add(std::integral_constant<int, wide>{});
+    if (c + kLanes <= columns) add(std::integral_constant<int, 1>{});
     if (c == columns) return;
     const Head rest = head(columns - c);
     for (int t = 0; t < TOKENS; t++) {
@@ -221,7 +257,7 @@ inline void add_rows(const T* const* rows, const float* h, long ldh, float* y, l
 // the same bits whichever of the two computes it: `dpbf16` fixes how the two products of a pair are added. Two rows are
 // interleaved for that: of every eight columns the first four in one register, the others in another.
 template <int TOKENS, int RANKS>
-inline void add_rows(const bf16* const* rows, const bf16* h, long ldh, float* y, long ldy, int columns) {
+inline void add_rows(const bf16* const* rows, const bf16* h, long ldh, float* y, long ldy, int columns, int) {
     using K = Kind<bf16>;
     constexpr int pairs = (RANKS + 1) / 2;
     const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
@@ -272,23 +308,20 @@ inline void add_rows(const bf16* const* rows, const bf16* h, long ldh, float* y,
 // All rank-rows, some at a time: y's columns stay in the first-level cache, the rows stream past. The more together, the
 // fewer instructions between two lines from memory, and the farther out-of-order execution looks ahead.
 template <class T, int TOKENS>
-inline void add_ranks(const T* const* rows, int rank, const Act<T>* h, long ldh, float* y, long ldy, int columns) {
-    constexpr int most = TOKENS == 1 ? 16 : TOKENS == 2 ? 8 : 4;
+inline void add_ranks(const T* const* rows, int rank, const Act<T>* h, long ldh, float* y, long ldy, int columns,
+                      int ahead) {
+    constexpr int most = TOKENS == 1 ? kAddedRows : TOKENS == 2 ? 8 : 4;
     int r = 0;
-    for (; r + most <= rank; r += most) add_rows<TOKENS, most>(rows + r, h + r, ldh, y, ldy, columns);
-    if (most > 8 && rank - r >= 8) {
-        add_rows<TOKENS, 8>(rows + r, h + r, ldh, y, ldy, columns);
-        r += 8;
-    }
-    if (most > 4 && rank - r >= 4) {
-        add_rows<TOKENS, 4>(rows + r, h + r, ldh, y, ldy, columns);
-        r += 4;
-    }
-    if (rank - r >= 2) {
-        add_rows<TOKENS, 2>(rows + r, h + r, ldh, y, ldy, columns);
-        r += 2;
-    }
-    if (rank - r) add_rows<TOKENS, 1>(rows + r, h + r, ldh, y, ldy, columns);
+    auto add = [&](auto ranks) {
+        constexpr int n = ranks();
+        add_rows<TOKENS, n>(rows + r, h + r, ldh, y, ldy, columns, r + n < rank ? columns : ahead);
+        r += n;
+    };
+    while (r + most <= rank) add(std::integral_constant<int, most>{});
+    if (most > 8 && rank - r >= 8) add(std::integral_constant<int, 8>{});
+    if (most > 4 && rank - r >= 4) add(std::integral_constant<int, 4>{});
+    if (rank - r >= 2) add(std::integral_constant<int, 2>{});
+    if (rank - r) add(std::integral_constant<int, 1>{});
 }
 
 // Lay rank-rows out as one panel [rank/pair][32][pair] for `columns` columns starting at each row's pointer. Meanwhile fetches
@@ -333,20 +366,22 @@ inline Extra<Act<T>> expand_panel(const Arena<T>& arena, const Adapter& adapter,
     return {h + unit.token * ldh, ldh, panel, panel_rows<Act<T>>(adapter.rank)};
 }
 
-// rows: room for rank row pointers; panel: one panel of `rank + 1` rows; spare: `rank` rows of kColumnChunk
+// rows: room for rank + kAddedRows row pointers; panel: one panel of `rank + 1` rows; spare: `rank` rows of kColumnChunk
 // columns.
 template <class T>
 inline void expand(const Arena<T>& arena, const Adapter& adapter, int layer, int module, const LoraUnit& unit,
-                   const Act<T>* h, long ldh, float* y, long ldy, const T** rows, Act<T>* panel, T* spare) {
+                   const Act<T>* h, long ldh, float* y, long ldy, const T** rows, Act<T>* panel, T* spare,
+                   const Upcoming& next) {
     const int rank = adapter.rank;
     arena.rows(adapter, first_row(adapter, layer, 0, adapter.b_offset[module] + unit.first), adapter.slab_elems, rank,
                unit.count, rows, spare, kColumnChunk);
     h += unit.token * ldh;
     y += unit.token * ldy + unit.first;
+    const int ahead = upcoming_rows(arena, next, layer, kAddedRows, rows + rank);
     switch (unit.tokens) {
-        case 1: add_ranks<T, 1>(rows, rank, h, ldh, y, ldy, unit.count); return;
-        case 2: add_ranks<T, 2>(rows, rank, h, ldh, y, ldy, unit.count); return;
-        case 3: add_ranks<T, 3>(rows, rank, h, ldh, y, ldy, unit.count); return;
+        case 1: add_ranks<T, 1>(rows, rank, h, ldh, y, ldy, unit.count, ahead); return;
+        case 2: add_ranks<T, 2>(rows, rank, h, ldh, y, ldy, unit.count, ahead); return;
+        case 3: add_ranks<T, 3>(rows, rank, h, ldh, y, ldy, unit.count, ahead); return;
         default: break;
     }
     for (int c = 0; c < unit.count; c += kPanel) {

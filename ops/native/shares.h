@@ -24,7 +24,7 @@ void each_part(Team& team, int& phase, int thread, int count, Work work) {
 }
 
 // A product's units and others that don't depend on them, side by side: every thread has a run of panels of its own, each of
-// which fetches the beginning of the next.
+// which fetches the beginning of the next, and of the others. run(unit, next): as of `each_split`.
 template <class T, class Work, class Run>
 void run_units(Team& team, int& phase, int thread, const Product<T>& product, const std::vector<LoraUnit>& units,
                const std::vector<int>& split, Work work, Run run) {
@@ -35,7 +35,8 @@ void run_units(Team& team, int& phase, int thread, const Product<T>& product, co
         [&](int owner, int i, bool more) {
             const int own = begin(owner + 1) - begin(owner);
             if (i < own) return work(begin(owner) + i, more && i + 1 < own);
-            run(units[split[owner] + i - own]);
+            const LoraUnit& unit = units[split[owner] + i - own];
+            run(unit, more ? &unit + 1 : nullptr);
         });
 }
 

@@ -36,10 +36,6 @@ CHORUS_INLINE Doubles load8(const double* p, Head h) {
     return v;
 }
 
-// Of pairs of bf16 the first ones, or the second ones, as float32.
-inline Floats widen_first(Words pairs) { return as_floats(pairs << 16); }
-inline Floats widen_second(Words pairs) { return as_floats(pairs & words(0xFFFF0000)); }
-
 // Load 16 elements as float32; the forms with a head read only its elements and give 0 elsewhere.
 CHORUS_INLINE Floats load16(const float* p) {
     Floats v;

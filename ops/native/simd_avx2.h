@@ -10,8 +10,9 @@ typedef uint32_t Words8 __attribute__((vector_size(32)));
 typedef double Doubles4 __attribute__((vector_size(32)));
 
 constexpr int kTileVectors = 6;    // accumulators of a register tile, of two registers each: 12 of 16
-constexpr int kRows = 5;  // of the largest register tile of a product: weights that are widened need registers too
+constexpr int kRows = 6;  // of the largest register tile of a product: with widened weights it takes all registers
 constexpr int kWideRows = 2;  // rows of a tile that is as wide as a panel; higher ones are half as wide
+constexpr int kWords = 2;  // of the reduction dimension in a turn of a product's loop, which costs a cycle or two
 constexpr int kDotVectors = 4;  // accumulators of dot products
 constexpr int kStreamVectors = 6;  // accumulators where values come from memory
 
@@ -37,7 +38,24 @@ inline void store(uint16_t* p, Words8 v) { _mm_storeu_si128((__m128i*)p, narrowe
 
 inline Floats8 as_floats(Words8 v) { return (Floats8)v; }
 inline Words8 as_words(Floats8 v) { return (Words8)v; }
-inline Floats8 fma(Floats8 a, Floats8 b, Floats8 c) { return _mm256_fmadd_ps(a, b, c); }  // a·b + c
+// Of pairs of bf16 the first ones, or the second ones, as float32: on the port that multiplies nothing, and with the order
+// and the pairs from memory, as a tile of products leaves no register for them.
+alignas(32) constexpr int8_t kFirstUp[32] = {-1, -1, 0, 1, -1, -1, 4, 5, -1, -1, 8, 9, -1, -1, 12, 13,
+                                             -1, -1, 0, 1, -1, -1, 4, 5, -1, -1, 8, 9, -1, -1, 12, 13};
+inline Floats8 widen_first(Words8 pairs) {
+    Floats8 v;
+    asm("vpshufb %2, %1, %0" : "=x"(v) : "x"(pairs), "m"(kFirstUp));
+    return v;
+}
+inline Floats8 widen_second(Words8 pairs) {
+    return (Floats8)_mm256_blend_epi16(_mm256_setzero_si256(), (__m256i)pairs, 0xAA);
+}
+// a·b + c in c's register: of the forms that the compiler chooses from, others overwrite a factor, and a sum that moves from
+// register to register needs one more of sixteen, and moves.
+inline Floats8 fma(Floats8 a, Floats8 b, Floats8 c) {
+    asm("vfmadd231ps %1, %2, %0" : "+x"(c) : "x"(a), "x"(b));
+    return c;
+}
 inline Floats8 fms(Floats8 a, Floats8 b, Floats8 c) { return _mm256_fmsub_ps(a, b, c); }  // a·b - c
 inline Floats8 fnma(Floats8 a, Floats8 b, Floats8 c) { return _mm256_fnmadd_ps(a, b, c); }  // c - a·b
 inline Doubles4 fma(Doubles4 a, Doubles4 b, Doubles4 c) { return _mm256_fmadd_pd(a, b, c); }

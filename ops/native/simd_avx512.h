@@ -11,6 +11,7 @@ typedef double Doubles __attribute__((vector_size(64)));
 constexpr int kTileVectors = 24;    // accumulators of a register tile, of 32 registers
 constexpr int kRows = 12;           // of the largest register tile of a product
 constexpr int kWideRows = 12;       // rows of a tile that is as wide as a panel; higher ones are half as wide
+constexpr int kWords = 1;           // of the reduction dimension in a turn of a product's loop
 constexpr int kDotVectors = 16;     // accumulators of dot products
 constexpr int kStreamVectors = 16;  // accumulators where values come from memory
 
@@ -57,6 +58,9 @@ inline void load_two(const float* one, const float* other, int count, Floats& v)
 
 inline Floats as_floats(Words v) { return (Floats)v; }
 inline Words as_words(Floats v) { return (Words)v; }
+// Of pairs of bf16 the first ones, or the second ones, as float32.
+inline Floats widen_first(Words pairs) { return (Floats)(pairs << 16); }
+inline Floats widen_second(Words pairs) { return (Floats)(pairs & 0xFFFF0000); }
 inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }    // a·b + c
 inline Floats fms(Floats a, Floats b, Floats c) { return _mm512_fmsub_ps(a, b, c); }    // a·b - c
 inline Floats fnma(Floats a, Floats b, Floats c) { return _mm512_fnmadd_ps(a, b, c); }  // c - a·b

@@ -8,6 +8,7 @@ namespace chorus {
 constexpr int kRows = 6;           // of the largest register tile of a product
 constexpr int kWideRows = 3;       // rows of a tile that is as wide as a panel; higher ones are half as wide
 constexpr int kTileVectors = 6;    // accumulators of other register tiles, of four registers each: 24 of 32
+constexpr int kWords = 1;          // of the reduction dimension in a turn of a product's loop
 constexpr int kDotVectors = 4;     // accumulators of dot products
 constexpr int kStreamVectors = 6;  // accumulators where values come from memory
 
@@ -28,6 +29,9 @@ inline void store(double* p, Doubles2 v) { vst1q_f64(p, v); }
 inline void store(uint16_t* p, Words4 v) { vst1_u16(p, vmovn_u32(v)); }
 
 inline Floats4 as_floats(Words4 v) { return vreinterpretq_f32_u32(v); }
+// Of pairs of bf16 the first ones, or the second ones, as float32.
+inline Floats4 widen_first(Words4 pairs) { return as_floats(vshlq_n_u32(pairs, 16)); }
+inline Floats4 widen_second(Words4 pairs) { return as_floats(vandq_u32(pairs, vdupq_n_u32(0xFFFF0000))); }
 inline Words4 as_words(Floats4 v) { return vreinterpretq_u32_f32(v); }
 inline Floats4 fma(Floats4 a, Floats4 b, Floats4 c) { return vfmaq_f32(c, a, b); }             // a·b + c
 inline Floats4 fms(Floats4 a, Floats4 b, Floats4 c) { return vfmaq_f32(vnegq_f32(c), a, b); }  // a·b - c

@@ -18,8 +18,10 @@ from pathlib import Path
 
 import torch
 
+from ...core.model.native_decoder import PackedWeights
 from ...core.model.weights import LayerWeights
 from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
+from ...memory.pages.arena import Arena
 from ...memory.pages.layout import MODULES, PageLayout
 from ...ops import native, native_library
 from ...ops.elementwise import rotary_table
@@ -43,16 +45,19 @@ STEPS = {
 
 
 class Bench:
-    """A random model with eight adapters on all modules, and steps over it."""
+    """A random model with eight adapters on all modules, in memory as the engine has it, and steps over it."""
 
     def __init__(self, geometry: Geometry, ranks: list[int], dtype: torch.dtype) -> None:
         self.geometry, g = geometry, geometry
         generator = torch.Generator().manual_seed(0)
 
-        def weight(out: int, width: int) -> torch.Tensor:
-            return native.pack((torch.randn(out, width, generator=generator) * width**-0.5).to(dtype))
-
         q, kv = g.heads * g.head_dim, g.kv_heads * g.head_dim
+        widths = ((q + 2 * kv, g.hidden), (g.hidden, q), (2 * g.ffn, g.hidden), (g.hidden, g.ffn))
+        packed = PackedWeights([*(widths * g.layers), (g.vocab, g.hidden)], dtype)
+
+        def weight(out: int, width: int) -> torch.Tensor:
+            return packed.add((torch.randn(out, width, generator=generator) * width**-0.5).to(dtype))
+
         self.layout = PageLayout(g.layers, g.kv_heads, g.head_dim, BLOCK_TOKENS, dtype.itemsize)
         dims = {name.split(".")[1]: shape for name, shape in g.module_dims.items()}
         parts = [AdapterPart(rank, 1.0, tuple(range(g.layers)), MODULES) for rank in ranks]
@@ -65,15 +70,15 @@ class Bench:
             slabs = place.parts[0].slabs
             where = slabs.slab_elems, slabs.a_offset, slabs.b_offset, place.parts[0].first_elem
             self.adapters.append(AdapterRows(pages, part.rank, part.rank**-0.5, *where))
-        arena = (0.1 * torch.randn(next(self.first_page), self.layout.page_elems, generator=generator)).to(dtype)
+        arena = Arena(self.layout, next(self.first_page), dtype, "cpu").pages
+        arena.copy_(0.1 * torch.randn(arena.shape, generator=generator))
         norm = torch.ones(g.hidden)
-        widths = ((q + 2 * kv, g.hidden), (g.hidden, q), (2 * g.ffn, g.hidden), (g.hidden, g.ffn))
         layers = [LayerWeights(norm, norm, *(weight(*shape) for shape in widths)) for _ in range(g.layers)]
         cos, sin = rotary_table(1e4 ** (-torch.arange(0, g.head_dim, 2) / g.head_dim), g.positions)
         embed = torch.randn(g.vocab, g.hidden, generator=generator).to(dtype)
         self.model = native.NativeModel(
             g.hidden, g.ffn, g.heads, g.kv_heads, g.head_dim, g.vocab, BLOCK_TOKENS, 1e-5, layers, embed,
-            native.pack(embed), norm, cos, sin, arena,
+            packed.add(embed), norm, cos, sin, arena,
         )  # fmt: skip
 
     def step(self, rows: int, count: int, before: int, mixed: bool) -> tuple:

@@ -33,7 +33,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object per study and line, and no table")
     add("--out", type=Path, metavar="DIR", help="write the same JSON there, as STUDY.json")
     add("--plots", type=Path, metavar="DIR", help="write pictures there (needs chorus-lora[plots])")
-    add("--markdown", type=Path, metavar="FILE", help="write the tables of all studies there, as docs/studies.md")
+    add(
+        "--markdown",
+        type=Path,
+        metavar="FILE",
+        help="write the tables there, as docs/studies.md; other studies' sections stay",
+    )
     add("--seed", type=int, metavar="N", help="the first seed for requests and random policies (default: 0)")
     add("--seeds", type=int, metavar="N", help="how many seeds each row has (default: the study's own number, 10)")
     add("--jobs", type=int, default=1, metavar="N", help="processes; results don't depend on them (default: 1)")
@@ -93,10 +98,12 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     if arguments.markdown is not None:
         flags = "".join(f" --{name}" for name in ("quick", "region") if getattr(arguments, name))
-        flags += f" --seeds {arguments.seeds}" if arguments.seeds is not None else ""
-        command = f"chorus simulate {' '.join(arguments.studies)}{flags} --markdown {arguments.markdown.name}"
-        text = document(results, command, arguments.check or SHARE)
-        arguments.markdown.write_text(text, encoding="utf-8")
+        given = {name: getattr(arguments, name) for name in ("seed", "seeds")}
+        flags += "".join(f" --{name} {value}" for name, value in given.items() if value is not None)
+        flags += f" --scale {arguments.scale:g}" if arguments.scale != 1 else ""
+        page = arguments.markdown
+        before = page.read_text("utf-8") if page.is_file() else ""
+        page.write_text(document(results, flags, arguments.check or SHARE, before), encoding="utf-8")
     share = arguments.check
     return 1 if share and not all(each.holds_in(share) for each in results) else 0
 

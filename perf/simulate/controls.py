@@ -1,7 +1,8 @@
-"""A control of rank-aware routing: the same policy without what it is named after."""
+"""What policies are compared with: rank-aware routing without ranks, and turns."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, cast
 
 from ...server.cluster.router import Policy, Replicas, ReplicaState, Routed
@@ -22,6 +23,20 @@ class RankBlind:
             self._seen = replicas
             self._blurred = Replicas(cast("ReplicaState", _Blurred(replica, self._rank)) for replica in replicas)
         return self._policy(_Asked(request, self._rank), self._blurred)
+
+
+class RoundRobin:
+    """Requests go in turn to the replicas that hold their adapter, to all where none does (dLoRA's RR, §7.4)."""
+
+    def __init__(self) -> None:
+        self._turns: Counter[str | None] = Counter()
+
+    def __call__(self, request: Routed, replicas: Replicas) -> int | None:
+        adapter = request.adapter
+        turn = self._turns[adapter]
+        self._turns[adapter] += 1
+        found = () if adapter is None else list(map(replicas.find, sorted(replicas.holders(adapter))))
+        return found[turn % len(found)] if found else turn % len(replicas)
 
 
 def mean_rank(spec: WorkloadSpec) -> int:

@@ -11,23 +11,29 @@ from .table import broken, caption, failures, held_text, order_text, point_text,
 
 _HEAD = """# What the studies say
 
-Written by `{command}`; do not edit. A number in brackets was published. An order of rows that holds in fewer than
-{share:.0%} of the seeds is struck out. Rows of one seed have the same requests, so "apart by" is the median of the
-seeds' own differences. Orders by load, replicas and so on are those of the study's quick size.
+Each section is written by the command below its title; do not edit. A number in brackets was published. An order of
+rows that holds in fewer than {share:.0%} of the seeds is struck out. Rows of one seed have the same requests, so "apart
+by" is the median of the seeds' own differences. Orders by load, replicas and so on are those of the study's quick size.
 """
 
-
-def document(results: Sequence[Results], command: str, share: float) -> str:
-    """Return the page. command: that wrote it. share: of seeds in which an order has to hold."""
-    lines = [_HEAD.format(command=command, share=share)]
-    for each in results:
-        lines += [*_study(each, share), ""]
-    return "\n".join(lines)
+_TITLE = "\n## "
 
 
-def _study(results: Results, share: float) -> Iterator[str]:
+def document(results: Sequence[Results], flags: str, share: float, before: str = "") -> str:
+    """Return the page, with other studies' sections as they stand in `before`. flags: of the command that ran these.
+
+    share: of seeds in which an order has to hold.
+    """
+    sections = {section.partition("\n")[0]: section for section in before.split(_TITLE)[1:]}
+    sections |= {each.study.name: "\n".join([*_study(each, flags, share), ""]) for each in results}
+    return _TITLE.join([_HEAD.format(share=share), *(sections[name] for name in sorted(sections))])
+
+
+def _study(results: Results, flags: str, share: float) -> Iterator[str]:
     study = results.study
-    yield f"## {study.name}\n\n{study.title}. Published: {study.source}.\n"
+    yield f"{study.name}\n\n`chorus simulate {study.name}{flags}`\n"
+    yield f"{study.title}. Published: {study.source}.\n"
+    yield f"{study.why.strip()}\n"
     labels = [METRICS[metric].label for metric in study.metrics]
     yield from _table(["", *labels], ([row.name, *_cells(results, row)] for row, _ in results.rows))
     yield f"\n{caption(results)[0].upper()}{caption(results)[1:]}.\n"

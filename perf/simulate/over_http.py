@@ -25,7 +25,7 @@ from ...core.costs.profile import Number, Profile, Terms
 from ..serving.client import Client
 from ..serving.load import run_load, warm_up
 from ..serving.plan import PlannedRequest
-from ..serving.record import LoadError
+from ..serving.record import LoadError, Record
 from ..serving.server_process import launched
 from ..workload.request import TraceRequest
 from .records import Records, Served
@@ -99,28 +99,33 @@ class HttpServer:
 
     def __init__(self, url: str, config: EngineConfig) -> None:
         self._url = url
+        self.texts: list[str] = []
         self._base = config.model.name
         self._tokenizer = Tokenizer.from_file(str(config.model / "tokenizer.json"))
 
-    def serve(self, trace: Sequence[TraceRequest]) -> tuple[Records, Traced]:
+    def serve(self, trace: Sequence[TraceRequest], *, one_by_one: bool = False) -> tuple[Records, Traced]:
         """Serve a trace in real time: the client's records, and the trace with the prompts' lengths as the server
-        counted them. Raises LoadError for a request that failed.
+        counted them. Its answers are in `texts`. one_by_one: each request when the one before it has ended. Raises
+        LoadError for a request that failed.
         """
         plan = [self._planned(request) for request in trace]
-        return asyncio.run(self._serve(trace, plan))
-
-    async def _serve(self, trace: Sequence[TraceRequest], plan: Sequence[PlannedRequest]) -> tuple[Records, Traced]:
-        counts = {"stream_options": {"include_usage": True}, "ignore_eos": True, "temperature": 0.0}
-        async with Client(self._url, "completions", timeout=_TIMEOUT, api_key=None, extra=counts) as client:
-            await warm_up(client, plan[:1])  # opens a connection
-            outcome = await run_load(client, plan)
+        found = asyncio.run(self._serve(plan, one_by_one))
+        self.texts = [record.text for record in found]
         records, counted = Records(), []
-        for request, record in zip(trace, outcome.records, strict=True):
+        for request, record in zip(trace, found, strict=True):
             if not record.ok:
                 raise LoadError(f"request {request.id} failed: {record.error}: {record.detail}")
             records.add(Served(request.arrival, record.ttft, record.e2e, 0.0, 0.0, record.output_tokens))
             counted.append(request._replace(prompt_tokens=record.prompt_tokens))
         return records, counted
+
+    async def _serve(self, plan: Sequence[PlannedRequest], one_by_one: bool) -> list[Record]:
+        counts = {"stream_options": {"include_usage": True}, "ignore_eos": True, "temperature": 0.0}
+        async with Client(self._url, "completions", timeout=_TIMEOUT, api_key=None, extra=counts) as client:
+            if one_by_one:
+                return await warm_up(client, plan)
+            await warm_up(client, plan[:1])  # opens a connection
+            return (await run_load(client, plan)).records
 
     def _planned(self, request: TraceRequest) -> PlannedRequest:
         """Random letters, so that no two prompts share a beginning worth caching."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from ..workload.popularity import FromTrace
 from ..workload.request import TraceRequest
 from .adapters import SimAdapters
 from .cluster import Cluster, Controller, Event, Happened, NoReplica, first, simulate, simulate_clients
-from .controls import RankBlind, mean_rank
+from .controls import RankBlind, RoundRobin, mean_rank
 from .engine import MODEL
 from .merged_only import MergedOnly
 from .migrating import Migrating
@@ -33,7 +34,8 @@ from .own_requests import CountsOwn
 from .prompts import make_prompt
 from .records import Records
 from .replica import Replica
-from .study import Setup, Step, StudyError
+from .scaling import Scaling
+from .study import Flash, Limit, Setup, Step, StudyError
 
 #: Seconds between looks at the replicas, and for how many of them in a row an idle one could be given back.
 LOOK, RELEASABLE = 10.0, 6
@@ -51,9 +53,24 @@ class Outcome:
 def run_serving(setup: Setup) -> Outcome:
     """Raises StudyError for what the setup's parts refuse, its traces included."""
     try:
-        return _run(setup)
+        return _run(setup) if setup.limit is None else _at_limit(setup, setup.limit)
     except (WorkloadError, NoReplica) as error:
         raise StudyError(str(error)) from None
+
+
+def _at_limit(setup: Setup, limit: Limit) -> Outcome:
+    """The first run that reaches the limit, with the rate at which it is reached."""
+    below = (0.0, 0.0)
+    for rate in limit.rates:
+        arrivals = {**setup.workload["arrivals"], "rate": rate}
+        outcome = _run(setup.model_copy(update={"workload": {**setup.workload, "arrivals": arrivals}}))
+        value = outcome.metrics[limit.metric]
+        if value >= limit.value:
+            share = (limit.value - below[1]) / (value - below[1])
+            outcome.metrics["rate_at_limit"] = below[0] + share * (rate - below[0])
+            return outcome
+        below = rate, value
+    raise StudyError(f"limit: {limit.metric} is {below[1]:g} at {below[0]:g} requests/s; add higher rates")
 
 
 def _run(setup: Setup) -> Outcome:
@@ -82,18 +99,25 @@ def _run(setup: Setup) -> Outcome:
     source = _preload(setup, spec, adapters, replicas)
     estimates = _estimates(setup, profile, adapters.num_bytes)
     policy = _policy(setup, estimates, spec)
+    wanted, scaling = setup.scaling, None
+    if wanted is not None:
+        scaling = Scaling(wanted.least, setup.replicas, wanted.boot_seconds, wanted.steady_seconds)
     looks: list[list[int]] = []
 
     def look(time: float, seen: Sequence[Replica]) -> None:
         looks.append([replica.state.num_requests for replica in seen])
 
-    requests = adapters.known(source if setup.flood_keeps == 1 else _thinned(source, setup.flood, setup.flood_keeps))
+    if setup.flood_keeps > 1:
+        source = _thinned(source, setup.flood, setup.flood_keeps)
+    if setup.flash is not None:
+        source = _crowded(source, setup.flash, adapters.numbered(spec, setup.flash.adapter), adapters, spec.seed)
+    requests = adapters.known(source)
     vocab_size = profile.geometry.vocab_size
     options: dict[str, Any] = {
         "prompt": (lambda request: make_prompt(request, vocab_size)) if adapters.config.prefix_cache else None,
         "staleness": setup.router.staleness, "make": make,
         "answers": estimates.answers if _learns_lengths(setup) else None,
-        "controller": _controller(setup, spec, adapters, profile),
+        "controller": _controller(setup, spec, adapters, profile, scaling),
     }  # fmt: skip
     if setup.clients is None:
         records = simulate(requests, replicas, policy, watch=look, period=LOOK, **options)
@@ -106,7 +130,10 @@ def _run(setup: Setup) -> Outcome:
         loads = np.zeros((len(looks), len(looks[-1])), np.int64)  # of replicas that came later, 0 before
         for row, found in zip(loads, looks, strict=True):
             row[: len(found)] = found
-    return _outcome(setup, records, replicas, adapters.num_prompt_tokens, loads)
+    found = _outcome(setup, records, replicas, adapters.num_prompt_tokens, loads)
+    there = setup.replicas * found.metrics["simulated_seconds"] if scaling is None else scaling.replica_seconds
+    found.metrics["replica_hours"] = there / 3600
+    return found
 
 
 def _thinned(requests: Iterable[TraceRequest], tenant: str | None, keeps: int) -> Iterator[TraceRequest]:
@@ -115,6 +142,17 @@ def _thinned(requests: Iterable[TraceRequest], tenant: str | None, keeps: int) -
     for request in requests:
         if request.tenant != tenant or seen.setdefault(request.adapter, len(seen)) % keeps == 0:
             yield request
+
+
+def _crowded(
+    requests: Iterable[TraceRequest], flash: Flash, name: str, adapters: _Adapters, seed: int
+) -> Iterator[TraceRequest]:
+    """Yield the requests, some of them for the crowd's adapter while it lasts."""
+    draw, rank = random.Random(seed).random, adapters.catalogue.rank(name)
+    for request in requests:
+        if 0 <= request.arrival - flash.at < flash.seconds and draw() < flash.share:
+            request = request._replace(adapter=name, rank=rank)
+        yield request
 
 
 def _policies(setup: Setup, config: EngineConfig, profile: Profile) -> Policies:
@@ -229,8 +267,12 @@ def _preload(
     return itertools.dropwhile(lambda request: request.arrival < wanted.fit_seconds, spec)
 
 
-def _controller(setup: Setup, spec: WorkloadSpec, adapters: _Adapters, profile: Profile) -> Controller | None:
-    found: list[Controller] = [_Script(setup.script, spec, adapters)] if setup.script else []
+def _controller(
+    setup: Setup, spec: WorkloadSpec, adapters: _Adapters, profile: Profile, scaling: Scaling | None
+) -> Controller | None:
+    found: list[Controller] = [] if scaling is None else [scaling]
+    if setup.script:
+        found.append(_Script(setup.script, spec, adapters))
     if (wanted := setup.migration) is not None:
         if wanted.planner in NEED_HIGHS and not has_highs():
             raise StudyError(f"migration.planner {wanted.planner} needs highspy: pip install 'chorus-lora[plan]'")
@@ -287,7 +329,10 @@ def _learns_lengths(setup: Setup) -> bool:
 
 def _policy(setup: Setup, estimates: Estimates, spec: WorkloadSpec) -> Policy:
     router = setup.router
-    policy = first if router.policy == "first" else POLICIES[router.policy](estimates, spec.seed)
+    if router.policy in POLICIES:
+        policy = POLICIES[router.policy](estimates, spec.seed)
+    else:
+        policy = RoundRobin() if router.policy == "round-robin" else first
     if not router.sees_ranks:
         policy = RankBlind(policy, mean_rank(spec))
     if router.choices is not None:
@@ -317,6 +362,8 @@ def _outcome(
         metrics["cold_share" if name == "cold_share" else f"{name}_mean"] = float(values.mean()) if len(values) else 0.0
         if name in ("ttft", "time_per_token"):
             metrics[f"{name}_p99"] = float(np.percentile(values, 99))
+    metrics["ttft_p50"], metrics["ttft_most"] = float(np.median(samples["ttft"])), float(samples["ttft"].max())
+    metrics["queue_per_token"] = float((records.column("queue") / tokens)[counted].mean())
     if setup.flood is not None:
         others = samples["ttft"][records.column("tenant")[counted] != setup.flood]
         if not len(others):

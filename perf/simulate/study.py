@@ -41,6 +41,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_v
 
 from ...server.cluster.placement.settings import MigrationSettings
 from ...server.cluster.router import POLICIES
+from ...server.cluster.router.scale import STEADY_SECONDS
 from ..workload.model import Strict
 from .metrics import METRICS
 
@@ -50,7 +51,8 @@ class StudyError(ValueError):
 
 
 class Router(Strict):
-    """The policy that routes requests: "first", or a name of `POLICIES`, with _ or - between its words.
+    """The policy that routes requests: "first", a name of `POLICIES` with _ or - between its words, or the baseline
+    "round-robin": in turn the replicas that hold the adapter.
 
     slo: seconds per token, for policies that keep to one. mean_output_tokens: of an answer; without it, policies that
     estimate learn it from the answers that have ended. sees_ranks, prices_prefill: a control takes them away; without
@@ -82,8 +84,8 @@ class Router(Strict):
     @classmethod
     def _is_known(cls, policy: str) -> str:
         name = policy.replace("_", "-")
-        if name != "first" and name not in POLICIES:
-            raise ValueError(f"it must be first or one of {', '.join(POLICIES)}")
+        if name not in ("first", "round-robin", *POLICIES):
+            raise ValueError(f"it must be first, round-robin or one of {', '.join(POLICIES)}")
         return name
 
 
@@ -141,6 +143,44 @@ class Preload(Strict):
     kv_share: float = Field(default=0.5, ge=0, lt=1)
 
 
+class Flash(Strict):
+    """A flash crowd: from `at` for `seconds`, a `share` of the requests are for one adapter, by its number."""
+
+    adapter: int = Field(ge=0)
+    at: float = Field(ge=0)
+    seconds: PositiveFloat
+    share: float = Field(gt=0, le=1)
+
+
+class Scale(Strict):
+    """Replicas follow the load between `least` and the setup's number, with which it begins (`Scaling`).
+
+    boot_seconds: until a replica that is started serves. steady_seconds: for which a hint must hold.
+    """
+
+    least: PositiveInt
+    boot_seconds: float = Field(default=30.0, ge=0)
+    steady_seconds: PositiveFloat = STEADY_SECONDS
+
+
+class Limit(Strict):
+    """The row's load is what its replicas bear: the rate at which a metric reaches `value`, by straight lines between
+    the last rate of `rates` at which it is below and the first at which it is above. The row's metrics are of the
+    latter.
+    """
+
+    metric: str
+    value: PositiveFloat
+    rates: list[PositiveFloat] = Field(min_length=2)
+
+    @field_validator("rates")
+    @classmethod
+    def _rises(cls, rates: list[float]) -> list[float]:
+        if rates != sorted(set(rates)):
+            raise ValueError("rates must rise")
+        return rates
+
+
 class Setup(Strict):
     """Setup of one row's simulation.
 
@@ -153,9 +193,9 @@ class Setup(Strict):
     slo_classes: of requests of a class of the workload's own. read_threads, stream, mix, most_prompts,
     most_rows, keep_idle, tells_tenants: `Replica`'s; tensor_parallel: its degree. placement: for each replica, or the
     first few, numbers of adapters that it has in the arena from the start, the most popular being 0. script: what is
-    done to replicas when. preload, migration: see `Preload` and `Migrate`. mode: a policy of modes that only studies
-    compare with, in place of the engine's (`MergedOnly`). mode_prices: what the engine's compares modes by. directory:
-    of the study's file, from which relative paths of the profile and of traces count.
+    done to replicas when. preload, migration, flash, scaling, limit: see `Preload` and so on. mode: a policy of modes
+    that only studies compare with, in place of the engine's (`MergedOnly`). mode_prices: what the engine's compares
+    modes by. directory: of the study's file, from which relative paths of the profile and of traces count.
     """
 
     profile: str
@@ -177,6 +217,9 @@ class Setup(Strict):
     script: list[Step] = []
     preload: Preload | None = None
     migration: Migrate | None = None
+    flash: Flash | None = None
+    scaling: Scale | None = None
+    limit: Limit | None = None
     read_threads: PositiveInt = 2
     stream: bool = True
     mix: bool = True

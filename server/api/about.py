@@ -15,7 +15,8 @@ from starlette.responses import Response
 
 from ... import __version__
 from ..engine.backend import Backend
-from ..engine.metrics import EngineView, Metrics, Write, accounts_text
+from ..engine.engine_view import EngineView
+from ..engine.metrics import Metrics, Write, accounts_text
 from ..errors import EngineUnavailable, JsonResponse, no_model
 from ..executors import DaemonPool
 from ..http.gate import Gate

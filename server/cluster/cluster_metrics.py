@@ -39,3 +39,10 @@ class ClusterCollector(Collector):
         for link in dispatcher.links:
             at.add_metric((link.name,), ledger.num_at(link.name))
         yield at
+        costs = GaugeMetricFamily(
+            "chorus_replica_cost_seconds", "What replicas have learned that a step takes, on average", labels=("term",)
+        )
+        told = dispatcher.reported_costs()
+        for term in told[0] if told else ():
+            costs.add_metric((term,), sum(one[term] for one in told) / len(told))
+        yield costs

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ...memory.adapters.adapter import Tier
-from ..engine.adapter_metrics import AdapterView
-from ..engine.metrics import MAX_TIER_SERIES, EngineView
+from ..engine.engine_view import MAX_TIER_SERIES, AdapterView, EngineView
 from . import totals
 from .catalog import Catalog
 from .link import Link

@@ -291,6 +291,10 @@ class Dispatcher:
         if self.ledger.num_waiting:
             self._place_waiting()
 
+    def reported_costs(self) -> list[dict[str, float]]:
+        """Costs of steps and transfers (`step_costs`), of each replica that has reported some."""
+        return [link.report.costs for link in self.links if link.report is not None and link.report.costs]
+
     def look(self) -> None:
         """End requests that no replica has been able to take for too long, see whether there are replicas enough, and
         price requests by the step costs that replicas have reported.
@@ -298,7 +302,7 @@ class Dispatcher:
         To be called now and then.
         """
         now = self._clock()
-        told = [link.report.costs for link in self.links if link.report is not None and link.report.costs]
+        told = self.reported_costs()
         if told and now >= self._next_prices:
             self._next_prices = now + PRICE_SECONDS
             self._estimates.set_costs(mean_costs(told))

@@ -60,9 +60,11 @@ class Fleet(Placements):
                 if path is not None and content not in link.failed:
                     link.load(content, path)
             links = [link for link in links if content in link.loaded]
-        everyone = self._candidates.get(None)
-        if everyone is not None and len(everyone[0]) == len(links):
-            return everyone
+            everyone, _ = found = self._candidates.get(None) or self._candidates.setdefault(
+                None, self._find(None, None)
+            )
+            if len(everyone) == len(links):
+                return found
         return links, self._view(links)
 
     def _view(self, links: Sequence[Link]) -> Replicas:

@@ -4,41 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from ...memory.adapters.adapter import Tier
+from .engine_view import EngineView
 from .metric_families import MODEL_LABELS, label, listed, with_samples
-
-if TYPE_CHECKING:
-    from ...core.engine import Engine
-    from .metrics import EngineView
 
 _LEVELS = {Tier.DEVICE: "gpu", Tier.HOST: "cpu"}
 """vLLM's words for where a whole adapter is; `gpu` is the arena, on a CPU, too."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterView:
-    """An adapter that is not only on disk. load_seconds: how long its latest load took; None while unknown.
-
-    credit: for having given way to others; None where the policy of modes keeps none.
-    """
-
-    name: str
-    tier: Tier
-    rank: int
-    pinned: bool
-    load_seconds: float | None
-    credit: float | None
-
-    @classmethod
-    def of(cls, engine: Engine, name: str, tier: Tier) -> AdapterView:
-        adapter = engine.store.get(name)
-        credit = None if engine.modes is None else engine.modes.credit(adapter)
-        return cls(name, tier, adapter.rank, engine.store.is_pinned(adapter), adapter.load_seconds, credit)
 
 
 def adapter_families(view: EngineView, everything: tuple[str, str]) -> Iterator[Metric]:

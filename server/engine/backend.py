@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ...core.requests.request import Request
     from ...memory.files.format import AdapterManifest
     from ...memory.host.image import HostImage
-    from .metrics import EngineView
+    from .engine_view import EngineView
 
 OnOutput = Callable[[RequestOutput], None]
 

@@ -307,7 +307,8 @@ class Generation:
             if not self._open:
                 self._metrics.call_ended(self._per_prompt, max(len(choice.token_ids) for choice in self.choices))
         if self._recorder is not None:
-            self._recorder.note(self._by_request[request_id])
+            choice = self._by_request[request_id]
+            self._recorder.note(choice.request, len(choice.prompt_token_ids), len(choice.token_ids))
 
     def _ended(self, choice: Choice) -> Ended:
         return Ended(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 MODEL_LABELS = ("model_name", "engine")
 """Labels of vLLM's series."""
@@ -29,4 +30,20 @@ def with_samples(
     """The family with its samples: values of its labels, and the sample's own."""
     for labels, value in samples:
         family.add_metric(labels, value)
+    return family
+
+
+def histogram(
+    name: str,
+    text: str,
+    labels: Sequence[str],
+    values: Sequence[str],
+    bounds: Sequence[float],
+    counts: Sequence[int],
+    total: float,
+) -> HistogramMetricFamily:
+    """A histogram with one sample. counts: up to each of the bounds, and above the last. total: of all observations."""
+    family = HistogramMetricFamily(name, text, labels=labels)
+    ends = [*map(str, map(float, bounds)), "+Inf"]
+    family.add_metric(values, list(zip(ends, accumulate(counts), strict=True)), total)
     return family

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ...core.requests.request import Request
     from .backend import AdapterBook
-    from .generation import Choice
 
 log = logging.getLogger(__name__)
 
@@ -71,14 +71,13 @@ class Recorder:
         self._adapters = adapters
         self._thread.start()
 
-    def note(self, choice: Choice) -> None:
-        """A request has ended, whatever way. One that has drawn no token counts as if it had drawn one."""
+    def note(self, request: Request, prompt: int, output: int) -> None:
+        """A request has ended, whatever way, with so many tokens. One without a token counts as if it had one."""
         if len(self._rows) >= MAX_ROWS:
             self._num_dropped += 1
             return
-        request = choice.request
         self._rows.append((
-            request.arrival_time, request.adapter_name, len(choice.prompt_token_ids), max(1, len(choice.token_ids)),
+            request.arrival_time, request.adapter_name, prompt, max(1, output),
             request.tenant,
         ))  # fmt: skip
 

@@ -21,7 +21,7 @@ from ...memory.transfers.transfer import ExecutorLost
 from ..errors import EngineUnavailable
 from .backend import SHUTTING_DOWN, OnOutput
 from .engine_adapters import EngineAdapters
-from .metrics import EngineView
+from .engine_view import EngineView
 from .subscribers import Subscribers
 
 if TYPE_CHECKING:

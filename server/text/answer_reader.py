@@ -14,9 +14,10 @@ import string
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from .call_formats import CallFormat, ReasoningFormat
+from .detokenizer import overlap
 
 MAX_HEAD = 256
 """Characters in which a call that is no JSON object must have named its function."""
@@ -38,8 +39,7 @@ class PartKind(StrEnum):
     ARGUMENTS = "arguments"
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """A piece of an answer, in the order of its text.
 
     text: reasoning, content, the name of the function of a call that begins, or a piece of its arguments' JSON. call:
@@ -158,7 +158,7 @@ class AnswerReader:
         assert self._reasoning is not None
         if not self._in_reasoning:
             self._held = self._held.lstrip(SPACE)
-        text, found = self._until((self._reasoning.close,), drops_blanks=True)
+        text, found = self._until(self._reasoning.close, drops_blanks=True)
         if self._shows_reasoning:
             self._give(PartKind.REASONING, text)
         self._in_reasoning = self._in_reasoning or bool(text)
@@ -189,31 +189,27 @@ class AnswerReader:
         return True
 
     def _content(self) -> bool:
-        opens = () if self._format is None else (self._format.open,)
-        text, found = self._until(opens, drops_blanks=False)
+        text, found = self._until("" if self._format is None else self._format.open, drops_blanks=False)
         self._give(PartKind.CONTENT, text)
         if not found:
             return False
         self._begin_head()
         return True
 
-    def _until(self, delimiters: tuple[str, ...], *, drops_blanks: bool) -> tuple[str, bool]:
-        """Take the held text up to a delimiter, without blanks in front of it; and whether there is one.
+    def _until(self, delimiter: str, *, drops_blanks: bool) -> tuple[str, bool]:
+        """Take the held text up to a delimiter, if any, without blanks in front of it; and whether it is there.
 
         The blanks and the delimiter are the new lead. drops_blanks: blanks at the end of the whole text go, too.
         """
         text = self._held
-        places = [(place, each) for each in delimiters if (place := text.find(each)) >= 0]
-        if places:
-            place, delimiter = min(places)
-            shown = text[:place].rstrip(SPACE)
-            self._lead, self._held = text[len(shown) : place + len(delimiter)], text[place + len(delimiter) :]
+        if delimiter and (place := text.find(delimiter)) >= 0:
+            shown, behind = text[:place].rstrip(SPACE), place + len(delimiter)
+            self._lead, self._held = text[len(shown) : behind], text[behind:]
             return shown, True
-        if self._final:
+        if self._final or not delimiter:
             self._held = ""
             return text.rstrip(SPACE) if drops_blanks else text, False
-        kept = max((overlap(text, each) for each in delimiters), default=0)
-        shown = text[: len(text) - kept].rstrip(SPACE) if delimiters else text
+        shown = text[: len(text) - overlap(text, delimiter)].rstrip(SPACE)
         self._held = text[len(shown) :]
         return shown, False
 
@@ -465,11 +461,3 @@ def _json_of(text: str) -> str:
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
-
-
-def overlap(text: str, word: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `word`, but not all of it."""
-    for length in range(min(len(text), len(word) - 1), 0, -1):
-        if word.startswith(text[-length:]):
-            return length
-    return 0

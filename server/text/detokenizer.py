@@ -228,7 +228,7 @@ class TextStream:
         if hits:
             end, self.stopped_by = min(hits)
             return text[: end + len(self.stopped_by) if self._include_stop else end]
-        return self._show(len(self._held) - max(_overlap(self._held, stop) for stop in self._stops))
+        return self._show(len(self._held) - max(overlap(self._held, stop) for stop in self._stops))
 
     def _find(self, text: str, stop: str) -> int:
         return text.find(stop, max(0, self._exempt - len(stop) + 1))
@@ -241,9 +241,11 @@ class TextStream:
         return shown
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if stop.startswith(text[-length:]):
-            return length
+def overlap(text: str, word: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `word`, but not all of it."""
+    at = max(0, len(text) - len(word) + 1)
+    while (at := text.find(word[0], at)) >= 0:
+        if word.startswith(text[at:]):
+            return len(text) - at
+        at += 1
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 from ....core.costs.models import CostModel
 from ....core.costs.profile import load_profile
@@ -45,15 +46,30 @@ class Estimates:
         self.costs = costs
         self.slo = SLO_STEPS * costs.decode_seconds((0,)) if self._given_slo is None else self._given_slo
 
-    def load_seconds(self, adapter: str | None, replica: ReplicaState) -> float:
-        """Seconds until a replica has an adapter in its arena, 0 where it is there: the read, unless it is in host
+    def load_of(self, adapter: str | None) -> Load:
+        """The load of an adapter, which is priced once for a decision among several replicas."""
+        if adapter is None:
+            return Load(None, 0.0, 0.0)
+        num_bytes = self.adapter_bytes(adapter)
+        return Load(adapter, self.costs.disk.seconds(num_bytes), self.costs.link.seconds(num_bytes))
+
+
+class Load(NamedTuple):
+    """An adapter, and the seconds that its read and its copy over the link take by themselves; None: the base model."""
+
+    adapter: str | None
+    read: float
+    copy: float
+
+    def seconds(self, replica: ReplicaState) -> float:
+        """Seconds until a replica has the adapter in its arena, 0 where it is there: the read, unless it is in host
         memory, and the copy over the link, each behind what is under way there.
         """
+        adapter, read, copy = self
         if adapter is None or adapter in replica.resident:
             return 0.0
-        costs, num_bytes = self.costs, self.adapter_bytes(adapter)
-        there = 0.0 if adapter in replica.on_host else replica.disk_seconds + costs.disk.seconds(num_bytes)
-        return max(there, replica.link_seconds) + costs.link.seconds(num_bytes)
+        there = 0.0 if adapter in replica.on_host else replica.disk_seconds + read
+        return max(there, replica.link_seconds) + copy
 
 
 @cache

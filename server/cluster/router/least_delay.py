@@ -41,14 +41,17 @@ class LeastDelay:
 
     def __call__(self, request: Routed, replicas: Replicas) -> int | None:
         tokens = self._estimates.answers.expected(request.adapter)
-        best, least = 0, (math.inf, 0)
+        slowdown, room_seconds = self._slowdown.slowdown(request, tokens), self._pending.room_seconds
+        best, least, fewest = 0, math.inf, 0
         for index in self._candidates(request.adapter, replicas):
             replica = replicas[index]
-            slower, queue, step = self._slowdown.slowdown(request, replica, tokens)
-            own = (queue + self._pending.room_seconds(request, replica, tokens)) / tokens + step
-            delay = own + slower * replica.num_requests, replica.num_requests
-            if delay < least:
-                best, least = index, delay
+            slower, queue, step = slowdown(replica)
+            if not replica.has_room(request):
+                queue += room_seconds(request, replica, tokens)
+            requests = replica.num_requests
+            delay = queue / tokens + step + slower * requests
+            if delay < least or (delay == least and requests < fewest):
+                best, least, fewest = index, delay, requests
         return best
 
     def _candidates(self, adapter: str | None, replicas: Replicas) -> Collection[int]:
@@ -57,14 +60,11 @@ class LeastDelay:
         homes = () if adapter is None else replicas.homes(adapter)
         if count <= MAX_CANDIDATES:
             return dict.fromkeys((*homes, *range(count)))
-        found: dict[int, None] = {}
-        if adapter is not None:
-            holders = replicas.holders(adapter)
-            if len(holders) > NUM_HOLDERS:
-                first, second = int(draw() * len(holders)), int(draw() * (len(holders) - 1))
-                holders = holders[first], holders[second + (second >= first)]
-            found = {index: None for name in holders if (index := replicas.find(name)) is not None}
-            found.update(dict.fromkeys(homes))
-        for _ in range(NUM_RANDOM if adapter is not None else MAX_CANDIDATES):
-            found[int(draw() * count)] = None
-        return found
+        if adapter is None:
+            return dict.fromkeys([int(draw() * count) for _ in range(MAX_CANDIDATES)])
+        holders = replicas.holders(adapter)
+        if len(holders) > NUM_HOLDERS:
+            first, second = int(draw() * len(holders)), int(draw() * (len(holders) - 1))
+            holders = holders[first], holders[second + (second >= first)]
+        held = [index for name in holders if (index := replicas.find(name)) is not None]
+        return dict.fromkeys((*held, *homes, int(draw() * count), int(draw() * count)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .estimates import Estimates
+from .estimates import Estimates, Load
 from .replica_state import ReplicaState, Routed
 
 
@@ -20,22 +20,22 @@ class PendingTime:
         self._estimates = estimates
 
     def __call__(self, request: Routed, replicas: Sequence[ReplicaState]) -> int | None:
-        tokens = self._estimates.answers.expected(request.adapter)
+        tokens, load = self._estimates.answers.expected(request.adapter), self._estimates.load_of(request.adapter)
         scores = [
-            (self.seconds(request, replica, tokens), replica.num_requests, index)
+            (self.seconds(request, replica, tokens, load), replica.num_requests, index)
             for index, replica in enumerate(replicas)
         ]
         return min(scores)[2]
 
-    def seconds(self, request: Routed, replica: ReplicaState, output_tokens: float) -> float:
-        """Seconds until the request can begin at a replica. output_tokens: of a mean answer."""
+    def seconds(self, request: Routed, replica: ReplicaState, output_tokens: float, load: Load) -> float:
+        """Seconds until the request can begin at a replica. output_tokens: of a mean answer. load: of its adapter."""
         queue = 0.0
         if replica.pending_tokens:
             queue = self._estimates.costs.queue_seconds(
                 replica.pending_tokens, replica.num_waiting, replica.pending_token_ranks, replica.pending_max_rank
             )
         queue += self.room_seconds(request, replica, output_tokens)
-        return queue + self._estimates.load_seconds(request.adapter, replica)
+        return queue + load.seconds(replica)
 
     def room_seconds(self, request: Routed, replica: ReplicaState, output_tokens: float) -> float:
         """Seconds until ended requests have left a seat and pages."""

@@ -321,7 +321,7 @@ PEAK = """
 import sys, torch
 from pathlib import Path
 from chorus.core.model.config import ModelConfig
-from chorus.core.model.native_decoder import _native_layer, _PackedWeights
+from chorus.core.model.native_decoder import PackedWeights, _native_layer, projection_shapes
 from chorus.core.model.open_weights import open_weights
 from chorus.ops import native
 
@@ -335,7 +335,7 @@ open("/proc/self/clear_refs", "w").write("5")  # resets the peak
 before = status("VmRSS:")
 with open_weights(path, config, dtype) as weights:
     embed = weights.embed()
-    pack = _PackedWeights(config, dtype).add if packed else None
+    pack = PackedWeights(projection_shapes(config), dtype).add if packed else None
     layers = [_native_layer(l) for l in weights.layers(pack)] if packed else list(weights.layers())
     head = pack(weights.lm_head(embed)) if packed else weights.lm_head(embed)
 print(status("VmHWM:") - before)

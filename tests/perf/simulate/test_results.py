@@ -187,12 +187,17 @@ def test_a_request_that_fails_fails_the_check_and_is_printed(tmp_path, capsys):
 
 
 def test_the_page_has_every_study_and_says_how_it_was_made(tmp_path, capsys):
-    path, page = tmp_path / "mine.toml", tmp_path / "page.md"
+    path, other, page = tmp_path / "mine.toml", tmp_path / "first.toml", tmp_path / "page.md"
     path.write_text(published(0.9, 0.5) + AXIS)
-    assert main([str(path), "--quick", "--region", "--seeds", "2", "--markdown", str(page)]) == 0
+    other.write_text(published(0.9, 0.5))
+    assert main([str(path), "--quick", "--region", "--seed", "4", "--seeds", "2", "--markdown", str(page)]) == 0
+    alone = page.read_text()
+    assert main([str(other), "--quick", "--seeds", "1", "--markdown", str(page)]) == 0
     text = page.read_text()
-    assert "--quick --region --seeds 2 --markdown page.md`" in text
-    assert "## mine" in text
+    assert "`chorus simulate mine --quick --region --seed 4 --seeds 2`" in text
+    assert "`chorus simulate first --quick --seeds 1`" in text
+    assert text.index("## first") < text.index("## mine")
+    assert text.endswith(alone[alone.index("## mine") :])
     assert "* ~~0 of 2~~: TTFT, ms: one < two" in text
     assert "| orders by load | x 0.5 | x 1 | x 2 |" in text
     assert "x 0.5" in capsys.readouterr().out

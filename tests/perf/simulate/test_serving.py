@@ -111,3 +111,44 @@ def test_a_router_may_know_little():
 def test_wrong_fields_are_told(changes, message):
     with pytest.raises((StudyError, ValidationError), match=message):
         metrics(**changes)
+
+
+def test_a_crowd_comes_for_one_adapter_and_goes():
+    """Each replica that is asked for it loads it, and nothing else is: the workload's own adapters are there."""
+    placement = [[0, 1, 2], [0, 1, 2]]
+    workload = {**BASE["workload"], "popularity": {"kind": "weights", "weights": [1.0, 1.0, 1.0, 1e-9]}}
+    crowd = {"adapter": 3, "at": 2.0, "seconds": 1.0, "share": 1.0}
+    assert metrics(placement=placement, workload=workload)["cold_starts_per_second"] == 0
+    found = metrics(placement=placement, workload=workload, flash=crowd)
+    assert round(found["cold_starts_per_second"] * found["simulated_seconds"]) == 2
+    late = {**crowd, "at": 1000.0}
+    assert metrics(placement=placement, workload=workload, flash=late)["cold_starts_per_second"] == 0
+
+
+def test_turns_go_to_the_replicas_that_hold_the_adapter():
+    workload = {**BASE["workload"], "popularity": {"kind": "identical"}}
+    alone, both = (
+        metrics(workload=workload, placement=placement, router={"policy": "round-robin"})
+        for placement in ([[0]], [[0], [0]])
+    )
+    assert alone["busy_batch"] > both["busy_batch"]
+    assert alone["cold_starts_per_second"] == both["cold_starts_per_second"] == 0
+
+
+def test_replicas_that_follow_the_load_take_fewer_hours():
+    fixed, scaled = metrics(), metrics(scaling={"least": 1, "steady_seconds": 1.0})
+    assert fixed["replica_hours"] == pytest.approx(2 * fixed["simulated_seconds"] / 3600)
+    assert scaled["replica_hours"] < 0.9 * fixed["replica_hours"]
+
+
+def test_the_rate_at_a_limit_is_between_the_rates_around_it():
+    limit = {"metric": "ttft_mean", "value": 0.2, "rates": [1.0, 40.0, 1000.0]}
+    workload = {**BASE["workload"], "requests": 100}
+    low, high = (
+        metrics(workload={**workload, "arrivals": {"process": "poisson", "rate": rate}})["ttft_mean"]
+        for rate in (1.0, 1000.0)
+    )
+    assert low < 0.2 < high
+    assert 1.0 < metrics(workload=workload, limit=limit)["rate_at_limit"] < 1000.0
+    with pytest.raises(StudyError, match="add higher rates"):
+        metrics(workload=workload, limit={**limit, "value": 1000.0})

@@ -146,6 +146,17 @@ def test_what_is_wrong_with_a_request_is_said_as_by_one_server(up):
         assert (answer.status_code, "message" in answer.json()["error"]) == (status, True)
 
 
+def test_calls_of_tools_are_forced_by_replicas_and_read_by_the_front(up):
+    parameters = {"type": "object", "properties": {"unit": {"enum": ["C", "F"]}}, "required": ["unit"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    asked = {"messages": [{"role": "user", "content": "hi"}], "parallel_tool_calls": False, "max_tokens": 100}
+    body = {**asked, "tools": tools, "tool_choice": "required"}
+    (answer,) = up.client.post("/v1/chat/completions", json=body).json()["choices"]
+    assert answer["finish_reason"] == "tool_calls"
+    (call,) = answer["message"]["tool_calls"]
+    assert call["function"]["name"] == "f" and json.loads(call["function"]["arguments"])["unit"] in "CF"
+
+
 @pytest.mark.long
 def test_several_fronts_on_one_port_know_the_same_adapters_and_outlive_each_other(roots):
     def ask() -> tuple[int, str]:

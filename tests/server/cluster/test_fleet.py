@@ -88,3 +88,12 @@ def test_what_is_kept_up_to_date_is_what_a_recount_finds(moves):
             assert (link.name in replicas.holders(adapter)) == (adapter in state.on_host)
         told = ("max_num_seqs", "free_tokens", "kv_tokens", "resident", "on_host")
         assert state == replace(expected, **{name: getattr(state, name) for name in told})
+
+
+def test_replicas_that_may_take_all_adapters_are_one_view_though_no_request_was_for_the_base_model():
+    """Otherwise each adapter has a view and homes of its own, which grow with the replicas."""
+    fleet, ledger = made_fleet()
+    for link in fleet.links:
+        link.loaded.update(("h0", "h1"))
+    first, second = (fleet.candidates(ledger.add(record(n, f"h{n}")), None, ())[1] for n in range(2))
+    assert first is second

@@ -13,7 +13,7 @@ from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.memory.adapters.adapter import Tier
-from chorus.server.engine.metrics import EngineView
+from chorus.server.engine.engine_view import EngineView
 
 
 def test_metrics(start, fake_engine):
@@ -106,7 +106,7 @@ def test_adapters_by_tier(start, fake_engine, monkeypatch):
         *(f'chorus_adapters{{tier="{tier}"}} 1.0' for tier in ("disk", "loading", "host", "device")),
         'chorus_adapters{tier="failed"} 0.0',
     ]
-    monkeypatch.setattr("chorus.server.engine.metrics.MAX_TIER_SERIES", 1)
+    monkeypatch.setattr("chorus.server.engine.engine_view.MAX_TIER_SERIES", 1)
     text = live.client.get("/metrics").text
     assert 'adapter="alice"' in text and 'adapter="dan"' not in text and 'chorus_adapters{tier="host"} 1.0' in text
 

@@ -30,9 +30,9 @@ def rows(path):
     return list(Csv(format="csv", path=path, sort=True).rows())
 
 
-def choice(adapter=None, prompt=3, output=2, tenant="", arrival=5.0):
-    request = SimpleNamespace(arrival_time=arrival, adapter_name=adapter, tenant=tenant)
-    return SimpleNamespace(request=request, prompt_token_ids=[1] * prompt, token_ids=[2] * output)
+def ended(adapter=None, prompt=3, output=2, tenant="", arrival=5.0):
+    """What is noted of a request."""
+    return SimpleNamespace(arrival_time=arrival, adapter_name=adapter, tenant=tenant), prompt, output
 
 
 class Book:
@@ -89,7 +89,7 @@ def test_a_trace_is_gone_on_with_and_ranks_are_asked_for_once(tmp_path):
         recorder = Recorder(path)
         recorder.start(book)
         for adapter in ("a", "gone", None, "a"):
-            recorder.note(choice(adapter, output=0, tenant=tenant))
+            recorder.note(*ended(adapter, output=0, tenant=tenant))
         recorder.stop()
     assert path.read_text().startswith(f"{HEADER}\n") and path.read_text().count("arrival") == 1
     found = rows(path)
@@ -119,7 +119,7 @@ def test_rows_that_a_full_disk_does_not_take_are_counted_and_none_is_cut_off(tmp
     monkeypatch.setattr(module.os, "write", lambda file, data: write(file, data[:10]))
     with caplog.at_level(logging.WARNING):
         recorder.start(Book())
-        recorder.note(choice())
+        recorder.note(*ended())
         recorder.stop()
     assert path.read_text() == f"{HEADER}\n"
     assert "1 requests are missing" in caplog.text and "No space left" in caplog.text
@@ -129,7 +129,7 @@ def test_rows_are_dropped_rather_than_kept_without_end(tmp_path, monkeypatch, ca
     monkeypatch.setattr(module, "MAX_ROWS", 2)
     recorder = Recorder(tmp_path / "trace.csv")
     for _ in range(5):
-        recorder.note(choice())
+        recorder.note(*ended())
     with caplog.at_level(logging.WARNING):
         recorder.start(Book())
         recorder.stop()

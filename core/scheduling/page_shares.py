@@ -1,0 +1,95 @@
+"""Shares of the pages: a tenant below its share takes pages from tenants above theirs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ...memory.pages.eviction import RestoreCosts
+from ..config import EngineConfig
+from ..requests.request import Request
+from .output_lengths import Growth
+from .request_memory import RequestMemory
+from .running import Running
+from .seat_shares import SeatShares
+from .waiting import WaitingQueue
+
+TAKEN_SHARE = 0.04
+"""Part of the time that may go into restoring requests preempted for a tenant's share, over `TAKING_SECONDS`. Chosen:
+below the twentieth of an engine's throughput that shares may cost.
+"""
+TAKING_SECONDS = 10.0
+
+
+class PageShares:
+    """Divides the pages for KV by weight among the tenants with requests in progress.
+
+    A running request counts with the pages that it is expected to end with. A request that lacks pages, and with which
+    its tenant stays within its share, takes them from the requests that come last in the order in which rows are kept
+    (`SeatShares.order`). Each tenant keeps a request, and its share; the oldest request of all is no victim. Pages that
+    no tenant needs for its share are for any tenant.
+    """
+
+    def __init__(
+        self, limits: EngineConfig, waiting: WaitingQueue, memory: RequestMemory, costs: RestoreCosts, rows: SeatShares
+    ) -> None:
+        self._weights, self._patience = limits.weights, limits.max_overtake_seconds
+        self._waiting = waiting
+        self._memory = memory
+        self._costs = costs
+        self._rows = rows
+        self._of: Growth | None = None
+        self._unit = 0.0  # pages of a tenant of weight 1 in the step of that growth
+        self._taker: Request | None = None  # the last request that pages were taken for
+        self._givers: set[str] = set()  # tenants that it took them from
+        self._taken_at = self._next_taking = -math.inf
+
+    def givers(self, now: float) -> set[str]:
+        """Return the tenants that must begin nothing yet, since a request waits for the pages taken from them."""
+        return self._givers if self._taker in self._waiting and now < self._taken_at + self._patience else set()
+
+    def allow(self, request: Request, running: Running, growth: Growth) -> bool:
+        """True if a tenant stays within its share when a request begins. growth: of `running`."""
+        if growth is not self._of:
+            self._of, self._unit = growth, self._share_of_one(running)
+        pages = growth.by_tenant[request.account] + growth.final_pages(request)
+        return pages <= self._share(request.account)
+
+    def find_victims(self, request: Request, running: Running, growth: Growth, now: float) -> list[Request]:
+        """Return the requests to preempt for a request, all with a row since before the step; none if others need their
+        pages, if it would go beyond its tenant's share, or if restoring the latest victims costs too much.
+        """
+        if now < self._next_taking or not self.allow(request, running, growth):
+            return []
+        pages, left = growth.by_tenant.copy(), dict(running.accounts)
+        lacking = growth.final_pages(request) + growth.total - self._memory.num_available_pages
+        victims: list[Request] = []
+        for victim in reversed(self._rows.order(self._rows.earlier())):
+            account, own = victim.account, growth.final_pages(victim)
+            keeps_share = left[account] > 1 and pages[account] - own >= self._share(account)
+            if account == request.account or victim is running[0] or not keeps_share:
+                continue
+            left[account] -= 1
+            pages[account] -= own
+            victims.append(victim)
+            lacking -= own
+            if lacking <= 0:
+                return victims
+        return []
+
+    def take(self, request: Request, victims: Sequence[Request], now: float) -> None:
+        """Record that `victims` are preempted for a request."""
+        costs, pages = self._costs, sum(victim.room for victim in victims) // self._memory.block_tokens
+        seconds = pages * (costs.swapped_page if self._memory.may_swap() else costs.prefix_page)
+        self._next_taking = max(self._next_taking, now - TAKING_SECONDS) + seconds / TAKEN_SHARE
+        self._taker, self._givers, self._taken_at = request, {victim.account for victim in victims}, now
+
+    def _share(self, account: str) -> float:
+        return self._unit * self._weights.get(account, 1.0)
+
+    def _share_of_one(self, running: Running) -> float:
+        waiting, accounts = self._waiting.accounts, running.accounts
+        total = len(waiting) + sum(account not in waiting for account in accounts)
+        total += sum(weight - 1 for each, weight in self._weights.items() if each in waiting or each in accounts)
+        held = sum(request.room for request in running) // self._memory.block_tokens
+        return (self._memory.num_available_pages + held) / total
