@@ -10,7 +10,7 @@ from ..errors import ApiError
 _VECTORS = "language models are served here, which write text and give no vectors or scores; vLLM serves such models"
 _SOUND = "speech is neither read nor spoken here; vLLM serves Whisper and others"
 _IMAGES = "images are neither read nor drawn here"
-_FILES = "no files are kept here; `chorus batch IN.jsonl OUT.jsonl` answers a file of requests in OpenAI's batch format"
+_FILES = "no files are kept here; send the requests of a batch one by one, as many at once as you like"
 _STORED = "no response is stored here; send the whole conversation as input of POST /v1/responses"
 _TRAINING = "adapters are served here, not trained; PEFT trains them, and POST /v1/adapters takes what it saves"
 

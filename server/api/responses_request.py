@@ -110,7 +110,7 @@ def _messages(instructions: str | None, given: Any) -> list[dict[str, Any]]:
     items = [{"role": "user", "content": given}] if isinstance(given, str) else objects(given, "input")
     for index, item in enumerate(items):
         message = _message(item, f"input[{index}]")
-        last = messages[-1] if messages else {"role": ""}
+        last: dict[str, Any] = messages[-1] if messages else {"role": ""}
         if len(messages) == 1 and message["role"] == last["role"] == "system" and message["content"]:
             last["content"] += "\n\n" + message["content"]
         elif message["role"] == last["role"] == "assistant" and not last["content"]:

@@ -98,6 +98,7 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _process_flags(parser: argparse.ArgumentParser) -> None:
+    parser.usage = f"{parser.prog} [MODEL] [--host HOST] [--port PORT] [flags]"
     _serve_flags(parser)
     parser.add_argument(
         "--engine-process", choices=("auto", "on", "off"), default="auto",

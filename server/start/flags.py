@@ -12,11 +12,25 @@ from typing import Any, NoReturn
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from ...core.config import EngineConfig
+from ..access.limits import RequestLimits
 from ..errors import field_path
 from ..settings import ENV_PREFIX, REPEATABLE, ConfigFileError, Settings
+from .advice import ForeignFlag, without_foreign_flags
 
 OTHER_VARIABLES = ("API_KEYS", "ADMIN_KEYS", "CHECK_STEPS", "COMMIT", "CPU_ISA", "NVTX", "SHARED", "SITE")
 """Names after `CHORUS_` that are no settings, and mean something all the same."""
+
+FIRST = ("model", "host", "port", "adapters", "lora_modules", "served_model_name", "memory_bytes", "config")
+
+GROUPS = {
+    "what is served, and where": FIRST,
+    "who may use it": (
+        "api_key", "api_key_file", "admin_key", "admin_key_file", "allow_unauthenticated", "allowed_hosts",
+        "cors_origins", "adapter_roots", "trusted_proxies", "tenant_header", "tenant_gateways", "weights", "fair_by",
+    ),
+}  # fmt: skip
+"""Settings that the help shows first; others follow by where they belong."""
 
 NEAR = 0.8
 """Likeness from which on a name is taken for a mistyped one."""
@@ -38,7 +52,15 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, args: Sequence[str] | None = None) -> argparse.Namespace:
         """Like `parse_args`; the command's parser reports unknown flags, with the nearest known one."""
-        arguments, unknown = self.parse_known_args([_dashes(arg) for arg in (sys.argv[1:] if args is None else args)])
+        given = [_dashes(arg) for arg in (sys.argv[1:] if args is None else args)]
+        if given[:1] in (["serve"], ["cluster"]):
+            try:
+                given, notes = without_foreign_flags(given)
+            except ForeignFlag as error:
+                raise UsageError(f"{self.prog} {given[0]}: error: {error}") from None
+            for note in notes:
+                print(f"{self.prog} {given[0]}: {note}", file=sys.stderr)
+        arguments, unknown = self.parse_known_args(given)
         if unknown:
             parser = self._command_parser(getattr(arguments, "command", None))
             parser.error(f"unrecognized arguments: {' '.join(unknown)}{parser.suggestion(unknown)}")
@@ -72,20 +94,34 @@ def _dashes(arg: str) -> str:
     return flag.replace("_", "-") + equals + value if flag.startswith("--") else arg
 
 
+def _group(name: str) -> str:
+    """The title under which the help shows a setting."""
+    for title, names in GROUPS.items():
+        if name in names:
+            return title
+    if name in RequestLimits.model_fields:
+        return "limits of a request"
+    return "the engine" if name in EngineConfig.model_fields else "the server"
+
+
 def add_settings(parser: argparse.ArgumentParser, names: Iterable[str] | None = None) -> None:
-    """Adds the flags of these settings, or of all. Values stay text; the settings' schema reads them."""
-    for name in Settings.model_fields if names is None else names:
+    """Adds the flags of these settings, or of all, in groups. Values stay text; the settings' schema reads them."""
+    groups: dict[str, Any] = dict.fromkeys((*GROUPS, "the engine", "limits of a request", "the server"))
+    chosen = [name for name in Settings.model_fields if names is None or name in names]
+    chosen.sort(key=lambda name: (list(groups).index(_group(name)), FIRST.index(name) if name in FIRST else len(FIRST)))
+    for name in chosen:
         field = Settings.model_fields[name]
+        group = groups[_group(name)] = groups[_group(name)] or parser.add_argument_group(_group(name))
         flag = "--" + name.replace("_", "-")
         options: dict[str, Any] = {"dest": f"setting_{name}", "default": argparse.SUPPRESS, "help": _help(field)}
         if field.annotation is bool:
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
         elif field.json_schema_extra == REPEATABLE:
             several = "+" if name == "lora_modules" else None  # as vLLM takes them
             action = "extend" if several else "append"
-            parser.add_argument(flag, action=action, nargs=several, metavar=_metavar(name, field), **options)
+            group.add_argument(flag, action=action, nargs=several, metavar=_metavar(name, field), **options)
         else:
-            parser.add_argument(flag, metavar=_metavar(name, field), **options)
+            group.add_argument(flag, metavar=_metavar(name, field), **options)
 
 
 def _metavar(name: str, field: FieldInfo) -> str:
