@@ -11,6 +11,7 @@ from chorus.core.engine_stats import AccountStats
 from chorus.server.access.addresses import Networks
 from chorus.server.access.hosts import Hosts, is_loopback, is_same_origin
 from chorus.server.access.keys import InvalidKey, Keys, KeyWatch, NamedKey, Right, check_key, read_keys
+from chorus.server.api.absent import ABSENT
 from chorus.server.errors import ApiError
 from chorus.server.http.doors import Doors
 from chorus.server.http.gate import Gate
@@ -178,6 +179,12 @@ RIGHTS = {
     ("POST", "/v1/chat/completions"): Right.KEY,
     ("POST", "/tokenize"): Right.KEY,
     ("POST", "/detokenize"): Right.KEY,
+    ("POST", "/v1/responses"): Right.KEY,
+    ("POST", "/v1/messages"): Right.KEY,
+    ("POST", "/v1/messages/count_tokens"): Right.KEY,
+    ("GET", "/server_info"): Right.KEY,
+    ("GET", "/model_info"): Right.KEY,
+    **{(method, path): Right.KEY for path, (methods, _) in ABSENT.items() for method in methods},
     ("GET", "/v1/adapters"): Right.KEY,
     ("GET", "/v1/adapters/{name:path}"): Right.KEY,
     ("POST", "/v1/adapters"): Right.ADMIN,
