@@ -91,8 +91,10 @@ class Growth:
         self._running = running
         self.total = 0
         """Pages by which all of them grow."""
+        self._final_pages: dict[Request, int] = {}
         for end, request in zip(lengths.final_lengths(running), running, strict=True):
-            grown = -(-(end - 1) // block_tokens) + -request.room // block_tokens
+            self._final_pages[request] = pages = -(-(end - 1) // block_tokens)
+            grown = pages + -request.room // block_tokens
             if grown > 0:
                 self.total += grown
         self._by_tenant: Counter[str] | None = None
@@ -101,8 +103,9 @@ class Growth:
     def add(self, request: Request) -> None:
         """Add a running request."""
         self.total += self._pages(request, request.room)
+        self._final_pages[request] = pages = self.final_pages(request)
         if self._by_tenant is not None:
-            self._by_tenant[request.account] += self.final_pages(request)
+            self._by_tenant[request.account] += pages
         if self._ends is not None:
             import numpy as np
 
@@ -113,13 +116,14 @@ class Growth:
         """Pages that each tenant's running requests are expected to end with."""
         if self._by_tenant is None:
             self._by_tenant = Counter()
-            for end, request in zip(self._lengths.final_lengths(self._running), self._running, strict=True):
-                self._by_tenant[request.account] += -(-(end - 1) // self._block)
+            for request, pages in self._final_pages.items():
+                self._by_tenant[request.account] += pages
         return self._by_tenant
 
     def final_pages(self, request: Request) -> int:
         """Return the pages that a request is expected to end with."""
-        return -(-(self._lengths.final_length(request) - 1) // self._block)
+        pages = self._final_pages.get(request)
+        return -(-(self._lengths.final_length(request) - 1) // self._block) if pages is None else pages
 
     def total_with(self, request: Request) -> int:
         """Return the pages by which they and `request` grow in all; its known tokens count as having pages."""

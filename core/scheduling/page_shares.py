@@ -62,12 +62,18 @@ class PageShares:
         if now < self._next_taking or not self.allow(request, running, growth):
             return []
         pages, left = growth.by_tenant.copy(), dict(running.accounts)
+        givers = {
+            account
+            for account, count in left.items()
+            if count > 1 and account != request.account and pages[account] > self._share(account)
+        }
+        if not givers:
+            return []
         lacking = growth.final_pages(request) + growth.total - self._memory.num_available_pages
         victims: list[Request] = []
-        for victim in reversed(self._rows.order(self._rows.earlier())):
+        for victim in reversed(self._rows.order([each for each in self._rows.earlier() if each.account in givers])):
             account, own = victim.account, growth.final_pages(victim)
-            keeps_share = left[account] > 1 and pages[account] - own >= self._share(account)
-            if account == request.account or victim is running[0] or not keeps_share:
+            if victim is running[0] or left[account] < 2 or pages[account] - own < self._share(account):
                 continue
             left[account] -= 1
             pages[account] -= own
