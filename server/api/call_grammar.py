@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...core.requests.grammars import JSON_OPTIONS
-from ..text.answer_reader import XmlArguments
+from ..text.call_arguments import XmlArguments
 from ..text.call_formats import AnswerSyntax
 
 _END_OF_VALUE = f"\n{XmlArguments.CLOSE}\n"
