@@ -33,12 +33,12 @@ MIN_MARGIN = 1e-3
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return the processes that run the tests: one for each processor, but one alone where a few tests are named, which
-    end sooner than processes begin, or where a GPU is there to be shared.
+    """Return the processes that run the tests: one more than processors, as some wait for servers; one alone where only
+    few tests are named, which end sooner than processes begin, or where a GPU is there to be shared.
     """
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS or torch.cuda.is_available():
         return 0
-    return min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
+    return min(MAX_PROCESSES, len(os.sched_getaffinity(0)) + 1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
