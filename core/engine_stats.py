@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
 
 from ..graphs.runner import StepMode
@@ -10,20 +9,6 @@ from .requests.types import StepInfo
 
 STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Tokens of a step up to which it counts in each bucket but the last: vLLM's."""
-
-
-class StepSizes:
-    """How many steps had how many tokens. counts: a number for each of `STEP_SIZES`, and for steps beyond."""
-
-    __slots__ = ("counts", "num_tokens")
-
-    def __init__(self) -> None:
-        self.counts = [0] * (len(STEP_SIZES) + 1)
-        self.num_tokens = 0
-
-    def note(self, tokens: int) -> None:
-        self.counts[bisect_left(STEP_SIZES, tokens)] += 1
-        self.num_tokens += tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +59,7 @@ class EngineStats:
     num_kv_events: int = 0  # blocks that entered or left the prefix cache, while that is published
     num_dropped_kv_events: int = 0  # dropped, as the publisher was too slow
     num_step_tokens: int = 0  # of all steps
-    step_sizes: tuple[int, ...] = ()  # numbers of steps, see `StepSizes`
+    step_sizes: tuple[int, ...] = ()  # numbers of steps with up to each of `STEP_SIZES` tokens, and with more
 
 
 @dataclass(frozen=True, slots=True)

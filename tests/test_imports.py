@@ -19,6 +19,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -121,7 +122,7 @@ def _sources(root: Path) -> Iterator[Path]:
 
 def _check_file(path: Path, at: Path) -> Iterator[str]:
     try:
-        imports = list(_imports(path.read_text("utf-8"), at.parts[:-1]))
+        imports = _imports(path.read_text("utf-8"), at.parts[:-1])
     except (SyntaxError, ImportError) as error:
         yield f"{at}: {error}"
         return
@@ -164,12 +165,18 @@ def _room_breach(target: tuple[str, ...], at: Path) -> str | None:
     return f"{at.parts[0]}/{own} imports {'.'.join(target)}; it may import {', '.join(rooms[rooms.index(own) + 1 :])}"
 
 
-def _imports(source: str, package: tuple[str, ...]) -> Iterator[Import]:
+@cache
+def _imports(source: str, package: tuple[str, ...]) -> tuple[Import, ...]:
     """Every import statement, and every `import_module("…")` with a literal name, wherever it stands."""
-    lazy_spans = list(_lazy_spans(ast.parse(source)))
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    lines = {line for first, last in _lazy_spans(tree) for line in range(first, last + 1)}
+    return tuple(_find_imports(tree, package, lines))
+
+
+def _find_imports(tree: ast.Module, package: tuple[str, ...], lazy_lines: set[int]) -> Iterator[Import]:
+    for node in ast.walk(tree):
         line = getattr(node, "lineno", 0)
-        lazy = any(first <= line <= last for first, last in lazy_spans)
+        lazy = line in lazy_lines
         match node:
             case ast.Import(names=names):
                 for alias in names:

@@ -6,6 +6,7 @@ waiting requests in queue order while tokens, slots and pages last. No tensors h
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain, islice
@@ -17,7 +18,7 @@ from ...memory.files.error import LoadFailure
 from ...memory.pages.pool import PageKind
 from ...memory.transfers.swapped_kv import KvImage
 from ..config import EngineConfig
-from ..engine_stats import AccountStats, StepSizes
+from ..engine_stats import STEP_SIZES, AccountStats
 from ..requests.request import Request, RequestState
 from ..requests.types import NOT_FINITE, FinishReason, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
 from .admission import Admission, is_loading, load_error
@@ -70,7 +71,8 @@ class Scheduler:
         self._failed: list[RequestOutput] = []
         self._loading: list[Request] = []  # running while their adapter is still being loaded
         self.num_steps = 0
-        self.step_sizes = StepSizes()
+        self.step_sizes = [0] * (len(STEP_SIZES) + 1)
+        self.num_step_tokens = 0
         self.last_step: StepInfo | None = None
         self.num_generated_tokens = 0
         self.num_preemptions = 0
@@ -205,8 +207,7 @@ class Scheduler:
         Of a step that was planned ahead, rows of requests that have ended or were preempted meanwhile are dropped.
         """
         info = self.last_step = StepInfo(plan.step_id, len(plan.rows), len(plan.adapters), plan.num_tokens)
-        self.num_steps += 1
-        self.step_sizes.note(plan.num_tokens)
+        self._count_steps(plan.num_tokens)
         requests, outputs = self._requests, []
         has_extras = result.unready or result.errors or result.prompt_logprobs
         is_ahead = plan.sources is not None
@@ -527,6 +528,12 @@ class Scheduler:
         request.prompt_logprobs += result.prompt_logprobs.get(request.id, ())
         return True
 
+    def _count_steps(self, tokens: int, steps: int = 1) -> None:
+        """Count so many steps of so many tokens each."""
+        self.num_steps += steps
+        self.num_step_tokens += steps * tokens
+        self.step_sizes[bisect_left(STEP_SIZES, tokens)] += steps
+
     def _advance(self, request: Request, row: ScheduledRow, result: StepResult, info: StepInfo) -> RequestOutput | None:
         """Apply a row to its request: append the sampled token, end the request if done, return its output if any."""
         computed = request.num_computed_tokens = request.num_computed_tokens + len(row.tokens)
@@ -546,7 +553,7 @@ class Scheduler:
             reason = FinishReason.LENGTH
         logprobs = result.logprobs.get(row.request_id) if result.logprobs else None
         prompt_logprobs = queue_seconds = None
-        if request.num_output_tokens == 1:
+        if len(request.token_ids) == request.num_prompt_tokens + 1:
             if request.params.prompt_logprobs is not None:
                 prompt_logprobs = tuple(request.prompt_logprobs)
             if request.start_time is not None:

@@ -248,7 +248,7 @@ class SimScheduler(Scheduler):
         info = self.last_step = StepInfo(plan.step_id, len(plan.rows), len(plan.adapters), plan.num_tokens)
         if isinstance(result, RepeatedResult):
             self._catch_up(plan.rows, result)
-        self.num_steps += 1
+        self._count_steps(plan.num_tokens)
         requests, unready = self._requests, result.unready
         outputs: list[RequestOutput] = []
         num_quiet, num_going = len(plan.rows), 0
@@ -283,7 +283,7 @@ class SimScheduler(Scheduler):
         catch_up(self._memory, self._memory.block_tokens, requests, steps)
         for request, row in zip(requests, rows, strict=True):
             request.num_computed_tokens = row.start
-        self.num_steps += steps
+        self._count_steps(len(rows), steps)
         self.num_generated_tokens += steps * len(rows)
 
     def _tell(self, request: SimRequest, output: RequestOutput, outputs: list[RequestOutput]) -> None:
