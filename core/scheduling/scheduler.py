@@ -609,7 +609,7 @@ def _take_share(request: Request, wanted: int, shares: dict[str, int] | None) ->
 
 
 def _split(sharing: Sequence[Request]) -> tuple[list[Request], Sequence[Request]]:
-    """Return the requests with a prompt to compute, and those that decode."""
+    """Return the requests with a prompt to compute, and the requests that decode."""
     prompts = [each for each in sharing if len(each.token_ids) - each.num_computed_tokens > 1]
     return prompts, [each for each in sharing if _missing(each) == 1] if prompts else sharing
 

@@ -1,7 +1,7 @@
 """Prediction of a real cluster, by policy: `python -m chorus.perf.simulate.fleet_agreement`.
 
 For each policy a cluster of the built-in model serves the same skewed requests in real time, with migration, and the
-same arrivals are simulated with the same objects for policy and planner. Step costs are those that the replicas have
+same arrivals are simulated with the same objects for policy and planner. Step costs are what the replicas have
 learned and report; what front, event loop and client add is fitted to other requests, sent to the first cluster before.
 Printed are both sides' TTFT and latency, the requests that moved, and the orders of policies. Every answer is compared
 with the answer to the same request alone.

@@ -50,7 +50,6 @@ MakeFormat = Callable[[Generation, LogprobFormat, Extras], AnswerFormat]
 CHAT_NAMES = {"prompt": "messages"}
 """What a chat request's prompt comes from."""
 
-
 IGNORED = "x-ignored-fields"
 """Header of an answer: fields that it does not depend on, because the model's chat template does not know them."""
 

@@ -28,7 +28,7 @@ Refused = Mapping[str, tuple[tuple[Any, ...], str]]
 
 
 def read_fields(body: bytes, limits: RequestLimits, known: Collection[str], refused: Refused) -> dict[str, Any]:
-    """A body's fields but those that are null or refused with a value that asks for nothing.
+    """A body's fields, without nulls and without refused fields whose value asks for nothing.
 
     known: the API's own fields. Raises an ApiError for a refused one, and for fields of chat that have no meaning here.
     """

@@ -25,7 +25,7 @@ FIRST = ("model", "host", "port", "adapters", "lora_modules", "served_model_name
 
 GROUPS = {
     "what is served, and where": FIRST,
-    "who may use it": (
+    "access": (
         "api_key", "api_key_file", "admin_key", "admin_key_file", "allow_unauthenticated", "allowed_hosts",
         "cors_origins", "adapter_roots", "trusted_proxies", "tenant_header", "tenant_gateways", "weights", "fair_by",
     ),

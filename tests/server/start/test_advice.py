@@ -54,7 +54,7 @@ def test_help_shows_the_model_and_the_address_first(capsys):
     with pytest.raises(SystemExit):
         parsed("--help")
     text = capsys.readouterr().out
-    titles = ["what is served, and where:", "who may use it:", "the engine:", "limits of a request:", "the server:"]
+    titles = ["what is served, and where:", "access:", "the engine:", "limits of a request:", "the server:"]
     places = [text.index(title) for title in titles]
     assert places == sorted(places) and text.startswith(
         "usage: chorus serve [MODEL] [--host HOST] [--port PORT] [flags]"
