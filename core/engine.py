@@ -32,8 +32,10 @@ from .engine_stats import AccountStats, EngineStats
 from .executors.alone import run_rows_alone
 from .executors.base import Executor, ModelInfo
 from .kv_events import KvEvents
-from .merging import Merging
-from .modes import Modes, mode_policy
+from .merging.learned_prices import LearnedPrices
+from .merging.merging import Merging
+from .merging.modes import Modes, mode_policy
+from .policies import Policies
 from .quarantine import Quarantined, adapter_directories, register_directories
 from .requests.grammar import Grammar
 from .requests.grammars import InvalidGrammar
@@ -41,9 +43,7 @@ from .requests.record import NotHere, from_record, to_record
 from .requests.request import Request
 from .requests.sampling_params import InvalidRequest, NotServed, SamplingParams
 from .requests.types import NOT_FINITE, RequestOutput, StepPlan, StepResult
-from .scheduling.learned_prices import LearnedPrices
 from .scheduling.load_ahead import LoadPolicy
-from .scheduling.policies import Policies
 from .scheduling.preemption import swaps
 from .scheduling.request_memory import RequestMemory
 from .scheduling.scheduler import Scheduler

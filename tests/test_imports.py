@@ -41,7 +41,7 @@ MAY_IMPORT = {
 #: Rooms of a package, each of which may import only those after it.
 ROOMS = {
     "core": (
-        "costs", "engine", "quarantine", "modes", "merging", "executors", "scheduling", "model", "engine_stats",
+        "costs", "engine", "policies", "quarantine", "merging", "executors", "scheduling", "model", "engine_stats",
         "requests", "cpus", "config",
     ),
     "memory": ("adapters", "transfers", "host", "files", "pages"),

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from itertools import chain, islice, zip_longest
 
-from ...memory.adapters.adapter import Adapter, Tier
+from ...memory.adapters.adapter import Adapter
 from ...memory.adapters.store import AdapterStore
 from ...memory.files.error import AdapterFormatError, LoadFailure
 from ...memory.pages.prefix import Block
@@ -24,6 +22,7 @@ from .queue_order import QueueOrder, Turns
 from .request_memory import RequestMemory
 from .running import Running
 from .seat_shares import SeatShares
+from .step_admission import Place, StepAdmission, is_read
 from .waiting import Group, WaitingQueue
 
 logger = logging.getLogger(__name__)
@@ -33,19 +32,8 @@ DOUBT_SECONDS = 10.0
 once their adapter has been read.
 """
 
-MOST_SHORT = 2
-"""Tenants that may lack pages in a step before its admission ends. Chosen."""
-
 _MOST_GROUPS = 32
 """Adapters of a tenant searched for one to read, longest requested first."""
-
-
-class Place(Enum):
-    """The slot that a request may take in a step: a free one, or the row of another tenant or call."""
-
-    SEAT = auto()
-    ACCOUNT = auto()  # from a tenant that was served more, see `SeatShares`
-    CALL = auto()  # from a call with several answers, for a call with no running answer
 
 
 @dataclass(eq=False)
@@ -120,7 +108,7 @@ class Admission:
         if self._prefills:
             self._prefills.settle()
         if self.late:
-            self.late = {adapter for adapter in self.late if adapter.requests and not _is_read(self._store, adapter)}
+            self.late = {adapter for adapter in self.late if adapter.requests and not is_read(self._store, adapter)}
 
     def has_late_turn(self) -> bool:
         """True if a tenant is overdue for its turn."""
@@ -156,7 +144,7 @@ class Admission:
         admitted: dict[Request, int] = {}
         if budget <= 0 or (place := self._place(running, rows)) is None:
             return admitted
-        step = Step(self._limits, self._store, running, self.late, self._clock(), self._doubt_until, self.only)
+        step = StepAdmission(self._limits, self._store, running, self.late, self._clock(), self._doubt_until, self.only)
         step.held |= self._pages.givers(step.now)
         self._open(step, place)
         while budget > 0 and (found := self._candidate(step, budget, rows + len(admitted))) is not None:
@@ -174,7 +162,7 @@ class Admission:
                 break
         return admitted
 
-    def _candidate(self, step: Step, budget: int, rows: int) -> tuple[Request, list[Block], int] | None:
+    def _candidate(self, step: StepAdmission, budget: int, rows: int) -> tuple[Request, list[Block], int] | None:
         """Return the next request that may begin if it gets pages, its cached prefix and its tokens of `budget`; None
         if there is none.
         """
@@ -197,7 +185,7 @@ class Admission:
                 step.order.go_on()
         return None
 
-    def _has_share(self, request: Request, step: Step) -> bool:
+    def _has_share(self, request: Request, step: StepAdmission) -> bool:
         """True unless pages are short, and its tenant would go beyond its share of them and is passed over."""
         if not step.num_short or self._pages.allow(request, step.running, self._growth(step)):
             return True
@@ -217,7 +205,7 @@ class Admission:
             return Place.CALL
         return None
 
-    def _find_room(self, request: Request, step: Step) -> bool:
+    def _find_room(self, request: Request, step: StepAdmission) -> bool:
         """Free pages for a request that lacks them, or skip or fail it; False ends the step's admission."""
         if self._store.give_up_loads():
             return True
@@ -232,7 +220,7 @@ class Admission:
         self._fail(request, message, LoadFailure.NO_ROOM)
         return True
 
-    def _make_way(self, request: Request, step: Step) -> bool:
+    def _make_way(self, request: Request, step: StepAdmission) -> bool:
         """Preempt requests for one that lacks pages; False if none may be preempted."""
         victims = self._find_victims(request, step)
         for victim in victims:
@@ -241,7 +229,7 @@ class Admission:
             self._preempt(victim)
         return bool(victims)
 
-    def _find_victims(self, request: Request, step: Step) -> list[Request]:
+    def _find_victims(self, request: Request, step: StepAdmission) -> list[Request]:
         """Return the requests to preempt for one that lacks pages.
 
         First a paused request, for any tenant that may take over a row (`SeatShares.may_begin`); then running ones, for
@@ -262,11 +250,11 @@ class Admission:
             shares.free_row(victim)
         return victims
 
-    def _beyond_shares(self, request: Request, step: Step) -> list[Request]:
+    def _beyond_shares(self, request: Request, step: StepAdmission) -> list[Request]:
         """Return the requests to preempt for one that lacks pages within its tenant's share."""
         return self._pages.find_victims(request, step.running, self._growth(step), step.now)
 
-    def _open(self, step: Step, place: Place) -> None:
+    def _open(self, step: StepAdmission, place: Place) -> None:
         """Restart the step's candidates: the requests that may take this kind of slot."""
         self._turns.restart(step.now, self._num_steps())
         step.place, step.order = place, QueueOrder(
@@ -274,7 +262,7 @@ class Admission:
             place is Place.CALL, self._shares.may_begin if place is Place.ACCOUNT else None, step.held,
         )  # fmt: skip
 
-    def _may_join(self, request: Request, step: Step, budget: int) -> bool:
+    def _may_join(self, request: Request, step: StepAdmission, budget: int) -> bool:
         """True unless a request must wait for its adapter or for a free adapter slot in the step."""
         adapter = request.adapter
         if adapter is not None and step.is_barred(adapter):
@@ -285,7 +273,7 @@ class Admission:
             return False
         return adapter is None or self._loads.may_start(adapter, min(request.num_tokens, budget))
 
-    def _has_room(self, request: Request, blocks: list[Block], step: Step) -> bool:
+    def _has_room(self, request: Request, blocks: list[Block], step: StepAdmission) -> bool:
         """True if there are pages for a request's known tokens and for the expected growth of all running requests.
 
         blocks: its prefix in the prefix cache.
@@ -297,13 +285,13 @@ class Admission:
         fits, growth = self._memory.fits, self._growth(step)
         return fits(request, blocks, growth.total_with(request)) or fits(request, blocks, growth.peak_with(request))
 
-    def _growth(self, step: Step) -> Growth:
+    def _growth(self, step: StepAdmission) -> Growth:
         """Return the pages that the step's running requests are expected to grow by."""
         if step.growth is None:
             step.growth = Growth(self._lengths, self._memory.block_tokens, step.running)
         return step.growth
 
-    def _start(self, request: Request, blocks: list[Block], count: int, step: Step) -> int | None:
+    def _start(self, request: Request, blocks: list[Block], count: int, step: StepAdmission) -> int | None:
         """Start a waiting request with `count` tokens; return how many it computes, 0 while its KV is copied back.
 
         None if its adapter can't be loaded, which fails this request only.
@@ -325,104 +313,6 @@ class Admission:
         step.add(request)
         self._shares.begin(request)
         return 0 if request.coming is not None else count
-
-
-@dataclass(eq=False, slots=True)
-class Step:
-    """One step's admission: the running requests, and the adapters that may join them.
-
-    _late: adapters that must be read completely before their requests start; until `_doubt_until` all must.
-    _only: adapters that may join; None: all. growth: pages that `running` is expected to grow by; None until counted.
-    place, order: the kind of slot that the next request may take, and the candidates for it. held: tenants that may
-    begin no more requests: one lacked pages, or pages were taken from them (they would take these back). num_short: how
-    often a request lacked pages; from the first on, tenants begin nothing beyond their share of the pages.
-
-    A step has at most `max_adapters_per_step` adapters. An overdue request that waits for a free adapter slot reserves
-    it: requests behind it in the queue may neither add an adapter nor take the last slot.
-    """
-
-    _limits: EngineConfig
-    _store: AdapterStore
-    running: Running
-    _late: set[Adapter]
-    now: float
-    _doubt_until: float
-    _only: Collection[Adapter | None] | None = None
-    growth: Growth | None = None
-    num_short: int = 0
-    held: set[str] = field(default_factory=set)
-    place: Place = field(init=False)
-    order: QueueOrder = field(init=False)
-    overdue_before: float = field(init=False)
-    _doubts: bool = field(init=False)
-    _most_adapters: int | None = field(init=False)
-    _adapters: set[Adapter] = field(default_factory=set)
-    _reserved: float = math.inf  # queue position of the first request with a reserved slot
-
-    def __post_init__(self) -> None:
-        self.overdue_before = self.now - self._limits.max_overtake_seconds
-        self._doubts = self.now < self._doubt_until
-        self._most_adapters = self._limits.max_adapters_per_step
-        if self._most_adapters is not None:
-            self._adapters = {request.adapter for request in self.running if request.adapter is not None}
-
-    def next(self) -> Request | None:
-        """Return the next candidate; None if there is none, or too many have lacked pages."""
-        return self.order.next() if self.num_short <= MOST_SHORT else None
-
-    def has_row_of_call(self, place: Place, request: Request) -> bool:
-        """True if a request may only take the row of a call without a running answer, and its call has one."""
-        return place is self.place is Place.CALL and request.call in self.running.calls
-
-    def pass_over_tenant(self, account: str) -> None:
-        """Begin no more requests of a tenant that lacks pages."""
-        self.held.add(account)
-        self.num_short += 1
-
-    @property
-    def is_limited(self) -> bool:
-        """True if not every adapter may join."""
-        return self._most_adapters is not None or self._doubts or bool(self._late) or self._only is not None
-
-    def may_come(self, adapter: Adapter | None, head: Request | None) -> bool:
-        """True if an adapter, or the base model, may join the step.
-
-        head: a tenant's first request that waits for it; an overdue head gets a slot reserved.
-        """
-        if self._only is not None and adapter not in self._only:
-            return False
-        if adapter is None:
-            return True
-        if self.is_barred(adapter):
-            if head is not None and head.arrival_time < self.overdue_before and _is_read(self._store, adapter):
-                self.reserve(head)
-            return False
-        if adapter in self._late or (self._doubts and not adapter.pages):
-            return _is_read(self._store, adapter)
-        return True
-
-    def is_barred(self, adapter: Adapter) -> bool:
-        """True if the step has no slot for an adapter."""
-        most, adapters = self._most_adapters, self._adapters
-        return most is not None and adapter not in adapters and len(adapters) >= most
-
-    def reserve(self, request: Request) -> None:
-        """Reserve a slot for an overdue request with a barred adapter."""
-        self._reserved = min(self._reserved, request.place)
-
-    def is_reserved(self, request: Request) -> bool:
-        """True if a request would take the slot reserved for an earlier one."""
-        if self._reserved >= request.place:
-            return False
-        return request.adapter is not None or len(self.running) >= self._limits.max_num_seqs - 1
-
-    def add(self, request: Request) -> None:
-        """Add an admitted request."""
-        self.running.append(request)
-        if self.growth is not None:
-            self.growth.add(request)
-        if request.adapter is not None:
-            self._adapters.add(request.adapter)
 
 
 @dataclass(eq=False)
@@ -486,11 +376,6 @@ class SharedPrefills:
 def _same_prompt(one: Request, other: Request) -> bool:
     count = one.num_prompt_tokens
     return count == other.num_prompt_tokens and one.token_ids[:count] == other.token_ids[:count]
-
-
-def _is_read(store: AdapterStore, adapter: Adapter) -> bool:
-    """True if nothing of an adapter is still to be read from disk."""
-    return store.tier(adapter) not in (Tier.DISK, Tier.LOADING)
 
 
 def is_loading(request: Request) -> bool:

@@ -1,4 +1,4 @@
-"""Policies that an engine takes from outside: turns among tenants, and the victim of a preemption."""
+"""Policies that a scheduler takes from outside: turns among tenants, and the victim of a preemption."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Protocol
 
 from ..requests.request import Request
-from .mode_policy import ModePolicy, ModePrices
 
 
 class QueuePolicy(Protocol):
@@ -135,16 +134,12 @@ class MostServed(VictimPolicy):
         return running[newest]
 
 
-@dataclass(frozen=True, slots=True)
-class Policies:
-    """One of each. victim: by default `MostServed` by the queue policy. mode: by default as configured. prices: the
-    costs by which `mode` compares modes; by default learned.
-    """
+@dataclass(frozen=True)
+class SchedulerPolicies:
+    """One of each. victim: by default `MostServed` by the queue policy."""
 
     queue: QueuePolicy = field(default_factory=TokenCounters)
     victim: VictimPolicy = field(default=None)  # pyright: ignore[reportAssignmentType] - see below
-    mode: ModePolicy | None = None
-    prices: ModePrices | None = None
 
     def __post_init__(self) -> None:
         if self.victim is None:

@@ -25,7 +25,7 @@ from .admission import Admission, is_loading, load_error
 from .load_ahead import LoadAhead, LoadPolicy
 from .output_lengths import Growth, OutputLengths
 from .overload import QueueRoom
-from .policies import Policies, TokenCounters
+from .policies import SchedulerPolicies, TokenCounters
 from .request_memory import RequestMemory
 from .running import Running, follow, group_by_adapter, plan_step
 from .seat_shares import SeatShares
@@ -48,7 +48,7 @@ class Scheduler:
         memory: RequestMemory,
         loads: LoadPolicy,
         clock: Callable[[], float],
-        policies: Policies | None = None,
+        policies: SchedulerPolicies | None = None,
     ) -> None:
         self._limits = limits
         self._max_tokens = limits.max_num_batched_tokens  # read in every step; a pydantic attribute is slow
@@ -56,7 +56,7 @@ class Scheduler:
         self._memory = memory
         self._buckets = DecodeBuckets(limits.max_num_seqs)
         self._ahead = LoadAhead(limits, store, memory)
-        self._policies = policies or Policies(TokenCounters(limits.weights))
+        self._policies = policies or SchedulerPolicies(TokenCounters(limits.weights))
         self.waiting = WaitingQueue()
         self._lengths = OutputLengths()
         self.running = Running()

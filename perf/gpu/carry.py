@@ -162,7 +162,9 @@ def main(argv: list[str] | None = None) -> int:
     if not take_native(args.out):
         print("no native library is built here: adapters will be read by torch there, which is slower", file=sys.stderr)
     present = args.present.read_text("utf-8").split() if args.present else []
-    left_out = {package_name(each) for each in (*args.without, *present, *args.also)}  # a package of --also replaces ours
+    left_out = {
+        package_name(each) for each in (*args.without, *present, *args.also)
+    }  # a package of --also replaces ours
     wanted = [*(name for name in PACKAGES if package_name(name) not in left_out), *args.also]
     try:
         download(wanted, args.python, wheels)

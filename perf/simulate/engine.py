@@ -7,7 +7,7 @@ from pathlib import Path
 from ...core.config import EngineConfig
 from ...core.costs.profile import Profile
 from ...core.engine import Engine
-from ...core.scheduling.policies import Policies
+from ...core.policies import Policies
 from .adapters import SimAdapters, VirtualClock
 from .executor import SimExecutor
 from .scheduler import SimScheduler

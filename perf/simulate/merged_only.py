@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...core.scheduling.mode_policy import ModeChoice, ModeState
+from ...core.merging.mode_policy import ModeChoice, ModeState
 
 
 class MergedOnly:

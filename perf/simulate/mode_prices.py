@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...core.costs.models import CostModel
-from ...core.scheduling.mode_policy import Batch, ModePrices, work_of
+from ...core.merging.mode_policy import Batch, ModePrices, work_of
 from ...memory.adapters.adapter import Adapter
 
 

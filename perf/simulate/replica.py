@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from ...core.config import EngineConfig
 from ...core.costs.profile import Profile
+from ...core.policies import Policies
 from ...core.requests.sampling_params import InvalidRequest, SamplingParams
 from ...core.requests.types import RequestOutput, StepPlan
-from ...core.scheduling.policies import Policies
 from ...memory.adapters.adapter import Tier
 from ...memory.adapters.store import AdapterStore
 from ...memory.pages.pool import OutOfPages

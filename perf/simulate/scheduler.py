@@ -12,10 +12,11 @@ from typing import Any
 from ...core.requests.request import Request, RequestState
 from ...core.requests.sampling_params import SamplingParams
 from ...core.requests.types import BASE_SLOT, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
-from ...core.scheduling.admission import Admission, Place, Step
+from ...core.scheduling.admission import Admission
 from ...core.scheduling.queue_order import QueueOrder
 from ...core.scheduling.running import Running
 from ...core.scheduling.scheduler import Scheduler
+from ...core.scheduling.step_admission import Place, StepAdmission
 from ...memory.adapters.adapter import Adapter, Tier
 from ...memory.pages.prefix import Block
 from .executor import TOKEN
@@ -86,16 +87,16 @@ class SimAdmission(Admission):
     def _place(self, running: Running, rows: int) -> Place | None:
         return super()._place(running, rows) if rows < self._most_rows else None
 
-    def _open(self, step: Step, place: Place) -> None:
+    def _open(self, step: StepAdmission, place: Place) -> None:
         super()._open(step, place)
         self._current_order = step.order
 
-    def _may_join(self, request: Request, step: Step, budget: int) -> bool:
+    def _may_join(self, request: Request, step: StepAdmission, budget: int) -> bool:
         may_join = super()._may_join(request, step, budget)
         self._has_passed_over |= not may_join
         return may_join
 
-    def _has_room(self, request: Request, blocks: list[Block], step: Step) -> bool:
+    def _has_room(self, request: Request, blocks: list[Block], step: StepAdmission) -> bool:
         has_room = super()._has_room(request, blocks, step)
         self.awaits_growth = not has_room and self._memory.fits(request, blocks)
         return has_room

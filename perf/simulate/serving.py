@@ -15,7 +15,8 @@ from pydantic import ValidationError
 
 from ...core.config import EngineConfig
 from ...core.costs.profile import Number, Profile, Terms, load_profile
-from ...core.scheduling.policies import Policies, TokenCounters
+from ...core.policies import Policies
+from ...core.scheduling.policies import TokenCounters
 from ...server.cluster.placement.plan import NEED_HIGHS, has_highs
 from ...server.cluster.placement.preloading import burst_tolerance
 from ...server.cluster.router import POLICIES, AnswerLengths, Estimates, Policy, Sampled

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ...core.costs.models import CostModel, DiskCost, Kernel, StepCost, TransferCost
-from ...core.modes import batch_of, context_of
-from ...core.scheduling.learned_prices import LearnedPrices
+from ...core.merging.learned_prices import LearnedPrices
+from ...core.merging.modes import batch_of, context_of
 
 if TYPE_CHECKING:
     from ...core.engine import Engine

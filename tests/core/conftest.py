@@ -14,11 +14,11 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.executors.base import StartedStep
 from chorus.core.executors.cpu import CpuExecutor
+from chorus.core.policies import Policies
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.requests.types import FinishReason, RequestOutput, StepPlan, StepResult, TokenLogprobs
 from chorus.core.scheduling.output_lengths import OutputLengths
-from chorus.core.scheduling.policies import Policies
 from chorus.memory.host.images import InlineReads, Reads
 from chorus.perf.chaos.late_results import LateResults
 

@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chorus.core.executors.cpu import CpuExecutor
+from chorus.core.policies import Policies
 from chorus.core.requests.plan_wire import plan_from_wire, plan_to_wire
 from chorus.core.requests.record import NotHere
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams, Seeds
 from chorus.core.scheduling.overload import Overloaded
-from chorus.core.scheduling.policies import Policies, TokenCounters
+from chorus.core.scheduling.policies import TokenCounters
 from chorus.graphs.runner import StepMode
 from chorus.memory.files.identity import with_content
 

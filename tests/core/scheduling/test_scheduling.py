@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
+from chorus.core.policies import Policies
 from chorus.core.requests.request import Request, RequestState
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.scheduling.admission import DOUBT_SECONDS
 from chorus.core.scheduling.output_lengths import OutputLengths
 from chorus.core.scheduling.overload import Overloaded
-from chorus.core.scheduling.policies import Policies, TokenCounters
+from chorus.core.scheduling.policies import TokenCounters
 from chorus.core.scheduling.step_shares import prompt_shares
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.host.images import InlineReads

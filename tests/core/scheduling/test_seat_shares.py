@@ -10,9 +10,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from chorus.core.policies import Policies
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
-from chorus.core.scheduling.policies import Policies, TokenCounters
+from chorus.core.scheduling.policies import TokenCounters
 from chorus.core.scheduling.running import Running
 from chorus.core.scheduling.seat_shares import WINDOW_SECONDS, SeatShares
 

@@ -6,8 +6,8 @@ import pytest
 
 from chorus.core.config import EngineConfig
 from chorus.core.costs.profile import Number, Terms, load_profile
-from chorus.core.scheduling.mode_policy import ModeChoice
-from chorus.core.scheduling.policies import Policies
+from chorus.core.merging.mode_policy import ModeChoice
+from chorus.core.policies import Policies
 from chorus.perf.simulate.adapters import SimAdapters
 from chorus.perf.simulate.cluster import simulate
 from chorus.perf.simulate.engine import MODEL

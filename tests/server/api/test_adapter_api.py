@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.core.scheduling.dlora import INITIAL_CREDIT
+from chorus.core.merging.dlora import INITIAL_CREDIT
 
 COUNT = 6
 WEIGHTS = "adapter_model.safetensors"

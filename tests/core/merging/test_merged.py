@@ -11,19 +11,19 @@ import torch
 
 from chorus.core.engine import Engine
 from chorus.core.executors.cpu import CpuExecutor
+from chorus.core.merging.learned_prices import LearnedPrices
+from chorus.core.merging.mode_policy import ModeChoice
 from chorus.core.model.shadow import MATRICES, MOST_GROWTH
+from chorus.core.policies import Policies
 from chorus.core.requests.types import CannotMerge
-from chorus.core.scheduling.learned_prices import LearnedPrices
-from chorus.core.scheduling.mode_policy import ModeChoice
-from chorus.core.scheduling.policies import Policies
 from chorus.graphs.runner import StepMode
 from chorus.memory.adapters.store import UnknownAdapter
 from chorus.memory.host.images import InlineReads
 from chorus.memory.pages.pool import PageKind
 
-from ..conftest import ATTENTION, MLP, Subject, save_adapter
-from .conftest import ticking
-from .test_parity import MODELS, add_all, check, make_cases, make_families
+from ...conftest import ATTENTION, MLP, Subject, save_adapter
+from ..conftest import ticking
+from ..test_parity import MODELS, add_all, check, make_cases, make_families
 
 
 def load(driver, *names):

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chorus.core.costs.models import CostModel, DiskCost, Kernel, MergeCost, StepCost, TransferCost
-from chorus.core.modes import Patience
-from chorus.core.scheduling import learned_prices
-from chorus.core.scheduling.fastest_mode import EARNED, MOST_PROBE, PROBE, FastestMode
-from chorus.core.scheduling.learned_prices import MERGE_STEPS, LearnedPrices
-from chorus.core.scheduling.mode_policy import ModeChoice, Work, work_of
+from chorus.core.merging import learned_prices
+from chorus.core.merging.fastest_mode import EARNED, MOST_PROBE, PROBE, FastestMode
+from chorus.core.merging.learned_prices import MERGE_STEPS, LearnedPrices
+from chorus.core.merging.mode_policy import ModeChoice, Work, work_of
+from chorus.core.merging.modes import Patience
 from chorus.perf.simulate.mode_prices import ProfilePrices
 
 from .test_dlora import A, B, C, Voice, state

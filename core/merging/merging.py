@@ -7,12 +7,12 @@ import math
 from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
-from ..memory.adapters.adapter import Adapter
-from ..memory.adapters.reclaimer import Reclaimer
-from ..memory.adapters.store import AdapterStore
-from ..memory.transfers.transfer import ExecutorLost
-from .executors.base import ShadowBackend
-from .requests.types import CannotMerge
+from ...memory.adapters.adapter import Adapter
+from ...memory.adapters.reclaimer import Reclaimer
+from ...memory.adapters.store import AdapterStore
+from ...memory.transfers.transfer import ExecutorLost
+from ..executors.base import ShadowBackend
+from ..requests.types import CannotMerge
 
 logger = logging.getLogger(__name__)
 

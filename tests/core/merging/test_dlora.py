@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chorus.core.scheduling.dlora import (
+from chorus.core.merging.dlora import (
     ALPHA,
     GAMMA_DEC,
     GAMMA_MUL,
@@ -24,7 +24,7 @@ from chorus.core.scheduling.dlora import (
     tuned,
     waived,
 )
-from chorus.core.scheduling.mode_policy import ModeChoice, ModeState
+from chorus.core.merging.mode_policy import ModeChoice, ModeState
 
 
 @dataclass(eq=False)

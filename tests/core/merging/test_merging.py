@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from chorus.core.merging import RETRY_SECONDS, Merging
+from chorus.core.merging.merging import RETRY_SECONDS, Merging
 from chorus.core.requests.types import CannotMerge
 from chorus.memory.adapters.reclaimer import Reclaimer
 from chorus.memory.pages.eviction import EvictionOrder, RestoreCosts

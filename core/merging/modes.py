@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
-from ..memory.adapters.adapter import Adapter
-from .config import EngineConfig
+from ...memory.adapters.adapter import Adapter
+from ..config import EngineConfig
+from ..requests.types import CannotMerge, ScheduledRow, StepPlan
+from ..scheduling.scheduler import Scheduler
+from .dlora import AdaptiveThresholds, ArtifactThresholds, Credits, DynamicBatching
+from .fastest_mode import FastestMode
 from .merging import Merging
-from .requests.types import CannotMerge, ScheduledRow, StepPlan
-from .scheduling.dlora import AdaptiveThresholds, ArtifactThresholds, Credits, DynamicBatching
-from .scheduling.fastest_mode import FastestMode
-from .scheduling.mode_policy import Batch, ModeChoice, ModePolicy, ModePrices, ModeState
-from .scheduling.scheduler import Scheduler
+from .mode_policy import Batch, ModeChoice, ModePolicy, ModePrices, ModeState
 
 
 def mode_policy(name: str, prices: ModePrices) -> ModePolicy | None:
