@@ -25,6 +25,8 @@ from ..conftest import ATTENTION, MLP, Subject, save_adapter
 from .conftest import ticking
 from .test_parity import MODELS, add_all, check, make_cases, make_families
 
+pytestmark = pytest.mark.pairs
+
 
 def load(driver, *names):
     """Have adapters resident and idle."""
@@ -121,7 +123,7 @@ def switching(driver, rng, names):
             driver.engine.merge(rng.choice(names))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_switches_before_every_step(subject, drive, seed):
     it = subject("gqa")
     rng = random.Random(seed)
@@ -378,7 +380,7 @@ class Drawn:
         return ModeChoice(merged, frozenset(rng.sample(list(state.requests), rng.randint(0, len(state.requests)))))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_any_policy_gives_the_same_tokens(subject, drive, seed):
     it = subject("gqa")
     driver = drive(it, max_num_batched_tokens=48, clock=ticking(), policies=Policies(mode=Drawn(random.Random(seed))))
