@@ -1316,7 +1316,7 @@ def test_lives_keep_every_promise_and_go_everywhere():
     everywhere |= {f"state {state}" for state in RequestState if state is not RequestState.DONE}
     for attempt in range(30):
         lives = seed(attempt)(type("Lives", (EngineMachine,), {}))  # without a seed they are the same again
-        run_state_machine_as_test(lives, settings=settings(max_examples=100, stateful_step_count=40))
+        run_state_machine_as_test(lives, settings=settings(max_examples=30, stateful_step_count=40))
         missing = {place for place in everywhere | reached.keys() if not reached[place]}
         if attempt >= 2 and not missing:
             return
