@@ -6,7 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chorus.core.config import EngineConfig
@@ -45,6 +45,7 @@ def make_running(sizes, num_lone):
     fixed=st.sampled_from([0.0, 1.0, 10.0]),
     each=st.sampled_from([0.0, 0.01, 1.0, 30.0]),
 )
+@settings(max_examples=50)
 def test_everybody_has_turns_and_none_is_lost(sizes, num_lone, fixed, each):
     running, clock = make_running(sizes, num_lone), Clock()
     everybody, order = set(running), list(running)

@@ -214,8 +214,13 @@ def test_the_share_of_cold_starts_is_the_published_one_where_every_request_has_o
 
 
 def test_loading_on_demand_costs_what_it_is_fitted_to():
-    """CaraServe §7.2; the time to first token is not fitted."""
-    _, rows = outcome("cold-start")
+    """CaraServe §7.2; the time to first token is not fitted. What is slow to settle, near what the card bears, is run
+    for as long as the study says.
+    """
+    study = load_study("cold-start")
+    slow = {row.name: row for row in study.rows if row.name in ("9/s, rank 64, cached", "9/s, rank 64, on demand")}
+    found = run_study(study.model_copy(update={"rows": list(slow.values())}), seeds=1)
+    rows = quick("cold-start") | {row.name: each.metrics for row, each in found.rows}
     published = {"9/s, rank 64": (0.71, 0.50), "9/s, rank 32": (0.28, 0.25), "6/s, rank 64": (0.25, 0.24)}
     for name, (time_per_token, e2e) in published.items():
         row = rows[f"{name}, on demand"]
