@@ -16,7 +16,8 @@ BARE = re.compile(r"pip install (?:-\S+ )*['\"]?([\w-]*chorus[\w-]*)")
 
 def hints():
     files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
-    for path in [*files, ROOT / ".ci" / "run", *ROOT.glob("*.md"), *ROOT.glob("*.py"), ROOT / "pyproject.toml", ROOT / "Makefile"]:
+    files += [*ROOT.glob("*.md"), *ROOT.glob("*.py"), ROOT / "pyproject.toml", ROOT / "Makefile", ROOT / ".ci" / "run"]
+    for path in files:
         if path.suffix in (".py", ".md", ".toml", ".yml", ".sh", ""):
             text = path.read_text(encoding="utf-8", errors="replace")
             for found in WITH_EXTRAS.finditer(text):

@@ -27,7 +27,6 @@ from chorus.perf.simulate.records import Records, Served
 from chorus.perf.workload.request import TraceRequest
 from chorus.perf.workload.traces import jsonl
 
-
 FEW = {"batches": 48}
 """Steps that a profile is fitted to."""
 

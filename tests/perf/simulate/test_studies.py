@@ -312,7 +312,7 @@ def test_one_line_of_json_per_study(capsys, tmp_path):
 def test_the_table_shows_both_values_and_plots_are_written(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "mine.toml"
-    path.write_text(TINY.replace("duration = 4.0", "duration = 30.0"))
+    path.write_text(TINY.replace("duration = 4.0", "duration = 20.0"))
     assert main([str(path), "--plots", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
     assert "(500)" in printed
