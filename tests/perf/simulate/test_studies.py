@@ -95,6 +95,10 @@ WRONG = {
     "a row's value": (changed("replicas = 1,", "replicas = -1,"), "row 'one': replicas: is -1"),
     "a policy": (changed("most_idle", "best"), "router.policy: is 'best'"),
     "a policy's field": (changed("most_idle", "rank_aware"), "rank-aware needs router.slo; set it"),
+    "rows": (
+        changed('title = "tiny"', 'title = "tiny"\nquick_rows = "three"'),
+        "quick_rows is 'three', which no row's",
+    ),
     "a reference": (changed('reference = "two"', 'reference = "three"'), "'three' is no row; name one of two, one"),
     "an axis": (TINY + AXIS.replace("factors", "values = [1]\nfactors"), "'load' needs either factors or values"),
     "an axis's field": (
@@ -153,6 +157,12 @@ def test_results_are_the_same_every_time_and_follow_seed_and_scale():
     assert other["rows"] != found["rows"]
     twice, quick = (run_study(study, **options).to_json() for options in ({"scale": 2.0}, {"quick": True}))
     assert quick["rows"][0]["requests"] < found["rows"][0]["requests"] < twice["rows"][0]["requests"]
+
+
+def test_the_quick_version_may_have_fewer_rows():
+    study = parse_study(changed('title = "tiny"', 'title = "tiny"\nquick_rows = "tw"'), "tiny")
+    assert [row.name for row, _ in run_study(study, quick=True, seeds=1).rows] == ["two"]
+    assert [row.name for row, _ in run_study(study, seeds=1, scale=0.5).rows] == ["two", "one"]
 
 
 def test_where_requests_wait_adapters_that_are_there_go_first_and_others_are_read_ahead():
@@ -312,7 +322,7 @@ def test_one_line_of_json_per_study(capsys, tmp_path):
 def test_the_table_shows_both_values_and_plots_are_written(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "mine.toml"
-    path.write_text(TINY.replace("duration = 4.0", "duration = 20.0"))
+    path.write_text(TINY.replace("duration = 4.0", "duration = 30.0"))
     assert main([str(path), "--plots", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
     assert "(500)" in printed
