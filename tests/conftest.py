@@ -58,21 +58,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _beyond_pairs(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Cases of tests marked `pairs` that are not needed for any two values of different parameters to meet in one."""
+    """Cases of tests marked `pairs` that are not needed for any two values of different parameters to meet in one. With
+    `pairs(alone=NAME)` the values of that parameter need not meet those of others, and each is in one case at least.
+    """
     tests: dict[object, list[tuple[pytest.Item, set[object]]]] = {}
     for item in items:
-        if item.get_closest_marker("pairs") and (params := getattr(item, "callspec", None)):
+        if (marker := item.get_closest_marker("pairs")) and (params := getattr(item, "callspec", None)):
             marks = [mark.args[0] for mark in item.iter_markers("parametrize")]
             axes = [tuple(re.split(r",\s*", names)) if isinstance(names, str) else tuple(names) for names in marks]
             axes += [(name,) for name in params.params if not any(name in axis for axis in axes)]
             values = [(axis, tuple(id(params.params[name]) for name in axis)) for axis in axes]
-            pairs: set[object] = set(itertools.combinations(values, min(2, len(values))))
+            alone = [value for value in values if value[0] == (marker.kwargs.get("alone"),)]
+            others = [value for value in values if value not in alone]
+            pairs: set[object] = {*alone, *itertools.combinations(others, min(2, len(others)))}
             tests.setdefault(item.nodeid.partition("[")[0], []).append((item, pairs))
     left_out: set[pytest.Item] = set()
     for cases in tests.values():
         left = set().union(*(pairs for _, pairs in cases))
         while left:
-            best, met = max(cases, key=lambda case: len(case[1] & left))
+            best, met = max(reversed(cases), key=lambda case: len(case[1] & left))  # the last kernels are the fastest
             left -= met
             cases.remove((best, met))
         left_out.update(item for item, _ in cases)

@@ -20,7 +20,7 @@ from chorus.memory.transfers.transfer import ExecutorLost
 
 from .conftest import Answer
 
-pytestmark = pytest.mark.pairs
+pytestmark = pytest.mark.pairs(alone="kernels")
 
 
 @pytest.fixture
