@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,14 +43,44 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(MAX_PROCESSES, len(os.sched_getaffinity(0)) + 1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long tests come first, so that none is left alone at the end. A test that compares numbers is `native` where its
     kernels are, so that those which another level of instructions may change are told apart.
     """
+    left_out = _beyond_pairs(items)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
     for item in items:
         if item.get_closest_marker("numerics") and _kernels(item) == "native":
             item.add_marker("native")
+
+
+def _beyond_pairs(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Cases of tests marked `pairs` that are not needed for any two values of different parameters to meet in one. With
+    `pairs(alone=NAME)` the values of that parameter need not meet those of others, and each is in one case at least.
+    """
+    tests: dict[object, list[tuple[pytest.Item, set[object]]]] = {}
+    for item in items:
+        if (marker := item.get_closest_marker("pairs")) and (params := getattr(item, "callspec", None)):
+            marks = [mark.args[0] for mark in item.iter_markers("parametrize")]
+            axes = [tuple(re.split(r",\s*", names)) if isinstance(names, str) else tuple(names) for names in marks]
+            axes += [(name,) for name in params.params if not any(name in axis for axis in axes)]
+            values = [(axis, tuple(id(params.params[name]) for name in axis)) for axis in axes]
+            alone = [value for value in values if value[0] == (marker.kwargs.get("alone"),)]
+            others = [value for value in values if value not in alone]
+            pairs: set[object] = {*alone, *itertools.combinations(others, min(2, len(others)))}
+            tests.setdefault(item.nodeid.partition("[")[0], []).append((item, pairs))
+    left_out: set[pytest.Item] = set()
+    for cases in tests.values():
+        left = set().union(*(pairs for _, pairs in cases))
+        while left:
+            best, met = max(reversed(cases), key=lambda case: len(case[1] & left))  # the last kernels are the fastest
+            left -= met
+            cases.remove((best, met))
+        left_out.update(item for item, _ in cases)
+    return left_out
 
 
 def pytest_collection_finish() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-FOLDERS = ("core", "docs", "examples", "graphs", "memory", "ops", "perf", "server", ".github", ".ci")
+FOLDERS = ("core", "docs", "examples", "graphs", "memory", "ops", "perf", "server", ".github")
 #: What pip would be told: a name with extras, or a bare name after `pip install`.
 WITH_EXTRAS = re.compile(r"([\w.-]*chorus[\w.-]*)\[([\w,{}]+)\]")
 BARE = re.compile(r"pip install (?:-\S+ )*['\"]?([\w-]*chorus[\w-]*)")
@@ -16,8 +16,9 @@ BARE = re.compile(r"pip install (?:-\S+ )*['\"]?([\w-]*chorus[\w-]*)")
 
 def hints():
     files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
-    for path in [*files, *ROOT.glob("*.md"), *ROOT.glob("*.py"), ROOT / "pyproject.toml", ROOT / "Makefile"]:
-        if path.suffix in (".py", ".md", ".toml", ".yml", ".sh", "") and "venv" not in path.parts:
+    files += [*ROOT.glob("*.md"), *ROOT.glob("*.py"), ROOT / "pyproject.toml", ROOT / "Makefile", ROOT / ".ci" / "run"]
+    for path in files:
+        if path.suffix in (".py", ".md", ".toml", ".yml", ".sh", ""):
             text = path.read_text(encoding="utf-8", errors="replace")
             for found in WITH_EXTRAS.finditer(text):
                 yield path, found[1], found[2].split(",")

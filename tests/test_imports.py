@@ -114,9 +114,9 @@ def _listed_packages(root: Path) -> set[tuple[str, ...]]:
 
 
 def _sources(root: Path) -> Iterator[Path]:
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).parts
-        if parts[0] not in NOT_SOURCE and not any(part.startswith(".") for part in parts[:-1]):
+    tops = (path for path in root.iterdir() if path.name not in NOT_SOURCE and not path.name.startswith("."))
+    for path in sorted(path for top in tops for path in (top.rglob("*.py") if top.is_dir() else [top])):
+        if path.suffix == ".py" and not any(part.startswith(".") for part in path.relative_to(root).parts[:-1]):
             yield path
 
 

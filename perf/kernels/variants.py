@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from multiprocessing import get_context
 from typing import Any, NamedTuple
@@ -254,6 +254,12 @@ class Variant:
             return {"h": "*fp32", "x": own, "arena": own, **tables, "x_stride": "i32"}
         return {"y": own, "h": "*fp32", "arena": own, **tables, "y_stride": "i32"}
 
+    @property
+    def launched(self) -> tuple[object, ...]:
+        """What is compiled; the same for variants that are one launch."""
+        items = (self.constants().items(), self.options().items(), self.signature().items())
+        return self.kernel, *(tuple(sorted(each)) for each in items)
+
     def cost(self) -> Cost:
         """Of a full bucket of the largest rank: an adapter per token, or with tensor cores one for all tokens."""
         itemsize = ITEMSIZE[self.dtype]
@@ -312,7 +318,7 @@ class Line:
 
 
 def variants() -> Iterator[Variant]:
-    """All that serving launches: bf16 in full, f16 and f32 once per kernel and group."""
+    """All that serving launches: bf16 in full, f16 and f32 once per kernel."""
     for group in GROUPS:
         for side in ("shrink", "expand"):
             for kernel, buckets in ((f"{side}_decode", (8, 64, 256)), (f"{side}_prefill", (256, 8192))):
@@ -320,9 +326,9 @@ def variants() -> Iterator[Variant]:
                     for tokens in buckets:
                         if tokens > 8 or max_rank > 64:  # below, the smallest bucket's launch is that of 64 tokens
                             yield Variant(kernel, group, "bf16", tokens, max_rank)
-                yield Variant(kernel, group, "fp16", 64, 64)
                 if group == "qkv":
-                    yield Variant(kernel, group, "fp32", 64, 64)
+                    for dtype in ("fp16", "fp32"):
+                        yield Variant(kernel, group, dtype, 64, 64)
 
 
 def plain_variants() -> Iterator[Variant]:
@@ -363,8 +369,20 @@ def compile_variant(job: tuple[Variant, str]) -> Line:
 
 
 def compile_all(archs: Sequence[str], workers: int, chosen: Sequence[Variant]) -> list[Line]:
-    jobs = [(variant, arch) for arch in archs for variant in chosen]
+    """Compile what differs, once: some variants are the same launch, for other tokens."""
+    newest = max(archs, key=lambda arch: int(arch.removeprefix("sm_")))
+    wanted = [(variant, arch) for arch in archs for variant in (chosen if arch == newest else widest(chosen))]
+    jobs = {(arch, variant.launched): (variant, arch) for variant, arch in wanted}
     if workers == 1:
-        return [compile_variant(job) for job in jobs]
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        return list(pool.map(compile_variant, jobs, chunksize=4))
+        lines = map(compile_variant, jobs.values())
+    else:
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+            lines = list(pool.map(compile_variant, jobs.values(), chunksize=4))
+    made = dict(zip(jobs, lines, strict=True))
+    return [replace(made[arch, variant.launched], variant=variant, cost=variant.cost()) for variant, arch in wanted]
+
+
+def widest(chosen: Sequence[Variant]) -> list[Variant]:
+    """Of each kernel and group the variant that takes most: in bf16 if there is one, of the largest rank and bucket."""
+    by_size = sorted(chosen, key=lambda variant: (variant.dtype == "bf16", variant.max_rank, variant.tokens))
+    return list({(variant.kernel, variant.group): variant for variant in by_size}.values())

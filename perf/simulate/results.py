@@ -172,6 +172,8 @@ def run_study(
     them. region: also at every point of the study's axes, at its quick size. told: called with a row's name once it
     has been simulated. Raises StudyError.
     """
+    if quick:
+        study = study.quick_part()
     count = seeds or (study.quick_seeds if quick else study.seeds)
     numbers: list[int | None] = [seed] if count == 1 else list(range(seed or 0, (seed or 0) + count))
     places: list[tuple[Axis, Any] | None] = [None]

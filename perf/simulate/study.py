@@ -31,6 +31,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from importlib.resources import files
@@ -324,7 +325,8 @@ class Axis(Strict):
 
 class Study(Strict):
     """A file, parsed. name: the file's. seeds: how many runs each row has, with seeds from 0 on; quick_seeds: how many
-    in the quick version. With one, the workload's own seed counts. region: see `Axis`. needs: files that are no part of
+    in the quick version. With one, the workload's own seed counts. quick_rows: a regular expression; rows of the quick
+    version are those whose names it is found in. region: see `Axis`. needs: files that are no part of
     the package, by name, and how to get each; they lie in `directory`.
     """
 
@@ -338,6 +340,7 @@ class Study(Strict):
     quick: dict[str, Any] = {}
     seeds: PositiveInt = 10
     quick_seeds: PositiveInt = 3
+    quick_rows: str = ""
     rows: list[Row] = Field(min_length=1)
     expect: list[Expectation] = []
     region: list[Axis] = []
@@ -356,6 +359,8 @@ class Study(Strict):
         rows = [row.name for row in self.rows]
         if len(set(rows)) < len(rows):
             raise ValueError("two rows have one name; rename one")
+        if not any(re.search(self.quick_rows, name) for name in rows):
+            raise ValueError(f"quick_rows is {self.quick_rows!r}, which no row's name has in it")
         told = [*self.metrics, *(each.metric for each in self.expect), *(key for row in self.rows for key in row.paper)]
         for metric in told:
             if metric not in METRICS:
@@ -365,6 +370,12 @@ class Study(Strict):
             if name not in rows:
                 raise ValueError(f"{name!r} is no row; name one of {', '.join(rows)}")
         return self
+
+    def quick_part(self) -> Study:
+        """The study with the rows of its quick version alone, and what is expected of them."""
+        rows = {row.name: row for row in self.rows if re.search(self.quick_rows, row.name)}
+        expect = [each for each in self.expect if rows.keys() >= set(each.order)]
+        return self.model_copy(update={"rows": list(rows.values()), "expect": expect})
 
     def setup_of(
         self,

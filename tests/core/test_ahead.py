@@ -7,6 +7,8 @@ import pytest
 from chorus.core.requests.types import NOT_FINITE, PENDING, FinishReason
 from chorus.memory.transfers.transfer import ExecutorLost
 
+pytestmark = pytest.mark.pairs(alone="kernels")
+
 PROMPT = [5, 9, 11, 40, 9, 7]
 
 

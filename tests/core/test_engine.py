@@ -20,6 +20,8 @@ from chorus.memory.transfers.transfer import ExecutorLost
 
 from .conftest import Answer
 
+pytestmark = pytest.mark.pairs(alone="kernels")
+
 
 @pytest.fixture
 def gqa(subject):

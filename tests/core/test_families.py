@@ -76,7 +76,7 @@ class Tiny:
         return self.reference
 
     @cache  # noqa: B019 - a subject lives as long as its module
-    def case(self, adapter: str | None, length: int, seed: int, count: int = 12) -> tuple[list[int], list[int]]:
+    def case(self, adapter: str | None, length: int, seed: int, count: int = 8) -> tuple[list[int], list[int]]:
         """A random prompt and its `count` greedy tokens, all clear choices."""
         generator = torch.Generator().manual_seed(seed)
         while True:
@@ -170,10 +170,10 @@ def test_mixed_batch_equals_transformers_and_peft(tiny, drive, family, kernels):
     assert isinstance(driver.executor.inner.decoder, NativeDecoderModel if kernels == "native" else DecoderModel)
     rng = random.Random(family)
     want = {}
-    for index in range(12):
+    for index in range(8):
         adapter = [None, *ADAPTERS][index % 4]
         prompt, want[str(index)] = it.case(adapter, rng.randint(1, 70), seed=index)
-        driver.add(str(index), adapter, prompt, max_tokens=12)
+        driver.add(str(index), adapter, prompt, max_tokens=8)
     answers = driver.drain()
     assert {name: answer.tokens for name, answer in answers.items()} == want
     chunks = [row for plan in driver.plans for row in plan.rows if row.start > 0 and len(row.tokens) > 1]
@@ -189,7 +189,7 @@ def test_comparisons_mean_something(tiny, family):
     """Answers vary, and every adapter changes them."""
     it = tiny(family)
     prompt, base = it.case(None, 20, seed=99)
-    outputs = [base, *(it.greedy(adapter, prompt, 12)[0] for adapter in ADAPTERS)]
+    outputs = [base, *(it.greedy(adapter, prompt, 8)[0] for adapter in ADAPTERS)]
     assert len({tuple(output) for output in outputs}) == 4
     assert len(set(base)) >= 4
 

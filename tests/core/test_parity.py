@@ -18,7 +18,7 @@ from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.requests.types import FinishReason
 from chorus.memory.host.images import ThreadReads
 
-pytestmark = pytest.mark.numerics
+pytestmark = [pytest.mark.numerics, pytest.mark.pairs]
 
 MODELS = ("gqa", "mha", "tied", "wide_heads")
 

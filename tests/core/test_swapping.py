@@ -22,6 +22,8 @@ from chorus.memory.transfers.dma import open_dma
 from .conftest import ticking
 from .test_parity import FEW, add_all, check, make_cases, make_families
 
+pytestmark = pytest.mark.pairs(alone="kernels")
+
 SETTINGS = ["recompute", "swap", "auto"]
 
 

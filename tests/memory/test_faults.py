@@ -138,7 +138,7 @@ class Life:
 @pytest.mark.parametrize("by_torch", [False, True], ids=["native", "torch"])
 def test_every_point_may_fail(tiny_engine, adapter_draft, tmp_path, monkeypatch, by_torch):
     directories = {
-        name: adapter_draft(seed=seed).write(tmp_path / "adapters" / name)
+        name: adapter_draft(("q_proj", "down_proj"), seed=seed).write(tmp_path / "adapters" / name)
         for seed, name in enumerate(["first", "second", "third"])
     }
     faults = Faults(monkeypatch, tmp_path / "adapters")

@@ -27,6 +27,8 @@ from .test_native_sgmv import (
 
 __all__ = ["base"]
 
+pytestmark = pytest.mark.pairs
+
 KERNELS = ["torch", "native"]
 
 

@@ -11,7 +11,7 @@ from chorus.ops import native
 from chorus.ops.sampling import Chances, TorchSampling
 from chorus.ops.sgmv import Segments
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.pairs]
 
 HIDDEN, NAN, INF = 32, math.nan, math.inf
 

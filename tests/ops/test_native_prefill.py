@@ -17,7 +17,7 @@ from chorus.ops.sgmv import AdapterRows
 from chorus.perf.cpu import random_model
 from chorus.perf.cpu.workload import Geometry, tiny
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.pairs]
 
 BLOCK, PAGES = 16, 700
 LAYERS = 2

@@ -39,7 +39,7 @@ BF16_BOUND = 0.03
 BF16_OVER_TORCH = 1.25  # how much farther from float32 the native decoder may be than torch in bf16
 
 LENGTHS = [1, 2, 3, 4, 5, 17, 200]
-RANKS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 100, 128, 255, 256]
+RANKS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 100, 255, 256]
 LAYERS, NUM_PAGES = 3, 1500
 
 
@@ -281,6 +281,7 @@ def twice_step(base: Base, lengths: list[int], ranks: tuple[int, int]) -> Step:
     return step
 
 
+@pytest.mark.pairs
 @pytest.mark.native
 @pytest.mark.parametrize("lengths", [[1, 1], [1] * 9, [3, 2, 1], [5, 13, 1], [60, 1, 1], [200, 17, 3, 1]], ids=str)
 @pytest.mark.parametrize("ranks", [(8, 8), (1, 5), (33, 16)], ids=str)
@@ -334,7 +335,7 @@ def test_every_rank_with_every_length(base, rank, length):
 
 @pytest.mark.native
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_page_boundaries_anywhere(base, shape, seed):
     """Widths and page sizes for which pages end anywhere in a layer's slabs, and slabs anywhere in a page."""
     step = mixed_step(seed, base(shape), random.Random(seed).choices(LENGTHS[:-1], k=9))
@@ -343,7 +344,7 @@ def test_page_boundaries_anywhere(base, shape, seed):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_torch_does_what_the_definition_says(base, shape, seed):
     step = mixed_step(seed, base(shape), random.Random(seed).choices([1, 2, 3, 5], k=4))
     arena = torch.full((NUM_PAGES, step.layout.page_elems), float("nan"))

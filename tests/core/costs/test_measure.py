@@ -79,7 +79,7 @@ def check_plan(plan, executor):
 
 def test_decode_batches_are_mixed(profiler, executor):
     profiler.place_adapters()
-    plans = profiler.decode_plans(200)
+    plans = profiler.decode_plans(100)
     for plan in plans:
         check_plan(plan, executor)
         assert plan.bucket == DecodeBuckets(SEQS).pick(len(plan.rows))

@@ -25,6 +25,8 @@ from ...conftest import ATTENTION, MLP, Subject, save_adapter
 from ..conftest import ticking
 from ..test_parity import MODELS, add_all, check, make_cases, make_families
 
+pytestmark = pytest.mark.pairs(alone="kernels")
+
 
 def load(driver, *names):
     """Have adapters resident and idle."""
@@ -59,7 +61,7 @@ def test_requests_of_the_merged_adapter_alone(subject, drive, model):
     for name in it.adapters:
         driver = drive(it)
         merge(driver, name)
-        cases = make_cases(it, 6, adapters=[name], seed=31, tokens=(8, 16))
+        cases = make_cases(it, 4, adapters=[name], seed=31, tokens=(4, 8))
         add_all(driver, cases)
         check(driver, cases)
         assert modes(driver) == {StepMode.MERGED}
@@ -74,7 +76,7 @@ def test_mixture(subject, drive, model, name):
     it = subject(model)
     driver = drive(it, max_num_batched_tokens=56)
     merge(driver, name)
-    cases = make_cases(it, 32, seed=32, longest=60, tokens=(30, 40))
+    cases = make_cases(it, 18, seed=32, longest=60, tokens=(20, 28))
     add_all(driver, cases)
     check(driver, cases)
     assert modes(driver) == {StepMode.MERGED}
@@ -121,7 +123,7 @@ def switching(driver, rng, names):
             driver.engine.merge(rng.choice(names))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_switches_before_every_step(subject, drive, seed):
     it = subject("gqa")
     rng = random.Random(seed)
@@ -167,7 +169,7 @@ def weights_of(driver):
     return [weight.to_dense() if weight.is_mkldnn else weight.clone() for weight in weights]
 
 
-def test_a_thousand_switches_leave_no_trace(subject, drive):
+def test_hundreds_of_switches_leave_no_trace(subject, drive):
     it = subject("gqa")
     driver = drive(it, prefix_cache=False)
     load(driver, "r33-all", "r2-qv")
@@ -175,7 +177,7 @@ def test_a_thousand_switches_leave_no_trace(subject, drive):
     prompt = it.prompt("r1-all", 20, 12, seed=60)
     first = driver.run("first", "r1-all", prompt, max_tokens=12, logprobs=3)
     switches = 0
-    for index in range(100):
+    for index in range(30):
         driver.engine.merge("r33-all" if index % 20 < 10 else "r2-qv")
         driver.add(f"a{index}", None, prompt[:3], max_tokens=40)
         while driver.engine.merging.is_under_way:
@@ -188,7 +190,7 @@ def test_a_thousand_switches_leave_no_trace(subject, drive):
         driver.engine.abort(f"a{index}")
         driver.engine.unmerge()
         switches = driver.engine.stats().num_mode_switches
-    assert switches >= 1000
+    assert switches >= 300
     assert all(torch.equal(one, other) for one, other in zip(before, weights_of(driver), strict=True))
     again = driver.run("again", "r1-all", prompt, max_tokens=12, logprobs=3)
     assert (again.tokens, again.logprobs) == (first.tokens, first.logprobs)
@@ -378,11 +380,11 @@ class Drawn:
         return ModeChoice(merged, frozenset(rng.sample(list(state.requests), rng.randint(0, len(state.requests)))))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_any_policy_gives_the_same_tokens(subject, drive, seed):
     it = subject("gqa")
     driver = drive(it, max_num_batched_tokens=48, clock=ticking(), policies=Policies(mode=Drawn(random.Random(seed))))
-    cases = make_cases(it, 24, seed=90 + seed, longest=60, tokens=(20, 40))
+    cases = make_cases(it, 18, seed=90 + seed, longest=60, tokens=(12, 24))
     add_all(driver, cases)
     check(driver, cases)
     assert modes(driver) >= {StepMode.MERGED, StepMode.LORA}
@@ -397,7 +399,7 @@ def test_the_policies_give_the_same_tokens(subject, drive, name, skew):
     rng = random.Random(5)
     others = [None, "r1-all", "r5-ko", "r33-all"]
     adapters = ["r8-attention" if rng.random() < skew else rng.choice(others) for _ in range(24)]
-    cases = make_cases(it, 24, adapters=adapters, seed=95, longest=60, tokens=(20, 40))
+    cases = make_cases(it, 24, adapters=adapters, seed=95, longest=60, tokens=(12, 24))
     add_all(driver, cases)
     check(driver, cases)
     if skew == 1.0:

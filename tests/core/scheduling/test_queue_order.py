@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chorus.core.config import EngineConfig
@@ -333,6 +333,7 @@ class TestEngine:
     max_overtake=st.sampled_from([0.0, 0.05, 0.2]),
     host_pages=st.sampled_from([0, 2, 100]),
 )
+@settings(max_examples=40)
 def test_nobody_starves(popular, rare, max_num_seqs, max_adapters, max_overtake, host_pages):
     """Requests of a resident adapter come faster than they are served: once its time is up and its adapter is here,
     nobody who came later starts before a cold one.

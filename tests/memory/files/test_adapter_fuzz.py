@@ -24,7 +24,7 @@ from ..fakes import acquire_whole
 peft_utils = pytest.importorskip("peft.tuners.tuners_utils")
 peft_other = pytest.importorskip("peft.utils.other")
 
-EXAMPLES = 1500
+EXAMPLES = 800
 BATCHES = 4
 LAYERS = 3
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

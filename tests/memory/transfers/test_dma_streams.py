@@ -268,5 +268,5 @@ class Streams(RuleBasedStateMachine):
                 assert copy.source_then == there.tobytes(), "a layer was copied before it was read"
 
 
-Streams.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
+Streams.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
 TestStreams = Streams.TestCase

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
@@ -16,18 +14,21 @@ from chorus.perf.gpu.sections.registry import SECTIONS
 from chorus.perf.gpu.store import RESULT, ResultStore
 
 
-def run(*flags: str) -> tuple[int, dict, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "chorus.perf.gpu", *flags],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-    )
-    return done.returncode, json.loads(done.stdout.splitlines()[-1]), done.stderr
+@pytest.fixture
+def run(monkeypatch, capfd):
+    """`run(*flags)`: the exit code, the last line of the output, and all that was said beside it."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def run(*flags: str) -> tuple[int, dict, str]:
+        code = command.main([*flags])
+        said = capfd.readouterr()
+        return code, json.loads(said.out.splitlines()[-1]), said.err
+
+    return run
 
 
-def test_a_second_call_runs_what_is_missing(tmp_path):
+def test_a_second_call_runs_what_is_missing(tmp_path, run):
     flags = ("--quick", "--device", "cpu", "--out", str(tmp_path), "--sections", "limits")
     code, summary, said = run(*flags)
     assert code == 1, "other sections are missing"
@@ -43,7 +44,7 @@ def test_a_second_call_runs_what_is_missing(tmp_path):
     assert combined["environment"]["device"]["type"] == "cpu"
 
 
-def test_a_section_that_fails_costs_no_other(tmp_path):
+def test_a_section_that_fails_costs_no_other(tmp_path, run):
     """Without a device all fail, each with its own traceback."""
     code, summary, _ = run("--quick", "--out", str(tmp_path), "--sections", "limits", "prefill")
     assert code == 1

@@ -9,7 +9,7 @@ import pytest
 
 from chorus.perf.kernels import __main__ as kernels
 from chorus.perf.kernels.cost import Cost
-from chorus.perf.kernels.variants import SHARED_LIMIT, Line, Variant, plain_variants, variants
+from chorus.perf.kernels.variants import SHARED_LIMIT, Line, Variant, compile_all, plain_variants, variants
 
 GOOD = Line(
     Variant("expand_prefill", "o", "bf16", 256, 64), "sm_90", 128, 0, 4096, "wgmma.m64n64k16", wide_loads=8,
@@ -75,3 +75,24 @@ def test_signatures_name_the_kernels_arguments():
         module = import_module(f"chorus.ops.{variant.module}")
         given = set(variant.signature()) | set(variant.constants())
         assert given == set(getattr(module, variant.kernel).arg_names)
+
+
+def test_what_is_one_launch_is_compiled_once_and_older_architectures_get_the_widest(monkeypatch):
+    compiled = []
+
+    def compile_variant(job):
+        compiled.append(job)
+        return replace(GOOD, variant=job[0], arch=job[1])
+
+    monkeypatch.setattr("chorus.perf.kernels.variants.compile_variant", compile_variant)
+    chosen = [*variants(), *plain_variants()]
+    lines = compile_all(["sm_80", "sm_90"], 1, chosen)
+    newest, older = ([line.variant for line in lines if line.arch == arch] for arch in ("sm_90", "sm_80"))
+    assert newest == chosen
+    assert {(v.kernel, v.group) for v in older} == {(v.kernel, v.group) for v in chosen}
+    assert Variant("expand_prefill", "down", "bf16", 8192, 256) in older
+    assert len(older) < len(chosen) / 3
+    same = {Variant("shrink_decode", "o", "bf16", tokens, 16) for tokens in (64, 256)}
+    assert same <= set(newest)
+    assert len(same & {variant for variant, _ in compiled}) == 1
+    assert all(line.cost == line.variant.cost() for line in lines)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from chorus.core.config import EngineConfig
-from chorus.core.costs.machine import Measured
+from chorus.core.costs.machine import Measured, measure_machine
 from chorus.core.costs.measure import Samples
 from chorus.core.costs.profile import Number, Terms, load_profile
 from chorus.perf.simulate import agreement
@@ -26,6 +26,9 @@ from chorus.perf.simulate.loads import Load
 from chorus.perf.simulate.records import Records, Served
 from chorus.perf.workload.request import TraceRequest
 from chorus.perf.workload.traces import jsonl
+
+FEW = {"batches": 48}
+"""Steps that a profile is fitted to."""
 
 
 def test_both_serve_the_same_requests(subject):
@@ -76,7 +79,8 @@ def test_records_are_summed_up():
     assert Records().summary() == {"requests": 0, "failed": 0}
 
 
-def test_the_command(subject, capsys):
+def test_the_command(subject, monkeypatch, capsys):
+    monkeypatch.setattr(agreement, "measure_machine", lambda config, **how: measure_machine(config, **how | FEW))
     model = subject("gqa").model
     flags = ["--model", str(model), "--adapters", str(model.parent / "adapters"), "--threads", "1", "--json"]
     code = main([*flags, "--repeats", "1", "--requests", "5", "--rounds", "1", "--limit", "1e9"])

@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from chorus.core.config import EngineConfig
@@ -187,6 +187,7 @@ def test_repeated_steps_leave_requests_at_what_they_have_computed():
     [*((0.0, f"r{i}", [3] * 16, 100, "a") for i in range(3)), (0.31, "new", [4] * 40, 20, None)],
     *(120, 3, 16, False, True, 0.0, 0.0, None, 5.0, 0, "adapter"),
 )  # new takes a row of one that decodes: the step has as many rows as before, and a prompt among them
+@settings(max_examples=50)
 def test_steps_together_are_the_same_as_steps_one_by_one(
     arrivals,
     num_pages,

@@ -59,7 +59,7 @@ def test_the_baseline_of_punica_11_is_reproduced_before_anything_is_compared_wit
             "orders": [],
         }
     )  # fmt: skip
-    (result,) = compute([figure], seeds=3)
+    (result,) = compute([figure], seeds=1)
     for line in result.lines:
         assert line.ratio == pytest.approx(1, abs=0.03), line.row.name
 

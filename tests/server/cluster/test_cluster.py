@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -193,6 +194,7 @@ def test_replicas_behind_tls_are_replaced_one_after_another_and_requests_migrate
         up.process.send_signal(signal.SIGUSR1)
         while first & set(up.replicas) or len(up.replicas) < 2:
             assert list(threads.map(lambda index: read(up.client, index), range(4))) == unbroken
+            time.sleep(0.3)  # for the processes that begin
         up.wait_until(lambda: up.metric("chorus_replicas_up") == 2)
         assert not first & set(up.replicas)
         assert list(threads.map(lambda index: read(up.client, index), range(4))) == unbroken

@@ -108,7 +108,7 @@ def test_who_reads_slowly_is_not_cut(start, make_engine):
     engine = make_engine(["alice"], max_model_len=1 << 20)
     live = start(engine, settings={**HURRIED, "send_seconds": 60})
     body = (
-        b'{"model": "base", "prompt": "a", "max_tokens": 20000, "ignore_eos": true, "stream": true,'
+        b'{"model": "base", "prompt": "a", "max_tokens": 8000, "ignore_eos": true, "stream": true,'
         b'"skip_special_tokens": false}'
     )
     head = HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
