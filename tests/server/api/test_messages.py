@@ -122,6 +122,25 @@ def test_the_key_may_come_as_anthropics_clients_send_it(start, fake_engine):
     assert status({"x-api-key": "secret-key", "authorization": "Bearer another-key"}) == 401
 
 
+def test_errors_have_anthropics_shape_and_types(start, fake_engine):
+    live = start(fake_engine, settings={"api_key": ["secret-key"], "max_body_bytes": 2048})
+    body = {"model": "base", "max_tokens": 4, "messages": USER}
+
+    def error(path="/v1/messages", key="secret-key", method="POST", **more):
+        headers = {"x-api-key": key}
+        answer = live.client.request(method, path, json={**body, **more}, headers=headers)
+        assert answer.json()["type"] == "error" and answer.json()["error"]["message"]
+        return answer.status_code, answer.json()["error"]["type"]
+
+    assert error(max_tokens=0) == (400, "invalid_request_error")
+    assert error(key="other") == (401, "authentication_error")
+    assert error(model="nobody") == (404, "not_found_error")
+    assert error(method="PUT") == (405, "invalid_request_error")
+    assert error(system="x" * 4096) == (413, "request_too_large")
+    assert error("/v1/messages/count_tokens", max_tokens=None, messages=5) == (400, "invalid_request_error")
+    assert "type" not in live.client.post("/v1/responses", json={}).json()
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
