@@ -228,20 +228,17 @@ class GenerationApi:
         self, asked: GenerationRequest, syntax: AnswerSyntax, *, reasons_already: bool
     ) -> Grammar | None:
         """What the answer must match, compiled beside the event loop. Raises InvalidRequest for what can't be."""
-        found = asked.asked_grammar(self._settings)
-        called = asked.calls_asked(syntax, self._tokenizer, self._settings, reasons_already=reasons_already)
-        if found and called:
-            message = f"{found[0]} and {called[0]} both say what the answer matches; give one of them"
-            raise ApiError(400, message, param=found[0])
-        found = found or called
-        if found is None:
-            return None
-        (field, grammar), model = found, self._worker.model
-        grammars = grammars_of(self._settings.model, model.vocab_size, tuple(model.eos_token_ids))
-        try:
-            await self._threads.run(grammars.compile, grammar)
-        except InvalidGrammar as error:
-            raise InvalidRequest(field, f"{field} can't be obeyed: {error}") from None
+        content, model = asked.asked_grammar(self._settings), self._worker.model
+        asked_for = asked.answer_grammars(
+            content, syntax, self._tokenizer, self._settings, reasons_already=reasons_already
+        )
+        grammar = None
+        for field, grammar in asked_for:
+            grammars = grammars_of(self._settings.model, model.vocab_size, tuple(model.eos_token_ids))
+            try:
+                await self._threads.run(grammars.compile, grammar)
+            except InvalidGrammar as error:
+                raise InvalidRequest(field, f"{field} can't be obeyed: {error}") from None
         return grammar
 
     def _echoes(self, asked: GenerationRequest, given: Sequence[str | list[int]], generation: Generation) -> list[Echo]:
