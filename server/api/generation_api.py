@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 import uuid
@@ -52,6 +53,9 @@ CHAT_NAMES = {"prompt": "messages"}
 
 IGNORED = "x-ignored-fields"
 """Header of an answer: fields that it does not depend on, because the model's chat template does not know them."""
+
+LOAD, LOAD_FORMAT = "endpoint-load-metrics", "endpoint-load-metrics-format"
+"""ORCA's headers: an answer's with the server's load, for balancers, and a request's that asks for it."""
 
 MARK_TOKENS = 32
 """Tokens that the mark of reasoning, and a line break, have at most."""
@@ -288,6 +292,7 @@ class GenerationApi:
         answer = make_format(generation, scores, extras)
         ignored = asked.ignored(self._tokenizer)
         headers = {IGNORED: ", ".join(ignored)} if ignored else {}
+        headers |= self._load_report(request.headers.get(LOAD_FORMAT, ""))
         if asked.stream:
             return EventStream(self._events(generation, answer), generation.close, headers)
         try:
@@ -298,6 +303,21 @@ class GenerationApi:
         finally:
             generation.close()
         return Response(body, media_type="application/json", headers=headers)
+
+    def _load_report(self, form: str) -> dict[str, str]:
+        """The server's load as a header in ORCA's form, under vLLM's names; nothing unless the client asks for one."""
+        if (kind := form.upper()) not in ("TEXT", "JSON"):
+            return {}
+        stats = self._worker.stats
+        load = {
+            "kv_cache_usage_perc": stats.kv_usage,
+            "num_requests_waiting": float(stats.num_waiting),
+            "num_requests_running": float(stats.num_running),
+        }
+        told = json.dumps({"named_metrics": load})
+        if kind == "TEXT":
+            told = ", ".join(f"named_metrics.{name}={value}" for name, value in load.items())
+        return {LOAD: f"{kind} {told}"}
 
     async def _written(self, answer: AnswerFormat) -> bytes:
         """The whole answer; a long one is written beside the event loop, which must not make way for others there."""

@@ -81,6 +81,7 @@ def test_a_whole_answer(say):
     for choice in say(CALLS, tools=[tool()], n=2, logprobs=True).choices:
         assert choice.finish_reason == "tool_calls" and len(choice.logprobs.content) == len(CALLS) + 1
         assert (choice.message.content, choice.message.reasoning_content) == ("Well", "A.")
+        assert choice.message.reasoning == "A."
         assert [(call.function.name, call.function.arguments) for call in choice.message.tool_calls] == [
             ("f", '{"days": 1}'), ("f", "{}"),
         ]  # fmt: skip
@@ -104,7 +105,8 @@ def test_a_stream(say):
         mine = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
         assert sum(len(choice.logprobs.content) for choice in mine if choice.logprobs) == len(CALLS) + 1
         assert "".join(choice.delta.content or "" for choice in mine) == "Well"
-        assert "".join(getattr(choice.delta, "reasoning_content", "") for choice in mine) == "A."
+        for name in ("reasoning_content", "reasoning"):
+            assert "".join(getattr(choice.delta, name, "") for choice in mine) == "A."
         assert [choice.finish_reason for choice in mine if choice.finish_reason] == ["tool_calls"]
         pieces = [call for choice in mine for call in choice.delta.tool_calls or ()]
         begun = [call for call in pieces if call.id]
