@@ -141,7 +141,8 @@ class ApiError(Exception):
     def anthropics_body(self) -> dict[str, Any]:
         """The same as Anthropic's clients read it; the field and the code stay beside the type."""
         kind = _ANTHROPICS_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-        return {"type": "error", "error": {**self.body()["error"], "type": kind}}
+        details = {} if self.code is None else {"details": {"error_code": self.code}}
+        return {"type": "error", "error": {**self.body()["error"], "type": kind, **details}}
 
     def response(self, path: str = "") -> JSONResponse:
         """path: of the request."""

@@ -66,7 +66,9 @@ class Answer:
             return None
         try:
             error = json.loads(self.body)["error"]
-            sound = set(error) == {"message", "type", "param", "code"} and 0 < len(error["message"]) <= 1000
+            sound = (
+                set(error) - {"details"} == {"message", "type", "param", "code"} and 0 < len(error["message"]) <= 1000
+            )
             return None if sound and isinstance(error["type"], str) else f"an error like {self.body[:200]!r}"
         except (ValueError, TypeError, KeyError):
             return f"status {self.status} with {self.body[:200]!r}"

@@ -105,6 +105,14 @@ def test_a_begun_answer_is_continued(shared):
     assert said(ask(shared, messages=[*USER, {"role": "assistant", "content": "so"}])) == "user: hi\nassistant: so"
 
 
+def test_a_thread_is_not_held(shared):
+    """A client of threads is told so when it goes on with one, in the words by which it sends all messages instead."""
+    assert said(ask(shared, thread={"type": "create"})) == ECHO
+    response = ask(shared, thread={"type": "continue", "previous_message_id": "msg_1"})
+    assert response.status_code == 404
+    assert response.json()["error"]["details"] == {"error_code": "thread_not_found"}
+
+
 def test_tokens_are_counted(shared):
     response = shared.post("/v1/messages/count_tokens", model="base", messages=USER)
     assert response.json() == {"input_tokens": len(ECHO)}
@@ -178,6 +186,7 @@ def test_errors_have_anthropics_shape_and_types(start, fake_engine):
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"stop_sequences": ["a"] * 99}, "stop_sequences"),
         ({"thinking": {"type": "x"}}, "thinking.type"),
+        ({"thread": "create"}, "thread"),
         ({"output_config": 5}, "output_config"),
         ({"output_config": {"format": {}}}, "output_config.format"),
         ({"tools": {}}, "tools"),
