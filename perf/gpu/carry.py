@@ -33,8 +33,11 @@ PACKAGES = (
     "markupsafe",
     "rich", "markdown-it-py", "mdurl", "pygments",
     "pytest", "pytest-timeout", "pytest-xdist", "execnet", "pluggy", "iniconfig", "hypothesis", "sortedcontainers",
-    "peft", "nvtx", "msgpack",
+    "peft", "nvtx", "msgpack", "orjson", "llguidance",
 )  # fmt: skip
+
+#: Of the project's own needs: these stand on a machine with torch and transformers.
+WITH_TORCH = {"torch", "transformers", "tokenizers", "safetensors", "numpy"}
 
 #: Newest first: pip takes a wheel of any of them, and none of another number.
 PLATFORMS = tuple(
@@ -159,8 +162,8 @@ def main(argv: list[str] | None = None) -> int:
     if not take_native(args.out):
         print("no native library is built here: adapters will be read by torch there, which is slower", file=sys.stderr)
     present = args.present.read_text("utf-8").split() if args.present else []
-    left_out = {_name(each) for each in (*args.without, *present, *args.also)}  # a package of --also replaces ours
-    wanted = [*(name for name in PACKAGES if _name(name) not in left_out), *args.also]
+    left_out = {package_name(each) for each in (*args.without, *present, *args.also)}  # a package of --also replaces ours
+    wanted = [*(name for name in PACKAGES if package_name(name) not in left_out), *args.also]
     try:
         download(wanted, args.python, wheels)
     except subprocess.CalledProcessError as error:
@@ -183,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
-def _name(requirement: str) -> str:
+def package_name(requirement: str) -> str:
     """The package of `NAME==VERSION`, as pip compares names."""
     return requirement.partition("==")[0].lower().replace("_", "-").replace(".", "-")
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,3 +158,10 @@ def test_pip_is_asked_for_the_other_machines_wheels(tmp_path, monkeypatch):
     assert command[command.index("--python-version") + 1] == "3.12"
     assert "manylinux_2_28_x86_64" in command
     assert command[-1] == "rich"
+
+
+def test_what_the_project_needs_is_carried_or_stands_with_torch():
+    """A run on a GPU ended at the first import: what had been added to the project's needs was not carried."""
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text("utf-8"))["project"]
+    needed = {re.split(r"[><=\[]", need)[0] for need in project["dependencies"]}
+    assert needed - set(map(carry.package_name, carry.PACKAGES)) <= carry.WITH_TORCH

@@ -15,7 +15,8 @@ from chorus.perf.plan.errors import PlanError
 from chorus.perf.plan.gpus import GPUS, gpu_named
 from chorus.perf.plan.prediction import predicted_profile
 
-RUN = Path(prediction.__file__).parents[1] / "results" / "h100-2026-11-22-e391802" / "result.json"
+#: Results are in the repository, and not in the package.
+RUN = Path(__file__).parents[3] / "perf" / "results" / "h100-2026-11-22-e391802" / "result.json"
 SECTIONS = json.loads(RUN.read_text())["sections"]
 LAYERS, CONTEXT = 32, 256
 IN_LAYERS = LAYERS * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
