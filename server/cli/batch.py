@@ -139,11 +139,13 @@ async def _answer(
 
 async def _ask(client: httpx.AsyncClient, asked: Asked) -> dict[str, Any]:
     """The line of an answer. Raises EngineUnavailable when there will be none."""
-    for attempt in range(TRIES):
-        answer = await client.post(asked.url, content=json.dumps(asked.body), headers=JSON)
-        if "retry-after" not in answer.headers or attempt == TRIES - 1:
+    content = json.dumps(asked.body)
+    answer = await client.post(asked.url, content=content, headers=JSON)
+    for _ in range(TRIES - 1):
+        if "retry-after" not in answer.headers:
             break
         await asyncio.sleep(float(answer.headers["retry-after"]))
+        answer = await client.post(asked.url, content=content, headers=JSON)
     body, request_id = answer.json(), answer.headers["x-request-id"]
     if answer.status_code == 503 and body["error"]["code"] == "engine_unavailable":
         raise EngineUnavailable(body["error"]["message"])
