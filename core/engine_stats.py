@@ -61,6 +61,12 @@ class EngineStats:
     num_step_tokens: int = 0  # of all steps
     step_sizes: tuple[int, ...] = ()  # numbers of steps with up to each of `STEP_SIZES` tokens, and with more
 
+    @property
+    def kv_usage(self) -> float:
+        """Share of the pages that adapters leave which hold running requests' KV."""
+        room = self.num_pages - self.num_adapter_pages
+        return self.num_kv_pages / room if room > 0 else 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class AccountStats:

@@ -1,4 +1,4 @@
-"""Errors towards clients, in OpenAI's shape."""
+"""Errors towards clients, in OpenAI's shape or in Anthropic's."""
 
 from __future__ import annotations
 
@@ -94,6 +94,19 @@ DISK_FAULTS = frozenset(
 _TYPES = {429: "rate_limit_error", **dict.fromkeys((424, 500, 503, 504), "server_error")}
 """OpenAI's types of errors by their status; all others are the client's."""
 
+ANTHROPICS = "/v1/messages"
+"""Routes below this path tell errors in Anthropic's shape."""
+
+_ANTHROPICS_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Anthropic's types of errors by their status; of others the client's are `invalid_request_error`."""
+
 
 class ApiError(Exception):
     """An answer other than success. `param` names the wrong field, the message says how to mend it."""
@@ -125,9 +138,17 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
+    def anthropics_body(self) -> dict[str, Any]:
+        """The same as Anthropic's clients read it; the field and the code stay beside the type."""
+        kind = _ANTHROPICS_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        details = {} if self.code is None else {"details": {"error_code": self.code}}
+        return {"type": "error", "error": {**self.body()["error"], "type": kind, **details}}
+
+    def response(self, path: str = "") -> JSONResponse:
+        """path: of the request."""
         retry = {} if self.retry_after is None else {"retry-after": str(max(1, math.ceil(self.retry_after)))}
-        return JsonResponse(self.body(), status_code=self.status, headers={**self.headers, **retry})
+        body = self.anthropics_body() if path.startswith(ANTHROPICS) else self.body()
+        return JsonResponse(body, status_code=self.status, headers={**self.headers, **retry})
 
 
 class EngineUnavailable(Exception):
@@ -248,7 +269,7 @@ async def on_error(request: Request, error: Exception) -> JSONResponse:
     """Starlette's handler of every exception a route lets through."""
     answer = as_api_error(error)
     answer.message = request.app.state.private_paths.hide(answer.message)
-    response = answer.response()
+    response = answer.response(request.url.path)
     if answer.unforeseen:  # Starlette sends these itself, outside of all middleware
         response.headers[REQUEST_ID] = request.state.request_id
     return response
@@ -264,6 +285,6 @@ async def on_http_error(request: Request, error: Exception) -> JSONResponse:
         message = f"{path} does not take {clipped(request.method)}"
     else:
         message = error.detail
-    answer = ApiError(error.status_code, message).response()
+    answer = ApiError(error.status_code, message).response(request.url.path)
     answer.headers.update(error.headers or {})
     return answer

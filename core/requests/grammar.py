@@ -19,10 +19,15 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar of a request. kind: one of GrammarKind. Whether it can be served only `Grammars.compile` can tell."""
+    """A grammar of a request. Whether it can be served only `Grammars.compile` can tell.
+
+    kind: one of GrammarKind. around: rules in Lark's syntax as llguidance reads it, in which `@content` is what the
+    kind and the text say; "": the whole answer is that.
+    """
 
     kind: str
     text: str = ""
+    around: str = ""
 
     def __post_init__(self) -> None:
         GrammarKind(self.kind)

@@ -91,6 +91,8 @@ class Grammars:
         tokenizer = self._load()
         try:
             source = _SOURCES[GrammarKind(grammar.kind)](grammar.text)
+            if grammar.around:
+                source = _within(grammar.around, source)
         except (ValueError, TypeError, KeyError, RecursionError, AssertionError) as error:
             raise InvalidGrammar(_told(str(error) or type(error).__name__)) from None
         matcher = LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(**_LIMITS))
@@ -134,6 +136,12 @@ def grammars_of(model: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) ->
 
 def _told(message: str) -> str:
     return message.partition(_CUT)[0].strip()
+
+
+def _within(around: str, source: str) -> str:
+    """llguidance's JSON of a grammar in which `@content` is another one."""
+    content = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
+    return json.dumps({"grammars": [{"lark_grammar": around}, *({**each, "name": "content"} for each in content)]})
 
 
 def _of_schema(text: str) -> str:

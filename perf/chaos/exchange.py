@@ -56,6 +56,8 @@ class Answer:
 
     def fault(self) -> str | None:
         """Return the fault of an answer that no client should get, whatever it sent."""
+        if self.status < 300 and b'"code":"internal_error"' in self.body and self.kind.startswith("text/event-stream"):
+            return f"a stream with {self.body[-300:]!r}"
         if self.status < 300 or self.status == 307:  # to a path without its last slash
             return None
         if not (400 <= self.status < 500 or self.status in (501, 503)):
@@ -64,7 +66,9 @@ class Answer:
             return None
         try:
             error = json.loads(self.body)["error"]
-            sound = set(error) == {"message", "type", "param", "code"} and 0 < len(error["message"]) <= 1000
+            sound = (
+                set(error) - {"details"} == {"message", "type", "param", "code"} and 0 < len(error["message"]) <= 1000
+            )
             return None if sound and isinstance(error["type"], str) else f"an error like {self.body[:200]!r}"
         except (ValueError, TypeError, KeyError):
             return f"status {self.status} with {self.body[:200]!r}"

@@ -31,7 +31,7 @@ from ...server.demo.skills import BASE, SKILLS, prompt, sample_inputs
 from ..report.command import conclude, parser
 from ..serving.server_process import LaunchedServer, launched
 from .exchange import NoAnswer, exchange
-from .mutants import Call, Mutant, mutant, other_calls, questions
+from .mutants import Call, Mutant, mutant, other_calls, questions, structured_calls
 
 MAX_MORE = {"descriptors": 0, "threads": 32, "bytes": 64 << 20}
 """Growth that a run may leave behind; the server's pools may start threads when they are needed first."""
@@ -73,7 +73,7 @@ class Fuzz:
         texts += [" ".join(texts[index:]) for index in range(2)]
         prompts = [prompt(text) for text in texts]  # the same for all, so that they meet in the prefix cache
         self._questions = list(questions(dict.fromkeys(names, prompts), seed, num_questions))
-        self.calls = [*self._questions[:80], *2 * other_calls("spare", str(spare / "good"))]
+        self.calls = [*self._questions[:80], *2 * other_calls("spare", str(spare / "good")), *2 * structured_calls()]
         self.calls += [
             call for directory in sorted(spare.iterdir()) for call in other_calls("odd", str(directory))[-4:]
         ]

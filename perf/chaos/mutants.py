@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...server.api import messages_request, responses_request
 from ...server.api.adapter_api import AddAdapter, LoadLoraAdapter, UnloadLoraAdapter
 from ...server.api.chat_request import ChatCompletionRequest
 from ...server.api.completion_request import CompletionRequest
@@ -34,6 +35,24 @@ ODD: Sequence[Any] = (
 )  # fmt: skip
 """Values that a field may not expect."""
 
+_PART = {"type": "text", "text": "abc"}
+_SCHEMA = {
+    "type": "object", "properties": {"a": {"type": "integer", "maximum": 9}, "b": {"enum": ["x", "y"]}},
+    "required": ["a"], "additionalProperties": False,
+}  # fmt: skip
+_FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": _SCHEMA}}
+_FUNCTION = {"name": "f", "description": "abc", "parameters": _SCHEMA, "strict": True}
+_TOOLS = [{"type": "function", "function": _FUNCTION}, {"type": "function", "function": {"name": "g"}}]
+_FLAT = [{"type": "function", **_FUNCTION}]
+_ANTHROPICS = [{"name": "f", "description": "abc", "input_schema": _SCHEMA}]
+_NAMED = {"type": "function", "function": {"name": "f"}}
+_CHOICES = (
+    "none", "auto", "required", _NAMED, {"type": "function", "name": "f"}, {"type": "any"},
+    {"type": "tool", "name": "f"},
+    {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [_NAMED]}},
+    {"type": "allowed_tools", "mode": "required", "tools": _FLAT},
+)  # fmt: skip
+
 LIKELY: dict[str, Sequence[Any]] = {
     "n": (1, 2, 3), "max_tokens": (0, 1, 5, None), "max_completion_tokens": (1, 7), "logprobs": (0, 1, 5, True),
     "top_logprobs": (0, 2), "prompt_logprobs": (0, 2), "echo": (True, False), "stream": (True,), "best_of": (1,),
@@ -45,10 +64,20 @@ LIKELY: dict[str, Sequence[Any]] = {
     "lora_path": ("upper", "reverse"), "model": ("upper", "chorus-builtin", "chorus-builtin:sort", "nobody"),
     "return_token_ids": (True,), "return_tokens_as_token_ids": (True,), "return_step_info": (True,),
     "skip_special_tokens": (False, True), "include_stop_str_in_output": (True,), "add_special_tokens": (True, False),
-    "user": ("me",), "metadata": ({"a": "b"},), "chat_template_kwargs": ({"x": 1},), "tools": ([],),
-    "add_generation_prompt": (True, False), "continue_final_message": (True, False), "tool_choice": ("none", "auto"),
-    "response_format": ({"type": "text"}, {"type": "json_object"}), "guided_choice": (["a", "bc"],),
-    "structured_outputs": ({"regex": "[a-z]+"},), "guided_json": ({"type": "integer"},),
+    "user": ("me",), "metadata": ({"a": "b"},), "chat_template_kwargs": ({"x": 1},),
+    "tools": ([], _TOOLS, _FLAT, _ANTHROPICS), "parallel_tool_calls": (True, False),
+    "reasoning_effort": ("none", "low"),
+    "include_reasoning": (False,), "separate_reasoning": (False,), "truncate_prompt_tokens": (-1, 1, 5),
+    "truncation_side": ("right", "left"), "instructions": ("abc",), "max_output_tokens": (1, 9),
+    "text": ({"format": {"type": "json_schema", "name": "a", "schema": _SCHEMA}}, {"format": {"type": "text"}}),
+    "include": (["message.output_text.logprobs"],), "stop_sequences": (["e"],), "system": ("abc", [_PART]),
+    "thinking": ({"type": "enabled", "budget_tokens": 9}, {"type": "disabled"}), "reasoning": ({"effort": "low"},),
+    "output_config": ({"format": {"type": "json_schema", "schema": _SCHEMA}}, {"effort": "low"}),
+    "structural_tag": ({"structures": [{"begin": "<f>", "schema": _SCHEMA, "end": "</f>"}], "triggers": ["<f"]},),
+    "guided_grammar": ('start: "a" | /[b-d]+/', 'root ::= "a" [b-d]'),
+    "add_generation_prompt": (True, False), "continue_final_message": (True, False), "tool_choice": _CHOICES,
+    "response_format": ({"type": "text"}, {"type": "json_object"}, _FORMAT), "guided_choice": (["a", "bc"],),
+    "structured_outputs": ({"regex": "[a-z]+"}, {"choice": ["a"]}), "guided_json": ({"type": "integer"}, _SCHEMA),
     "prompt": ("a", [104, 101], ["a", "b"], [[104], [101, 102]], "é\U0001f600"),
     "messages": ([{"role": "user", "content": [{"type": "text", "text": "abc"}]}],), "request_id": ("one", "two"),
 }  # fmt: skip
@@ -58,7 +87,8 @@ _BODIES = (
     CompletionRequest, ChatCompletionRequest, TextToTokens, ChatToTokens, TokensToText, AddAdapter, LoadLoraAdapter,
     UnloadLoraAdapter,
 )  # fmt: skip
-FIELDS = sorted({*ALIASES, *HARMLESS, *NEUTRAL, *(name for body in _BODIES for name in body.model_fields)})
+_OF_OTHERS = (each for api in (responses_request, messages_request) for each in (*api.OWN, *api.REFUSED))
+FIELDS = sorted({*ALIASES, *HARMLESS, *NEUTRAL, *(name for body in _BODIES for name in body.model_fields), *_OF_OTHERS})
 """Every field that a body may have, in any call."""
 
 HEADERS = (
@@ -141,6 +171,38 @@ def questions(prompts: dict[str | None, list[str]], seed: int, count: int) -> It
         if draw.random() < 0.1:
             body["echo"] = True
         yield Call("POST", COMPLETIONS, body)
+
+
+def structured_calls() -> list[Call]:
+    """Valid requests with tools, of what an answer shall match, and of the other APIs."""
+    user = [{"role": "user", "content": "abc"}]
+    used = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    turns = [*user, {"role": "assistant", "tool_calls": [used]}, {"role": "tool", "tool_call_id": "1", "content": "5"}]
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "abc"}]}, {"type": "reasoning", "summary": []},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "1", "output": "5"},
+    ]  # fmt: skip
+    blocks = [
+        {"role": "user", "content": [_PART]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": [_PART]}, _PART]},
+    ]
+    chat = {"messages": turns, "tools": _TOOLS, "max_tokens": MAX_TOKENS}
+    responses = {"input": items, "tools": _FLAT, "max_output_tokens": MAX_TOKENS, "instructions": "abc"}
+    messages = {"messages": blocks, "tools": _ANTHROPICS, "max_tokens": MAX_TOKENS, "system": [_PART]}
+    return [
+        *(Call("POST", CHAT, {**chat, "tool_choice": choice, "stream": stream})
+          for choice in ("auto", "required", _NAMED) for stream in (False, True)),
+        Call("POST", CHAT, {**chat, "response_format": _FORMAT}),
+        Call("POST", COMPLETIONS, {"prompt": "abc", "guided_json": _SCHEMA, "max_tokens": MAX_TOKENS}),
+        *(Call("POST", "/v1/responses", {**responses, "stream": stream, **more})
+          for stream in (False, True)
+          for more in ({}, {"tool_choice": "required"}, {"text": {"format": {"type": "json_object"}}})),
+        *(Call("POST", "/v1/messages", {**messages, "stream": stream, "tool_choice": {"type": kind}})
+          for stream in (False, True) for kind in ("auto", "any")),
+        Call("POST", "/v1/messages/count_tokens", messages),
+    ]  # fmt: skip
 
 
 def other_calls(adapter: str, path: str) -> list[Call]:

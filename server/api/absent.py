@@ -10,7 +10,7 @@ from ..errors import ApiError
 _VECTORS = "language models are served here, which write text and give no vectors or scores; vLLM serves such models"
 _SOUND = "speech is neither read nor spoken here; vLLM serves Whisper and others"
 _IMAGES = "images are neither read nor drawn here"
-_FILES = "no files are kept here; send the requests of a batch one by one, as many at once as you like"
+_FILES = "no files are kept here; chorus batch answers a file of requests, or send them one by one, many at once"
 _STORED = "no response is stored here; send the whole conversation as input of POST /v1/responses"
 _TRAINING = "adapters are served here, not trained; PEFT trains them, and POST /v1/adapters takes what it saves"
 
@@ -23,7 +23,7 @@ ABSENT: dict[str, tuple[tuple[str, ...], str]] = {
     **dict.fromkeys(_OF_VECTORS, (("POST",), _VECTORS)),
     **{f"/v1/audio/{noun}": (("POST",), _SOUND) for noun in ("speech", "transcriptions", "translations")},
     **{f"/v1/images/{noun}": (("POST",), _IMAGES) for noun in ("edits", "generations", "variations")},
-    **dict.fromkeys(("/v1/batches", "/v1/files"), (("GET", "POST"), _FILES)),
+    **dict.fromkeys(("/v1/batches", "/v1/files", "/v1/messages/batches"), (("GET", "POST"), _FILES)),
     "/v1/responses/{id}": (("GET", "DELETE"), _STORED),
     "/v1/responses/{id}/cancel": (("POST",), _STORED),
     "/v1/fine_tuning/jobs": (("POST",), _TRAINING),

@@ -1,4 +1,4 @@
-"""Grammars of answers that call tools, in llguidance's dialect of Lark."""
+"""Grammars of answers that reason or call tools, in llguidance's dialect of Lark."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from ...core.requests.grammars import JSON_OPTIONS
 from ..text.call_arguments import XmlArguments
-from ..text.call_formats import AnswerSyntax
+from ..text.call_formats import AnswerSyntax, CallFormat
 
 _END_OF_VALUE = f"\n{XmlArguments.CLOSE}\n"
 
 
-def call_grammar(
+def answer_grammar(
     syntax: AnswerSyntax,
     tools: Mapping[str, dict[str, Any]],
     specials: Mapping[str, int],
@@ -22,43 +22,59 @@ def call_grammar(
     forced: bool,
     parallel: bool,
     reasons_already: bool,
+    content: bool = False,
 ) -> str:
-    """The grammar of answers whose calls are of these tools.
+    """The grammar of answers whose calls are of these tools, or whose content is to match another grammar.
 
-    tools: the JSON schema of each function's arguments. specials: ids of the special tokens among the syntax's marks.
-    forced: calls and nothing else, but for reasoning in front of them; otherwise calls in free text, or none.
-    parallel: whether there may be several. reasons_already: the prompt ended within reasoning.
+    tools: the JSON schema of each function's arguments; none: there are no calls. specials: ids of the special tokens
+    among the syntax's marks. forced: calls and nothing else, but for reasoning in front of them; otherwise calls in
+    free text, or none. parallel: whether there may be several. reasons_already: the prompt ended within reasoning.
+    content: instead of free text, and instead of calls, the answer may be what `@content` is.
     """
-    calls = syntax.calls
-    assert calls is not None
     spelt = _Speller(specials)
     rules = ["TEXT: /(.|\\n)*/"]
-    for index, (name, schema) in enumerate(tools.items()):
-        arguments = _tags(schema, spelt) if calls.xml else _json(schema)
-        rules.append(f"call_{index}: {spelt(calls.begin.format(name=name))} {arguments} {spelt(calls.end)}")
-    rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
-    if calls.xml:
-        rules.append(spelt.text_up_to("text_value", _END_OF_VALUE))
-    more = f"({spelt(calls.between)} call)*" if calls.separator and parallel else ""
-    rules.append(f"calls: {spelt(calls.first)} call {more} {spelt(calls.close)}")
-    opening = "" if calls.bare else spelt(calls.open)
-    start = _reasoning(syntax, rules, spelt, forced=forced, reasons_already=reasons_already)
-    several = parallel and not calls.separator
-    if forced:
-        start += f"{opening} calls" + (f" ({spelt(calls.between)} {opening} calls)*" if several else "")
-    elif calls.bare:
-        rules.append("NO_OBJECT: /([^{ \\t\\r\\n](.|\\n)*)?/")
-        start += "(calls | NO_OBJECT)"
+    start = _reasoning(syntax, rules, spelt, always=forced or content, reasons_already=reasons_already)
+    if syntax.calls is None or not tools:
+        start += "@content"
     else:
-        rules.append(spelt.text_up_to("lead", calls.open))
-        start += f"(lead calls){'*' if parallel else '?'} TEXT"
+        called = _calls(syntax.calls, tools, rules, spelt, parallel=parallel)
+        if content:
+            start += f"({called} | @content)"
+        elif forced:
+            start += called
+        elif syntax.calls.bare:
+            rules.append("NO_OBJECT: /([^{ \\t\\r\\n](.|\\n)*)?/")
+            start += "(calls | NO_OBJECT)"
+        else:
+            rules.append(spelt.text_up_to("lead", syntax.calls.open))
+            start += f"(lead calls){'*' if parallel else '?'} TEXT"
     return "\n".join(("%llguidance {}", f"start: {start}", *rules))
 
 
-def _reasoning(syntax: AnswerSyntax, rules: list[str], spelt: _Speller, *, forced: bool, reasons_already: bool) -> str:
-    """What the start rule begins with where an answer may reason, or goes on reasoning."""
+def _calls(
+    form: CallFormat, tools: Mapping[str, dict[str, Any]], rules: list[str], spelt: _Speller, *, parallel: bool
+) -> str:
+    """What an answer of nothing but calls is; adds its rules, of which `calls` is what follows a form's `open`."""
+    for index, (name, schema) in enumerate(tools.items()):
+        arguments = _tags(schema, spelt) if form.xml else _json(schema)
+        rules.append(f"call_{index}: {spelt(form.begin.format(name=name))} {arguments} {spelt(form.end)}")
+    rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
+    if form.xml:
+        rules.append(spelt.text_up_to("text_value", _END_OF_VALUE))
+    more = f"({spelt(form.between)} call)*" if form.separator and parallel else ""
+    rules.append(f"calls: {spelt(form.first)} call {more} {spelt(form.close)}")
+    opening = "" if form.bare else spelt(form.open)
+    several = parallel and not form.separator
+    return f"{opening} calls" + (f" ({spelt(form.between)} {opening} calls)*" if several else "")
+
+
+def _reasoning(syntax: AnswerSyntax, rules: list[str], spelt: _Speller, *, always: bool, reasons_already: bool) -> str:
+    """What the start rule begins with where an answer may reason, or goes on reasoning.
+
+    always: free text, which could be reasoning, does not follow.
+    """
     reasoning = syntax.reasoning
-    if reasoning is None or not (forced or spelt.specials.keys() & {reasoning.open, reasoning.close}):
+    if reasoning is None or not (always or spelt.specials.keys() & {reasoning.open, reasoning.close}):
         return ""  # free text has it, too
     rules.append(spelt.text_up_to("reasoned", reasoning.close))
     rules.append("BLANKS: /\\n{0,2}/")

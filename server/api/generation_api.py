@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 import uuid
@@ -52,6 +53,9 @@ CHAT_NAMES = {"prompt": "messages"}
 
 IGNORED = "x-ignored-fields"
 """Header of an answer: fields that it does not depend on, because the model's chat template does not know them."""
+
+LOAD, LOAD_FORMAT = "endpoint-load-metrics", "endpoint-load-metrics-format"
+"""ORCA's headers: an answer's with the server's load, for balancers, and a request's that asks for it."""
 
 MARK_TOKENS = 32
 """Tokens that the mark of reasoning, and a line break, have at most."""
@@ -228,20 +232,17 @@ class GenerationApi:
         self, asked: GenerationRequest, syntax: AnswerSyntax, *, reasons_already: bool
     ) -> Grammar | None:
         """What the answer must match, compiled beside the event loop. Raises InvalidRequest for what can't be."""
-        found = asked.asked_grammar(self._settings)
-        called = asked.calls_asked(syntax, self._tokenizer, self._settings, reasons_already=reasons_already)
-        if found and called:
-            message = f"{found[0]} and {called[0]} both say what the answer matches; give one of them"
-            raise ApiError(400, message, param=found[0])
-        found = found or called
-        if found is None:
-            return None
-        (field, grammar), model = found, self._worker.model
-        grammars = grammars_of(self._settings.model, model.vocab_size, tuple(model.eos_token_ids))
-        try:
-            await self._threads.run(grammars.compile, grammar)
-        except InvalidGrammar as error:
-            raise InvalidRequest(field, f"{field} can't be obeyed: {error}") from None
+        content, model = asked.asked_grammar(self._settings), self._worker.model
+        asked_for = asked.answer_grammars(
+            content, syntax, self._tokenizer, self._settings, reasons_already=reasons_already
+        )
+        grammar = None
+        for field, grammar in asked_for:
+            grammars = grammars_of(self._settings.model, model.vocab_size, tuple(model.eos_token_ids))
+            try:
+                await self._threads.run(grammars.compile, grammar)
+            except InvalidGrammar as error:
+                raise InvalidRequest(field, f"{field} can't be obeyed: {error}") from None
         return grammar
 
     def _echoes(self, asked: GenerationRequest, given: Sequence[str | list[int]], generation: Generation) -> list[Echo]:
@@ -291,6 +292,7 @@ class GenerationApi:
         answer = make_format(generation, scores, extras)
         ignored = asked.ignored(self._tokenizer)
         headers = {IGNORED: ", ".join(ignored)} if ignored else {}
+        headers |= self._load_report(request.headers.get(LOAD_FORMAT, ""))
         if asked.stream:
             return EventStream(self._events(generation, answer), generation.close, headers)
         try:
@@ -301,6 +303,21 @@ class GenerationApi:
         finally:
             generation.close()
         return Response(body, media_type="application/json", headers=headers)
+
+    def _load_report(self, form: str) -> dict[str, str]:
+        """The server's load as a header in ORCA's form, under vLLM's names; nothing unless the client asks for one."""
+        if (kind := form.upper()) not in ("TEXT", "JSON"):
+            return {}
+        stats = self._worker.stats
+        load = {
+            "kv_cache_usage_perc": stats.kv_usage,
+            "num_requests_waiting": float(stats.num_waiting),
+            "num_requests_running": float(stats.num_running),
+        }
+        told = json.dumps({"named_metrics": load})
+        if kind == "TEXT":
+            told = ", ".join(f"named_metrics.{name}={value}" for name, value in load.items())
+        return {LOAD: f"{kind} {told}"}
 
     async def _written(self, answer: AnswerFormat) -> bytes:
         """The whole answer; a long one is written beside the event loop, which must not make way for others there."""

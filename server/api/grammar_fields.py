@@ -54,7 +54,7 @@ class GrammarFields(BaseModel):
             if name not in _STRUCTURED and name not in _STRUCTURED_HARMLESS:
                 known = ", ".join(_STRUCTURED)
                 raise ApiError(400, f"{full} is not known; it may have {known}", param=full, code="unknown_parameter")
-            if name in _STRUCTURED and value:
+            if name in _STRUCTURED and value not in (None, False):  # what is empty asks for something, too
                 yield full, _STRUCTURED[name](full, value)
         if self.response_format is not None and (grammar := _of_format(self.response_format)) is not None:
             yield "response_format", grammar

@@ -23,9 +23,6 @@ _DELTAS = {
     PartKind.CALL: ("input_json_delta", "partial_json"),
 }
 
-_ERRORS = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error", 503: "overloaded_error"}
-"""Anthropic's types of errors by their status; others are `api_error`."""
-
 
 class MessagesFormat(BlockFormat):
     """Blocks as they are in Anthropic's messages."""
@@ -39,7 +36,7 @@ class MessagesFormat(BlockFormat):
         yield {"type": "message_stop"}
 
     def failed(self, error: ApiError) -> Body:
-        return {"type": "error", "error": {"type": _ERRORS.get(error.status, "api_error"), "message": error.message}}
+        return error.anthropics_body()
 
     def whole(self) -> Body:
         return {**self._message([self._block(block) for block in self._blocks]), **self._ended()}

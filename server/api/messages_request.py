@@ -13,8 +13,8 @@ from .translation import objects, part_text, read_fields, renaming, text_of, typ
 
 OWN = frozenset(
     (
-        "max_tokens", "messages", "metadata", "output_config", "stop_sequences", "system", "thinking", "tool_choice",
-        "tools",
+        "max_tokens", "messages", "metadata", "output_config", "stop_sequences", "system", "thinking", "thread",
+        "tool_choice", "tools",
     )
 )  # fmt: skip
 
@@ -26,6 +26,9 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 HARMLESS = frozenset(("betas", "cache_control", "diagnostics", "inference_geo", "service_tier", "speed"))
 """Fields on which no answer depends: prompts are cached by themselves, and there is one class of service."""
+
+NO_THREAD = "thread_not_found"
+"""Code of the error to a call that goes on with a thread: Anthropic's client then sends the whole conversation."""
 
 NAMES = {"prompt": "messages", "reasoning_effort": "output_config", "response_format": "output_config",
          "stop": "stop_sequences"}  # fmt: skip
@@ -55,6 +58,10 @@ class MessagesRequest:
         for name in ("max_tokens", "messages"):
             if name not in fields:
                 raise ApiError(400, f"{name}: it is missing", param=name)
+        thread = typed(fields, "thread", dict, "an object")
+        if thread not in (None, {"type": "create"}):
+            message = "no conversation is held here between calls; send all of its messages"
+            raise ApiError(404, message, param="thread", code=NO_THREAD)
         chat = {name: value for name, value in fields.items() if name not in OWN | HARMLESS}
         chat["max_tokens"] = typed(fields, "max_tokens", int, "a number")
         messages = _messages(fields.get("system"), fields["messages"])

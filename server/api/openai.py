@@ -171,11 +171,20 @@ class GenerationRequest(GrammarFields):
         """A reader for one answer; None if its text is all that is told."""
         return None
 
-    def calls_asked(
-        self, syntax: AnswerSyntax, tokenizer: Tokenizer, limits: RequestLimits, *, reasons_already: bool
-    ) -> tuple[str, Grammar] | None:
-        """The field that says what the answer's calls match, and the grammar."""
-        return None
+    def answer_grammars(
+        self,
+        content: tuple[str, Grammar] | None,
+        syntax: AnswerSyntax,
+        tokenizer: Tokenizer,
+        limits: RequestLimits,
+        *,
+        reasons_already: bool,
+    ) -> list[tuple[str, Grammar]]:
+        """Grammars that can be obeyed, each with its field; the answer matches the last one.
+
+        content: what the answer's content matches, and the field that says so.
+        """
+        return [] if content is None else [content]
 
     def names(self, base: str) -> tuple[str, str | None]:
         """The name that the answer goes by, and the adapter's name or None. base: the base model's name.

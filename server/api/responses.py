@@ -252,6 +252,8 @@ NOTHING_OF_PROMPT = {"prompt_token_ids": None, "prompt_logprobs": None}
 NOTHING_ELSE = {"refusal": None, "annotations": None, "audio": None, "function_call": None, "tool_calls": None}
 """Fields that a message can have beside its text, in OpenAI's types."""
 
+REASONING = ("reasoning_content", "reasoning")
+"""Names of reasoning: DeepSeek's, which most clients read, and the one that vLLM and OpenRouter have now."""
 
 NOTHING = Part(PartKind.CONTENT, "")
 
@@ -261,7 +263,7 @@ def _delta(part: Part) -> Body:
     if part.kind is PartKind.CONTENT:
         return {"content": part.text}
     if part.kind is PartKind.REASONING:
-        return {"reasoning_content": part.text}
+        return dict.fromkeys(REASONING, part.text)
     if part.kind is PartKind.CALL:
         function = {"name": part.text, "arguments": ""}
         return {"tool_calls": [{"index": part.call, "id": part.id, "type": "function", "function": function}]}
@@ -283,7 +285,7 @@ class ChatFormat(ChoiceFormat):
         said.add(choice.parts)
         message = {"role": "assistant", "content": said.content, **NOTHING_ELSE}
         if said.reasoning:
-            message["reasoning_content"] = said.reasoning
+            message.update(dict.fromkeys(REASONING, said.reasoning))
         if said.calls:
             message["content"] = said.content or None
             message["tool_calls"] = [

@@ -185,4 +185,7 @@ def _tool_choice(choice: Any) -> Any:
         return choice
     if choice.get("type") == "function" and isinstance(choice.get("name"), str):
         return {"type": "function", "function": {"name": choice["name"]}}
-    raise unsupported("tool_choice", "tool_choice may be auto, none, required, or a function of tools by its name")
+    if choice.get("type") == "allowed_tools":
+        tools = [_tool(tool, f"tool_choice.tools[{i}]") for i, tool in enumerate(objects(choice.get("tools"), "tools"))]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
+    raise unsupported("tool_choice", "tool_choice may be auto, none, required, a function by its name or allowed_tools")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import BaseModel
 
@@ -13,7 +14,7 @@ from ...core.requests.grammar import Grammar, GrammarKind
 from ..errors import ApiError, clipped
 from ..text.answer_reader import AnswerReader
 from ..text.call_formats import AnswerSyntax, call_format_of, reasoning_format_of
-from .call_grammar import call_grammar
+from .call_grammar import answer_grammar
 from .grammar_fields import check_size
 
 if TYPE_CHECKING:
@@ -29,6 +30,17 @@ WIDER = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf",
 """Keywords of a schema that may take properties beside those in `properties`."""
 
 
+NAMED = "named"
+"""The mode in which one function is called, once."""
+
+
+class Choice(NamedTuple):
+    """What tool_choice says. mode: none, auto, required or named. names: functions that may be called; None: all."""
+
+    mode: str
+    names: list[str] | None
+
+
 class ToolFields(BaseModel):
     """Fields of tools and of reasoning."""
 
@@ -40,10 +52,10 @@ class ToolFields(BaseModel):
 
     def check_tools(self, limits: RequestLimits) -> None:
         """Raises an ApiError that names the wrong one; tools that can't be called may be anything."""
-        choice = self.tool_choice
-        if isinstance(choice, str) and choice not in ("none", "auto", "required"):
+        chosen = self._chosen
+        if isinstance(self.tool_choice, str) and self.tool_choice not in ("none", "auto", "required"):
             raise ApiError(400, "tool_choice may be none, auto, required, or name a function", param="tool_choice")
-        if not self.tools and (isinstance(choice, dict) or choice == "required"):
+        if not self.tools and (isinstance(self.tool_choice, dict) or chosen.mode == "required"):
             raise ApiError(400, "there are no tools to call", param="tool_choice")
         if not self._may_call:
             return
@@ -57,30 +69,36 @@ class ToolFields(BaseModel):
         for index, name in enumerate(names):
             if name in names[:index]:
                 raise ApiError(400, f"two tools have the name {name}", param=f"tools[{index}].function.name")
-        if (named := self._named) is not None and named not in names:
-            raise ApiError(400, f"tool_choice names {clipped(repr(named))}, which is no tool", param="tool_choice")
+        for name in chosen.names or ():
+            if name not in names:
+                raise ApiError(400, f"tool_choice names {clipped(repr(name))}, which is no tool", param="tool_choice")
 
     @property
     def _may_call(self) -> bool:
-        return bool(self.tools) and self.tool_choice != "none"
+        return bool(self.tools) and self._chosen.mode != "none"
 
     @property
-    def _named(self) -> str | None:
-        """The function that tool_choice names."""
-        if not isinstance(self.tool_choice, dict):
-            return None
-        function = self.tool_choice.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        if self.tool_choice.get("type", "function") != "function" or not isinstance(name, str):
-            message = 'tool_choice may be none, auto, required, or {"type": "function", "function": {"name"}}'
-            raise ApiError(400, message, param="tool_choice")
-        return name
+    def _chosen(self) -> Choice:
+        choice = self.tool_choice
+        if not isinstance(choice, dict):
+            return Choice("auto" if choice is None else choice, None)
+        kind, inside = choice.get("type", "function"), choice.get("allowed_tools")
+        if kind == "function":
+            return Choice(NAMED, _names([choice]))
+        if kind == "allowed_tools" and isinstance(inside, dict) and inside.get("mode") in ("auto", "required"):
+            return Choice(inside["mode"], _names(inside.get("tools")))
+        raise _wrong_choice()
+
+    @property
+    def _parallel(self) -> bool:
+        """Whether there may be several calls; a function that is named is called once."""
+        return self.parallel_tool_calls and self._chosen.mode != NAMED
 
     def _schemas(self) -> dict[str, dict[str, Any]]:
         """The schema of the arguments of each function that may be called."""
+        names = self._chosen.names
         functions = [tool["function"] for tool in self.tools]
-        named = self._named
-        return {f["name"]: _arguments(f) for f in functions if named in (None, f["name"])}
+        return {f["name"]: _arguments(f) for f in functions if names is None or f["name"] in names}
 
     def syntax(self, tokenizer: Tokenizer) -> AnswerSyntax:
         """What the answer is to be read for."""
@@ -97,33 +115,67 @@ class ToolFields(BaseModel):
             self._schemas() if syntax.calls is not None else None,
             reasons_already=reasons_already,
             shows_reasoning=self.include_reasoning,
-            parallel=self.parallel_tool_calls,
+            parallel=self._parallel,
         )
 
-    def calls_asked(
-        self, syntax: AnswerSyntax, tokenizer: Tokenizer, limits: RequestLimits, *, reasons_already: bool
-    ) -> tuple[str, Grammar] | None:
-        """Return the field that says what the answer's calls match, and the grammar; None if none does.
+    def answer_grammars(
+        self,
+        content: tuple[str, Grammar] | None,
+        syntax: AnswerSyntax,
+        tokenizer: Tokenizer,
+        limits: RequestLimits,
+        *,
+        reasons_already: bool,
+    ) -> list[tuple[str, Grammar]]:
+        """Return grammars that can be obeyed, each with its field; the answer matches the last one.
 
-        Calls are forced by tool_choice; functions that say `strict` are called as their schema says, or not at all.
+        content: what the answer's content matches, and the field that says so. It may have reasoning in front of it, or
+        calls in its place. Calls that tool_choice forces leave no content. Functions that say `strict` are called as
+        their schema says, or not at all.
         """
-        if syntax.calls is None:
-            return None
-        forced = self.tool_choice not in (None, "auto")
-        if not forced and not any(tool["function"].get("strict") for tool in self.tools):
-            return None
-        schemas = self._schemas()
-        if not forced:
-            loose = {tool["function"]["name"] for tool in self.tools if not tool["function"].get("strict")}
-            schemas = {name: {"type": "object"} if name in loose and not syntax.calls.xml else schema
-                       for name, schema in schemas.items()}  # fmt: skip
+        forced = self._may_call and self._chosen.mode in ("required", NAMED)
+        loose = {tool["function"]["name"] for tool in self.tools if not tool["function"].get("strict")}
+        schemas = self._schemas() if syntax.calls is not None else {}
+        if forced:
+            content = None
+        elif content is None and schemas.keys() <= loose:
+            return []
+        elif syntax == AnswerSyntax():
+            return [] if content is None else [content]
+        elif syntax.calls is not None and not syntax.calls.xml:
+            schemas = {name: {"type": "object"} if name in loose else schema for name, schema in schemas.items()}
         text = json.dumps(list(schemas.values()), ensure_ascii=False)
         check_size("tools", Grammar(GrammarKind.JSON_SCHEMA, text), limits)
-        lark = call_grammar(
-            syntax, schemas, tokenizer.specials_in(syntax.marks), forced=forced, parallel=self.parallel_tool_calls,
-            reasons_already=reasons_already,
+        lark = answer_grammar(
+            syntax, schemas, tokenizer.specials_in(syntax.marks), forced=forced, parallel=self._parallel,
+            reasons_already=reasons_already, content=content is not None,
         )  # fmt: skip
-        return "tools", Grammar(GrammarKind.GRAMMAR, lark)
+        if content is None:
+            return [("tools", Grammar(GrammarKind.GRAMMAR, lark))]
+        field, grammar = content
+        return [content, ("tools" if schemas else field, replace(grammar, around=lark))]
+
+
+def _names(functions: Any) -> list[str]:
+    """The names in a list of functions, each as tool_choice has it."""
+    names = []
+    for each in functions if isinstance(functions, list) else ():
+        function = each.get("function") if isinstance(each, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str):
+            raise _wrong_choice()
+        names.append(name)
+    if not names:
+        raise _wrong_choice()
+    return names
+
+
+def _wrong_choice() -> ApiError:
+    message = (
+        'tool_choice may be none, auto, required, {"type": "function", "function": {"name"}}, or {"type": '
+        '"allowed_tools", "allowed_tools": {"mode", "tools"}} with such functions'
+    )
+    return ApiError(400, message, param="tool_choice")
 
 
 def _check_tool(tool: dict[str, Any], where: str) -> None:

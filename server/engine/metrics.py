@@ -231,11 +231,10 @@ class _EngineCollector(Collector):
             value = getattr(stats.last_step, f"num_{noun}") if stats.last_step is not None else 0
             yield GaugeMetricFamily(f"chorus_last_step_{noun}", f"Different {noun} in the latest step", value)
         yield from adapter_families(view, self._everything)
-        room = stats.num_pages - stats.num_adapter_pages
         usage = "Share of the pages that adapters leave which hold running requests' KV; 1 is all"
         yield with_samples(
             GaugeMetricFamily("vllm:kv_cache_usage_perc", usage, labels=MODEL_LABELS),
-            (self._everything, stats.num_kv_pages / room if room > 0 else 1.0),
+            (self._everything, stats.kv_usage),
         )
         counts = stats.step_sizes or [0] * (len(STEP_SIZES) + 1)
         yield histogram(

@@ -130,13 +130,13 @@ class Doors:
             with self._gate.passing(method, path, tenant):
                 await self._app(scope, receive, answer.send)
         except ApiError as error:
-            await error.response()(scope, receive, send)
+            await error.response(path)(scope, receive, send)
         except asyncio.CancelledError:
             if not self._gate.cutting:
                 raise
             if not answer.begun:
                 error = ApiError(503, "the server is shutting down", code="engine_unavailable")
-                await error.response()(scope, receive, send)
+                await error.response(path)(scope, receive, send)
 
     def _find_client(self, scope: Scope, headers: Headers) -> None:
         """Take the client's address and the scheme from a trusted proxy's headers."""

@@ -81,6 +81,7 @@ def test_a_whole_answer(say):
     for choice in say(CALLS, tools=[tool()], n=2, logprobs=True).choices:
         assert choice.finish_reason == "tool_calls" and len(choice.logprobs.content) == len(CALLS) + 1
         assert (choice.message.content, choice.message.reasoning_content) == ("Well", "A.")
+        assert choice.message.reasoning == "A."
         assert [(call.function.name, call.function.arguments) for call in choice.message.tool_calls] == [
             ("f", '{"days": 1}'), ("f", "{}"),
         ]  # fmt: skip
@@ -104,7 +105,8 @@ def test_a_stream(say):
         mine = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
         assert sum(len(choice.logprobs.content) for choice in mine if choice.logprobs) == len(CALLS) + 1
         assert "".join(choice.delta.content or "" for choice in mine) == "Well"
-        assert "".join(getattr(choice.delta, "reasoning_content", "") for choice in mine) == "A."
+        for name in ("reasoning_content", "reasoning"):
+            assert "".join(getattr(choice.delta, name, "") for choice in mine) == "A."
         assert [choice.finish_reason for choice in mine if choice.finish_reason] == ["tool_calls"]
         pieces = [call for choice in mine for call in choice.delta.tool_calls or ()]
         begun = [call for call in pieces if call.id]
@@ -169,8 +171,12 @@ for _ in range(17):
         ({"tools": [tool(parameters={"properties": {"a": {"uniqueItems": True}}})], "tool_choice": "required"},
          "tools", "uniqueItems"),
         ({"tools": [tool(parameters={"properties": {"a": {"pattern": "a" * 9000}}}, strict=True)]}, "tools", "9000"),
-        ({"tools": [tool()], "tool_choice": "required", "response_format": {"type": "json_object"}},
-         "response_format", "both"),
+        ({"tools": [tool()], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
+         "tool_choice", "allowed_tools"),
+        ({"tools": [tool()], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [
+            {"type": "function", "function": {"name": "g"}}]}}}, "tool_choice", "'g'"),
+        ({"tools": [tool()], "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {
+            "uniqueItems": True}}}}, "response_format", "uniqueItems"),
         ({"messages": [*USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
          "messages[1]", "JSON object"),
         ({"messages": [*USER, {"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages[1]", "with a name"),
@@ -181,6 +187,57 @@ def test_wrong_tools_are_named(live, body, param, said):
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert error["param"] == param and said in error["message"], error
+
+
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [tool("g")]}}
+
+
+def test_tools_may_be_allowed(live, say):
+    """tool_choice may name some of the tools; the others are shown to the model and not called."""
+    text = '<tool_call>{"name": "%s", "arguments": {}}</tool_call>'
+    tools = [tool(), tool("g", None)]
+    assert say(text % "g", tools=tools, tool_choice=ALLOWED).choices[0].message.tool_calls[0].function.name == "g"
+    assert say(text % "f", tools=tools, tool_choice=ALLOWED).choices[0].message.tool_calls is None
+    grammar = live.engine.asked[-1].params.grammar.text
+    assert '"g\\", \\"arg' in grammar and '"f\\", \\"arg' not in grammar
+    flat = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "g"}]}
+    body = {"model": "base", "input": "hi", "tools": [FLAT, {**FLAT, "name": "g", "parameters": None}]}
+    assert live.post("/v1/responses", **body, tool_choice=flat).status_code == 200
+    assert live.engine.asked[-1].params.grammar.text == grammar
+
+
+def test_a_function_that_is_named_is_called_once(live, say):
+    named = {"type": "function", "function": {"name": "f"}}
+    message = say(CALLS, tools=[tool()], tool_choice=named).choices[0].message
+    assert len(message.tool_calls) == 1
+    once = live.engine.asked[-1].params.grammar
+    say(CALLS, tools=[tool()], tool_choice="required", parallel_tool_calls=False)
+    assert live.engine.asked[-1].params.grammar == once
+
+
+FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer"}}}
+
+
+def test_content_matches_beside_calls(live, say):
+    """What says how the content is to be leaves room for calls, and none for content where calls are forced."""
+    grammar = lambda: live.engine.asked[-1].params.grammar  # noqa: E731
+    say("5", tools=[tool()], response_format=FORMAT)
+    assert grammar().kind == "json_schema" and "calls)* | @content" in grammar().around
+    say(CALLS, tools=[tool()], response_format=FORMAT, tool_choice="required")
+    forced = grammar()
+    say(CALLS, tools=[tool()], tool_choice="required")
+    assert grammar() == forced and not forced.around
+    say("5", tools=[tool()], response_format=FORMAT, tool_choice="none")
+    assert "call" not in grammar().around
+
+
+def test_reasoning_comes_before_content_that_matches(live, say):
+    """Where the prompt ended within reasoning, an answer without its end would be no content at all."""
+    message = say("A.</think>5", response_format=FORMAT, extra_body={"chat_template_kwargs": {"thinks": True}})
+    assert message.choices[0].message.content == "5"
+    assert "start: reasoned" in live.engine.asked[-1].params.grammar.around
+    say("5", response_format=FORMAT, extra_body={"separate_reasoning": False})
+    assert not live.engine.asked[-1].params.grammar.around
 
 
 def test_the_built_in_model_calls_tools():

@@ -41,6 +41,12 @@ def event(index, text, ends=None):
     return b"data: " + json.dumps({"choices": [{"index": index, "text": text, "finish_reason": ends}]}).encode()
 
 
+def test_a_stream_in_which_the_server_failed_is_a_fault():
+    for code, is_fault in (("internal_error", True), ("generation_failed", False)):
+        body = b'data: {"error":{"message":"m","type":"server_error","param":null,"code":"%s"}}\n\n' % code.encode()
+        assert (Answer(200, "text/event-stream; charset=utf-8", body).fault() is not None) is is_fault
+
+
 def test_a_stream_says_what_its_parts_say():
     parts = [event(0, "a"), event(1, "x"), event(0, "b", "stop"), event(1, "", "length"), b"data: [DONE]"]
     stream = Answer(200, "text/event-stream; charset=utf-8", b"\n\n".join(parts))

@@ -1,5 +1,7 @@
 """Models, health, version and the OpenAI client, over a fake engine."""
 
+import json
+
 import openai
 import pytest
 
@@ -25,6 +27,26 @@ def test_what_routers_ask(shared):
     assert info["version"] and info["vocab_size"] == 300 and info["max_num_seqs"] > 0
     info = shared.client.get("/model_info").json()
     assert (info["served_model_name"], info["model_path"], info["is_generation"]) == ("base", "base", True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_balancers_may_ask_for_the_load_with_an_answer(shared, stream):
+    """ORCA's header, in both of its forms, under the names that vLLM gives."""
+
+    def told(form, path="/v1/completions", body=None):
+        body = {"prompt": "a", "stream": stream} if body is None else body
+        answer = shared.client.post(path, json=body, headers={"endpoint-load-metrics-format": form})
+        assert answer.status_code == 200
+        return answer.headers.get("endpoint-load-metrics")
+
+    kind, _, text = told("JSON").partition(" ")
+    load = json.loads(text)["named_metrics"]
+    assert kind == "JSON" and set(load) == {"kv_cache_usage_perc", "num_requests_waiting", "num_requests_running"}
+    assert 0 <= load["kv_cache_usage_perc"] <= 1 and all(isinstance(value, float) for value in load.values())
+    message = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9, "stream": stream}
+    kind, _, text = told("text", "/v1/messages", message).partition(" ")
+    assert kind == "TEXT" and text.startswith("named_metrics.kv_cache_usage_perc=") and text.count(", ") == 2
+    assert told("BIN") is None and told("") is None
 
 
 def test_the_openai_client(shared):

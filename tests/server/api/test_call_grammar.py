@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ from tokenizers import AddedToken
 
 from chorus.core.requests.grammar import Grammar
 from chorus.core.requests.grammars import Grammars
-from chorus.server.api.call_grammar import call_grammar
+from chorus.server.api.call_grammar import answer_grammar
 from chorus.server.text.answer_reader import AnswerReader, Message
 from chorus.server.text.call_formats import CALL_FORMATS, REASONING_FORMATS, AnswerSyntax
 
@@ -50,7 +51,7 @@ def accepts(tokenizer, syntax, text, tools=TOOLS, *, forced=True, parallel=True,
     """Whether an answer may be the text."""
     backend, grammars = tokenizer
     specials = {mark: backend.token_to_id(mark) for mark in MARKS if mark in syntax.marks}
-    lark = call_grammar(
+    lark = answer_grammar(
         syntax, tools, specials, forced=forced, parallel=parallel, reasons_already=reasons_already
     )  # fmt: skip
     matcher = grammars.compile(Grammar("grammar", lark))
@@ -107,3 +108,40 @@ def test_reasoning_comes_before_forced_calls(tokenizer, name, reasoning):
     assert ok(f"So.{marks.close}{one}", reasons_already=True) and not ok(one, reasons_already=True)
     assert not ok(f"{marks.open}So.{marks.close}No.") and not ok(f"So.{one}")
     assert ok(f"{marks.open}So.{marks.close}No.", forced=False)
+
+
+CONTENTS = [
+    (Grammar("json_schema", '{"type": "integer"}'), "7"),
+    (Grammar("json_object"), '{"a": 1}'),
+    (Grammar("regex", "[xy]+"), "xyx"),
+    (Grammar("choice", '["one", "two"]'), "two"),
+    (Grammar("grammar", 'start: "a" B\nB: /[0-9]/'), "a7"),
+    (Grammar("grammar", 'root ::= "a" [0-9]'), "a7"),
+    (Grammar("structural_tag", json.dumps(
+        {"triggers": ["<f"], "structures": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}]}
+    )), "hm <f>5</f>"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("content", "text"), CONTENTS)
+def test_content_that_matches_has_reasoning_or_calls_beside_it(tokenizer, content, text):
+    backend, grammars = tokenizer
+
+    def ok(answer, syntax, tools, **more):
+        more = {"forced": False, "parallel": True, "reasons_already": False, "content": True, **more}
+        matcher = grammars.compile(replace(content, around=answer_grammar(syntax, tools, {}, **more)))
+        tokens = backend.encode(answer, add_special_tokens=False).ids
+        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+    thinks = REASONING_FORMATS[-1]
+    hermes = CALL_FORMATS[-1]
+    both = AnswerSyntax(hermes, thinks)
+    call = written(hermes, G)
+    for syntax, tools in ((AnswerSyntax(None, thinks), {}), (both, TOOLS)):
+        assert ok(text, syntax, tools) and ok(f"<think>\nhm</think>\n\n{text}", syntax, tools)
+        assert ok(f"hm</think>\n\n{text}", syntax, tools, reasons_already=True)
+        if content.kind != "structural_tag":
+            assert not ok("hm" + text, syntax, tools) and not ok(text + call, syntax, tools)
+    assert (
+        ok(call, both, TOOLS) and ok(f"<think>hm</think>{call}", both, TOOLS) and ok(call, AnswerSyntax(hermes), TOOLS)
+    )

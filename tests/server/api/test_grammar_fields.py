@@ -51,6 +51,7 @@ ASKED = [
     ({"structured_outputs": {"choice": ["a", "é"]}}, Grammar("choice", '["a", "é"]')),
     ({"structured_outputs": {"grammar": 'root ::= "a"'}}, Grammar("grammar", 'root ::= "a"')),
     ({"structured_outputs": {"json_object": True, "regex": None}}, Grammar("json_object")),
+    ({"structured_outputs": {"json": {}, "json_object": False}}, Grammar("json_schema", "{}")),
     ({"structured_outputs": {"structural_tag": json.dumps(TAG)}}, Grammar("structural_tag", json.dumps(TAG))),
     ({"guided_json": SCHEMA}, Grammar("json_schema", TEXT)),
     ({"guided_regex": "a+"}, Grammar("regex", "a+")),
@@ -76,6 +77,9 @@ def test_every_way_to_ask_reaches_the_engine(live, body, grammar):
     ("body", "param", "said"),
     [
         ({"guided_regex": "a", "regex": "a"}, "regex", "guided_regex and regex both"),
+        ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar", "can't be obeyed"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "one at least"),
+        ({"structured_outputs": {"json": ""}}, "structured_outputs.json", "JSON"),
         ({"response_format": {"type": "json_object"}, "structured_outputs": {"choice": ["a"]}}, "response_format",
          "structured_outputs.choice and response_format both"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice", "both"),

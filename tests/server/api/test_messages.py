@@ -105,6 +105,14 @@ def test_a_begun_answer_is_continued(shared):
     assert said(ask(shared, messages=[*USER, {"role": "assistant", "content": "so"}])) == "user: hi\nassistant: so"
 
 
+def test_a_thread_is_not_held(shared):
+    """A client of threads is told so when it goes on with one, in the words by which it sends all messages instead."""
+    assert said(ask(shared, thread={"type": "create"})) == ECHO
+    response = ask(shared, thread={"type": "continue", "previous_message_id": "msg_1"})
+    assert response.status_code == 404
+    assert response.json()["error"]["details"] == {"error_code": "thread_not_found"}
+
+
 def test_tokens_are_counted(shared):
     response = shared.post("/v1/messages/count_tokens", model="base", messages=USER)
     assert response.json() == {"input_tokens": len(ECHO)}
@@ -120,6 +128,25 @@ def test_the_key_may_come_as_anthropics_clients_send_it(start, fake_engine):
     assert status({"x-api-key": "secret-key"}) == 200
     assert status({"x-api-key": "another-key"}) == status({}) == 401
     assert status({"x-api-key": "secret-key", "authorization": "Bearer another-key"}) == 401
+
+
+def test_errors_have_anthropics_shape_and_types(start, fake_engine):
+    live = start(fake_engine, settings={"api_key": ["secret-key"], "max_body_bytes": 2048})
+    body = {"model": "base", "max_tokens": 4, "messages": USER}
+
+    def error(path="/v1/messages", key="secret-key", method="POST", **more):
+        headers = {"x-api-key": key}
+        answer = live.client.request(method, path, json={**body, **more}, headers=headers)
+        assert answer.json()["type"] == "error" and answer.json()["error"]["message"]
+        return answer.status_code, answer.json()["error"]["type"]
+
+    assert error(max_tokens=0) == (400, "invalid_request_error")
+    assert error(key="other") == (401, "authentication_error")
+    assert error(model="nobody") == (404, "not_found_error")
+    assert error(method="PUT") == (405, "invalid_request_error")
+    assert error(system="x" * 4096) == (413, "request_too_large")
+    assert error("/v1/messages/count_tokens", max_tokens=None, messages=5) == (400, "invalid_request_error")
+    assert "type" not in live.client.post("/v1/responses", json={}).json()
 
 
 @pytest.mark.parametrize(
@@ -159,6 +186,7 @@ def test_the_key_may_come_as_anthropics_clients_send_it(start, fake_engine):
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"stop_sequences": ["a"] * 99}, "stop_sequences"),
         ({"thinking": {"type": "x"}}, "thinking.type"),
+        ({"thread": "create"}, "thread"),
         ({"output_config": 5}, "output_config"),
         ({"output_config": {"format": {}}}, "output_config.format"),
         ({"tools": {}}, "tools"),
