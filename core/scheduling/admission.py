@@ -248,13 +248,13 @@ class Admission:
         a tenant below its share of the pages; then one, for an overdue tenant with no running request.
         """
         account, shares, running = request.account, self._shares, step.running
-        may_begin = shares.may_begin(account)
-        if may_begin and (paused := shares.sitting_out(account)) is not None:
+        paused = shares.sitting_out(account)
+        if paused is not None and shares.may_begin(account):
             return [paused]
         victims = self._beyond_shares(request, step)
         if victims:
             self._pages.take(request, victims, step.now)
-        elif may_begin and step.order.is_late() and account not in running.accounts:
+        elif account not in running.accounts and step.order.is_late() and shares.may_begin(account):
             earlier = shares.earlier()
             victim = self._victims.choose(earlier) if len(earlier) > 1 else running[0]
             victims = [victim] if victim is not running[0] and running.accounts[victim.account] > 1 else []

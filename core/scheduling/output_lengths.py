@@ -89,21 +89,21 @@ class Growth:
         self._lengths = lengths
         self._block = block_tokens
         self._running = running
-        self.total = 0
+        ends = lengths.final_lengths(running)
+        self._finals = [-(-(end - 1) // block_tokens) for end in ends]  # pages that each is expected to end with
+        rooms = [request.room for request in running]
+        grown = [final + -room // block_tokens for final, room in zip(self._finals, rooms, strict=True)]
+        self.total = sum([pages for pages in grown if pages > 0])
         """Pages by which all of them grow."""
-        self._final_pages: dict[Request, int] = {}
-        for end, request in zip(lengths.final_lengths(running), running, strict=True):
-            self._final_pages[request] = pages = -(-(end - 1) // block_tokens)
-            grown = pages + -request.room // block_tokens
-            if grown > 0:
-                self.total += grown
         self._by_tenant: Counter[str] | None = None
+        self._final_pages: dict[Request, int] | None = None  # by request; made only if asked for
         self._ends: np.ndarray | None = None  # `_end` of each; computed only if the sum does not fit
 
     def add(self, request: Request) -> None:
-        """Add a running request."""
+        """Add a running request, the last of them."""
         self.total += self._pages(request, request.room)
-        self._final_pages[request] = pages = self.final_pages(request)
+        self._finals.append(pages := self.final_pages(request))
+        self._final_pages = None
         if self._by_tenant is not None:
             self._by_tenant[request.account] += pages
         if self._ends is not None:
@@ -116,14 +116,19 @@ class Growth:
         """Pages that each tenant's running requests are expected to end with."""
         if self._by_tenant is None:
             self._by_tenant = Counter()
-            for request, pages in self._final_pages.items():
+            for request, pages in zip(self._running, self._finals, strict=True):
                 self._by_tenant[request.account] += pages
         return self._by_tenant
 
+    def of_running(self) -> dict[Request, int]:
+        """Return the pages that each running request is expected to end with."""
+        if self._final_pages is None:
+            self._final_pages = dict(zip(self._running, self._finals, strict=True))
+        return self._final_pages
+
     def final_pages(self, request: Request) -> int:
-        """Return the pages that a request is expected to end with."""
-        pages = self._final_pages.get(request)
-        return -(-(self._lengths.final_length(request) - 1) // self._block) if pages is None else pages
+        """Return the pages that a request which does not run yet is expected to end with."""
+        return -(-(self._lengths.final_length(request) - 1) // self._block)
 
     def total_with(self, request: Request) -> int:
         """Return the pages by which they and `request` grow in all; its known tokens count as having pages."""

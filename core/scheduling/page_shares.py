@@ -71,8 +71,9 @@ class PageShares:
             return []
         lacking = growth.final_pages(request) + growth.total - self._memory.num_available_pages
         victims: list[Request] = []
+        own_pages = growth.of_running()
         for victim in reversed(self._rows.order([each for each in self._rows.earlier() if each.account in givers])):
-            account, own = victim.account, growth.final_pages(victim)
+            account, own = victim.account, own_pages[victim]
             if victim is running[0] or left[account] < 2 or pages[account] - own < self._share(account):
                 continue
             left[account] -= 1
