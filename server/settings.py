@@ -91,8 +91,8 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     )
     api_key_file: Path | None = Field(
         default=None,
-        description="file with API keys, one a line, behind each the name of its tenant if it shall have one; # begins "
-        "a comment",
+        description="file with API keys, one a line, behind each its tenant's name and rights if it shall have any; # "
+        "begins a comment",
     )
     admin_key: Secrets = Field(
         default=[],
@@ -309,6 +309,8 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
             for name, field in EngineConfig.model_fields.items()
             if (value := getattr(self, name)) != field.default or name in self.model_fields_set
         }
+        if self.fair_by == "tenant" and (weights := {**self.client_keys().weights, **self.weights}):
+            values["weights"] = weights
         return EngineConfig(**{**values, "served_model_name": self.base_name})
 
 

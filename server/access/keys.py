@@ -7,6 +7,7 @@ import hmac
 import logging
 import os
 import re
+import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import ApiError
+from .grants import ALL, Grant, InvalidKey
 
 log = logging.getLogger(__name__)
 audit = logging.getLogger("chorus.audit")
@@ -29,6 +31,13 @@ LOOK_SECONDS = 1.0
 """Seconds between two looks at the key files."""
 
 
+_GENERATED = re.compile(r"ck-([0-9a-f]{16})-[0-9a-f]{64}")
+"""A key that `new_key` has made, and the id by which its hash is found."""
+
+HASHED = re.compile(r"sha256:[0-9a-f]{16}:[0-9a-f]{64}")
+"""A generated key as key files keep it: its id, and the hash of all of it."""
+
+
 class Right(StrEnum):
     """Right that a route asks for. ADMIN: an admin key where the server has any, else a key."""
 
@@ -37,26 +46,29 @@ class Right(StrEnum):
     ADMIN = "admin"
 
 
-class InvalidKey(ValueError):
-    """A key that can't be used; the text never holds it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Identity:
     """The sender of a request. tenant: the name that the key was given, or a short one that can't be turned back into
-    it; "" without a key. sees_tenants: may see the names of other tenants.
+    it; "" without a key. sees_tenants: may see the names of other tenants. grant: what it may use.
     """
 
     tenant: str = ""
     may_change_adapters: bool = True
     sees_tenants: bool = True
+    grant: Grant = ALL
 
 
 class NamedKey(NamedTuple):
-    """A key, and the name of its tenant; None: one is made of the key's hash."""
+    """A key, or what a key file keeps of it, and the name of its tenant; None: one is made of the key's hash."""
 
     key: str
     tenant: str | None = None
+    grant: Grant = ALL
+
+    @property
+    def id(self) -> str:
+        """Its public part; empty for a key that `new_key` has not made."""
+        return self.key.split(":")[1] if HASHED.fullmatch(self.key) else ""
 
 
 class Keys:
@@ -67,26 +79,40 @@ class Keys:
     """
 
     def __init__(self, api_keys: Iterable[NamedKey] = (), admin_keys: Iterable[NamedKey] = ()) -> None:
-        users, admins = {}, {}
+        users, admins, ids = {}, {}, {}
+        self.weights: dict[str, float] = {}
+        """Shares of a busy engine, by tenant."""
+        api_keys, admin_keys = list(api_keys), list(admin_keys)
         for given, found in ((api_keys, users), (admin_keys, admins)):
-            for key, tenant in given:
-                digest = _digest(key)
+            for one in given:
+                digest, tenant, grant = _digest(one), one.tenant, one.grant
                 known = admins.get(digest) or users.get(digest)
-                if known and tenant and known != tenant:
-                    raise InvalidKey(f"one key is given to two tenants, {known} and {tenant}; give each a key")
-                found[digest] = tenant or known
-        self.guarded = bool(users)
+                if known and tenant and known[0] and known[0] != tenant:
+                    raise InvalidKey(f"one key is given to two tenants, {known[0]} and {tenant}; give each a key")
+                if found is admins and grant.limited:
+                    raise InvalidKey("an admin key may use every adapter; leave out adapters= and base=no")
+                kept = found if not grant.admin else admins
+                kept[digest] = tenant or (known and known[0]), grant
+                ids[digest] = one.id
+                if tenant and grant.weight and self.weights.setdefault(tenant, grant.weight) != grant.weight:
+                    raise InvalidKey(f"the keys of tenant {tenant} have different weights; give them one")
+        self.guarded = bool(api_keys)
         """True if a key is needed at all."""
         self._open = Identity(may_change_adapters=not admins, sees_tenants=not admins)
-        self._known = [
-            (digest, Identity(tenant or f"key-{digest[:16]}", digest in admins or not admins, digest in admins))
-            for digest, tenant in sorted({**users, **admins}.items())
-        ]
+        self._known: list[tuple[str, Identity]] = []
+        self._by_id: dict[str, tuple[str, Identity]] = {}
+        for digest, (tenant, grant) in sorted({**users, **admins}.items()):
+            changes = digest in admins or not (admins or grant.limited)
+            one = digest, Identity(tenant or f"key-{digest[:16]}", changes, digest in admins, grant)
+            if ids[digest]:
+                self._by_id[ids[digest]] = one
+            else:
+                self._known.append(one)
 
     @property
     def tenants(self) -> list[str]:
         """Sorted names of the tenants that have a key."""
-        return sorted({identity.tenant for _, identity in self._known})
+        return sorted({identity.tenant for _, identity in (*self._known, *self._by_id.values())})
 
     def replace(self, others: Keys) -> None:
         """Take the place of these keys: requests to come are held against `others`."""
@@ -95,9 +121,13 @@ class Keys:
     def identify(self, authorization: str | None) -> Identity:
         """The caller with this Authorization header. Raises an ApiError for a wrong key, or a missing one."""
         scheme, _, key = (authorization or "").partition(" ")
-        given = _digest(key.strip()) if scheme.lower() == "bearer" else ""
+        key = key.strip() if scheme.lower() == "bearer" else ""
+        given = _digest(NamedKey(key)) if key and not HASHED.fullmatch(key) else ""  # a hash is no key
+        generated = _GENERATED.fullmatch(key)
+        by_id = self._by_id.get(generated[1]) if generated else None
         found: Identity | None = None
-        for known, identity in self._known:  # all of them: how long it takes tells nothing about which one it is
+        candidates = self._known if by_id is None else (*self._known, by_id)
+        for known, identity in candidates:  # all of them: how long it takes tells nothing about which one it is
             if hmac.compare_digest(known, given):
                 found = identity
         if found is not None:
@@ -181,7 +211,7 @@ def check_key(key: str) -> str:
 
 
 def read_keys(path: Path) -> list[NamedKey]:
-    """The keys of a file, one a line, each with an optional tenant's name behind it. Raises InvalidKey.
+    """The keys of a file, one a line, each with an optional tenant's name behind it and its rights. Raises InvalidKey.
 
     Empty lines and lines that begin with # are skipped. Several keys may be one tenant's.
     """
@@ -210,15 +240,23 @@ def _named(line: str) -> NamedKey:
     key, *names = line.split()
     if not names:
         return NamedKey(check_key(key))
-    if len(names) > 1 or not TENANT.fullmatch(names[0]):
+    if not TENANT.fullmatch(names[0]):
         raise InvalidKey(
             "behind a key comes the name of its tenant, one word of up to 128 letters, digits and ._:/+=@-"
         )
-    return NamedKey(check_key(key), names[0])
+    return NamedKey(check_key(key), names[0], Grant.parse(names[1:]))
 
 
-def _digest(key: str) -> str:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+def new_key() -> tuple[str, str]:
+    """A key of 256 random bits, and what a key file keeps of it."""
+    key = f"ck-{secrets.token_hex(8)}-{secrets.token_hex(32)}"
+    return key, f"sha256:{key.split('-')[1]}:{_digest(NamedKey(key))}"
+
+
+def _digest(one: NamedKey) -> str:
+    if one.id:
+        return one.key.rpartition(":")[2]
+    return hashlib.sha256(one.key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def _state(path: Path) -> tuple[int, int, int] | None:

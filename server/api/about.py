@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -14,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ... import __version__
+from ..access.grants import Grant
 from ..engine.backend import Backend
 from ..engine.engine_view import EngineView
 from ..engine.metrics import Metrics, Write, accounts_text
@@ -52,11 +54,11 @@ class Api:
     async def health(self, request: Request) -> Response:
         """200 while the engine takes requests and gets on with them, 503 when it doesn't, or is about to end.
 
-        Where keys are needed, a client without one gets the status alone.
+        Where keys are needed, a client without one gets the status alone, as does one whose key has not all models.
         """
         healthy = self._worker.healthy and not self._gate.draining
         body: dict[str, object] = {"status": "ok" if healthy else "draining" if self._gate.draining else "unavailable"}
-        if request.state.identity is not None:
+        if request.state.identity is not None and not request.state.identity.grant.limited:
             body["stats"] = asdict(self._worker.stats)
             if not healthy:
                 body["reason"] = self._worker.trouble or "the server is shutting down"
@@ -91,15 +93,24 @@ class Api:
     async def scrape(self, request: Request) -> Response:
         """Prometheus' text, or OpenMetrics for a scraper that takes it; what a stuck engine can't tell is as it was.
 
-        Scrapes at the same time share one, but for the tenants: a caller without an admin key sees its own alone.
+        Scrapes at the same time share one, but for the tenants: a caller without an admin key sees its own alone. One
+        whose key has not all models sees the series of those that it has, and no others.
         """
         kind = OPENMETRICS if OPENMETRICS in request.headers.get("accept", "") else PLAIN
         write = FORMATS[kind]
         if (scraping := self._scraping.get(kind)) is None or scraping.done():
             scraping = self._scraping[kind] = asyncio.ensure_future(self._scrape(write))
         text = await asyncio.shield(scraping)
-        sees_all = request.state.identity.sees_tenants or self._settings.fair_by == "adapter"
-        accounts = accounts_text(self._view, write, None if sees_all else request.state.tenant)
+        identity, by_adapter = request.state.identity, self._settings.fair_by == "adapter"
+        allows: Callable[[str], bool] = partial(self._allows, identity.grant)
+        if identity.grant.limited:
+            text = await self._scrapes.run(self.metrics.render, write, allows)
+        shown: Callable[[str], bool] | None = request.state.tenant.__eq__
+        if by_adapter:
+            shown = allows if identity.grant.limited else None
+        elif identity.sees_tenants:
+            shown = None
+        accounts = accounts_text(self._view, write, shown)
         return Response(
             text.removesuffix(OPENMETRICS_END) + accounts, media_type=f"{kind}; version={VERSIONS[kind]}; charset=utf-8"
         )
@@ -110,17 +121,20 @@ class Api:
             self.metrics.forget_all_but(self._view.names)
         return await self._scrapes.run(self.metrics.render, write)  # beside the loop: a thousand adapters take a while
 
-    async def models(self, _: Request) -> Response:
-        return JsonResponse({"object": "list", "data": await self._model_cards()})
+    def _allows(self, grant: Grant, model: str) -> bool:
+        return grant.allows(None if model in ("", self._settings.base_name) else model)
+
+    async def models(self, request: Request) -> Response:
+        return JsonResponse({"object": "list", "data": await self._model_cards(request.state.identity.grant)})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        for card in await self._model_cards():
+        for card in await self._model_cards(request.state.identity.grant):
             if card["id"] == name:
                 return JsonResponse(card)
         raise no_model(name)
 
-    async def _model_cards(self) -> list[dict[str, object]]:
+    async def _model_cards(self, grant: Grant) -> list[dict[str, object]]:
         listing = await asyncio.wrap_future(self._worker.adapters.listing())
         base = self._settings.base_name
 
@@ -130,6 +144,10 @@ class Api:
             return {"id": name, "root": root, "parent": parent, **about}
 
         return [
-            card(base, self._settings.model.name, None),
-            *({**card(one.name, one.manifest.path.name, base), "rank": one.manifest.rank} for one in listing.adapters),
+            *([card(base, self._settings.model.name, None)] if grant.allows(None) else ()),
+            *(
+                {**card(one.name, one.manifest.path.name, base), "rank": one.manifest.rank}
+                for one in listing.adapters
+                if grant.allows(one.name)
+            ),
         ]

@@ -20,6 +20,7 @@ from ...memory.files.directory import MAX_PATH_BYTES
 from ...memory.files.error import AdapterFormatError, shown
 from ...memory.files.format import STEM
 from ...memory.host.limited_threads import NoThreadLeft
+from ..access.grants import NOWHERE
 from ..engine.adapter_loads import AdapterLoads, LoadTimedOut
 from ..engine.backend import AdapterState, Backend
 from ..errors import DISK_FAULTS, ApiError, Body, clipped, read_body, validated
@@ -134,7 +135,7 @@ class AdapterApi:
 
     async def list_all(self, request: Request) -> Response:
         listing = await asyncio.wrap_future(self._book.listing())
-        stats = listing.stats
+        stats, grant = listing.stats, request.state.identity.grant
         weights = {
             "mode_policy": self._settings.mode_policy,
             "mode": stats.mode.value,
@@ -146,14 +147,17 @@ class AdapterApi:
         broken = [
             {"name": one.name, "path": shown_path(one.path, request), "reason": hide(one.reason)}
             for one in listing.quarantined
+            if grant.allows(one.name)
         ]
-        data = [_body(one, request) for one in listing.adapters]
-        return JSONResponse({"object": "list", "data": data, "quarantined": broken, "weights": weights})
+        data = [_body(one, request) for one in listing.adapters if grant.allows(one.name)]
+        about = {} if grant.limited else {"weights": weights}  # whose adapter is merged is others' business
+        return JSONResponse({"object": "list", "data": data, "quarantined": broken, **about})
 
     async def show(self, request: Request) -> Response:
         name = request.path_params["name"]
+        asked = name if request.state.identity.grant.allows(name) else NOWHERE
         try:
-            seen = await asyncio.wrap_future(self._book.state(name))
+            seen = await asyncio.wrap_future(self._book.state(asked))
         except UnknownAdapter:
             raise _unknown(name, None) from None
         return JSONResponse(_body(seen, request))

@@ -17,6 +17,7 @@ from ...core.requests.grammar import Grammar
 from ...core.requests.grammars import InvalidGrammar, grammars_of
 from ...core.requests.request import Request as EngineRequest
 from ...core.requests.sampling_params import InvalidRequest, NotServed, Seeds
+from ..access.grants import NOWHERE
 from ..access.limits import RequestLimits
 from ..engine.backend import Backend
 from ..engine.generation import Choice, Generation
@@ -155,8 +156,15 @@ class GenerationApi:
             count = f"these are {asked.n} to each of {num_prompts} prompts" if num_prompts > 1 else f"n is {asked.n}"
             raise InvalidRequest("n", f"at most {limit} answers are given in one call, {count}")
         check_steering(asked, num_prompts * asked.n, self._settings)
-        _, adapter = asked.names(self._settings.base_name)
+        _, adapter = self._names(request, asked)
         self._worker.check_room(request.state.tenant, adapter, num_prompts * asked.n)
+
+    def _names(self, request: Request, asked: GenerationRequest) -> tuple[str, str | None]:
+        """The name that the answer goes by, and the adapter's; `NOWHERE` for what the request's key may not use: the
+        request then fares in all as one for an adapter that does not exist.
+        """
+        model, adapter = asked.names(self._settings.base_name)
+        return model, adapter if request.state.identity.grant.allows(adapter) else NOWHERE
 
     async def _generation(
         self,
@@ -171,7 +179,7 @@ class GenerationApi:
         for prompt in prompts:
             if len(prompt) >= limit:
                 raise too_long(limit, what, f"{len(prompt)} tokens")
-        model, adapter = asked.names(self._settings.base_name)
+        model, adapter = self._names(request, asked)
         unasked = unasked_limit(asked, prompts, self._settings, limit)
         defaults = self._defaults
         if unasked is None or (defaults.max_tokens is not None and defaults.max_tokens < unasked):
@@ -226,6 +234,7 @@ class GenerationApi:
             recorder=self._recorder,
             per_prompt=asked.n,
             in_bulk=not asked.stream and not asked.stop,
+            spend=request.state.spend,
         )
 
     async def _grammar(

@@ -117,7 +117,10 @@ def _key(path: Path | None) -> str | None:
     """The key to send. CommandError for a file or a variable without one."""
     try:
         if path is not None:
-            return read_keys(path)[0].key
+            key = read_keys(path)[0]
+            if key.id:
+                raise CommandError(f"{path} has no key, only its hash; give a file with the key itself")
+            return key.key
         given = next((os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)), None)
         return None if given is None else check_key(given.partition(",")[0])
     except InvalidKey as error:

@@ -13,6 +13,7 @@ from typing import NoReturn
 from ... import __version__
 from ...core.config import EngineConfig
 from ...core.requests.sampling_params import InvalidRequest
+from ..access.grants import InvalidKey
 from ..access.limits import RequestLimits
 from ..checkpoints.pull import MODELS, PullError, pull
 from ..cluster import listener, plan, registry
@@ -21,7 +22,7 @@ from ..settings import Settings
 from ..start.checks import LaunchError, check_access, check_model
 from ..start.exits import leave
 from ..start.flags import Parser, UsageError, add_settings, read_settings
-from . import adapters, profile
+from . import adapters, keys, profile
 from .adapters import CommandError
 
 #: Entry points that add sub-commands: modules with `HELP`, `add_flags(parser)` and `run(arguments) -> exit code`, cheap
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
-    except (LaunchError, PullError, CommandError, EngineUnavailable, GenerationFailed) as error:
+    except (LaunchError, PullError, CommandError, InvalidKey, EngineUnavailable, GenerationFailed) as error:
         print(f"chorus: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -71,6 +72,7 @@ def make_parser() -> Parser:
             adapters.add_flags,
             adapters.run,
         ),
+        ("keys", "make, show and revoke the keys of tenants in a key file", keys.add_flags, keys.run),
         ("demo", "watch the adapters of a model answer side by side", _demo_flags, _demo),
         ("generate", "print a model's answer to a prompt", _generate_flags, _generate),
         ("batch", "answer a file of requests, in OpenAI's batch format", _batch_flags, _batch),

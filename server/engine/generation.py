@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -171,15 +171,18 @@ class Generation:
         recorder: Recorder | None = None,
         per_prompt: int = 1,
         in_bulk: bool = False,
+        spend: Callable[[int], None] | None = None,
     ) -> None:
         """choices: `per_prompt` in a row are of the same prompt. id, model: what the client sees.
 
         in_bulk: no delta is needed at once (no streaming, no stop strings), so many are read together.
+        spend: is told the tokens of prompts that are taken, and then of answers.
         """
         self.id = id
         self.model = model
         self._worker = worker
         self._metrics = metrics
+        self._spend = spend
         self._recorder = recorder
         self._arrival = choices[0].request.arrival_time
         self._per_prompt = per_prompt
@@ -227,6 +230,8 @@ class Generation:
             raise
         if self._metrics is not None:
             self._metrics.accepted(self.model, self.num_prompt_tokens)
+        if self._spend is not None:
+            self._spend(self.num_prompt_tokens)
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         """Deltas of all choices as they come; ends when all have finished. Raises GenerationFailed."""
@@ -323,6 +328,8 @@ class Generation:
         )
 
     def _observe_tokens(self, delta: Delta, now: float) -> None:
+        if self._spend is not None and delta.token_ids:
+            self._spend(len(delta.token_ids))
         if self._metrics is None or not delta.token_ids:
             return
         choice, seconds = self.choices[delta.index], now - self._latest[delta.index]

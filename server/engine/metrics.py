@@ -29,6 +29,9 @@ MAX_MODEL_SERIES = 1000
 
 OTHERS = "(others)"
 
+MODEL_NAMES = ("model", "adapter", "adapter_name")
+"""Labels whose value is the name of one model."""
+
 MAX_ACCOUNT_SERIES = 100
 """Most tenants, or adapters, with series of their own; the ones with the most requests in progress come first."""
 
@@ -155,8 +158,27 @@ class Metrics:
             self._models.add(series)
         return series
 
-    def render(self, write: Write) -> bytes:
-        return write(self.registry)
+    def render(self, write: Write, allows: Callable[[str], bool] | None = None) -> bytes:
+        """The text of all series, or of those alone that name a model that `allows` lets through."""
+        return write(self.registry if allows is None else _Allowed(self.registry, allows))
+
+
+class _Allowed(CollectorRegistry):
+    """The series of a registry that name a model, each that is let through: none that is of several together."""
+
+    def __init__(self, whole: CollectorRegistry, allows: Callable[[str], bool]) -> None:
+        super().__init__()
+        self._whole, self._allows = whole, allows
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._whole.collect():
+            shown = Metric(family.name, family.documentation, family.type, family.unit)
+            for sample in family.samples:
+                names = [sample.labels[one] for one in MODEL_NAMES if one in sample.labels]
+                if names and all(name != OTHERS and self._allows(name) for name in names):
+                    shown.samples.append(sample)
+            if shown.samples:
+                yield shown
 
 
 class _Tokens(Collector):
@@ -248,9 +270,9 @@ class _EngineCollector(Collector):
         )
 
 
-def accounts_text(view: EngineView, write: Write, tenant: str | None = None) -> bytes:
-    """Series of tenants, or adapters, with requests in progress: of `tenant`, or of the ones with most requests."""
-    accounts = [each for each in view.accounts if tenant in (None, each.name)][:MAX_ACCOUNT_SERIES]
+def accounts_text(view: EngineView, write: Write, shown: Callable[[str], bool] | None = None) -> bytes:
+    """Series of tenants, or adapters, with requests in progress, that may be shown: of the ones with most requests."""
+    accounts = [each for each in view.accounts if shown is None or shown(each.name)][:MAX_ACCOUNT_SERIES]
     registry = CollectorRegistry()
     for name, text, attribute in (
         ("requests_running", "Requests of a tenant, or adapter, in the running batch", "num_running"),

@@ -6,6 +6,7 @@ import asyncio
 import random
 import re
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -74,7 +75,8 @@ class Doors:
 
     It sets in `request.state`: `caller`, the key's tenant, or the client's address without a key, for the log;
     `tenant`, the one in the tenant header where that header counts, else the caller; `identity`, None at an open route
-    without a key; `sees_paths`, whether answers may show paths of this machine.
+    without a key; `spend`, which takes tokens from the key's budget, None without one; `sees_paths`, whether answers
+    may show paths of this machine.
     """
 
     def __init__(
@@ -121,13 +123,15 @@ class Doors:
             tenant = named or caller
             if named and known.tenant and self._gateways is not None:
                 tenant = f"{known.tenant}{WITHIN}{named}"
+            budget = known.grant.tokens_per_minute
             scope.setdefault("state", {}).update(
+                spend=None if budget is None else partial(self._gate.tokens.spend, caller, budget),
                 tenant=tenant,
                 caller=caller,
                 identity=identity,
                 sees_paths=known.may_change_adapters and (bool(known.tenant) or self._hosts.only_this_machine),
             )
-            with self._gate.passing(method, path, tenant):
+            with self._gate.passing(method, path, tenant, caller, known.grant):
                 await self._app(scope, receive, answer.send)
         except ApiError as error:
             await error.response(path)(scope, receive, send)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ..access.grants import Grant, TokenBudgets
 from ..errors import ApiError
 
 ALWAYS_OPEN = ("/health", "/ping")
@@ -25,8 +26,14 @@ class Room:
         self._held: Counter[str] = Counter()
         self.total = 0
 
-    def take(self, tenant: str, count: int = 1) -> None:
-        """Hold `count` more. Raises an ApiError: 503 where all have too many, 429 where the tenant has."""
+    def take(self, tenant: str, count: int = 1, own_most: int | None = None) -> None:
+        """Hold `count` more. Raises an ApiError: 503 where all have too many, 429 where the tenant has.
+
+        own_most: that this tenant may hold, however free the rest is.
+        """
+        if own_most is not None and self._held[tenant] + count > own_most:
+            text = f"{self._held[tenant]} of your {self._what} are in progress, your key allows {own_most} at once"
+            raise ApiError(429, f"{text}; try again later", code="rate_limit_exceeded", retry_after=1)
         if self.most is not None and self._held[tenant] + count > (free := self.most - self.total):
             if full := count > free:
                 text = f"{self.total} {self._what} are in progress, which is all this server takes"
@@ -52,6 +59,9 @@ class Gate:
         """most_body_bytes: of all bodies that are being read."""
         self.requests = Room("requests")
         """Requests in progress that ask for work; looking is not counted."""
+        self.calls = Room("requests")
+        """The same, by the tenant of the key, whomever a gateway names within it."""
+        self.tokens = TokenBudgets()
         self.bodies = Room("bytes of bodies", most_body_bytes)
         self.draining = False
         self.cutting = False
@@ -65,8 +75,13 @@ class Gate:
         return len(self._tasks)
 
     @contextmanager
-    def passing(self, method: str, path: str, tenant: str = "") -> Iterator[None]:
-        """Count the running task as a request in progress. Raises an ApiError when it can't be taken."""
+    def passing(
+        self, method: str, path: str, tenant: str = "", caller: str = "", grant: Grant | None = None
+    ) -> Iterator[None]:
+        """Count the running task as a request in progress. Raises an ApiError when it can't be taken.
+
+        caller: whose key it is, which has the grant.
+        """
         if path in ALWAYS_OPEN:
             yield
             return
@@ -74,8 +89,17 @@ class Gate:
         if self.draining and works:
             message = "the server is shutting down and takes no new work; ask another one, or again when it is back"
             raise ApiError(503, message, code="draining", retry_after=5, headers={"connection": "close"})
+        if works and grant is not None:
+            if path in GENERATING and grant.tokens_per_minute is not None:
+                self.tokens.check(caller, grant.tokens_per_minute)
+            self.calls.take(caller, own_most=grant.requests)
         if works:
-            self.requests.take(tenant)
+            try:
+                self.requests.take(tenant)
+            except ApiError:
+                if grant is not None:
+                    self.calls.give_back(caller)
+                raise
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -87,6 +111,8 @@ class Gate:
             self.num_generating -= path in GENERATING
             if works:
                 self.requests.give_back(tenant)
+                if grant is not None:
+                    self.calls.give_back(caller)
 
     def cut(self) -> None:
         """Cancel the requests in progress; `Doors` answers their clients."""

@@ -26,6 +26,7 @@ from chorus.core.requests.sampling_params import InvalidRequest
 from chorus.core.requests.types import FinishReason, RequestOutput, StepInfo, TokenLogprobs
 from chorus.core.scheduling.overload import Overloaded
 from chorus.memory.adapters.adapter import Tier
+from chorus.memory.adapters.store import UnknownAdapter
 from chorus.memory.pages.pool import IntegrityError
 from chorus.server.api.sampling_defaults import SamplingDefaults
 from chorus.server.app import create_app
@@ -57,6 +58,8 @@ class FakeStore:
         return list(self.tiers)
 
     def get(self, name: str) -> SimpleNamespace:
+        if name not in self.tiers:
+            raise UnknownAdapter(name)
         known = {"content_hash": "0" * 64, "no_effect": False, "stem": "model", "base_model": None}
         known |= {"names_other_base": False}
         manifest = SimpleNamespace(path=Path("/adapters") / name, rank=4, targets=("q_proj",), **known)
@@ -364,7 +367,7 @@ def fake_engine() -> FakeEngine:
     return FakeEngine(["alice", "bob"])
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_engine() -> type[FakeEngine]:
     return FakeEngine
 
@@ -397,5 +400,12 @@ def shared(tokenizer: Tokenizer) -> Iterator[Live]:
 @pytest.fixture
 def start(tokenizer: Tokenizer) -> Iterator[Callable[..., Live]]:
     """Starts servers of a test's own."""
+    with ExitStack() as stack:
+        yield lambda engine, **options: stack.enter_context(live_server(engine, tokenizer, **options))
+
+
+@pytest.fixture(scope="module")
+def start_one(tokenizer: Tokenizer) -> Iterator[Callable[..., Live]]:
+    """The same, for a server that a module's tests share."""
     with ExitStack() as stack:
         yield lambda engine, **options: stack.enter_context(live_server(engine, tokenizer, **options))

@@ -1,0 +1,132 @@
+"""Grants: what a key's holder may use, and how much of it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from ..errors import ApiError
+
+NOWHERE = "\0"
+"""Name that no adapter may have: a request for what its key may not use goes on as one for this, and ends as one."""
+
+_ANSWERS = {"yes": True, "no": False}
+
+
+class InvalidKey(ValueError):
+    """A key that can't be used; the text never holds it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A key's rights and bounds; by default all that API keys may do.
+
+    adapters: globs of the adapters that it may use; None: all. base: may use the base model. requests: at once.
+    weight: share of a busy engine. admin: the key is an admin key.
+    """
+
+    adapters: tuple[str, ...] | None = None
+    base: bool = True
+    requests: int | None = None
+    tokens_per_minute: int | None = None
+    weight: float | None = None
+    admin: bool = False
+
+    @property
+    def limited(self) -> bool:
+        """True if there are models that it may not use, of which it is then told nothing."""
+        return self.adapters is not None or not self.base
+
+    def allows(self, adapter: str | None) -> bool:
+        """True if it may use an adapter, or the base model (None)."""
+        if adapter is None:
+            return self.base
+        return self.adapters is None or any(fnmatchcase(adapter, glob) for glob in self.adapters)
+
+    @classmethod
+    def parse(cls, words: Iterable[str]) -> Grant:
+        """What a line of a key file says behind the tenant. Raises InvalidKey."""
+        values: dict[str, object] = {}
+        for word in words:
+            name, equals, text = word.partition("=")
+            if name in values or not equals or not text:
+                raise InvalidKey(f"behind a tenant each right is given once, as NAME=VALUE, not {word[:80]!r}")
+            try:
+                values[name] = _READ[name](text)
+            except (KeyError, ValueError):
+                raise InvalidKey(f"there is no right {word[:80]!r}; {_RIGHTS}") from None
+        grant = cls(**values)  # pyright: ignore[reportArgumentType] - each was read by its own reader
+        if grant.admin and grant.limited:
+            raise InvalidKey("an admin key may use every adapter and the base model; leave out adapters= and base=no")
+        return grant
+
+    def words(self) -> Iterator[str]:
+        """The words that `parse` reads."""
+        for name in _READ:
+            value = getattr(self, name)
+            if value != getattr(ALL, name):
+                text = ",".join(value) if isinstance(value, tuple) else f"{value:g}" if name == "weight" else value
+                yield f"{name}={'yes' if value is True else 'no' if value is False else text}"
+
+
+def _globs(text: str) -> tuple[str, ...]:
+    return tuple(glob for glob in text.split(",") if glob)
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or not 0 < int(text) < 1 << 53:
+        raise ValueError
+    return int(text)
+
+
+def _weight(text: str) -> float:
+    if not 0 < (weight := float(text)) < math.inf:
+        raise ValueError
+    return weight
+
+
+_READ: dict[str, Callable[[str], object]] = {
+    "adapters": _globs,
+    "base": _ANSWERS.__getitem__,
+    "requests": _count,
+    "tokens_per_minute": _count,
+    "weight": _weight,
+    "admin": _ANSWERS.__getitem__,
+}
+_RIGHTS = (
+    "there are adapters=GLOB,GLOB, base=yes|no, requests=N, tokens_per_minute=N, weight=W and admin=yes|no, N and W "
+    "above zero"
+)
+ALL = Grant()
+"""The grant of a key with no rights beside it."""
+
+
+class TokenBudgets:
+    """Tokens that tenants have used of their `tokens_per_minute`, which come back evenly.
+
+    A request may begin while something is left. It is paid for as it goes, so a tenant can be in debt by what its
+    requests in progress take, and then waits until that has come back.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._used: dict[str, tuple[float, float]] = {}  # and when that was so
+
+    def check(self, tenant: str, per_minute: int) -> None:
+        """Raises an ApiError for a tenant that has nothing left."""
+        used = self._left_of(tenant, per_minute)
+        if used >= per_minute:
+            message = f"your key's {per_minute} tokens a minute are used; try again later"
+            wait = (used - per_minute + 1) * 60 / per_minute
+            raise ApiError(429, message, code="rate_limit_exceeded", retry_after=wait)
+
+    def spend(self, tenant: str, per_minute: int, tokens: int) -> None:
+        self._used[tenant] = self._left_of(tenant, per_minute) + tokens, self._clock()
+
+    def _left_of(self, tenant: str, per_minute: int) -> float:
+        """Tokens used that have not come back."""
+        used, then = self._used.get(tenant, (0.0, 0.0))
+        return max(0.0, used - (self._clock() - then) * per_minute / 60)
