@@ -37,7 +37,7 @@ class Grant:
 
     @property
     def limited(self) -> bool:
-        """True if there are models that it may not use, of which it is then told nothing."""
+        """True if there are models that it may not use; it then sees nothing of them."""
         return self.adapters is not None or not self.base
 
     def allows(self, adapter: str | None) -> bool:

@@ -54,7 +54,7 @@ class Api:
     async def health(self, request: Request) -> Response:
         """200 while the engine takes requests and gets on with them, 503 when it doesn't, or is about to end.
 
-        Where keys are needed, a client without one gets the status alone, as does one whose key has not all models.
+        Where keys are needed, a client without one, or with a key for some models, gets the status alone.
         """
         healthy = self._worker.healthy and not self._gate.draining
         body: dict[str, object] = {"status": "ok" if healthy else "draining" if self._gate.draining else "unavailable"}
@@ -81,7 +81,7 @@ class Api:
         return JsonResponse({**body, **sizes, **told})
 
     async def model_info(self, _: Request) -> Response:
-        """The model, as SGLang's router asks for it. Only names of directories are told."""
+        """The model, as SGLang's router asks for it. It gives only names of directories."""
         name = self._settings.model.name
         names = {"model_path": name, "tokenizer_path": name, "served_model_name": self._settings.base_name}
         lacks = {"has_image_understanding": False, "has_audio_understanding": False}
@@ -94,7 +94,7 @@ class Api:
         """Prometheus' text, or OpenMetrics for a scraper that takes it; what a stuck engine can't tell is as it was.
 
         Scrapes at the same time share one, but for the tenants: a caller without an admin key sees its own alone. One
-        whose key has not all models sees the series of those that it has, and no others.
+        with a key for some models sees the series of these models, and no others.
         """
         kind = OPENMETRICS if OPENMETRICS in request.headers.get("accept", "") else PLAIN
         write = FORMATS[kind]

@@ -150,7 +150,7 @@ class AdapterApi:
             if grant.allows(one.name)
         ]
         data = [_body(one, request) for one in listing.adapters if grant.allows(one.name)]
-        about = {} if grant.limited else {"weights": weights}  # whose adapter is merged is others' business
+        about = {} if grant.limited else {"weights": weights}  # the merged adapter may be another tenant's
         return JSONResponse({"object": "list", "data": data, "quarantined": broken, **about})
 
     async def show(self, request: Request) -> Response:

@@ -24,7 +24,7 @@ def answer_grammar(
     reasons_already: bool,
     content: bool = False,
 ) -> str:
-    """The grammar of answers whose calls are of these tools, or whose content is to match another grammar.
+    """The grammar of answers with calls of these tools, or with content that matches another grammar.
 
     tools: the JSON schema of each function's arguments; none: there are no calls. specials: ids of the special tokens
     among the syntax's marks. forced: calls and nothing else, but for reasoning in front of them; otherwise calls in

@@ -146,7 +146,7 @@ class GenerationApi:
         return await self._threads.run(function, *args)
 
     def _most_tokens(self, asked: GenerationRequest) -> int:
-        """Most tokens of a text: those of the context, or of a call if it is to be cut."""
+        """Most tokens of a text: the context's, or a call's if it is to be cut."""
         limit = self._worker.model.max_model_len
         return limit if asked.truncate_prompt_tokens is None else max(limit, self._settings.max_call_tokens)
 

@@ -168,7 +168,7 @@ class GenerationRequest(GrammarFields):
         return AnswerSyntax()
 
     def reader(self, syntax: AnswerSyntax, *, reasons_already: bool) -> AnswerReader | None:
-        """A reader for one answer; None if its text is all that is told."""
+        """A reader for one answer; None if its text is all that the answer has."""
         return None
 
     def answer_grammars(

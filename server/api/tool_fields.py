@@ -1,4 +1,4 @@
-"""Fields of a conversation's body that say which tools may be called, and what is to be told of reasoning."""
+"""Fields of a conversation's body that say which tools may be called, and what the answer has of reasoning."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_DEPTH = 32
 """Depth of a tool's definition."""
 
 WIDER = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
-"""Keywords of a schema that may take properties beside those in `properties`."""
+"""Keywords of a schema that may take properties beside the ones in `properties`."""
 
 
 NAMED = "named"

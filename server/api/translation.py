@@ -50,7 +50,7 @@ def read_fields(body: bytes, limits: RequestLimits, known: Collection[str], refu
 
 @contextmanager
 def renaming(names: Mapping[str, str]) -> Iterator[None]:
-    """A block in which errors about fields of chat are told by the names that the client gave them."""
+    """A block in which errors about fields of chat have the names that the client gave them."""
     try:
         yield
     except InvalidRequest as error:

@@ -92,7 +92,7 @@ def _wrong(path: Path, number: int, what: str) -> UsageError:
 
 
 def _keep_answers(output: Path) -> set[str]:
-    """The custom_ids of answers that stay; leaves out of the file those that another run may better, or are cut off."""
+    """The custom_ids of answers that stay; leaves out of the file cut ones, and ones that another run may better."""
     kept: set[str] = set()
     if not output.exists():
         return kept
@@ -156,7 +156,7 @@ async def _ask(client: httpx.AsyncClient, asked: Asked) -> dict[str, Any]:
 async def _write(
     pending: set[asyncio.Task[dict[str, Any]]], out: IO[bytes], counts: dict[int, int]
 ) -> set[asyncio.Task[dict[str, Any]]]:
-    """Writes the answers of requests that ended, at least one; returns those that did not."""
+    """Writes the answers of requests that ended, at least one; returns the requests that did not."""
     done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         line = task.result()

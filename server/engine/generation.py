@@ -176,7 +176,7 @@ class Generation:
         """choices: `per_prompt` in a row are of the same prompt. id, model: what the client sees.
 
         in_bulk: no delta is needed at once (no streaming, no stop strings), so many are read together.
-        spend: is told the tokens of prompts that are taken, and then of answers.
+        spend: called with the tokens of prompts that are taken, and then of answers.
         """
         self.id = id
         self.model = model

@@ -159,7 +159,7 @@ class Metrics:
         return series
 
     def render(self, write: Write, allows: Callable[[str], bool] | None = None) -> bytes:
-        """The text of all series, or of those alone that name a model that `allows` lets through."""
+        """The text of all series, or only of the series that name a model which `allows` lets through."""
         return write(self.registry if allows is None else _Allowed(self.registry, allows))
 
 

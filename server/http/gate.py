@@ -60,7 +60,7 @@ class Gate:
         self.requests = Room("requests")
         """Requests in progress that ask for work; looking is not counted."""
         self.calls = Room("requests")
-        """The same, by the tenant of the key, whomever a gateway names within it."""
+        """The same, by the tenant of the key, not by the tenant that a gateway names within it."""
         self.tokens = TokenBudgets()
         self.bodies = Room("bytes of bodies", most_body_bytes)
         self.draining = False
@@ -80,7 +80,7 @@ class Gate:
     ) -> Iterator[None]:
         """Count the running task as a request in progress. Raises an ApiError when it can't be taken.
 
-        caller: whose key it is, which has the grant.
+        caller: the owner of the key, which has the grant.
         """
         if path in ALWAYS_OPEN:
             yield
