@@ -39,7 +39,7 @@ BF16_BOUND = 0.03
 BF16_OVER_TORCH = 1.25  # how much farther from float32 the native decoder may be than torch in bf16
 
 LENGTHS = [1, 2, 3, 4, 5, 17, 200]
-RANKS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 100, 255, 256]
+RANKS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 255, 256]
 LAYERS, NUM_PAGES = 3, 1500
 
 
