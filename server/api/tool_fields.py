@@ -134,7 +134,8 @@ class ToolFields(BaseModel):
         their schema says, or not at all.
         """
         forced = self._may_call and self._chosen.mode in ("required", NAMED)
-        loose = {tool["function"]["name"] for tool in self.tools if not tool["function"].get("strict")}
+        callable_tools = self.tools if self._may_call else []  # others may be anything
+        loose = {tool["function"]["name"] for tool in callable_tools if not tool["function"].get("strict")}
         schemas = self._schemas() if syntax.calls is not None else {}
         if forced:
             content = None
