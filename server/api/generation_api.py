@@ -323,10 +323,10 @@ class GenerationApi:
             "num_requests_waiting": float(stats.num_waiting),
             "num_requests_running": float(stats.num_running),
         }
-        told = json.dumps({"named_metrics": load})
+        text = json.dumps({"named_metrics": load})
         if kind == "TEXT":
-            told = ", ".join(f"named_metrics.{name}={value}" for name, value in load.items())
-        return {LOAD: f"{kind} {told}"}
+            text = ", ".join(f"named_metrics.{name}={value}" for name, value in load.items())
+        return {LOAD: f"{kind} {text}"}
 
     async def _written(self, answer: AnswerFormat) -> bytes:
         """The whole answer; a long one is written beside the event loop, which must not make way for others there."""

@@ -149,8 +149,8 @@ async def _ask(client: httpx.AsyncClient, asked: Asked) -> dict[str, Any]:
     body, request_id = answer.json(), answer.headers["x-request-id"]
     if answer.status_code == 503 and body["error"]["code"] == "engine_unavailable":
         raise EngineUnavailable(body["error"]["message"])
-    told = {"status_code": answer.status_code, "request_id": request_id, "body": body}
-    return {"id": f"batch_req_{request_id}", "custom_id": asked.custom_id, "response": told, "error": None}
+    response = {"status_code": answer.status_code, "request_id": request_id, "body": body}
+    return {"id": f"batch_req_{request_id}", "custom_id": asked.custom_id, "response": response, "error": None}
 
 
 async def _write(

@@ -306,7 +306,7 @@ def _batch_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "output", type=Path, metavar="OUTPUT", help="file to which answers are added as they come; a run that is "
-        "repeated asks for those that are not there",
+        "repeated asks for the answers that are not there",
     )  # fmt: skip
     add_settings(parser, BATCH_SETTINGS)
 

@@ -18,7 +18,7 @@ NAMES = ["acme/sql", "acme/mail", "zeta/sql", "zeta/law", "solo"]
 ABSENT = ["acme/none", "zeta/none", "none"]
 """Names as the adapters have them, one of each that no adapter goes by."""
 
-GLOBS = ["acme/*", "zeta/*", "*/sql", "solo", "zeta/l?w", "[az]*/mail", "nobody"]
+GLOBS = ["acme/*", "zeta/*", "*/sql", "solo", "zeta/l?w", "[az]*/mail", "absent"]
 
 grants = st.builds(
     Grant, adapters=st.none() | st.lists(st.sampled_from(GLOBS), max_size=3).map(tuple), base=st.booleans()
@@ -64,7 +64,7 @@ def tenants(tmp_path_factory, start_one, make_engine):
     engine.accounts = lambda: [AccountStats(name, 1, 1, 2.0) for name in NAMES]
     engine.adapter_load = lambda: (NAMES, NAMES)
     path = tmp_path_factory.mktemp("keys") / "keys"
-    path.write_text("sk-limited-key limited adapters=nobody\nsk-everything-key all\nsk-the-admin-key ops admin=yes\n")
+    path.write_text("sk-limited-key limited adapters=absent\nsk-everything-key all\nsk-the-admin-key ops admin=yes\n")
     live = start_one(engine, settings={"api_key_file": path, "fair_by": "adapter"})
     for name in NAMES:
         body, headers = {"model": name, "prompt": "hi"}, {"authorization": "Bearer sk-everything-key"}
@@ -91,10 +91,10 @@ def told(answer, name):
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(grant=grants, name=st.sampled_from(NAMES), absent=st.sampled_from(ABSENT), which=st.integers(0, NUM_ROUTES - 1))
 def test_another_s_adapter_is_as_none(tenants, grant, name, absent, which):
-    theirs, nobodys = list(routes_of(name))[which], list(routes_of(absent))[which]
+    theirs, absents = list(routes_of(name))[which], list(routes_of(absent))[which]
     answer = send(tenants, grant, *theirs)
     if not grant.allows(name):
-        assert told(answer, name) == told(send(tenants, grant, *nobodys), absent), theirs
+        assert told(answer, name) == told(send(tenants, grant, *absents), absent), theirs
     elif theirs[1] == "/v1/completions" and theirs[2]["prompt"] == "hi":
         assert answer.status_code == 200
 

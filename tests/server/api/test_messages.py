@@ -142,7 +142,7 @@ def test_errors_have_anthropics_shape_and_types(start, fake_engine):
 
     assert error(max_tokens=0) == (400, "invalid_request_error")
     assert error(key="other") == (401, "authentication_error")
-    assert error(model="nobody") == (404, "not_found_error")
+    assert error(model="absent") == (404, "not_found_error")
     assert error(method="PUT") == (405, "invalid_request_error")
     assert error(system="x" * 4096) == (413, "request_too_large")
     assert error("/v1/messages/count_tokens", max_tokens=None, messages=5) == (400, "invalid_request_error")

@@ -59,7 +59,7 @@ def test_every_request_has_an_answer(ask):
         line("chat", "/v1/chat/completions", model="alice", messages=[{"role": "user", "content": "hi"}]),
         line("answer", "/v1/responses", input="hi"),
         line("message", "/v1/messages", max_tokens=50, messages=[{"role": "user", "content": "hi"}]),
-        line("nobody", prompt="a", model="nobody"),
+        line("absent", prompt="a", model="absent"),
         line("wrong", prompt="a", temperature=-1),
         line("odd", prompt="\ud800"),
     ]
@@ -70,7 +70,7 @@ def test_every_request_has_an_answer(ask):
     assert answers["chat"]["body"]["choices"][0]["message"]["content"] == said[::-1]
     assert answers["answer"]["body"]["output"][0]["content"][0]["text"] == said
     assert answers["message"]["body"]["content"][0]["text"] == said
-    assert answers["nobody"]["status_code"] == 404 and answers["nobody"]["body"]["error"]["param"] == "model"
+    assert answers["absent"]["status_code"] == 404 and answers["absent"]["body"]["error"]["param"] == "model"
     assert answers["wrong"]["status_code"] == answers["odd"]["status_code"] == 400
 
 
