@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..graphs.runner import StepMode
+from ..memory.adapters.adapter import Adapter
 from ..memory.adapters.reclaimer import Reclaimer
 from ..memory.adapters.store import AdapterStore, UnknownAdapter
 from ..memory.files.error import LoadFailure
@@ -41,7 +42,7 @@ from .requests.grammar import Grammar
 from .requests.grammars import InvalidGrammar
 from .requests.record import NotHere, from_record, to_record
 from .requests.request import Request
-from .requests.sampling_params import InvalidRequest, NotServed, SamplingParams
+from .requests.sampling_params import AdapterPaused, InvalidRequest, NotServed, SamplingParams
 from .requests.types import NOT_FINITE, RequestOutput, StepPlan, StepResult
 from .scheduling.load_ahead import LoadPolicy
 from .scheduling.preemption import swaps
@@ -111,6 +112,8 @@ class Engine:
         self._base_names = names_of(config.model, config.served_model_name)
         self.quarantine: dict[str, Quarantined] = {}
         """Adapters that are not served, by name."""
+        self.paused: set[str] = set()
+        """Names of adapters of which no version takes new requests."""
 
     @classmethod
     def from_config(
@@ -384,14 +387,22 @@ class Engine:
     def remove_adapter(self, name: str, *, force: bool = False) -> int:
         """Forget an adapter; returns how many requests were ended for it. UnknownAdapter if absent.
 
-        Requests that hold it, or an earlier version of it, finish with it, then its pages go back. force: they end with
-        an error, and the pages are free at once.
+        Its kept versions are forgotten, too; `name@version` is a kept version alone. Requests that hold any of them
+        finish with it, then its pages go back. force: they end with an error, and the pages are free at once.
         """
-        versions = [adapter for adapter in self.store.versions() if adapter.name == name]
+        adapter, kept = self.store.get(name), self.store.kept(name)
+        versions = [adapter] if name != adapter.name else self.versions_of(name)
         self.store.unregister(name)
+        for alias in kept:
+            self.store.unregister(alias)
+        self.paused.discard(name)
         if not force:
             return 0
         return self.scheduler.end_users(versions, f"adapter {name!r} was removed", LoadFailure.REMOVED)
+
+    def versions_of(self, name: str) -> list[Adapter]:
+        """Return all versions of a name that are registered, or that requests still hold."""
+        return [adapter for adapter in self.store.versions() if adapter.name == name]
 
     def merge(self, name: str) -> None:
         """Merge an adapter into shadow weights, a part between any two steps, and use them once they are complete.
@@ -444,7 +455,11 @@ class Engine:
                 if (one := self.quarantine.get(request.adapter_name)) is not None:
                     raise NotServed("model", f"adapter {one.name!r} is not served: {one.reason}") from None
                 raise InvalidRequest("model", str(error)) from None
-        request.account = self._account(request.tenant, request.adapter_name)
+            if request.adapter.name in self.paused:
+                raise AdapterPaused(request.adapter.name)
+            request.bound = request.adapter
+        name = request.adapter_name if request.bound is None else request.bound.name
+        request.account = self._account(request.tenant, name)
         self._limit_output(request)
         if params.grammar is not None:
             self._validate_grammar(params.grammar)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from .sampling_params import SamplingParams
 from .types import FinishReason, TokenLogprobs
 
 if TYPE_CHECKING:
     from ...memory.adapters.adapter import Adapter
+    from ...memory.files.format import AdapterManifest
     from ...memory.pages.block_table import BlockTable
     from ...memory.pages.prefix import Block
     from ...memory.transfers.swapped_kv import KvImage
@@ -27,6 +28,17 @@ class RequestState(StrEnum):
     LATE = "late"  # back in the queue, without pages, until its adapter, which did not arrive in time, is complete
     SWAPPED = "swapped"  # back in the queue after preemption; it goes on from host memory, or from what is still cached
     DONE = "done"
+
+
+class BoundVersion(Protocol):
+    """A version of an adapter: its name, the version's label and what it computes."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def label(self) -> str: ...
+    @property
+    def manifest(self) -> AdapterManifest: ...
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -63,6 +75,7 @@ class Request:
     start_time: float | None = None  # of its first admission
     seed: int = 0  # its parameters'
     adapter: Adapter | None = None
+    bound: BoundVersion | None = None  # the version that all of its steps compute with, once it is accepted
     block_table: BlockTable = field(init=False)  # while it runs
     room: int = 0  # tokens that its pages can hold
     kv_image: KvImage | None = None  # its KV in host memory, until that is back

@@ -28,6 +28,13 @@ class NotServed(InvalidRequest):
     """A request of an adapter that is in quarantine; the text says why."""
 
 
+class AdapterPaused(InvalidRequest):
+    """A request of an adapter that takes no new ones for now."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__("model", f"adapter {name!r} is paused; try again later")
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Applied in this order: grammar, allowed tokens, min_tokens, bad words, logit bias, penalties, temperature, min_p,

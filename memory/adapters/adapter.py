@@ -51,13 +51,14 @@ class Adapter:
     requests: live requests that hold this version, waiting or running. references: running ones, which pin its pages.
     transfer: the copy of its bytes into the pages, until it is complete. load_seconds: of its latest copy from host
     memory to the pages. num_overflows: requests that ended because its logits were not finite; None once one has ended
-    well.
+    well. label: the version as clients see it, see `versions`.
     """
 
     name: str
     version: int
     manifest: AdapterManifest
     layout: AdapterLayout
+    label: str = ""
     pages: list[int] = field(default_factory=list)
     transfer: Transfer | None = None
     is_idle: bool = False
@@ -70,6 +71,7 @@ class Adapter:
 
     def __post_init__(self) -> None:
         self.rank = self.manifest.rank
+        self.label = self.label or str(self.version)
 
     @property
     def num_pages(self) -> int:

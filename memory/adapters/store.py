@@ -18,6 +18,7 @@ from ..pages.eviction import EvictionOrder, RestoreCosts
 from ..pages.pool import PageKind, PagePool
 from .adapter import Adapter, AdapterBackend, AdapterInfo, Tier, check_name
 from .loads import AdapterLoads
+from .versions import VersionNames, versioned
 
 
 class UnknownAdapter(KeyError):
@@ -49,7 +50,7 @@ class AdapterStore:
         self.loads = AdapterLoads(pool, backend, images, costs, page_bytes, clock)
         self._order = order
         self._costs = costs
-        self._current: dict[str, Adapter] = {}
+        self._current: VersionNames[Adapter] = VersionNames()
         # Replaced or removed versions that requests still hold. In order: what is done with each must not depend on
         # where objects happen to lie in memory.
         self._retired: dict[Adapter, None] = {}
@@ -67,9 +68,18 @@ class AdapterStore:
 
     # -- registry
 
-    def register(self, name: str, source: Path | AdapterManifest, image: HostImage | None = None) -> Adapter:
+    def register(
+        self,
+        name: str,
+        source: Path | AdapterManifest,
+        image: HostImage | None = None,
+        *,
+        label: str | None = None,
+        keep: int | None = 1,
+    ) -> Adapter:
         """Make `source` the adapter `name`, replacing an earlier version for requests to come.
 
+        label: its version; None: a number above all before. keep: see `VersionNames.put`.
         source: a directory, which is read and checked here, or the manifest of one that was. image: the weights of a
         manifest that was checked, so that what was checked is what is served, whatever becomes of the directory.
         Raises AdapterFormatError and keeps the earlier version when the directory does not hold a servable adapter,
@@ -78,15 +88,25 @@ class AdapterStore:
         check_name(name)
         manifest = source if isinstance(source, AdapterManifest) else self._backend.inspect(source)
         layout = self.layout_of(manifest)
-        adapter = Adapter(name, next(self._versions), manifest, layout)
+        number = next(self._versions)
+        while label is None and versioned(name, str(number)) in self._current:
+            number = next(self._versions)
+        adapter = Adapter(name, number, manifest, layout, label or str(number))
         if image is not None:
             self.loads.keep(adapter, image)
-        previous = self._current.get(name)
-        self._retire(previous)
-        self._current[name] = adapter
-        if previous is not None:
+        previous = self._current.find(name) if name in self._current else None
+        gone = self._current.put(name, adapter, keep)
+        for each in gone:
+            self._retire(each)
+            self.unpin(each)
+        if previous is not None and previous not in gone:
+            self.on_leaving(previous)
             self.unpin(previous)
         return adapter
+
+    def count_from(self, number: int) -> None:
+        """Give no version a number below this one from now on."""
+        self._versions = itertools.count(max(number, next(self._versions)))
 
     def layout_of(self, manifest: AdapterManifest) -> AdapterLayout:
         """Layout of an adapter's weights; for any thread. AdapterFormatError when they could never fit."""
@@ -100,16 +120,22 @@ class AdapterStore:
 
     def unregister(self, name: str) -> None:
         """Forget `name`; requests that hold it finish with it, then its pages go back. UnknownAdapter if absent."""
-        adapter = self.get(name)
-        del self._current[name]
+        try:
+            adapter = self._current.pop(name)
+        except KeyError:
+            raise UnknownAdapter(f"adapter {name!r} is not registered") from None
         self._retire(adapter)
         self.unpin(adapter)
 
     def get(self, name: str) -> Adapter:
-        try:
-            return self._current[name]
-        except KeyError:
-            raise UnknownAdapter(f"adapter {name!r} is not registered") from None
+        """The newest version of a name, or the one of `name@version`."""
+        if (adapter := self._current.find(name)) is None:
+            raise UnknownAdapter(f"adapter {name!r} is not registered")
+        return adapter
+
+    def kept(self, name: str) -> list[str]:
+        """`name@version` of the earlier versions that are registered, the oldest first."""
+        return self._current.kept(name)
 
     def find(self, content_hash: str | None) -> Adapter | None:
         """A registered adapter that computes what the hash is of, whatever its name; None where none is known to."""
@@ -134,7 +160,7 @@ class AdapterStore:
         return [
             AdapterInfo(a.name, a.version, a.rank, a.manifest.targets, a.manifest.path, self.tier(a).value,
                         a.references, len(a.pages))
-            for _, a in sorted(self._current.items())
+            for a in map(self.get, self.names())
         ]  # fmt: skip
 
     # -- tiers

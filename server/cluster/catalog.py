@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ...core.quarantine import Quarantined
-from ...core.requests.sampling_params import InvalidRequest, NotServed
+from ...core.requests.sampling_params import AdapterPaused, InvalidRequest, NotServed
 from ...memory.adapters.adapter import check_name
 from ...memory.adapters.store import UnknownAdapter
+from ...memory.adapters.versions import VersionNames, split_version, versioned
 from ..engine.backend import AdapterListing, AdapterState
 
 if TYPE_CHECKING:
@@ -25,11 +28,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One version of a name."""
+    """One version of a name. version: its number within this front. label: the version as clients see it."""
 
     name: str
     version: int
     manifest: AdapterManifest
+    label: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,7 @@ class Cluster:
 
     end_users: ends the requests of a name and returns how many. retire, revive: a content is no name's any more, or
     one's again. tier_of: where a content's bytes are, on whichever replica has them nearest. overflowing: contents to
-    set aside.
+    set aside. num_users: requests in progress of a name. paths: directories of the adapters of requests in progress.
     """
 
     end_users: Callable[[str], Future[int]]
@@ -47,6 +51,8 @@ class Cluster:
     tier_of: Callable[[str | None], str]
     overflowing: Callable[[], set[str]]
     stats: Callable[[], EngineStats]
+    num_users: Callable[[str], Future[int]] = lambda name: done(0)
+    paths: Callable[[], Future[set[Path]]] = lambda: done(set())
 
 
 class Catalog:
@@ -55,20 +61,31 @@ class Catalog:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._lock = threading.RLock()
-        self._entries: dict[str, Entry] = {}
+        self._entries: VersionNames[Entry] = VersionNames()
         self._versions = itertools.count(1)
+        self.paused: set[str] = set()
         self.quarantine: dict[str, Quarantined] = {}
 
     # --- the start, and requests ---
 
-    def register(self, name: str, manifest: AdapterManifest) -> Entry:
-        """Make a manifest the adapter of a name, for requests to come. AdapterFormatError for what is no name."""
+    def register(
+        self, name: str, manifest: AdapterManifest, *, label: str | None = None, keep: int | None = 1
+    ) -> Entry:
+        """Make a manifest the adapter of a name, for requests to come. AdapterFormatError for what is no name.
+
+        label, keep: as of `AdapterStore.register`; a name may itself be a version's.
+        """
         check_name(name)
+        plain, own = split_version(name)
         with self._lock:
-            before = self._entries.get(name)
-            entry = self._entries[name] = Entry(name, next(self._versions), manifest)
+            number = next(self._versions)
+            while label is None and versioned(name, str(number)) in self._entries:
+                number = next(self._versions)
+            entry = Entry(plain if own and own == label else name, number, manifest, label or str(number))
+            gone = self._entries.put(name, entry, keep)
             self.quarantine.pop(name, None)
-            self._left(before)
+            for one in gone:
+                self._left(one)
             if manifest.content_hash is not None:
                 self._cluster.revive(manifest.content_hash)
         return entry
@@ -76,7 +93,9 @@ class Catalog:
     def unregister(self, name: str) -> Entry:
         with self._lock:
             entry = self._get(name)
-            del self._entries[name]
+            if name not in self._entries:
+                raise UnknownAdapter(f"{name!r} is the newest version of {entry.name!r}; remove that")
+            self._entries.pop(name)
             self._left(entry)
         return entry
 
@@ -84,14 +103,22 @@ class Catalog:
         return name in self._entries
 
     def entries(self) -> list[Entry]:
-        """All names, sorted."""
+        """All names, sorted; an earlier version goes by `name@version`."""
         with self._lock:
-            return [self._entries[name] for name in sorted(self._entries)]
+            return [replace(self._get(name), name=name) for name in sorted(self._entries)]
+
+    @contextmanager
+    def using(self, name: str) -> Iterator[Entry]:
+        """The same, and that it stays so within the block."""
+        with self._lock:
+            yield self.find(name)
 
     def find(self, name: str) -> Entry:
         """What a request's adapter is now. Raises InvalidRequest, as an engine does."""
-        entry = self._entries.get(name)
+        entry = self._entries.find(name)
         if entry is not None:
+            if entry.name in self.paused:
+                raise AdapterPaused(entry.name)
             return entry
         if (aside := self.quarantine.get(name)) is not None:
             raise NotServed("model", f"adapter {name!r} is not served: {aside.reason}")
@@ -108,23 +135,67 @@ class Catalog:
         return done(AdapterListing(states, list(self.quarantine.values()), self._cluster.stats()))
 
     def state(self, name: str) -> Future[AdapterState]:
-        return self._try(lambda: self._state(self._get(name)))
+        return self._try(lambda: self._state(replace(self._get(name), name=name)))
 
     def put(
-        self, name: str, manifest: AdapterManifest, image: HostImage | None, *, replace: bool
+        self,
+        name: str,
+        manifest: AdapterManifest,
+        image: HostImage | None,
+        *,
+        replace: bool,
+        label: str | None = None,
+        keep: int | None = 1,
     ) -> Future[tuple[AdapterState, bool]]:
         def put() -> tuple[AdapterState, bool]:
             with self._lock:
                 replaced = name in self._entries
                 if replaced and not replace:
                     raise FileExistsError(name)
-                return self._state(self.register(name, manifest)), replaced
+                if label and self._entries.find(versioned(name, label)) is not None:
+                    raise FileExistsError(versioned(name, label))
+                return self._state(self.register(name, manifest, label=label, keep=keep)), replaced
 
         return self._try(put)
 
+    def versions(self, name: str) -> Future[list[AdapterState]]:
+        with self._lock:
+            names = [*([name] if name in self._entries else ()), *self._entries.kept(name)]
+            return done([self._state(replace(self._get(each), name=each)) for each in names])
+
+    def pause(self, name: str, *, paused: bool) -> Future[None]:
+        def pause() -> None:
+            with self._lock:
+                self._get(name)
+                (self.paused.add if paused else self.paused.discard)(name)
+
+        return self._try(pause)
+
+    def num_requests(self, name: str) -> Future[int]:
+        return self._cluster.num_users(name)
+
+    def paths_in_use(self) -> Future[set[Path]]:
+        def with_ours(theirs: Future[set[Path]]) -> None:
+            result.set_result(theirs.result() | ours)
+
+        with self._lock:  # a request either has its path among the others by now, or has none of what is not here
+            ours = {one.manifest.path for one in self._entries.values()}
+            result: Future[set[Path]] = Future()
+            self._cluster.paths().add_done_callback(with_ours)
+        return result
+
+    def count_from(self, number: int) -> Future[None]:
+        with self._lock:
+            self._versions = itertools.count(max(number, next(self._versions)))
+        return done(None)
+
     def remove(self, name: str, *, force: bool) -> Future[tuple[AdapterState, int]]:
         try:
-            state = self._state(self.unregister(name))
+            with self._lock:
+                state = self._state(self.unregister(name))
+                for alias in self._entries.kept(name):
+                    self.unregister(alias)
+                self.paused.discard(name)
         except UnknownAdapter as error:
             return failed(error)
         if not force:
@@ -141,7 +212,7 @@ class Catalog:
 
     def unhashed(self) -> Future[list[AdapterState]]:
         with self._lock:
-            return done([self._state(one) for one in self._entries.values() if one.manifest.content_hash is None])
+            return done([self._state(one) for one in self.entries() if one.manifest.content_hash is None])
 
     def quarantined(self) -> Future[list[Quarantined]]:
         with self._lock:
@@ -149,22 +220,20 @@ class Catalog:
 
     def note(self, name: str, version: int, manifest: AdapterManifest) -> Future[bool]:
         with self._lock:
-            entry = self._entries.get(name)
-            if entry is None or entry.version != version:
+            if name not in self._entries or (entry := self._get(name)).version != version:
                 return done(False)
-            self._entries[name] = replace(entry, manifest=manifest)
+            self._entries.put(name, replace(entry, manifest=manifest), None)
             return done(True)
 
     def overflowing(self) -> Future[list[AdapterState]]:
         contents = self._cluster.overflowing()
         with self._lock:
-            found = [one for one in self._entries.values() if one.manifest.content_hash in contents]
+            found = [one for one in self.entries() if one.manifest.content_hash in contents]
         return done([self._state(one) for one in found])
 
     def set_aside(self, one: Quarantined, version: int, *, in_use: bool) -> Future[bool]:
         with self._lock:
-            entry = self._entries.get(one.name)
-            if entry is not None and entry.version == version:
+            if one.name in self._entries and self._get(one.name).version == version:
                 self.unregister(one.name)
                 self.quarantine[one.name] = one
         return done(True)
@@ -185,20 +254,23 @@ class Catalog:
     # --- common ---
 
     def _get(self, name: str) -> Entry:
-        entry = self._entries.get(name)
+        entry = self._entries.find(name)
         if entry is None:
             raise UnknownAdapter(f"adapter {name!r} is not registered")
         return entry
 
-    def _left(self, entry: Entry | None) -> None:
+    def _left(self, entry: Entry) -> None:
         """A version is no name's any more; its content may still be another's."""
-        content = None if entry is None else entry.manifest.content_hash
+        content = entry.manifest.content_hash
         if content is not None and not self.names_of(content):
             self._cluster.retire(content)
 
     def _state(self, entry: Entry) -> AdapterState:
         tier = self._cluster.tier_of(entry.manifest.content_hash)
-        return AdapterState(entry.name, entry.version, entry.manifest, tier, 0, 0, pinned=False)
+        paused = split_version(entry.name)[0] in self.paused or entry.name in self.paused
+        return AdapterState(
+            entry.name, entry.version, entry.manifest, tier, 0, 0, pinned=False, label=entry.label, paused=paused
+        )
 
     @staticmethod
     def _try(function: Callable[[], T]) -> Future[T]:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ...memory.adapters.adapter import Tier
+from ...memory.adapters.versions import versioned
 from ..engine.engine_view import MAX_TIER_SERIES, AdapterView, EngineView
 from . import totals
 from .catalog import Catalog
@@ -36,7 +37,7 @@ def view_of(links: Sequence[Link], catalog: Catalog) -> EngineView:
     counts = Counter(tiers.values())
     near = [one for one in entries if tiers[one.name] is not Tier.DISK][:MAX_TIER_SERIES]
     return EngineView(
-        names=frozenset(tiers),
+        names=frozenset((*tiers, *(versioned(one.name, one.label) for one in entries))),
         adapters=[AdapterView(one.name, tiers[one.name], one.manifest.rank, False, None, None) for one in near],
         tier_counts={tier.value: counts[tier] for tier in Tier},
         running=sorted({name for report in reports for name in report.running}),

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,6 +20,7 @@ from ...core.quarantine import adapter_directories, register_directories
 from ...core.requests.record import to_record
 from ...core.requests.types import FinishReason, RequestOutput
 from ...core.scheduling.overload import Overloaded
+from ...memory.adapters.versions import versioned
 from ...memory.files.error import AdapterFormatError, LoadFailure
 from ...memory.files.format import AdapterManifest, inspect_adapter
 from ...memory.files.identity import with_content
@@ -86,6 +88,8 @@ class ClusterWorker:
         cluster = Cluster(
             self._end_users, partial(self.soon, self.dispatcher.retire), partial(self.soon, self.dispatcher.revive),
             partial(tier_of, links), partial(overflowing, links), lambda: self.stats,
+            lambda name: self._call(lambda: len(self.dispatcher.users(name)), otherwise=0),
+            lambda: self._call(self.dispatcher.paths, otherwise=set()),
         )  # fmt: skip
         self._registry = registry
         self.adapters = Catalog(cluster) if registry is None else RegisteredCatalog(cluster, self.check_adapter)
@@ -204,11 +208,11 @@ class ClusterWorker:
             self._add(request, None, on_output, loop, accepted)
             return accepted
         try:
-            entry = self.adapters.find(request.adapter_name)
-            if entry.manifest.content_hash is not None:
-                self._add(request, entry, on_output, loop, accepted)
-            else:  # it has not been asked for before
-                self._hashes.submit(self._hash_and_add, request, entry, on_output, loop, accepted)
+            with self.adapters.using(request.adapter_name) as entry:
+                if entry.manifest.content_hash is not None:
+                    self._add(request, entry, on_output, loop, accepted)
+                else:  # it has not been asked for before
+                    self._hashes.submit(self._hash_and_add, request, entry, on_output, loop, accepted)
         except (ValueError, PoolFull) as error:
             return failed(error)
         return accepted
@@ -284,7 +288,7 @@ class ClusterWorker:
             accepted.set_exception(error)
             return
         self.adapters.note(entry.name, entry.version, known)
-        self._add(request, Entry(entry.name, entry.version, known), on_output, loop, accepted)
+        self._add(request, replace(entry, manifest=known), on_output, loop, accepted)
         if known.content_hash is not None and not self.adapters.names_of(known.content_hash):
             self.soon(self.dispatcher.retire, known.content_hash)  # it was replaced meanwhile
 
@@ -293,14 +297,15 @@ class ClusterWorker:
         accepted: Future[None],
     ) -> None:  # fmt: skip
         record = to_record(request, time.monotonic())
-        path, rank, num_bytes = None, 0, 0
+        path, rank, num_bytes, version = None, 0, 0, ""
         if entry is not None:
-            manifest = entry.manifest
+            request.bound, version, manifest = entry, versioned(entry.name, entry.label), entry.manifest
+            record["adapter"] = entry.name
             record["content_hash"], path = manifest.content_hash, manifest.path
             rank, num_bytes = manifest.rank, manifest.file_size
         self._subscribers.add(request.id, on_output, loop)
         arrival = request.arrival_time or time.monotonic()
-        self.soon(self.dispatcher.add, record, path, rank, arrival, accepted, num_bytes)
+        self.soon(self.dispatcher.add, record, path, rank, arrival, accepted, num_bytes, version)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         for request_id in self._subscribers.deliver(outputs):

@@ -17,6 +17,7 @@ from typing import Any
 
 from ...core.requests.sampling_params import InvalidRequest
 from ...core.requests.types import FinishReason, RequestOutput
+from ...memory.adapters.versions import split_version
 from ...memory.files.error import LoadFailure
 from .fleet import Fleet
 from .ledger import Ledger, OpenRequest
@@ -51,7 +52,7 @@ class Wanted:
 class Asked:
     """What the dispatcher keeps of a request beside the ledger's.
 
-    path: of its adapter. accepted: ends once a replica has taken the request, or with InvalidRequest. arrival: on this
+    path: of its adapter. version: the adapter's, as `name@version`. accepted: ends once a replica has taken the request, or with InvalidRequest. arrival: on this
     process's clock. stuck_since: when no replica was left that may take it.
     """
 
@@ -59,6 +60,7 @@ class Asked:
     accepted: Future[None]
     arrival: float
     refused_by: set[str]
+    version: str = ""
     stuck_since: float | None = None
 
 
@@ -115,9 +117,11 @@ class Dispatcher:
 
     def add(
         self, record: dict[str, Any], path: Path | None, rank: int, arrival: float, accepted: Future[None],
-        num_bytes: int = 0,
+        num_bytes: int = 0, version: str = "",
     ) -> None:  # fmt: skip
-        """Take a request; `accepted` ends with ValueError when its id is in use. rank, num_bytes: its adapter's."""
+        """Take a request; `accepted` ends with ValueError when its id is in use. rank, num_bytes, version: its
+        adapter's.
+        """
         if not accepted.set_running_or_notify_cancel():
             return
         try:
@@ -125,7 +129,7 @@ class Dispatcher:
         except ValueError as error:
             accepted.set_exception(error)
             return
-        self._asked[request.id] = Asked(path, accepted, arrival, set())
+        self._asked[request.id] = Asked(path, accepted, arrival, set(), version)
         if request.content_hash is not None:
             self._users[request.content_hash] += 1
             self._sizes[request.content_hash] = num_bytes
@@ -143,12 +147,23 @@ class Dispatcher:
         return True
 
     def end_users(self, name: str, reason: str, failure: LoadFailure) -> int:
-        """End the requests that asked for an adapter by a name; returns how many."""
-        users = [one for one in self._all() if one.record["adapter"] == name]
+        """End the requests of an adapter, or of `name@version` alone; returns how many."""
+        users = self.users(name)
         for request in users:
             self.fleet.abort(request)
             self._fail(request, reason, failure)
         return len(users)
+
+    def users(self, name: str) -> list[OpenRequest]:
+        """Open requests of an adapter, or of `name@version` alone."""
+        return [
+            one for one in self._all()
+            if name in (version := self._asked[one.id].version, split_version(version)[0])
+        ]  # fmt: skip
+
+    def paths(self) -> set[Path]:
+        """Directories of the adapters of open requests."""
+        return {asked.path for asked in self._asked.values() if asked.path is not None}
 
     def end_all(self) -> None:
         """Forget all requests; their replicas abort them."""

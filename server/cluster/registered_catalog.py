@@ -1,7 +1,8 @@
 """The catalog of one of several fronts: its names are the registry's.
 
 A change is made at the registry, and here, as in every other front, once it tells of it. What a front has registered
-from its directories at the start is its own until a client changes it.
+from its directories at the start is its own until a client changes it. A kept version is an entry of its own there,
+named `name@version`.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...core.quarantine import Quarantined
 from ...memory.adapters.store import UnknownAdapter
+from ...memory.adapters.versions import versioned
 from ...memory.files.error import AdapterFormatError
 from ..engine.backend import AdapterState
 from .address import Address
-from .catalog import Catalog, Cluster, failed
+from .catalog import Catalog, Cluster, Entry, failed
 from .registry import EXISTS, UNKNOWN
 from .registry_client import RegistryClient, RegistryRefusal
-from .registry_store import Entry
+from .registry_store import Entry as Registered
 
 if TYPE_CHECKING:
     from ...memory.files.format import AdapterManifest
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+START = "0"
+"""Version of an adapter of the start: the registry's are its generations, which begin with 1."""
+
 Check = Callable[[Path], "AdapterManifest"]
 """Reads an adapter, hashes it and has the replicas load it; it may take long. Raises AdapterFormatError."""
 
@@ -53,12 +58,32 @@ class RegisteredCatalog(Catalog):
         client.start()
         return client
 
+    def register(
+        self, name: str, manifest: AdapterManifest, *, label: str | None = None, keep: int | None = None
+    ) -> Entry:
+        return super().register(name, manifest, label=label or START, keep=None)
+
     def put(
-        self, name: str, manifest: AdapterManifest, image: HostImage | None, *, replace: bool
+        self,
+        name: str,
+        manifest: AdapterManifest,
+        image: HostImage | None,
+        *,
+        replace: bool,
+        label: str | None = None,
+        keep: int | None = 1,
     ) -> Future[tuple[AdapterState, bool]]:
         if not replace and name in self:
             return failed(FileExistsError(name))
-        return self._soon(self._put(name, manifest, replace=replace))
+        if label and self._entries.find(versioned(name, label)) is not None:
+            return failed(FileExistsError(versioned(name, label)))
+        return self._soon(self._put_version(name, manifest, replace=replace, label=label, keep=keep or 1))
+
+    def pause(self, name: str, *, paused: bool) -> Future[None]:
+        state = self.state(name)
+        if state.exception() is not None:
+            return failed(UnknownAdapter(f"adapter {name!r} is not registered"))
+        return self._soon(self._pause(state.result(), paused=paused))
 
     def remove(self, name: str, *, force: bool) -> Future[tuple[AdapterState, int]]:
         state = self.state(name)
@@ -66,8 +91,9 @@ class RegisteredCatalog(Catalog):
             return failed(UnknownAdapter(f"adapter {name!r} is not registered"))
         return self._soon(self._remove(name, state.result(), force=force))
 
-    async def adopt(self, name: str, now: Entry | None) -> None:
+    async def adopt(self, name: str, now: Registered | None) -> None:
         """Act on a change that the registry has sent. No request begins with the name's old content from then on."""
+        (self.paused.add if now is not None and now.paused else self.paused.discard)(name)
         if now is None:
             self.quarantine.pop(name, None)
             if name in self:
@@ -79,14 +105,30 @@ class RegisteredCatalog(Catalog):
                 manifest = await asyncio.get_running_loop().run_in_executor(None, self._check, Path(now.path))
             if manifest.content_hash != now.content_hash:
                 raise AdapterFormatError(f"{now.path}: the files are not those that were registered in the cluster")
-            self.register(name, manifest)
+            self.register(name, manifest, label=now.label)
         except Exception as error:  # whatever it is: the old content must not be served under this name
             log.warning("adapter %s of the cluster can't be served by this front: %s", name, error)
             if name in self:
                 self.unregister(name)
             self.quarantine[name] = Quarantined(name, Path(now.path), str(error))
 
-    async def _put(self, name: str, manifest: AdapterManifest, *, replace: bool) -> tuple[AdapterState, bool]:
+    async def _put_version(
+        self, name: str, manifest: AdapterManifest, *, replace: bool, label: str | None, keep: int
+    ) -> tuple[AdapterState, bool]:
+        """Keep the newest version under a name of its own, put another in its place, and forget the oldest ones."""
+        if keep > 1 and replace and name in self:
+            before = self._get(name)
+            await self._put(versioned(name, before.label), await self._hashed(before.manifest), label=before.label)
+        made = await self._put(name, manifest, replace=replace, label=label or "")
+        kept = self._entries.kept(name)
+        for alias in kept[: max(0, len(kept) + 1 - keep)]:
+            await self._known_client.remove(alias)
+        return made
+
+    async def _put(
+        self, name: str, manifest: AdapterManifest, *, replace: bool = True, label: str = "", paused: bool | None = None
+    ) -> tuple[AdapterState, bool]:
+        """Write an entry of the registry. paused: None: as it is."""
         content = manifest.content_hash
         if content is None:
             raise AdapterFormatError(f"{manifest.path}: its content is not known, so the cluster can't tell it apart")
@@ -94,7 +136,8 @@ class RegisteredCatalog(Catalog):
         self._checked[content] = manifest
         try:
             path = str(manifest.path.absolute())
-            entry = Entry(name, content, path, 0, manifest.rank, manifest.file_size, False)
+            is_paused = name in self.paused if paused is None else paused
+            entry = Registered(name, content, path, 0, manifest.rank, manifest.file_size, False, label, is_paused)
             await self._known_client.put(entry, replace=replace)
         except RegistryRefusal as refusal:
             if refusal.reason != EXISTS:
@@ -104,12 +147,16 @@ class RegisteredCatalog(Catalog):
             self._checked.pop(content, None)
         return self.state(name).result(), existed
 
+    async def _pause(self, state: AdapterState, *, paused: bool) -> None:
+        await self._put(state.name, await self._hashed(state.manifest), label=state.label, paused=paused)
+
     async def _remove(self, name: str, state: AdapterState, *, force: bool) -> tuple[AdapterState, int]:
         client = self._known_client
         try:
             if name not in client.copy.entries:  # of the start: other fronts have it, too, and must learn of this
-                await self._put(name, await self._hashed(state.manifest), replace=True)
-            await client.remove(name)
+                await self._put(name, await self._hashed(state.manifest), label=state.label)
+            for each in [*self._entries.kept(name), name]:
+                await client.remove(each)
         except RegistryRefusal as refusal:
             if refusal.reason != UNKNOWN:
                 raise

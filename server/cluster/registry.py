@@ -142,7 +142,7 @@ class Registry:
     async def _put(self, fields: list[Any]) -> tuple[int, bool]:
         if len(fields) != 2 or not isinstance(fields[0], list) or type(fields[1]) is not bool:
             raise ValueError("put has an adapter's fields, and whether it may replace another")
-        entry, replace = check_entry(fields[0]), fields[1]
+        entry, replace = check_entry(fields[0])._replace(generation=0), fields[1]
         async with self._writing:
             existed = self._store.get(entry.name) is not None
             made = await self._on_disk(lambda: self._store.put(entry, replace=replace))

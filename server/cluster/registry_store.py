@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...memory.adapters.adapter import check_name
+from ...memory.adapters.versions import LABEL
 from ...memory.files.directory import MAX_PATH_BYTES
 from ...memory.files.error import AdapterFormatError
 
@@ -29,6 +30,10 @@ MIGRATIONS = (
         rank INTEGER NOT NULL, bytes INTEGER NOT NULL, pinned INTEGER NOT NULL
     ) STRICT;
     CREATE TABLE registry (identity TEXT NOT NULL, generation INTEGER NOT NULL) STRICT;
+    """,
+    """
+    ALTER TABLE adapters ADD COLUMN version TEXT NOT NULL DEFAULT '';
+    ALTER TABLE adapters ADD COLUMN paused INTEGER NOT NULL DEFAULT 0;
     """,
 )
 """What brings a file of the schema's version `i` to version `i + 1`; version 0 is an empty file."""
@@ -51,7 +56,10 @@ class RegistryFull(ValueError):
 
 
 class Entry(NamedTuple):
-    """What a name means. generation: of the change that made it mean this. bytes: of the adapter's files."""
+    """What a name means. generation: of the change that made it mean this. bytes: of the adapter's files.
+
+    version: the label that was given to it, "" for the generation. paused: whether it takes no new requests.
+    """
 
     name: str
     content_hash: str
@@ -60,13 +68,19 @@ class Entry(NamedTuple):
     rank: int
     bytes: int
     pinned: bool
+    version: str = ""
+    paused: bool = False
+
+    @property
+    def label(self) -> str:
+        return self.version or str(self.generation)
 
 
 def check_entry(fields: Sequence[Any]) -> Entry:
     """An entry of fields that a peer sent, in `Entry`'s order. ValueError for what no entry has."""
     if len(fields) != len(Entry._fields):
         raise ValueError(f"an adapter has {len(Entry._fields)} fields, not {len(fields)}")
-    name, content_hash, path, generation, rank, num_bytes, pinned = fields
+    name, content_hash, path, generation, rank, num_bytes, pinned, version, paused = fields
     try:
         check_name(name if isinstance(name, str) else "")
     except AdapterFormatError as error:
@@ -80,9 +94,11 @@ def check_entry(fields: Sequence[Any]) -> Entry:
     ):  # fmt: skip
         if type(value) is not int or not 0 <= value <= most:
             raise ValueError(f"{what} is no integer from 0 to {most}")
-    if type(pinned) is not bool:
-        raise ValueError("pinned is no boolean")
-    return Entry(name, content_hash, path, generation, rank, num_bytes, pinned)
+    if type(pinned) is not bool or type(paused) is not bool:
+        raise ValueError("pinned or paused is no boolean")
+    if not isinstance(version, str) or (version and not LABEL.fullmatch(version)):
+        raise ValueError("version is none")
+    return Entry(name, content_hash, path, generation, rank, num_bytes, pinned, version, paused)
 
 
 class RegistryStore:
@@ -131,7 +147,8 @@ class RegistryStore:
         db.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
         db.execute("COMMIT")
         self.identity, self.generation = db.execute("SELECT identity, generation FROM registry").fetchone()
-        self._entries = {row[0]: Entry._make((*row[:6], bool(row[6]))) for row in db.execute("SELECT * FROM adapters")}
+        rows = db.execute("SELECT * FROM adapters ORDER BY generation")
+        self._entries = {row[0]: Entry._make((*row[:6], bool(row[6]), row[7], bool(row[8]))) for row in rows}
 
     def _pragma(self, name: str) -> int:
         return self._db.execute(f"PRAGMA {name}").fetchone()[0]
@@ -146,7 +163,7 @@ class RegistryStore:
         return self._entries.get(name)
 
     def put(self, entry: Entry, *, replace: bool = True) -> Entry:
-        """Make a name mean this from now on; the entry with its generation.
+        """Make a name mean this from now on; the entry with its generation, which is at least the one that it has.
 
         FileExistsError for a name that it may not `replace`; RegistryFull.
         """
@@ -154,8 +171,8 @@ class RegistryStore:
             raise FileExistsError(entry.name)
         if len(self._entries) >= MAX_ADAPTERS and entry.name not in self._entries:
             raise RegistryFull(f"the cluster has {MAX_ADAPTERS} adapters; remove some")
-        made = entry._replace(generation=self.generation + 1)
-        self._commit("INSERT OR REPLACE INTO adapters VALUES (?, ?, ?, ?, ?, ?, ?)", made)
+        made = entry._replace(generation=max(self.generation + 1, entry.generation))
+        self._commit(made.generation, "INSERT OR REPLACE INTO adapters VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", made)
         self._entries[made.name] = made
         return made
 
@@ -163,13 +180,13 @@ class RegistryStore:
         """Forget a name; the generation of that. KeyError if it is not registered."""
         if name not in self._entries:
             raise KeyError(name)
-        self._commit("DELETE FROM adapters WHERE name = ?", (name,))
+        self._commit(self.generation + 1, "DELETE FROM adapters WHERE name = ?", (name,))
         del self._entries[name]
         return self.generation
 
-    def _commit(self, statement: str, values: tuple[Any, ...]) -> None:
+    def _commit(self, generation: int, statement: str, values: tuple[Any, ...]) -> None:
         """Run a change and count it, both or neither."""
-        db, generation = self._db, self.generation + 1
+        db = self._db
         try:
             db.execute("BEGIN IMMEDIATE")
             db.execute(statement, values)

@@ -29,7 +29,10 @@ SHUTTING_DOWN = "the server is shutting down"
 
 @dataclass(frozen=True, slots=True)
 class AdapterState:
-    """A snapshot of the current version of an adapter. references: its running requests."""
+    """A snapshot of a version of an adapter: of the newest, or under the name `name@version` of an earlier one.
+
+    version: its number within this process. label: the version as clients see it. references: its running requests.
+    """
 
     name: str
     version: int
@@ -39,6 +42,8 @@ class AdapterState:
     references: int
     pinned: bool
     credit: float | None = None
+    label: str = ""
+    paused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +62,39 @@ class AdapterBook(Protocol):
     def state(self, name: str) -> Future[AdapterState]: ...
 
     def put(
-        self, name: str, manifest: AdapterManifest, image: HostImage | None, *, replace: bool
+        self,
+        name: str,
+        manifest: AdapterManifest,
+        image: HostImage | None,
+        *,
+        replace: bool,
+        label: str | None = None,
+        keep: int | None = 1,
     ) -> Future[tuple[AdapterState, bool]]:
         """Register what `check_adapter` checked, and whether it took another's place; once the future has ended, no
-        request begins with the other. FileExistsError unless it may `replace`.
+        request that asks for the newest version begins with the other. FileExistsError unless it may `replace`, and for
+        a version that there is. label, keep: as of `AdapterStore.register`.
         """
+        ...
+
+    def versions(self, name: str) -> Future[list[AdapterState]]:
+        """The newest version of a name and the kept ones; none of a name that is not registered."""
+        ...
+
+    def pause(self, name: str, *, paused: bool) -> Future[None]:
+        """Refuse new requests of all versions of a name, with AdapterPaused, or take them again."""
+        ...
+
+    def num_requests(self, name: str) -> Future[int]:
+        """Requests in progress of all versions of a name, those that are registered no more included."""
+        ...
+
+    def paths_in_use(self) -> Future[set[Path]]:
+        """Directories of all versions that are registered, or that requests still hold."""
+        ...
+
+    def count_from(self, number: int) -> Future[None]:
+        """Give no version a number below this one."""
         ...
 
     def remove(self, name: str, *, force: bool) -> Future[tuple[AdapterState, int]]:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...core.requests.sampling_params import InvalidRequest
 from ...memory.adapters.adapter import Tier
+from ...memory.adapters.versions import versioned
 from ...memory.files.error import AdapterFormatError
 from .backend import AdapterListing, AdapterState
 
 if TYPE_CHECKING:
     from ...core.engine import Engine
     from ...core.quarantine import Quarantined
-    from ...memory.adapters.adapter import Adapter
     from ...memory.files.format import AdapterManifest
     from ...memory.host.image import HostImage
 
@@ -38,24 +39,48 @@ class EngineAdapters:
     def listing(self) -> Future[AdapterListing]:
         return self._call(
             lambda engine: AdapterListing(
-                [_state(engine, engine.store.get(name)) for name in engine.store.names()],
+                _states(engine, engine.store.names()),
                 list(engine.quarantine.values()),
                 engine.stats(),
             )
         )
 
     def state(self, name: str) -> Future[AdapterState]:
-        return self._call(lambda engine: _state(engine, engine.store.get(name)))
+        return self._call(lambda engine: _state(engine, name))
 
     def put(
-        self, name: str, manifest: AdapterManifest, image: HostImage | None, *, replace: bool
+        self,
+        name: str,
+        manifest: AdapterManifest,
+        image: HostImage | None,
+        *,
+        replace: bool,
+        label: str | None = None,
+        keep: int | None = 1,
     ) -> Future[tuple[AdapterState, bool]]:
-        return self._call(partial(_put, name, manifest, image, replace))
+        return self._call(partial(_put, name, manifest, image, replace, label, keep))
+
+    def versions(self, name: str) -> Future[list[AdapterState]]:
+        return self._call(
+            lambda engine: _states(engine, [*([name] if name in engine.store else ()), *engine.store.kept(name)])
+        )
+
+    def pause(self, name: str, *, paused: bool) -> Future[None]:
+        return self._call(partial(_pause, name, paused))
+
+    def num_requests(self, name: str) -> Future[int]:
+        return self._call(
+            lambda engine: sum(one.requests - engine.store.is_pinned(one) for one in engine.versions_of(name))
+        )
+
+    def paths_in_use(self) -> Future[set[Path]]:
+        return self._call(lambda engine: {one.manifest.path for one in engine.store.versions()})
+
+    def count_from(self, number: int) -> Future[None]:
+        return self._call(lambda engine: engine.store.count_from(number))
 
     def remove(self, name: str, *, force: bool) -> Future[tuple[AdapterState, int]]:
-        return self._call(
-            lambda engine: (_state(engine, engine.store.get(name)), engine.remove_adapter(name, force=force))
-        )
+        return self._call(lambda engine: (_state(engine, name), engine.remove_adapter(name, force=force)))
 
     def pin(self, name: str) -> Future[bool]:
         return self._call(lambda engine: engine.pin_adapter(name))
@@ -85,28 +110,46 @@ class EngineAdapters:
         return self._call(partial(_release, name, manifest, image))
 
 
-def _state(engine: Engine, adapter: Adapter) -> AdapterState:
+def _state(engine: Engine, name: str) -> AdapterState:
     store = engine.store
+    adapter = store.get(name)
     pinned = store.is_pinned(adapter)
     credit = None if engine.modes is None else engine.modes.credit(adapter)
     return AdapterState(
-        adapter.name, adapter.version, adapter.manifest, store.tier(adapter).value, len(adapter.pages),
-        adapter.references - pinned, pinned, credit,
+        name, adapter.version, adapter.manifest, store.tier(adapter).value, len(adapter.pages),
+        adapter.references - pinned, pinned, credit, adapter.label, adapter.name in engine.paused,
     )  # fmt: skip
 
 
+def _states(engine: Engine, names: Iterable[str]) -> list[AdapterState]:
+    return [_state(engine, name) for name in names]
+
+
 def _put(
-    name: str, manifest: AdapterManifest, image: HostImage | None, replace: bool, engine: Engine
+    name: str,
+    manifest: AdapterManifest,
+    image: HostImage | None,
+    replace: bool,
+    label: str | None,
+    keep: int | None,
+    engine: Engine,
 ) -> tuple[AdapterState, bool]:
-    replaced = name in engine.store
+    store, replaced = engine.store, name in engine.store
     if replaced and not replace:
         raise FileExistsError(name)
-    was_pinned = replaced and engine.store.is_pinned(engine.store.get(name))
-    adapter = engine.store.register(name, manifest, image)
+    if label and any(one.label == label for one in engine.versions_of(name)):
+        raise FileExistsError(versioned(name, label))
+    was_pinned = replaced and store.is_pinned(store.get(name))
+    store.register(name, manifest, image, label=label, keep=keep)
     if was_pinned:
         _pin_again(name, engine)
     engine.quarantine.pop(name, None)
-    return _state(engine, adapter), replaced
+    return _state(engine, name), replaced
+
+
+def _pause(name: str, paused: bool, engine: Engine) -> None:
+    engine.store.get(name)
+    (engine.paused.add if paused else engine.paused.discard)(name)
 
 
 def _pin_again(name: str, engine: Engine) -> None:
@@ -127,13 +170,12 @@ def _note(name: str, version: int, manifest: AdapterManifest, engine: Engine) ->
 
 
 def _unhashed(engine: Engine) -> list[AdapterState]:
-    adapters = (engine.store.get(name) for name in engine.store.names())
-    return [_state(engine, one) for one in adapters if one.manifest.content_hash is None]
+    return [one for one in _states(engine, engine.store.names()) if one.manifest.content_hash is None]
 
 
 def _overflowing(engine: Engine) -> list[AdapterState]:
-    adapters = (engine.store.get(name) for name in engine.store.names())
-    return [_state(engine, one) for one in adapters if (one.num_overflows or 0) >= MOST_OVERFLOWS]
+    store = engine.store
+    return _states(engine, (name for name in store.names() if (store.get(name).num_overflows or 0) >= MOST_OVERFLOWS))
 
 
 def _set_aside(one: Quarantined, version: int, in_use: bool, engine: Engine) -> bool:

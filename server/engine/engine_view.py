@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ...memory.adapters.adapter import Tier
+from ...memory.adapters.versions import versioned
 
 if TYPE_CHECKING:
     from ...core.engine import Engine
@@ -43,7 +44,7 @@ class AdapterView:
 class EngineView:
     """A snapshot, taken between two steps.
 
-    names: all registered adapters. adapters: the ones that are not only on disk, at most `MAX_TIER_SERIES`.
+    names: all registered adapters, with and without their versions. adapters: the ones that are not only on disk, at most `MAX_TIER_SERIES`.
     tier_counts: adapters in each tier. num_loadable: how many more adapters of average size fit without an eviction.
     running, waiting: adapters of running and of waiting requests; at most `max_adapters` can run at once.
     num_quarantined: broken adapters, which are not served. accounts: tenants, or adapters, with requests in progress.
@@ -69,7 +70,7 @@ class EngineView:
         shown = [(name, tier) for wanted in _SHOWN for name, tier in tiers.items() if tier is wanted]
         running, waiting = engine.adapter_load()
         return cls(
-            names=frozenset(tiers),
+            names=frozenset((*tiers, *(versioned(name, store.get(name).label) for name in tiers))),
             adapters=[AdapterView.of(engine, name, tier) for name, tier in shown[:MAX_TIER_SERIES]],
             block_tokens=engine.block_tokens,
             tier_counts={tier.value: counts[tier] for tier in Tier},

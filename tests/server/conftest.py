@@ -66,6 +66,7 @@ class FakeStore:
         return SimpleNamespace(
             name=name,
             version=1,
+            label="1",
             rank=4,
             manifest=manifest,
             pages=[],
@@ -76,6 +77,12 @@ class FakeStore:
 
     def is_pinned(self, adapter: SimpleNamespace) -> bool:
         return adapter.name in self.pinned
+
+    def kept(self, name: str) -> list[str]:
+        return []
+
+    def versions(self) -> list[SimpleNamespace]:
+        return [self.get(name) for name in self.names()]
 
     def tier(self, adapter: SimpleNamespace) -> Tier:
         return self.tiers[adapter.name]
@@ -97,6 +104,7 @@ class FakeEngine:
         self.model = SimpleNamespace(vocab_size=300, max_model_len=max_model_len, eos_token_ids=(EOS,))
         self.store = FakeStore(adapters)
         self.quarantine: dict[str, Any] = {}
+        self.paused: set[str] = set()
         self.modes = None
         self.last_decode = None, 0.0
         self.gate = threading.Event()
@@ -122,6 +130,8 @@ class FakeEngine:
         self.threads.add(threading.get_ident())
         if request.adapter_name is not None and request.adapter_name not in self.store.names():
             raise InvalidRequest("model", f"no adapter {request.adapter_name}")
+        if request.adapter_name is not None:
+            request.bound = self.store.get(request.adapter_name)
         if not 0 < request.num_prompt_tokens < self.model.max_model_len:
             raise InvalidRequest("prompt", f"the prompt has {request.num_prompt_tokens} tokens")
         if any(not 0 <= token < self.model.vocab_size for token in request.token_ids):

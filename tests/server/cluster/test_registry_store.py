@@ -122,12 +122,12 @@ def test_another_program_s_file_is_refused_and_left_alone(path):
         ("content_hash", "A" * 64), ("content_hash", HASH[:-1]), ("content_hash", None),
         ("path", "relative/path"), ("path", "/with\0zero"), ("path", "/" + "x" * 5000), ("path", b"/bytes"),
         ("generation", -1), ("generation", 1 << 63), ("rank", True), ("rank", 1 << 20), ("bytes", 1.5), ("bytes", -1),
-        ("pinned", 1), ("pinned", None),
+        ("pinned", 1), ("pinned", None), ("version", "a@b"), ("version", 7), ("paused", None),
     ],
 )  # fmt: skip
 def test_what_no_entry_has(field, value):
     assert check_entry(list(ALICE)) == ALICE
     with pytest.raises(ValueError, match=field if field != "name" else "name"):
         check_entry(list(ALICE._replace(**{field: value})))
-    with pytest.raises(ValueError, match="7 fields, not 6"):
+    with pytest.raises(ValueError, match="9 fields, not 8"):
         check_entry(list(ALICE)[:-1])

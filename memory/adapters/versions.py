@@ -1,0 +1,99 @@
+"""Names of adapters and of their versions: `name` is the newest version, `name@version` an older one that is kept."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, ValuesView
+from typing import Generic, Protocol, TypeVar
+
+MARK = "@"
+"""Between a name and a version."""
+
+
+LABEL = re.compile(r"[A-Za-z0-9._+-]{1,64}")
+"""A version as clients may give it."""
+
+
+class HasLabel(Protocol):
+    """A version. label: its part behind the mark."""
+
+    @property
+    def label(self) -> str: ...
+
+
+V = TypeVar("V", bound=HasLabel)
+
+
+def versioned(name: str, label: str) -> str:
+    return f"{name}{MARK}{label}"
+
+
+def split_version(name: str) -> tuple[str, str]:
+    """The name without its version, and the version; "" without one."""
+    plain, mark, label = name.rpartition(MARK)
+    return (plain, label) if mark and plain and label else (name, "")
+
+
+class VersionNames(Generic[V]):
+    """What each name means. Iterates over names; the kept versions of a name are names, too, the oldest first."""
+
+    def __init__(self) -> None:
+        self._all: dict[str, V] = {}
+        self._kept: dict[str, dict[str, None]] = {}
+
+    def find(self, name: str) -> V | None:
+        """What a name means; `name@version` may also be the newest version's."""
+        one = self._all.get(name)
+        if one is None:
+            plain, label = split_version(name)
+            newest = self._all.get(plain) if label else None
+            one = newest if newest is not None and newest.label == label else None
+        return one
+
+    def put(self, name: str, one: V, keep: int | None = 1) -> list[V]:
+        """Make a name mean `one`; return what no name means any more.
+
+        keep: versions of the name to keep, the newest counted; None: leave what is kept, and do not keep the one before.
+        """
+        gone, before = [], self._all.get(name)
+        self._set(name, one)
+        if before is not None:
+            alias = versioned(name, before.label)
+            if keep is None or keep == 1 or alias in self._all:
+                gone.append(before)
+            else:
+                self._set(alias, before)
+        kept = self.kept(name) if keep is not None else ()
+        return gone + [self.pop(alias) for alias in kept[: max(0, len(kept) + 1 - (keep or 1))]]
+
+    def pop(self, name: str) -> V:
+        """Forget a name, and not its kept versions. KeyError."""
+        one = self._all.pop(name)
+        plain, _ = split_version(name)
+        if name in (kept := self._kept.get(plain, {})):
+            del kept[name]
+            if not kept:
+                del self._kept[plain]
+        return one
+
+    def kept(self, name: str) -> list[str]:
+        """Names of the kept versions of a name, the oldest first."""
+        return list(self._kept.get(name, ()))
+
+    def values(self) -> ValuesView[V]:
+        return self._all.values()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._all
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def _set(self, name: str, one: V) -> None:
+        self._all[name] = one
+        plain, label = split_version(name)
+        if label and one.label == label:
+            self._kept.setdefault(plain, {})[name] = None
