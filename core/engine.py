@@ -449,8 +449,10 @@ class Engine:
         if params.logit_bias or params.stop_token_ids or params.bad_words or params.allowed_token_ids:
             _validate_ids(params, vocab)
         if request.adapter_name is not None and request.adapter is None:
+            sibling = request.sibling and request.sibling.adapter
             try:
-                request.adapter = self.store.get(request.adapter_name)
+                is_held = sibling is not None and sibling.requests > 0
+                request.adapter = sibling if is_held else self.store.get(request.adapter_name)
             except UnknownAdapter as error:
                 if (one := self.quarantine.get(request.adapter_name)) is not None:
                     raise NotServed("model", f"adapter {one.name!r} is not served: {one.reason}") from None

@@ -26,6 +26,7 @@ from .api.text_api import TextApi
 from .engine.adapter_loads import AdapterLoads
 from .engine.backend import Backend
 from .engine.kv_publisher import KvPublisher
+from .engine.loaded_adapters import LoadedAdapters
 from .engine.recorder import Recorder
 from .engine.watchdog import Watchdog
 from .errors import (
@@ -73,7 +74,8 @@ def create_app(
     api = Api(worker, settings, gate, executors.scrapes)
     generation = GenerationApi(worker, tokenizer, settings, defaults, api.metrics, executors.text, recorder)
     texts = TextApi(worker, tokenizer, generation)
-    loads = AdapterLoads(worker, settings.adapter_load_seconds, settings.adapter_places)
+    loaded = LoadedAdapters.of(settings, has_registry=worker.adapters.has_registry)
+    loads = AdapterLoads(worker, settings.adapter_load_seconds, settings.adapter_places, loaded)
     adapters = AdapterApi(worker, settings, loads)
 
     @asynccontextmanager
@@ -113,11 +115,12 @@ def create_app(
         GuardedRoute("GET", "/server_info", api.server_info, Right.KEY),
         GuardedRoute("GET", "/model_info", api.model_info, Right.KEY),
         GuardedRoute("GET", "/v1/adapters", adapters.list_all, Right.KEY),
-        GuardedRoute("POST", "/v1/adapters", adapters.add, Right.ADMIN),
+        GuardedRoute("POST", "/v1/adapters", adapters.add, Right.ADMIN, takes_forms=True),
+        GuardedRoute("POST", "/v1/adapters/{name:path}/drain", adapters.drain, Right.ADMIN),
         GuardedRoute("GET", "/v1/adapters/{name:path}", adapters.show, Right.KEY),
         GuardedRoute("PATCH", "/v1/adapters/{name:path}", adapters.change, Right.ADMIN),
         GuardedRoute("DELETE", "/v1/adapters/{name:path}", adapters.remove, Right.ADMIN),
-        GuardedRoute("POST", "/v1/load_lora_adapter", adapters.load_lora_adapter, Right.ADMIN),
+        GuardedRoute("POST", "/v1/load_lora_adapter", adapters.load_lora_adapter, Right.ADMIN, takes_forms=True),
         GuardedRoute("POST", "/v1/unload_lora_adapter", adapters.unload_lora_adapter, Right.ADMIN),
         *(
             GuardedRoute(method, path, absent, Right.KEY, reads_json=False)

@@ -77,6 +77,24 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         description="directories, with ':' between them, below which adapters may be loaded over HTTP; none: adapters "
         "can't be changed over HTTP; default: the adapters directory",
     )
+    adapter_uploads: Path | None = Field(
+        default=None,
+        description="directory for adapters that are sent as bytes, and for the names of all that were loaded over "
+        "HTTP, which are served again after a restart; of this server or cluster alone. Default: none is taken",
+    )
+    max_adapter_bytes: int = Field(
+        default=1 << 30, ge=1024, description="most bytes of an adapter that is sent as bytes"
+    )
+    max_uploaded_bytes: int = Field(
+        default=16 << 30, ge=1024, description="most bytes of all such adapters that are kept"
+    )
+    keep_versions: int = Field(
+        default=1,
+        ge=1,
+        le=1000,
+        description="versions of an adapter that can be asked for as NAME@VERSION, the newest counted, where a load "
+        "does not say",
+    )
     lora_modules: Annotated[list[LoraModule], NoDecode] = Field(
         default=[],
         json_schema_extra=REPEATABLE,
@@ -189,7 +207,10 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="what is logged")
     access_log: bool = Field(default=False, description="log every HTTP request")
 
-    @field_validator("memory_bytes", "host_cache_bytes", "max_body_bytes", "max_held_body_bytes", mode="before")
+    @field_validator(
+        "memory_bytes", "host_cache_bytes", "max_body_bytes", "max_held_body_bytes", "max_adapter_bytes",
+        "max_uploaded_bytes", mode="before",
+    )  # fmt: skip
     @classmethod
     def _sizes_have_units(cls, size: Any) -> Any:
         return read_size(size) if isinstance(size, str) else size
@@ -296,7 +317,8 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     def adapter_places(self) -> tuple[Path, ...]:
         """The directories that adapters come from: below these a broken one may be mended."""
         start = () if self.adapters is None else (self.adapters,)
-        return (*self.loadable_from, *start, *(path for _, path in self.lora_modules))
+        uploads = () if self.adapter_uploads is None else (self.adapter_uploads,)
+        return (*self.loadable_from, *start, *(path for _, path in self.lora_modules), *uploads)
 
     def is_reserved(self, name: str) -> bool:
         """True if a request that names this model means the base model, or an adapter of another name."""

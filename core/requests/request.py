@@ -76,6 +76,7 @@ class Request:
     seed: int = 0  # its parameters'
     adapter: Adapter | None = None
     bound: BoundVersion | None = None  # the version that all of its steps compute with, once it is accepted
+    sibling: Request | None = None  # of the same call, accepted before it: it is bound to the same version
     block_table: BlockTable = field(init=False)  # while it runs
     room: int = 0  # tokens that its pages can hold
     kv_image: KvImage | None = None  # its KV in host memory, until that is back

@@ -53,7 +53,7 @@ class VersionNames(Generic[V]):
     def put(self, name: str, one: V, keep: int | None = 1) -> list[V]:
         """Make a name mean `one`; return what no name means any more.
 
-        keep: versions of the name to keep, the newest counted; None: leave what is kept, and do not keep the one before.
+        keep: versions of the name to keep, the newest counted; None: leave what is kept, and do not keep the newest.
         """
         gone, before = [], self._all.get(name)
         self._set(name, one)

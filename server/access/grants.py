@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from ...memory.adapters.versions import split_version
 from ..errors import ApiError
 
 NOWHERE = "\0"
@@ -44,7 +45,8 @@ class Grant:
         """True if it may use an adapter, or the base model (None)."""
         if adapter is None:
             return self.base
-        return self.adapters is None or any(fnmatchcase(adapter, glob) for glob in self.adapters)
+        names = (adapter, split_version(adapter)[0])  # rights to a name are rights to its versions
+        return self.adapters is None or any(fnmatchcase(name, glob) for glob in self.adapters for name in names)
 
     @classmethod
     def parse(cls, words: Iterable[str]) -> Grant:

@@ -16,6 +16,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from ...core.requests.sampling_params import InvalidRequest
 from ...memory.adapters.adapter import MAX_NAME_CHARACTERS
 from ...memory.adapters.store import UnknownAdapter
+from ...memory.adapters.versions import LABEL, split_version
+from ...memory.files.content_store import Draft
 from ...memory.files.directory import MAX_PATH_BYTES
 from ...memory.files.error import AdapterFormatError, shown
 from ...memory.files.format import STEM
@@ -26,8 +28,15 @@ from ..engine.backend import AdapterState, Backend
 from ..errors import DISK_FAULTS, ApiError, Body, clipped, read_body, validated
 from ..executors import PoolFull
 from ..settings import AdapterName, Settings
+from .adapter_bytes import CONFIG, WEIGHTS, read_adapter
+from .adapter_header import ADAPTER, adapter_header
 
 audit = logging.getLogger("chorus.audit")
+
+MAX_DRAIN_SECONDS = 3600.0
+
+DRAIN_SECONDS = 0.02
+"""Seconds between two looks at whether an adapter's requests have ended."""
 
 PIN_SECONDS = 0.02
 """Seconds between two looks at whether an adapter that is to be pinned has been read."""
@@ -42,19 +51,25 @@ def _check_path(path: str) -> str:
 AdapterPath = Annotated[str, Field(min_length=1, max_length=MAX_PATH_BYTES), AfterValidator(_check_path)]
 
 
-class AddAdapter(BaseModel):
-    """POST /v1/adapters. `path` is a directory on the server."""
+class LoadFields(BaseModel):
+    """Fields that both ways to load an adapter have. keep_versions: kept of the name, the newest counted."""
+
+    keep_versions: Annotated[int, Field(ge=1, le=1000)] | None = None
+
+
+class AddAdapter(LoadFields):
+    """POST /v1/adapters. `path` is a directory on the server; none where the files come along."""
 
     name: AdapterName
-    path: AdapterPath
+    path: AdapterPath | None = None
 
 
-class LoadLoraAdapter(BaseModel):
-    """POST /v1/load_lora_adapter."""
+class LoadLoraAdapter(LoadFields):
+    """POST /v1/load_lora_adapter. load_inplace: may replace; None: only where the files come along."""
 
     lora_name: AdapterName
-    lora_path: AdapterPath
-    load_inplace: bool | None = False
+    lora_path: AdapterPath | None = None
+    load_inplace: bool | None = None
     base_model_name: Annotated[str, Field(max_length=MAX_PATH_BYTES)] | None = None
 
 
@@ -68,7 +83,14 @@ class UnloadLoraAdapter(BaseModel):
 class ChangeAdapter(BaseModel):
     """PATCH /v1/adapters/NAME."""
 
-    pinned: StrictBool
+    pinned: StrictBool | None = None
+    paused: StrictBool | None = None
+
+
+class DrainAdapter(BaseModel):
+    """POST /v1/adapters/NAME/drain."""
+
+    seconds: Annotated[float, Field(ge=0, le=MAX_DRAIN_SECONDS)] = 60.0
 
 
 class AdapterRoots:
@@ -164,9 +186,13 @@ class AdapterApi:
 
     async def add(self, request: Request) -> Response:
         """Registers an adapter, or replaces one; 201 or 200."""
-        asked = await self._read(AddAdapter, request)
-        seen, replaced = await self._load(request, asked.name, asked.path, "name", "path", replace=True)
-        return JSONResponse(_body(seen, request), status_code=200 if replaced else 201)
+        async with read_adapter(request, self._loads, self._settings) as (fields, draft):
+            asked = validated(AddAdapter, fields)
+            seen, replaced = await self._load(
+                request, asked, asked.name, asked.path, draft, ("name", "path"), replace=True
+            )
+        headers = {ADAPTER: adapter_header(seen.name, seen.label, seen.manifest.content_hash)}
+        return JSONResponse(_body(seen, request), status_code=200 if replaced else 201, headers=headers)
 
     async def remove(self, request: Request) -> Response:
         """Removes an adapter: when the last request that holds it has ended, or with `?force=true` at once."""
@@ -177,31 +203,57 @@ class AdapterApi:
         return JSONResponse({"object": "adapter", "name": name, "deleted": True, "ended_requests": ended})
 
     async def change(self, request: Request) -> Response:
-        """Pins an adapter, which loads it, or unpins it."""
+        """Pins an adapter, which loads it, or unpins it; pauses all of its versions, or goes on with them."""
         asked = await self._read(ChangeAdapter, request)
+        if asked.pinned is None and asked.paused is None:
+            raise ApiError(400, "say what is to change: pinned or paused", param="pinned")
         name = request.path_params["name"]
         try:
+            if asked.paused is not None:
+                await asyncio.wrap_future(self._book.pause(name, paused=asked.paused))
+                await self._loads.beside(self._loads.remember, name)
             if asked.pinned:
                 await self._pin(name)
-            else:
+            elif asked.pinned is False:
                 await asyncio.wrap_future(self._book.unpin(name))
             seen = await asyncio.wrap_future(self._book.state(name))
         except UnknownAdapter:
             raise _unknown(name, None) from None
-        audit.info("%s %s adapter %s", request.state.caller, "pinned" if asked.pinned else "unpinned", name)
+        changes = asked.model_dump(exclude_none=True)
+        audit.info("%s changed adapter %s: %s", request.state.caller, name, changes)
         return JSONResponse(_body(seen, request))
+
+    async def drain(self, request: Request) -> Response:
+        """Answers once no request of any version of an adapter is in progress."""
+        asked, name = await self._read(DrainAdapter, request), request.path_params["name"]
+        try:
+            await asyncio.wrap_future(self._book.state(name))
+        except UnknownAdapter:
+            raise _unknown(name, None) from None
+        loop = asyncio.get_running_loop()
+        end = loop.time() + asked.seconds
+        while left := await asyncio.wrap_future(self._book.num_requests(name)):
+            if loop.time() >= end:
+                message = f"{left} requests of adapter {name!r} have not ended; pause it, or ask again"
+                raise ApiError(504, message, code="drain_timed_out")
+            await asyncio.sleep(DRAIN_SECONDS)
+        return JSONResponse({"object": "adapter", "name": name, "drained": True})
 
     # --- vLLM's ---
 
     async def load_lora_adapter(self, request: Request) -> Response:
-        asked = await self._read(LoadLoraAdapter, request)
-        base = self._settings.base_name
-        if asked.base_model_name not in (None, base, str(self._settings.model)):
-            message = f"base_model_name is {asked.base_model_name!r}, this server's base model is {base!r}"
-            raise ApiError(400, message, param="base_model_name")
-        replace = bool(asked.load_inplace)
-        await self._load(request, asked.lora_name, asked.lora_path, "lora_name", "lora_path", replace=replace)
-        return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
+        async with read_adapter(request, self._loads, self._settings) as (fields, draft):
+            asked = validated(LoadLoraAdapter, fields)
+            base = self._settings.base_name
+            if asked.base_model_name not in (None, base, str(self._settings.model)):
+                message = f"base_model_name is {asked.base_model_name!r}, this server's base model is {base!r}"
+                raise ApiError(400, message, param="base_model_name")
+            replace = draft is not None if asked.load_inplace is None else asked.load_inplace
+            seen, _ = await self._load(
+                request, asked, asked.lora_name, asked.lora_path, draft, ("lora_name", "lora_path"), replace=replace
+            )
+        headers = {ADAPTER: adapter_header(seen.name, seen.label, seen.manifest.content_hash)}
+        return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.", headers=headers)
 
     async def unload_lora_adapter(self, request: Request) -> Response:
         asked = await self._read(UnloadLoraAdapter, request)
@@ -215,26 +267,51 @@ class AdapterApi:
             return validated(kind, body)
 
     async def _load(
-        self, request: Request, name: str, path: str, name_field: str, path_field: str, *, replace: bool
+        self,
+        request: Request,
+        asked: LoadFields,
+        full_name: str,
+        path: str | None,
+        draft: Draft | None,
+        fields: tuple[str, str],
+        *,
+        replace: bool,
     ) -> tuple[AdapterState, bool]:
-        """The adapter once requests may use it, and whether it took another's place."""
-        self._roots.require()
+        """The adapter once requests may use it, and whether it took another's place. draft: its files, if they came
+        along. fields: of its name, which may have a version behind it, and of its path.
+        """
+        name_field, path_field = fields
+        if (path is None) == (draft is None):
+            raise ApiError(400, f"give {path_field}, or the files {CONFIG} and {WEIGHTS}, and not both",
+                           param=path_field)  # fmt: skip
+        name, label = split_version(full_name)
+        if label and not LABEL.fullmatch(label):
+            raise ApiError(400, f"a version has at most 64 letters, digits and ._+-, not {label!r}", param=name_field)
         if self._settings.is_reserved(name):
             message = f"{name_field} {name!r} is the base model's, or begins like it; choose another"
             raise ApiError(400, message, param=name_field)
-        find = partial(self._roots.find, path, path_field)
+        roots, find = self._roots.roots, partial(self._roots.find, path or "", path_field)
+        if draft is None:
+            self._roots.require()
+        else:
+            roots, find = (), draft.seal
+        keep = asked.keep_versions or self._settings.keep_versions
         try:
-            load = self._loads.load(name, find, self._roots.roots, replace=replace, by=request.state.caller)
+            load = self._loads.load(
+                name, find, roots, replace=replace, by=request.state.caller, label=label or None, keep=keep
+            )
             return await asyncio.wrap_future(load)
         except AdapterFormatError as error:
             if getattr(error.__cause__, "errno", None) in DISK_FAULTS:
                 message = f"{error}; try again later"
                 raise ApiError(503, message, param=path_field, code=error.failure, retry_after=1) from None
             raise ApiError(400, str(error), param=path_field, code="invalid_adapter") from None
-        except FileExistsError:
+        except FileExistsError as error:
             raise ApiError(
                 400,
-                f"The lora adapter '{name}' has already been loaded. To replace it, set 'load_inplace' to true.",
+                f"The lora adapter '{error}' has already been loaded. To replace it, set 'load_inplace' to true."
+                if str(error) == name
+                else f"There is a version '{error}' already, which can't be replaced; give another one.",
                 param=name_field,
                 code="adapter_already_loaded",
             ) from None
@@ -261,14 +338,16 @@ class AdapterApi:
 
     async def _unload(self, request: Request, name: str, field: str | None, *, force: bool) -> int:
         """Remove an adapter; returns how many requests were ended for it."""
-        self._roots.require()
+        if self._loads.loaded is None:
+            self._roots.require()
         try:
             adapter, ended = await asyncio.wrap_future(self._book.remove(name, force=force))
         except UnknownAdapter:
             raise _unknown(name, field) from None
+        await self._loads.beside(self._loads.remember, name)
         audit.info(
-            "%s removed adapter %s: version %d, content %s; %d requests were ended",
-            request.state.caller, name, adapter.version, adapter.manifest.content_hash, ended,
+            "%s removed adapter %s: version %s, content %s; %d requests were ended",
+            request.state.caller, name, adapter.label, adapter.manifest.content_hash, ended,
         )  # fmt: skip
         return ended
 
@@ -277,13 +356,14 @@ def _body(one: AdapterState, request: Request) -> dict[str, Any]:
     manifest, base = one.manifest, one.manifest.base_model
     return {
         "name": one.name,
-        "version": one.version,
+        "version": int(one.label) if one.label.isdecimal() else one.label,
         "rank": manifest.rank,
         "target_modules": list(manifest.targets),
         "tier": one.tier,
         "pages": one.pages,
         "references": one.references,
         "pinned": one.pinned,
+        "paused": one.paused,
         "credit": one.credit,
         "path": shown_path(manifest.path, request),
         "content_hash": manifest.content_hash,

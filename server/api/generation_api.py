@@ -16,7 +16,7 @@ from starlette.responses import Response
 from ...core.requests.grammar import Grammar
 from ...core.requests.grammars import InvalidGrammar, grammars_of
 from ...core.requests.request import Request as EngineRequest
-from ...core.requests.sampling_params import InvalidRequest, NotServed, Seeds
+from ...core.requests.sampling_params import AdapterPaused, InvalidRequest, NotServed, Seeds
 from ..access.grants import NOWHERE
 from ..access.limits import RequestLimits
 from ..engine.backend import Backend
@@ -29,6 +29,7 @@ from ..settings import Settings
 from ..text.call_formats import AnswerSyntax
 from ..text.tokenizer import Tokenizer
 from . import messages_request, responses_request
+from .adapter_header import ADAPTER, adapter_header
 from .chat_request import ChatCompletionRequest
 from .completion_request import CompletionRequest
 from .json_text import dumps, encode
@@ -45,6 +46,7 @@ from .sse import EventStream, event, long_event, while_connected
 from .translation import renaming
 
 log = logging.getLogger(__name__)
+access = logging.getLogger("chorus.access")
 
 T = TypeVar("T")
 MakeFormat = Callable[[Generation, LogprobFormat, Extras], AnswerFormat]
@@ -205,6 +207,7 @@ class GenerationApi:
                     tenant=request.state.tenant,
                     cache_salt=asked.cache_salt,
                     call=call_id if several else "",
+                    sibling=choices[0].request if choices else None,
                 )
                 text_stream = self._tokenizer.text_stream(
                     asked.stop,
@@ -281,6 +284,8 @@ class GenerationApi:
             await generation.start()
         except NotServed as error:
             raise ApiError(424, str(error), param="model", code="adapter_quarantined") from None
+        except AdapterPaused as error:
+            raise ApiError(503, str(error), param="model", code="adapter_paused", retry_after=1) from None
         except InvalidRequest as error:
             raise no_model(generation.model) if error.field == "model" else error from None
         try:  # now the engine has found the prompts to be such that they can be decoded
@@ -302,6 +307,10 @@ class GenerationApi:
         ignored = asked.ignored(self._tokenizer)
         headers = {IGNORED: ", ".join(ignored)} if ignored else {}
         headers |= self._load_report(request.headers.get(LOAD_FORMAT, ""))
+        if versions := _versions(generation):
+            headers[ADAPTER] = versions
+            if self._settings.access_log:
+                access.info("%s is answered by adapter %s", request.state.request_id, versions)
         if asked.stream:
             return EventStream(self._events(generation, answer), generation.close, headers)
         try:
@@ -357,6 +366,13 @@ class GenerationApi:
                 log.exception("a stream failed")
             ready.append(event(answer.failed(answer_to_error)))
         yield b"".join((*ready, answer.end))
+
+
+def _versions(generation: Generation) -> str:
+    """The versions of an adapter that a call's answers are computed with: one, unless a swap fell between them."""
+    bound = [choice.request.bound for choice in generation.choices]
+    told = [adapter_header(one.name, one.label, one.manifest.content_hash) for one in bound if one is not None]
+    return ", ".join(dict.fromkeys(told))
 
 
 async def _read(generation: Generation, answer: AnswerFormat) -> None:

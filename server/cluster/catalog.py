@@ -58,6 +58,8 @@ class Cluster:
 class Catalog:
     """An `AdapterBook` of a cluster. It has `register`, `unregister` and `in`, as a store has, for the start."""
 
+    has_registry = False
+
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._lock = threading.RLock()

@@ -208,7 +208,9 @@ class ClusterWorker:
             self._add(request, None, on_output, loop, accepted)
             return accepted
         try:
-            with self.adapters.using(request.adapter_name) as entry:
+            with self.adapters.using(request.adapter_name) as newest:
+                bound = request.sibling and request.sibling.bound
+                entry = bound if isinstance(bound, Entry) else newest
                 if entry.manifest.content_hash is not None:
                     self._add(request, entry, on_output, loop, accepted)
                 else:  # it has not been asked for before

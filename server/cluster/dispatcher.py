@@ -52,8 +52,9 @@ class Wanted:
 class Asked:
     """What the dispatcher keeps of a request beside the ledger's.
 
-    path: of its adapter. version: the adapter's, as `name@version`. accepted: ends once a replica has taken the request, or with InvalidRequest. arrival: on this
-    process's clock. stuck_since: when no replica was left that may take it.
+    path: of its adapter. version: the adapter's, as `name@version`. accepted: ends once a replica has taken the
+    request, or with InvalidRequest. arrival: on this process's clock. stuck_since: when no replica was left that may
+    take it.
     """
 
     path: Path | None

@@ -43,6 +43,8 @@ Check = Callable[[Path], "AdapterManifest"]
 class RegisteredCatalog(Catalog):
     """A catalog; its `put` and `remove` are done when every front knows; RegistryAway while the registry is away."""
 
+    has_registry = True
+
     def __init__(self, cluster: Cluster, check: Check) -> None:
         """check: for adapters that other fronts have registered."""
         super().__init__(cluster)

@@ -47,8 +47,16 @@ class AdapterKeeper:
     places: directories that must contain the files of an adapter that is tried again.
     """
 
-    def __init__(self, worker: Backend, seconds: float, places: Sequence[Path] = ()) -> None:
+    def __init__(
+        self,
+        worker: Backend,
+        seconds: float,
+        places: Sequence[Path] = (),
+        sweep: Callable[[], None] | None = None,
+    ) -> None:
+        """sweep: removes files that are not used any more."""
         self._worker = worker
+        self._sweep = sweep
         self._book = worker.adapters
         self._places = tuple(place.resolve() for place in places)
         self._seconds = seconds
@@ -71,6 +79,8 @@ class AdapterKeeper:
                 self._try_again()
                 self._set_aside_overflowing()
                 self._hash_some()
+                if self._sweep is not None:
+                    self._beside(self._sweep)
             except EngineUnavailable as error:
                 if self._worker.failure is not None:
                     return

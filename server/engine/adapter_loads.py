@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...core.quarantine import report
 from ...memory.adapters.store import UnknownAdapter
@@ -23,6 +23,7 @@ from .backend import AdapterState, Backend
 
 if TYPE_CHECKING:
     from ...memory.files.format import AdapterManifest
+    from .loaded_adapters import LoadedAdapters
 
 log = logging.getLogger(__name__)
 audit = logging.getLogger("chorus.audit")
@@ -49,26 +50,41 @@ class AdapterLoads:
 
     Beside a disk that takes longer others are read, but loads under one name follow each other. seconds: how long a
     disk may take over one; then the load fails, and its thread is left behind. places: directories below which a broken
-    adapter may be mended. What was loaded is looked after from `start` to `stop`: see `AdapterKeeper`.
+    adapter may be mended. loaded: remembers loads, and owns files that came as bytes. What was loaded is looked after
+    from `start` to `stop`: see `AdapterKeeper`.
     """
 
-    def __init__(self, worker: Backend, seconds: float, places: Sequence[Path] = ()) -> None:
+    def __init__(
+        self, worker: Backend, seconds: float, places: Sequence[Path] = (), loaded: LoadedAdapters | None = None
+    ) -> None:
         self._worker = worker
         self._seconds = seconds
         self._pool = DaemonPool("loads", threads=MAX_LOAD_THREADS, max_waiting=MAX_LOADS - MAX_LOAD_THREADS)
         self._threads = LimitedThreads("adapter-load", MAX_LOAD_THREADS)
         self._reading = threading.Lock()
         self._asking = threading.Lock()
+        self._remembering = threading.Lock()
         self._latest: dict[str, Future] = {}
-        self._keeper = AdapterKeeper(worker, seconds, places)
+        self.loaded = loaded
+        sweep = None if loaded is None else partial(loaded.sweep, worker.adapters)
+        self._keeper = AdapterKeeper(worker, seconds, places, sweep)
 
     def start(self) -> None:
+        """Restore what was loaded before a restart, and begin to look after adapters."""
+        if self.loaded is not None:
+            self.loaded.restore(self._worker)
         self._keeper.start()
 
     def stop(self) -> None:
         """Begin nothing more; waits for nothing."""
         self._keeper.stop()
         self._pool.shutdown()
+        if self.loaded is not None:
+            self.loaded.close()
+
+    async def beside(self, function: Callable[..., T], /, *arguments: Any) -> T:
+        """Call what asks the disk beside the event loop. Raises PoolFull."""
+        return await self._pool.run(function, *arguments)
 
     def load(
         self,
@@ -78,17 +94,21 @@ class AdapterLoads:
         *,
         replace: bool = True,
         by: str = HERE,
+        label: str | None = None,
+        keep: int = 1,
     ) -> Future[tuple[AdapterState, bool]]:
         """Load the directory that `find` gives; the adapter once requests may use it, and if it took another's place.
 
         find: asks the disk, so it runs beside the engine, too. roots: directories below which its files must lie; none:
-        anywhere. by: the caller's name in the log. Raises PoolFull. The future's errors: what `find` raises,
-        AdapterFormatError, FileExistsError for a name that it may not `replace`, LoadTimedOut, and NoThreadLeft when
-        too many loads hang.
+        anywhere. by: the caller's name in the log. label, keep: as of `AdapterStore.register`. Raises PoolFull. The
+        future's errors: what `find` raises, AdapterFormatError, FileExistsError for a name that it may not `replace` or
+        a version that there is, LoadTimedOut, NoThreadLeft when too many loads hang, and RegistryError when it is
+        served and can't be remembered.
         """
         with self._asking:
             before = self._latest.get(name)
-            load = self._latest[name] = self._pool.submit(self._load, before, name, find, roots, replace, by)
+            put = partial(self._put, name, by, replace, label, keep)
+            load = self._latest[name] = self._pool.submit(self._load, before, name, find, roots, replace, put)
         load.add_done_callback(partial(self._forget, name))
         return load
 
@@ -104,22 +124,35 @@ class AdapterLoads:
         find: Callable[[], Path],
         roots: Sequence[Path],
         replace: bool,
-        by: str,
+        put: Callable[[AdapterManifest, HostImage], tuple[AdapterState, bool]],
     ) -> tuple[AdapterState, bool]:
         if before is not None:
             wait([before])
         directory = self._beside(find)
         if not replace and self._is_there(name):
             raise FileExistsError(name)
-        manifest, image = self._beside(partial(self._check, directory, roots))
-        adapter, replaced = self._worker.adapters.put(name, manifest, image, replace=replace).result()
+        return put(*self._beside(partial(self._check, directory, roots)))
+
+    def _put(
+        self, name: str, by: str, replace: bool, label: str | None, keep: int, manifest: AdapterManifest,
+        image: HostImage,
+    ) -> tuple[AdapterState, bool]:  # fmt: skip
+        book = self._worker.adapters
+        adapter, replaced = book.put(name, manifest, image, replace=replace, label=label, keep=keep).result()
         audit.info(
-            "%s %s adapter %s: version %d, content %s, from %s",
-            by, "replaced" if replaced else "added", name, adapter.version, manifest.content_hash,
-            shown(str(directory)),
+            "%s %s adapter %s: version %s, content %s, from %s",
+            by, "replaced" if replaced else "added", name, adapter.label, manifest.content_hash,
+            shown(str(manifest.path)),
         )  # fmt: skip
         report(name, manifest)
+        self.remember(name)
         return adapter, replaced
+
+    def remember(self, name: str) -> None:
+        """Have what a name means by now survive a restart; it may wait for the disk."""
+        if self.loaded is not None:
+            with self._remembering:
+                self.loaded.remember(self._worker.adapters, name)
 
     def _is_there(self, name: str) -> bool:
         try:

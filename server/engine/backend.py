@@ -58,6 +58,9 @@ class AdapterListing:
 class AdapterBook(Protocol):
     """Adapters by name. Methods may be called from any thread; UnknownAdapter for a name that is not registered."""
 
+    has_registry: bool
+    """True if a cluster's registry keeps the names."""
+
     def listing(self) -> Future[AdapterListing]: ...
     def state(self, name: str) -> Future[AdapterState]: ...
 

@@ -33,6 +33,8 @@ MOST_OVERFLOWS = 3
 class EngineAdapters:
     """An `AdapterBook` over an engine. call: runs a function of the engine between two steps."""
 
+    has_registry = False
+
     def __init__(self, call: Callable[[Callable[[Engine], Any]], Future[Any]]) -> None:
         self._call = call
 

@@ -44,7 +44,8 @@ class AdapterView:
 class EngineView:
     """A snapshot, taken between two steps.
 
-    names: all registered adapters, with and without their versions. adapters: the ones that are not only on disk, at most `MAX_TIER_SERIES`.
+    names: all registered adapters, with and without their versions. adapters: the ones that are not only on disk, at
+    most `MAX_TIER_SERIES`.
     tier_counts: adapters in each tier. num_loadable: how many more adapters of average size fit without an eviction.
     running, waiting: adapters of running and of waiting requests; at most `max_adapters` can run at once.
     num_quarantined: broken adapters, which are not served. accounts: tenants, or adapters, with requests in progress.

@@ -38,14 +38,18 @@ WITHIN = "|"
 
 
 class GuardedRoute(Route):
-    """A route for one method, and the right that it asks for. reads_json: whether its bodies must say that they are."""
+    """A route for one method, and the right that it asks for. reads_json: whether its bodies must say that they are.
+    takes_forms: whether they may be forms, too.
+    """
 
     def __init__(
-        self, method: str, path: str, endpoint: Callable[..., Any], right: Right, *, reads_json: bool = True
-    ) -> None:
+        self, method: str, path: str, endpoint: Callable[..., Any], right: Right, *, reads_json: bool = True,
+        takes_forms: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(path, endpoint, methods=[method])
         self.right = right
         self.reads_json = reads_json
+        self.takes_forms = takes_forms
 
 
 class RequestId:
@@ -183,8 +187,10 @@ class Doors:
         if right is Right.ADMIN and identity is not None and not identity.may_change_adapters:
             raise ApiError(403, "changing adapters needs an admin key of this server", code="admin_key_required")
         reads_json = route is None or route.reads_json
-        if method in ("POST", "PATCH") and reads_json and not _is_json(headers.get("content-type", "")):
-            given = clipped(headers.get("content-type", "")) or "nothing"
+        kind = headers.get("content-type", "")
+        is_form = route is not None and route.takes_forms and kind.startswith("multipart/form-data")
+        if method in ("POST", "PATCH") and reads_json and not (is_form or _is_json(kind)):
+            given = clipped(kind) or "nothing"
             raise ApiError(415, f"the content-type is {given!r}, the body must be application/json",
                            code="unsupported_media_type")  # fmt: skip
         return identity

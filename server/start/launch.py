@@ -123,7 +123,7 @@ def build_app(settings: Settings, open_backend: OpenBackend | None = None) -> St
     log.info("serving %s and %d adapters", settings.base_name, len(names))
     try:
         return create_app(worker, tokenizer, settings, defaults, kv_publisher_of(worker, settings), recorder)
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         worker.stop()
         raise LaunchError(f"can't serve {settings.model}: {error}") from error
 
@@ -194,7 +194,8 @@ def serve(
             signal.signal(signal.SIGHUP, lambda *_: app.state.key_watch.reload())
         if warning is not None:
             log.warning(warning)
-        logging.getLogger("chorus.audit").setLevel(logging.INFO)  # whatever else is to be logged
+        for name in ("chorus.audit", *(["chorus.access"] if settings.access_log else [])):
+            logging.getLogger(name).setLevel(logging.INFO)  # whatever else is to be logged
         ExitDeadline(settings.grace_seconds + DEADLINE_SECONDS).start()
         bound.listen(LISTEN_BACKLOG)  # from now on no client is refused, though the first may wait a moment
         log.info("listening on %s", url_of(bound))

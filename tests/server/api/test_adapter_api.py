@@ -169,6 +169,7 @@ def test_our_own_routes(live, reference, root):
         "pages": body["pages"],
         "references": 0,
         "pinned": False,
+        "paused": False,
         "credit": None,
         "path": str(root / "r8-attention"),
         "content_hash": body["content_hash"],
