@@ -80,7 +80,7 @@ async def _read_form(request: Request, loads: AdapterLoads, draft: Draft, bounda
     try:
         async for name, file_name, data in pieces(request.stream(), boundary):
             buffer += data
-            file = FILES.get(name) or (file_name if file_name in FILES.values() else None)
+            file = FILES.get(name) or next((one for one in (name, file_name) if one in FILES.values()), None)
             if file is None and len(buffer) > MAX_FIELD_BYTES:
                 raise ApiError(400, f"a field of the form has more than {MAX_FIELD_BYTES} bytes", param=name)
             if file is None and not data:
