@@ -172,6 +172,7 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
 def held(url: str) -> dict[str, int]:
     """What a server holds of the adapter while no request runs: versions, and pages."""
     listed = httpx.get(f"{url}/v1/adapters", timeout=TIMEOUT, trust_env=False).raise_for_status().json()["data"]
+    listed = [one for one in listed if one["name"].startswith(NAME)]
     return {"versions": len(listed), "pages": sum(one["pages"] for one in listed)}
 
 
