@@ -97,6 +97,16 @@ _TYPES = {429: "rate_limit_error", **dict.fromkeys((424, 500, 503, 504), "server
 ANTHROPICS = "/v1/messages"
 """Routes below this path tell errors in Anthropic's shape."""
 
+GENERATES = ("/", "/generate", "/generate_stream")
+"""Routes that tell errors in TGI's shape."""
+
+_GENERATES_TYPES = {
+    **dict.fromkeys((400, 413), "validation"),
+    424: "generation",
+    **dict.fromkeys((429, 503), "overloaded"),
+}
+"""TGI's types of errors by their status; an error about keys, routes or models has none, and is told by its status."""
+
 _ANTHROPICS_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -144,11 +154,19 @@ class ApiError(Exception):
         details = {} if self.code is None else {"details": {"error_code": self.code}}
         return {"type": "error", "error": {**self.body()["error"], "type": kind, **details}}
 
+    def generates_body(self) -> dict[str, Any]:
+        """The same as clients of TGI and LoRAX read it; the field and the code stay beside it."""
+        kind = _GENERATES_TYPES.get(self.status, "generation" if self.status >= 500 else None)
+        typed = {} if kind is None else {"error_type": kind}
+        return {"error": self.message, **typed, "param": self.param, "code": self.code}
+
     def response(self, path: str = "") -> JSONResponse:
         """path: of the request."""
         retry = {} if self.retry_after is None else {"retry-after": str(max(1, math.ceil(self.retry_after)))}
-        body = self.anthropics_body() if path.startswith(ANTHROPICS) else self.body()
-        return JsonResponse(body, status_code=self.status, headers={**self.headers, **retry})
+        body, status = self.anthropics_body() if path.startswith(ANTHROPICS) else self.body(), self.status
+        if path in GENERATES:
+            body, status = self.generates_body(), 422 if status == 400 else status
+        return JsonResponse(body, status_code=status, headers={**self.headers, **retry})
 
 
 class EngineUnavailable(Exception):

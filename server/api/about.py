@@ -87,6 +87,15 @@ class Api:
         lacks = {"has_image_understanding": False, "has_audio_understanding": False}
         return JsonResponse({**names, "is_generation": True, "preferred_sampling_params": None, **lacks})
 
+    async def info(self, _: Request) -> Response:
+        """The model and its limits, as TGI tells them."""
+        settings, limit = self._settings, self._worker.model.max_model_len
+        most = {"max_concurrent_requests": settings.max_waiting, "max_best_of": 1, "max_client_batch_size": 1,
+                "max_stop_sequences": settings.max_stop_strings, "max_input_tokens": limit - 1,
+                "max_total_tokens": limit}  # fmt: skip
+        names = {"model_id": settings.base_name, "model_sha": None, "model_pipeline_tag": "text-generation"}
+        return JsonResponse({**names, **most, "router": "chorus", "version": __version__, "sha": None})
+
     async def version(self, _: Request) -> Response:
         return JsonResponse({"version": __version__})
 
@@ -98,13 +107,14 @@ class Api:
         """
         kind = OPENMETRICS if OPENMETRICS in request.headers.get("accept", "") else PLAIN
         write = FORMATS[kind]
-        if (scraping := self._scraping.get(kind)) is None or scraping.done():
-            scraping = self._scraping[kind] = asyncio.ensure_future(self._scrape(write))
-        text = await asyncio.shield(scraping)
         identity, by_adapter = request.state.identity, self._settings.fair_by == "adapter"
         allows: Callable[[str], bool] = partial(self._allows, identity.grant)
         if identity.grant.limited:
-            text = await self._scrapes.run(self.metrics.render, write, allows)
+            text = await self._scrape(write, allows)
+        else:
+            if (scraping := self._scraping.get(kind)) is None or scraping.done():
+                scraping = self._scraping[kind] = asyncio.ensure_future(self._scrape(write))
+            text = await asyncio.shield(scraping)
         shown: Callable[[str], bool] | None = request.state.tenant.__eq__
         if by_adapter:
             shown = allows if identity.grant.limited else None
@@ -115,11 +125,13 @@ class Api:
             text.removesuffix(OPENMETRICS_END) + accounts, media_type=f"{kind}; version={VERSIONS[kind]}; charset=utf-8"
         )
 
-    async def _scrape(self, write: Write) -> bytes:
+    async def _scrape(self, write: Write, allows: Callable[[str], bool] | None = None) -> bytes:
         with suppress(TimeoutError, EngineUnavailable):
             self._view = await asyncio.wait_for(asyncio.wrap_future(self._worker.view()), SCRAPE_SECONDS)
             self.metrics.forget_all_but(self._view.names)
-        return await self._scrapes.run(self.metrics.render, write)  # beside the loop: a thousand adapters take a while
+        return await self._scrapes.run(
+            self.metrics.render, write, allows
+        )  # beside the loop: a thousand adapters take a while
 
     def _allows(self, grant: Grant, model: str) -> bool:
         return grant.allows(None if model in ("", self._settings.base_name) else model)

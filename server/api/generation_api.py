@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
@@ -17,6 +18,7 @@ from ...core.requests.grammar import Grammar
 from ...core.requests.grammars import InvalidGrammar, grammars_of
 from ...core.requests.request import Request as EngineRequest
 from ...core.requests.sampling_params import AdapterPaused, InvalidRequest, NotServed, Seeds
+from ...memory.adapters.store import UnknownAdapter
 from ..access.grants import NOWHERE
 from ..access.limits import RequestLimits
 from ..engine.backend import Backend
@@ -28,15 +30,17 @@ from ..executors import DaemonPool
 from ..settings import Settings
 from ..text.call_formats import AnswerSyntax
 from ..text.tokenizer import Tokenizer
-from . import messages_request, responses_request
+from . import generate_request, messages_request, responses_request
 from .adapter_header import ADAPTER, adapter_header
 from .chat_request import ChatCompletionRequest
 from .completion_request import CompletionRequest
+from .generate_format import GenerateFormat
+from .generate_request import GenerateRequest
 from .json_text import dumps, encode
 from .logprobs import LogprobFormat
 from .messages_format import MessagesFormat
 from .messages_request import MessagesRequest
-from .openai import GenerationRequest
+from .openai import GenerationRequest, names_of
 from .price import check_steering, unasked_limit
 from .responses import AnswerFormat, ChatFormat, CompletionFormat, Echo, Extras
 from .responses_format import ResponsesFormat
@@ -96,6 +100,28 @@ class GenerationApi:
     async def completions(self, request: Request) -> Response:
         arrival = time.monotonic()
         asked = await self.parse(CompletionRequest.parse, request)
+        return await self._complete(request, asked, arrival, CompletionFormat)
+
+    async def generate(self, request: Request) -> Response:
+        """TGI's and LoRAX's."""
+        return await self._generate(request, stream=False)
+
+    async def generate_stream(self, request: Request) -> Response:
+        return await self._generate(request, stream=True)
+
+    async def generate_either(self, request: Request) -> Response:
+        """The same, a stream if the body says so."""
+        return await self._generate(request, stream=None)
+
+    async def _generate(self, request: Request, *, stream: bool | None) -> Response:
+        arrival = time.monotonic()
+        asked = await self.parse(partial(GenerateRequest.parse, stream=stream), request)
+        with renaming(generate_request.NAMES):
+            return await self._complete(request, asked.completion, arrival, partial(GenerateFormat, asked))
+
+    async def _complete(
+        self, request: Request, asked: CompletionRequest, arrival: float, make_format: MakeFormat
+    ) -> Response:
         given = asked.prompts(self._settings.max_prompts)
         self._check_choices(request, asked, len(given))
         texts = [prompt for prompt in given if isinstance(prompt, str)]
@@ -105,7 +131,7 @@ class GenerationApi:
         kept = [asked.cut(prompt, self._worker.model.max_model_len) for prompt in prompts]
         generation = await self._generation("cmpl-", request, asked, kept, arrival, "prompt")
         shown = [one if after is before else after for one, before, after in zip(given, prompts, kept, strict=True)]
-        return await self._answer(request, asked, generation, CompletionFormat, shown if asked.echo else ())
+        return await self._answer(request, asked, generation, make_format, shown if asked.echo else ())
 
     async def chat_completions(self, request: Request) -> Response:
         arrival = time.monotonic()
@@ -160,6 +186,21 @@ class GenerationApi:
         check_steering(asked, num_prompts * asked.n, self._settings)
         _, adapter = self._names(request, asked)
         self._worker.check_room(request.state.tenant, adapter, num_prompts * asked.n)
+
+    async def require(self, request: Request, model: str | None, lora_path: str | None = None) -> None:
+        """Raises an ApiError, as a request for an answer would, unless there is a model that the key may use."""
+        model, adapter = names_of(self._settings.base_name, model, lora_path)
+        asked = adapter if request.state.identity.grant.allows(adapter) else NOWHERE
+        if asked is None:
+            return
+        try:
+            await asyncio.wrap_future(self._worker.adapters.state(asked))
+        except UnknownAdapter:
+            aside = await asyncio.wrap_future(self._worker.adapters.quarantined())
+            for one in aside:
+                if one.name == asked:
+                    raise _not_served(f"adapter {asked!r} is not served: {one.reason}") from None
+            raise no_model(model) from None
 
     def _names(self, request: Request, asked: GenerationRequest) -> tuple[str, str | None]:
         """The name that the answer goes by, and the adapter's; `NOWHERE` for what the request's key may not use: the
@@ -283,7 +324,7 @@ class GenerationApi:
         try:
             await generation.start()
         except NotServed as error:
-            raise ApiError(424, str(error), param="model", code="adapter_quarantined") from None
+            raise _not_served(str(error)) from None
         except AdapterPaused as error:
             raise ApiError(503, str(error), param="model", code="adapter_paused", retry_after=1) from None
         except InvalidRequest as error:
@@ -366,6 +407,10 @@ class GenerationApi:
                 log.exception("a stream failed")
             ready.append(event(answer.failed(answer_to_error)))
         yield b"".join((*ready, answer.end))
+
+
+def _not_served(message: str) -> ApiError:
+    return ApiError(424, message, param="model", code="adapter_quarantined")
 
 
 def _versions(generation: Generation) -> str:

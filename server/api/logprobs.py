@@ -21,7 +21,11 @@ class LogprobFormat:
     def __init__(self, vocabulary: Vocabulary, *, as_token_ids: bool = False) -> None:
         """as_token_ids: tokens go by `token_id:5` instead of their names (vLLM's `return_tokens_as_token_ids`)."""
         self._vocabulary = vocabulary
+        self.name = vocabulary.name_of
         self._name = "token_id:{}".format if as_token_ids else vocabulary.name_of
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._vocabulary.specials
 
     def completion(
         self,

@@ -191,14 +191,7 @@ class GenerationRequest(GrammarFields):
 
         The adapter is `model`, the part of it behind `base:` (SGLang), or `lora_path` with no other `model` than that.
         """
-        model = base if self.model is None else self.model.removeprefix(f"{base}:") or base
-        if not self.lora_path or self.lora_path == model:
-            return model, None if model == base else model
-        if model != base:
-            raise ApiError(
-                400, f"model and lora_path name two adapters, {clipped(model)!r} and {self.lora_path!r}", param="model"
-            )
-        return self.lora_path, self.lora_path
+        return names_of(base, self.model, self.lora_path)
 
     @property
     @abstractmethod
@@ -274,6 +267,18 @@ class GenerationRequest(GrammarFields):
         if self.seed is None:
             return [first] * self.n
         return [replace(first, seed=self.seed + index) for index in range(self.n)]
+
+
+def names_of(base: str, model: str | None, lora_path: str | None = None) -> tuple[str, str | None]:
+    """What `GenerationRequest.names` returns, of these fields."""
+    model = base if model is None else model.removeprefix(f"{base}:") or base
+    if not lora_path or lora_path == model:
+        return model, None if model == base else model
+    if model != base:
+        raise ApiError(
+            400, f"model and lora_path name two adapters, {clipped(model)!r} and {lora_path!r}", param="model"
+        )
+    return lora_path, lora_path
 
 
 def _or(value: Any, default: Any) -> Any:

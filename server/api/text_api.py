@@ -75,6 +75,7 @@ class TextApi:
 
     async def tokenize(self, request: Request) -> Response:
         asked = await self._generation.parse(tokenize_request, request)
+        await self._generation.require(request, asked.model, getattr(asked, "lora_path", None))
         limit = self._worker.model.max_model_len
         if isinstance(asked, ChatToTokens):
             tokens = await self._tokenizer.encode_chat(asked.conversation(), limit)
@@ -87,6 +88,7 @@ class TextApi:
 
     async def detokenize(self, request: Request) -> Response:
         asked = await self._generation.parse(TokensToText.parse, request)
+        await self._generation.require(request, asked.model)
         vocab = self._worker.model.vocab_size
         if asked.tokens and max(asked.tokens) >= vocab:
             raise InvalidRequest("tokens", f"token id {max(asked.tokens)} is outside the vocabulary of {vocab}")
@@ -96,6 +98,7 @@ class TextApi:
     async def count_tokens(self, request: Request) -> Response:
         """Anthropic's: the length of a conversation's prompt."""
         asked = await self._generation.parse(MessagesRequest.parse_to_count, request)
+        await self._generation.require(request, asked.chat.model, asked.chat.lora_path)
         with renaming(messages_request.NAMES):
             tokens = await self._tokenizer.encode_chat(asked.chat.conversation(), self._worker.model.max_model_len)
         return JSONResponse({"input_tokens": len(tokens)})

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..access.grants import Grant, TokenBudgets
-from ..errors import ApiError
+from ..errors import GENERATES, ApiError
 
 ALWAYS_OPEN = ("/health", "/ping")
 """Routes that tell whether the server is well: nothing closes them, no key is needed, and they don't count."""
 
-GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", *GENERATES)
 
 
 class Room:

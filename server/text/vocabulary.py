@@ -21,7 +21,9 @@ class Vocabulary:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
+        added = backend.get_added_tokens_decoder()
+        self._added = {i: token.content for i, token in added.items()}
+        self.specials = frozenset(i for i, token in added.items() if token.special)
         probe, meaning = BYTE_LEVEL_PROBE
         self._is_byte_level = backend.decoder is not None and backend.decoder.decode([probe]) == meaning
         self.is_bytes = type(backend.decoder).__name__ == "ByteLevel"

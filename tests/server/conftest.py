@@ -58,6 +58,7 @@ class FakeStore:
         return list(self.tiers)
 
     def get(self, name: str) -> SimpleNamespace:
+        name = name.removesuffix("@1")
         if name not in self.tiers:
             raise UnknownAdapter(name)
         known = {"content_hash": "0" * 64, "no_effect": False, "stem": "model", "base_model": None}
@@ -128,10 +129,11 @@ class FakeEngine:
 
     def add_request(self, request: Request) -> None:
         self.threads.add(threading.get_ident())
-        if request.adapter_name is not None and request.adapter_name not in self.store.names():
-            raise InvalidRequest("model", f"no adapter {request.adapter_name}")
         if request.adapter_name is not None:
-            request.bound = self.store.get(request.adapter_name)
+            try:
+                request.bound = self.store.get(request.adapter_name)
+            except UnknownAdapter:
+                raise InvalidRequest("model", f"no adapter {request.adapter_name}") from None
         if not 0 < request.num_prompt_tokens < self.model.max_model_len:
             raise InvalidRequest("prompt", f"the prompt has {request.num_prompt_tokens} tokens")
         if any(not 0 <= token < self.model.vocab_size for token in request.token_ids):

@@ -12,6 +12,7 @@ from chorus.memory.adapters.adapter import Tier
 from chorus.server.access.grants import Grant, InvalidKey, TokenBudgets
 from chorus.server.access.keys import Keys, NamedKey, new_key, read_keys
 from chorus.server.cli.command import main
+from chorus.server.engine.metrics import Metrics
 from chorus.server.errors import ApiError
 
 NAMES = ["acme/sql", "acme/mail", "zeta/sql", "zeta/law", "solo"]
@@ -40,6 +41,12 @@ def routes_of(name):
         ("/detokenize", {"tokens": [97]}),
     ):
         yield "POST", path, {"model": name, **body}
+    for path in ("/generate", "/generate_stream", "/"):
+        yield "POST", path, {"inputs": "hi", "parameters": {"adapter_id": name}}
+    for path in ("/v1/completions", "/tokenize"):
+        yield "POST", path, {"prompt": "hi", "model": f"{name}@1"}
+    yield "POST", f"/v1/adapters/{name}/drain", {}
+    yield "PATCH", f"/v1/adapters/{name}", {"paused": True}
     yield "POST", "/v1/completions", {"prompt": "hi", "lora_path": name}
     yield "POST", "/v1/completions", {"prompt": "hi", "model": f"base:{name}"}
     for path in (f"/v1/models/{name}", f"/v1/adapters/{name}"):
@@ -117,6 +124,25 @@ def test_what_a_limited_key_sees_of_metrics_is_its_own(tenants):
     assert 'chorus_adapter_tier{adapter="acme/sql",tier="device"} 1.0' in lines
     whole = send(tenants, Grant(), "GET", "/metrics", None).text
     assert "zeta/law" in whole and "chorus_requests_running" in whole
+
+
+def test_a_limited_key_s_metrics_are_written_once(tenants, monkeypatch):
+    written = []
+    render = Metrics.render
+
+    def recorded(self, *args):
+        written.append(args)
+        return render(self, *args)
+
+    monkeypatch.setattr(Metrics, "render", recorded)
+    send(tenants, Grant(("acme/*",)), "GET", "/metrics", None)
+    assert len(written) == 1
+
+
+def test_rights_to_a_name_are_rights_to_its_versions():
+    grant = Grant(("acme/*", "solo"))
+    assert grant.allows("solo@7") and grant.allows("acme/sql@step-1")
+    assert not grant.allows("solo2@7") and not grant.allows("zeta@solo")
 
 
 def test_the_base_model_can_be_kept_back(tenants):

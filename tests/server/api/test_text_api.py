@@ -50,6 +50,23 @@ def test_wrong_input_is_named(shared, path, body, param):
     assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "a"}),
+        ("/tokenize", {"messages": USER}),
+        ("/detokenize", {"tokens": [97]}),
+        ("/v1/messages/count_tokens", {"messages": USER}),
+    ],
+)
+def test_a_model_that_there_is_not_is_a_404(shared, path, body):
+    for model, status in (("base", 200), ("alice", 200), ("base:alice", 200), ("none", 404), ("base:none", 404)):
+        response = shared.post(path, model=model, **body)
+        assert response.status_code == status, (model, response.text)
+        if status == 404:
+            assert "there is no model" in response.json()["error"]["message"]
+
+
 def test_texts_beyond_any_context_are_refused_before_they_are_tokenized(shared):
     error = shared.post("/tokenize", prompt="x" * 100_000).json()["error"]
     assert error["code"] == "context_length_exceeded"
