@@ -72,7 +72,8 @@ def test_what_parameters_ask_for(shared):
         ({"typical_p": 0.5}, "typical_p"), ({"watermark": True}, "watermark"), ({"best_of": 2}, "best_of"),
         ({"merged_adapters": {"ids": []}}, "merged_adapters"), ({"adapter_source": "s3"}, "adapter_source"),
         ({"grammar": {"type": "lark", "value": "x"}}, "grammar"), ({"max_new_tokens": "many"}, "max_new_tokens"),
-        ({"n": 2}, "n"), ({"details": 1}, "details"), ({"top_p": 7}, "top_p"), ({"max_new_tokens": -1}, "max_new_tokens"),
+        ({"n": 2}, "n"), ({"details": 1}, "details"), ({"top_p": 7}, "top_p"),
+        ({"max_new_tokens": -1}, "max_new_tokens"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_obeyed_is_refused_by_name(shared, parameters, param):
