@@ -76,6 +76,7 @@ class GenerateFormat(AnswerFormat):
         return {
             "finish_reason": reason,
             "prompt_tokens": self._generation.num_prompt_tokens,
+            "input_length": self._generation.num_prompt_tokens,
             "generated_tokens": self._generation.num_generated_tokens,
             "seed": choice.request.params.seed if self._asked.samples else None,
         }

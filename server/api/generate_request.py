@@ -40,7 +40,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 SOURCES = ("local", "hub")
 """Sources of an adapter that need nothing: it is registered here by its name, wherever it came from."""
 
-NAMES = {"prompt": "inputs", "model": "adapter_id", "structured_outputs": "grammar",
+NAMES = {"prompt": "inputs", "structured_outputs": "grammar",
          **{ours: theirs for theirs, ours in RENAMED.items()}}  # fmt: skip
 """The client's names of fields that the completion request has by others."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from chorus.core.requests.sampling_params import InvalidRequest, NotServed
+from chorus.core.requests.sampling_params import AdapterPaused, InvalidRequest, NotServed
 from chorus.memory.adapters.store import UnknownAdapter
 from chorus.memory.files.format import AdapterFormatError, AdapterManifest, AdapterPart
 from chorus.server.cluster.address import UnixSocket
@@ -127,6 +127,44 @@ def test_adapters_of_the_start_are_removed_everywhere(tmp_path):
             await one.put(manifest("/a/1", "1"), "a", replace=False)
         await one.remove("a")
         assert "a" not in one.catalog and "a" not in two.catalog
+
+    run(fronts_of(test, disk=disk)(tmp_path))
+
+
+def test_versions_and_pauses_are_the_same_at_every_front(tmp_path):
+    disk = {f"/a/{digit}": manifest(f"/a/{digit}", str(digit)) for digit in range(1, 6)}
+
+    def versions(front):
+        return {one.name: one.manifest.content_hash[0] for one in front.catalog.entries()}
+
+    async def test(directory, one, two):
+        await asyncio.wrap_future(one.catalog.put("policy", disk["/a/1"], None, replace=True, label="first", keep=3))
+        for digit, front in ((2, one), (3, two)):
+            await asyncio.wrap_future(front.catalog.put("policy", disk[f"/a/{digit}"], None, replace=True, keep=3))
+        second = next(each.label for each in one.catalog.entries() if each.manifest.content_hash[0] == "2")
+        kept = {"policy": "3", "policy@first": "1", f"policy@{second}": "2"}
+        assert versions(one) == versions(two) == kept
+        newest = one.catalog.find("policy").label
+        assert two.content(f"policy@{newest}") == "3" and int(newest) > int(second)
+        assert [each.catalog.find("policy@first").name for each in (one, two)] == ["policy"] * 2
+        with pytest.raises(FileExistsError):
+            await asyncio.wrap_future(two.catalog.put("policy", disk["/a/4"], None, replace=True, label="first"))
+        await asyncio.wrap_future(two.catalog.pause("policy", paused=True))
+        for name in ("policy", "policy@first"):
+            with pytest.raises(AdapterPaused):
+                one.catalog.find(name)
+        assert versions(one) == kept and one.catalog.state("policy").result().label == newest
+        await asyncio.wrap_future(one.catalog.put("policy", disk["/a/4"], None, replace=True, keep=2))
+        with pytest.raises(AdapterPaused):
+            two.catalog.find("policy")
+        await asyncio.wrap_future(one.catalog.pause("policy", paused=False))
+        assert versions(two) == {"policy": "4", f"policy@{newest}": "3"}
+        three = Front(disk)  # as after a restart
+        await three.follow(directory)
+        assert versions(three) == versions(two) and three.content(f"policy@{newest}") == "3"
+        await three.client.stop()
+        await two.remove("policy")
+        assert versions(one) == versions(two) == {}
 
     run(fronts_of(test, disk=disk)(tmp_path))
 
