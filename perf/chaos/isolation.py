@@ -91,7 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with launched(["--threads", "1", "--api-key-file", str(keys), *modules]) as server:
             for path, body in ROUTES.items():
                 result[path] = accuracy(measure(server.address, path, body, given.samples, draw))
-    return judge(result, [Goal(f"{path}: told right", share, "<=", MOST_RIGHT) for path, share in result.items()])
+    return judge(
+        result, [Goal(f"{path}: told right", share, MOST_RIGHT, at_most=True) for path, share in result.items()]
+    )
 
 
 if __name__ == "__main__":
