@@ -117,6 +117,8 @@ def create_app(
         GuardedRoute("POST", "/ping", api.ping, Right.KEY),
         GuardedRoute("GET", "/load", api.load, Right.KEY),
         GuardedRoute("GET", "/server_info", api.server_info, Right.KEY),
+        GuardedRoute("POST", "/pause", api.pause, Right.ADMIN, reads_json=False),
+        GuardedRoute("POST", "/resume", api.resume, Right.ADMIN, reads_json=False),
         GuardedRoute("GET", "/model_info", api.model_info, Right.KEY),
         GuardedRoute("GET", "/v1/adapters", adapters.list_all, Right.KEY),
         GuardedRoute("POST", "/v1/adapters", adapters.add, Right.ADMIN, takes_forms=True),

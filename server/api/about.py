@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,10 +20,12 @@ from ..access.grants import Grant
 from ..engine.backend import Backend
 from ..engine.engine_view import EngineView
 from ..engine.metrics import Metrics, Write, accounts_text
-from ..errors import EngineUnavailable, JsonResponse, no_model
+from ..errors import ApiError, EngineUnavailable, JsonResponse, clipped, no_model
 from ..executors import DaemonPool
 from ..http.gate import Gate
 from ..settings import Settings
+
+audit = logging.getLogger("chorus.audit")
 
 PLAIN, OPENMETRICS = "text/plain", "application/openmetrics-text"
 FORMATS: dict[str, Write] = {PLAIN: generate_latest, OPENMETRICS: partial(generate_openmetrics, escaping="allow-utf-8")}
@@ -73,12 +76,33 @@ class Api:
         return JsonResponse({"server_load": self._gate.num_generating})
 
     async def server_info(self, _: Request) -> Response:
-        """The server's limits under our names, and what SGLang's router reads under SGLang's."""
+        """The server's limits under our names, and what SGLang's router and TRL's trainers read under theirs."""
         model, settings = self._worker.model, self._settings
         told = {name: getattr(settings, name) for name in ("max_num_seqs", "max_num_batched_tokens", "max_lora_rank")}
         body = {"version": __version__, "model_path": settings.model.name, "served_model_name": settings.base_name}
+        most = settings.max_adapters_per_step or settings.max_num_seqs
+        lora = {"max_lora_rank": settings.max_lora_rank, "max_loras": most}
+        vllms = {"lora_config": lora, "parallel_config": {"data_parallel_size": 1}}
         sizes = {"max_model_len": model.max_model_len, "vocab_size": model.vocab_size, "tp_size": 1, "dp_size": 1}
-        return JsonResponse({**body, **sizes, **told})
+        return JsonResponse({**body, **sizes, **told, "vllm_config": vllms})
+
+    async def pause(self, request: Request) -> Response:
+        """vLLM's: begin no step until `resume`. Requests in progress are kept, and new ones wait."""
+        if (mode := request.query_params.get("mode", "abort")) != "keep":
+            message = (
+                f"mode is {clipped(mode)!r}; only keep is served: what is in progress is neither ended nor waited for"
+            )
+            raise ApiError(400, message, param="mode", code="unsupported_parameter")
+        return await self._freeze(request, frozen=True)
+
+    async def resume(self, request: Request) -> Response:
+        return await self._freeze(request, frozen=False)
+
+    async def _freeze(self, request: Request, *, frozen: bool) -> Response:
+        await asyncio.wrap_future(self._worker.freeze(frozen=frozen))
+        status = "paused" if frozen else "resumed"
+        audit.info("%s %s the engine", request.state.caller, status)
+        return JsonResponse({"status": status})
 
     async def model_info(self, _: Request) -> Response:
         """The model, as SGLang's router asks for it. It gives only names of directories."""

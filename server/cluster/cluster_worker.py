@@ -18,6 +18,7 @@ from ...core.base_name import names_of, with_base
 from ...core.model.config import ModelConfig
 from ...core.quarantine import adapter_directories, register_directories
 from ...core.requests.record import to_record
+from ...core.requests.sampling_params import InvalidRequest
 from ...core.requests.types import FinishReason, RequestOutput
 from ...core.scheduling.overload import Overloaded
 from ...memory.adapters.versions import versioned
@@ -235,6 +236,11 @@ class ClusterWorker:
         if tenant and waiting >= most // 2 and own >= most - waiting:  # new tenants are to find room
             text = f"{own} of your generations wait, and the queues have room for {most - waiting} of all clients"
             raise Overloaded(f"{text}; try again later", 1.0)
+
+    def freeze(self, *, frozen: bool) -> Future[None]:
+        return failed(
+            InvalidRequest("mode", "a cluster's replicas go on; pause adapters, with PATCH /v1/adapters/NAME")
+        )
 
     def view(self) -> Future[EngineView]:
         return done(view_of(self.links, self.adapters))

@@ -190,6 +190,10 @@ class Backend(Protocol):
         """Raise Overloaded when `count` more requests would not be accepted now."""
         ...
 
+    def freeze(self, *, frozen: bool) -> Future[None]:
+        """Begin no step, or go on. The future's error: InvalidRequest where that can't be."""
+        ...
+
     def view(self) -> Future[EngineView]:
         """A snapshot for metrics."""
         ...

@@ -71,6 +71,7 @@ class EngineWorker:
         self._subscribers = Subscribers()
         self._given_up: deque[str] = deque()  # requests to abort once the engine answers
         self._failed_steps = 0
+        self._frozen = False
         self._thread = threading.Thread(target=self._run, name="chorus-engine", daemon=True)
         self._started: Future[None] = Future()
         self._lost: ExecutorLost | None = None  # raised in an action; ends the thread
@@ -154,6 +155,10 @@ class EngineWorker:
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
         """Runs `function(engine)` between two steps."""
         return self._enqueue(lambda: function(self._engine))
+
+    def freeze(self, *, frozen: bool) -> Future[None]:
+        """Begin no step, or go on; requests in progress keep what they hold meanwhile, and new ones wait."""
+        return self._enqueue(partial(setattr, self, "_frozen", frozen))
 
     def view(self) -> Future[EngineView]:
         return self.call(EngineView.of)
@@ -284,7 +289,7 @@ class EngineWorker:
         self._refresh_stats()
 
     def _has_work(self) -> bool:
-        return self.failure is None and self._engine.has_work()
+        return self.failure is None and not self._frozen and self._engine.has_work()
 
     def _step(self) -> None:
         try:

@@ -1,6 +1,7 @@
 """Models, health, version and the OpenAI client, over a fake engine."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
@@ -74,3 +75,17 @@ def test_the_openai_client(shared):
     assert caught.value.param == "suffix"
     with pytest.raises(openai.APIError):
         list(client.completions.create(model="base", prompt=[97, 0], stream=True))
+
+
+def test_an_engine_is_paused_and_goes_on(start, fake_engine):
+    live = start(fake_engine)
+    assert live.client.post("/pause", params={"mode": "abort"}).status_code == 400
+    assert live.client.post("/pause", params={"mode": "keep"}).json() == {"status": "paused"}
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(live.post, prompt="abc")
+        live.wait_until(lambda: fake_engine.running)
+        steps = fake_engine.steps
+        assert live.client.get("/health").status_code == 200 and not answer.done()
+        assert fake_engine.steps == steps == 0
+        assert live.client.post("/resume").json() == {"status": "resumed"}
+        assert answer.result().json()["choices"][0]["text"] == "abc"
