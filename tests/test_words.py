@@ -1,4 +1,6 @@
-"""Plain words as a test: nouns, not pronouns, in comments and docstrings; a short README. Alone: `python tests/test_words.py [root]`.
+"""Plain words as a test: nouns, not pronouns, in comments and docstrings; a short README.
+
+Alone: `python tests/test_words.py [root]`.
 
 "Whoever", "those" or "nobody" almost always hides a noun: the request, the tenant, the page, the client.
 """
