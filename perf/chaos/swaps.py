@@ -44,8 +44,8 @@ TIMEOUT = 120.0
 class Swaps:
     """Versions of one adapter on a live server, and what its answers must be.
 
-    contents: directories, each another content. prompts: token ids. most_pages: of any content. told: content by label, of each load that was
-    answered; a load under way has its own in `coming`.
+    contents: directories, each another content. prompts: token ids. most_pages: of any content. told: content by label,
+    of each load that was answered; a load under way has its own in `coming`.
     """
 
     url: str

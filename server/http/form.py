@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from email.message import Message
 from typing import NamedTuple
 
@@ -35,40 +35,58 @@ def boundary_of(content_type: str) -> bytes | None:
 
 async def pieces(body: AsyncIterator[bytes], boundary: bytes) -> AsyncIterator[Piece]:
     """The pieces of all parts in order, an empty one at the end of each. Raises an ApiError for what is no form."""
-    buffer, head, parts, done = bytearray(b"\r\n"), None, 0, False
+    form = _Form(boundary)
     async for data in body:
-        if done:  # an epilogue, which means nothing
-            continue
+        for piece in form.read(data):
+            yield piece
+    if not form.is_over:
+        raise ApiError(400, "the form ends before its last boundary")
+
+
+class _Form:
+    """What has come of a form. is_over: its last boundary came; what follows means nothing."""
+
+    def __init__(self, boundary: bytes) -> None:
+        self._boundary = boundary
+        self._buffer = bytearray(b"\r\n")
+        self._part: tuple[str, str | None] | None = None
+        self._num_parts = 0
+        self.is_over = False
+
+    def read(self, data: bytes) -> Iterator[Piece]:
+        buffer, boundary = self._buffer, self._boundary
         buffer += data
-        while True:
-            if head is None:
-                end = buffer.find(b"\r\n\r\n")
-                start = buffer.find(boundary)
-                if start == 0 and buffer[len(boundary) : len(boundary) + 2] == b"--":
-                    done = True
-                    break
-                if end < 0:
-                    if len(buffer) > MAX_HEAD_BYTES:
-                        raise ApiError(400, "the form's parts can't be told apart; send multipart/form-data")
-                    break
-                parts += 1
-                if start != 0 or parts > MAX_PARTS:
-                    raise ApiError(400, f"a form has at most {MAX_PARTS} parts, each behind its boundary")
-                head = _head(bytes(buffer[len(boundary) + 2 : end]))
-                del buffer[: end + 4]
-                if buffer.startswith(boundary[2:]):  # an empty part may end at once
-                    buffer[:0] = b"\r\n"
+        while not self.is_over and (self._part is not None or self._begin()):
+            assert self._part is not None
             end = buffer.find(boundary)
             upto = end if end >= 0 else max(0, len(buffer) - len(boundary))
             if upto:
-                yield Piece(*head, bytes(buffer[:upto]))
+                yield Piece(*self._part, bytes(buffer[:upto]))
                 del buffer[:upto]
             if end < 0:
-                break
-            yield Piece(*head, b"")
-            head = None
-    if not done:
-        raise ApiError(400, "the form ends before its last boundary")
+                return
+            yield Piece(*self._part, b"")
+            self._part = None
+
+    def _begin(self) -> bool:
+        """Read a part's head; False while that is not whole, and at the form's end."""
+        buffer, boundary = self._buffer, self._boundary
+        start, end = buffer.find(boundary), buffer.find(b"\r\n\r\n")
+        if start == 0 and buffer[len(boundary) : len(boundary) + 2] == b"--":
+            self.is_over = True
+            return False
+        if end < 0:
+            if len(buffer) > MAX_HEAD_BYTES:
+                raise ApiError(400, "the form's parts can't be told apart; send multipart/form-data")
+            return False
+        self._num_parts += 1
+        if start != 0 or self._num_parts > MAX_PARTS:
+            raise ApiError(400, f"a form has at most {MAX_PARTS} parts, each behind its boundary")
+        self._part = _head(bytes(buffer[len(boundary) + 2 : end]))
+        del buffer[: end + 4]
+        if buffer.startswith(boundary[2:]):  # an empty part may end at once
+            buffer[:0] = b"\r\n"
+        return True
 
 
 def _head(lines: bytes) -> tuple[str, str | None]:
