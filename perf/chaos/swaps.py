@@ -234,7 +234,8 @@ def killed(root: Path, times: int, cluster: int) -> dict[str, Any]:
             server.process.kill()
             thread.join(TIMEOUT)
             told.append(len(life.order))
-    return {"kills": times, "swaps": told[-1], "wrong": wrong + (life.wrong if life else []), "ok": not wrong}
+    wrong += [] if life is None else life.wrong
+    return {"kills": times, "swaps": told[-1], "wrong": wrong, "ok": not wrong}
 
 
 def _swap_on(life: Swaps, turn: int) -> None:
@@ -246,7 +247,8 @@ def _swap_on(life: Swaps, turn: int) -> None:
 def _after_a_kill(server: LaunchedServer, life: Swaps) -> list[str]:
     wrong = []
     with httpx.Client(base_url=server.url, timeout=TIMEOUT, trust_env=False) as client:
-        listed = {one["name"]: one for one in client.get("/v1/adapters").raise_for_status().json()["data"]}
+        listed = client.get("/v1/adapters").raise_for_status().json()["data"]
+        listed = {one["name"]: one for one in listed if one["name"].startswith(NAME)}
         newest = listed.get(NAME)
         allowed = {life.told[life.order[-1]], life.coming}
         if newest is None or newest["content_hash"] not in allowed:
