@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...core.quarantine import Quarantined
+from ...memory.adapters.registry_store import Entry as Registered
 from ...memory.adapters.store import UnknownAdapter
 from ...memory.adapters.versions import versioned
 from ...memory.files.error import AdapterFormatError
@@ -24,7 +25,6 @@ from .address import Address
 from .catalog import Catalog, Cluster, Entry, failed
 from .registry import EXISTS, UNKNOWN
 from .registry_client import RegistryClient, RegistryRefusal
-from .registry_store import Entry as Registered
 
 if TYPE_CHECKING:
     from ...memory.files.format import AdapterManifest

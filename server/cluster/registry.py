@@ -17,10 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ...memory.adapters.registry_store import RegistryError, RegistryFull, RegistryStore, check_entry
 from . import listener
 from .address import Listening
 from .listener import Listener
-from .registry_store import RegistryError, RegistryFull, RegistryStore, check_entry
 from .stream import FrameStream, accept
 from .wire import Frame, Malformed, WireError
 

@@ -14,11 +14,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from types import MappingProxyType
 
+from ...memory.adapters.registry_store import Entry, check_entry
 from ..errors import ApiError
 from .address import Address
 from .reconnect import stay_connected
 from .registry import EXISTS, FROM_REGISTRY, INVALID, MAX_COPY_BYTES, UNKNOWN
-from .registry_store import Entry, check_entry
 from .stream import FrameStream, connect
 from .wire import Frame, Malformed, WireError
 

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...memory.adapters.registry_store import Entry, RegistryStore
 from ...memory.adapters.versions import split_version
 from ...memory.files.content_store import ContentStore, Draft
 from ...memory.files.error import AdapterFormatError
 from ...memory.files.identity import with_content
 from ...memory.host.image import HostImage
-from ..cluster.registry_store import Entry, RegistryStore
 
 if TYPE_CHECKING:
     from ..settings import Settings

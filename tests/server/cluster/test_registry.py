@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chorus.memory.adapters.registry_store import Entry, RegistryStore
 from chorus.server.cluster import registry as registries
 from chorus.server.cluster.address import UnixSocket
 from chorus.server.cluster.registry import FROM_REGISTRY, TO_REGISTRY, serve
 from chorus.server.cluster.registry_client import RegistryAway, RegistryClient, RegistryCopy, RegistryRefusal
-from chorus.server.cluster.registry_store import Entry, RegistryStore
 from chorus.server.cluster.stream import Refused, accept, connect, new_secret
 from chorus.server.cluster.wire import Frame, Malformed
 

@@ -15,10 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...memory.adapters.adapter import check_name
-from ...memory.adapters.versions import LABEL
-from ...memory.files.directory import MAX_PATH_BYTES
-from ...memory.files.error import AdapterFormatError
+from ..files.directory import MAX_PATH_BYTES
+from ..files.error import AdapterFormatError
+from .adapter import check_name
+from .versions import LABEL
 
 APPLICATION_ID = 0x43485253
 """SQLite's `application_id` of these files, CHRS."""
