@@ -188,7 +188,7 @@ class Doors:
             raise ApiError(403, "changing adapters needs an admin key of this server", code="admin_key_required")
         reads_json = route is None or route.reads_json
         kind = headers.get("content-type", "")
-        is_form = route is not None and route.takes_forms and kind.startswith("multipart/form-data")
+        is_form = route is not None and route.takes_forms and kind.startswith("multipart/form-data;")
         if method in ("POST", "PATCH") and reads_json and not (is_form or _is_json(kind)):
             given = clipped(kind) or "nothing"
             raise ApiError(415, f"the content-type is {given!r}, the body must be application/json",
