@@ -42,6 +42,8 @@ from .http.doors import Doors, GuardedRoute, RequestId
 from .http.gate import Gate
 from .settings import Settings
 from .text.tokenizer import Tokenizer
+from .ui.page import FILES, static
+from .ui.watchers import Watchers
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +77,7 @@ def create_app(
     texts = TextApi(worker, tokenizer, generation)
     loads = AdapterLoads(worker, settings.adapter_load_seconds, settings.adapter_places)
     adapters = AdapterApi(worker, settings, loads)
+    watchers = Watchers(worker, api.metrics, executors.page, gate, settings.base_name)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -110,7 +113,7 @@ def create_app(
         GuardedRoute("GET", "/ping", api.ping, Right.OPEN),
         GuardedRoute("POST", "/ping", api.ping, Right.KEY),
         GuardedRoute("GET", "/load", api.load, Right.KEY),
-        GuardedRoute("GET", "/server_info", api.server_info, Right.KEY),
+        GuardedRoute("GET", "/server_info", api.server_info, Right.ADMIN),
         GuardedRoute("GET", "/model_info", api.model_info, Right.KEY),
         GuardedRoute("GET", "/v1/adapters", adapters.list_all, Right.KEY),
         GuardedRoute("POST", "/v1/adapters", adapters.add, Right.ADMIN),
@@ -124,6 +127,8 @@ def create_app(
             for path, (methods, _) in ABSENT.items()
             for method in methods
         ),
+        *(GuardedRoute("GET", path, static(path), Right.OPEN) for path in FILES if settings.ui),
+        *([GuardedRoute("GET", "/ui/events", watchers.events, Right.OPERATOR)] if settings.ui else []),
     ]
     app = Starlette(
         routes=routes,
@@ -148,6 +153,7 @@ def create_app(
         lifespan=lifespan,
     )  # fmt: skip
     app.state.gate, app.state.worker, app.state.executors, app.state.key_watch = gate, worker, executors, key_watch
+    app.state.watchers = watchers
     app.state.private_paths = private
     try:  # not in the lifespan: the command line would show its errors as tracebacks
         watchdog.start()

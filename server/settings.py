@@ -149,6 +149,10 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     kv_events_topic: str = Field(
         default="", max_length=256, description="topic of the KV events; llm-d reads kv@ADDRESS:PORT@MODEL"
     )
+    ui: bool = Field(
+        default=True,
+        description="serve the operator's page at /ui; where there are keys, its data need an admin key",
+    )
     record: Path | None = Field(
         default=None,
         description="file that gets a row for each request when it ends, for `chorus plan`: arrival, adapter and rank, "

@@ -96,6 +96,8 @@ class Metrics:
     def __init__(self, stats: Callable[[], EngineStats], view: Callable[[], EngineView], base: str) -> None:
         self.registry = registry = CollectorRegistry()
         registry.register(_EngineCollector(stats, view, base))
+        self.first_tokens: list[float] | None = None
+        """Seconds to first tokens since the operator's page last took them; None while none is open."""
         self._base = base
         self._models: set[str] = set()
         self._finish_reasons: dict[str, set[str]] = {}
@@ -127,6 +129,8 @@ class Metrics:
         self._generated_tokens.add(self._series(model), tokens)
         if first:
             self._ttft.observe(seconds)
+            if self.first_tokens is not None:
+                self.first_tokens.append(seconds)
         else:
             self._itl.observe(seconds / tokens, tokens)
 
