@@ -142,4 +142,4 @@ def changes(before: np.ndarray, after: np.ndarray) -> np.ndarray:
 
 def event(name: str, body: dict[str, Any]) -> bytes:
     """An event of a stream."""
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY))
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), orjson.dumps(body, list, orjson.OPT_SERIALIZE_NUMPY))

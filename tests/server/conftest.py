@@ -25,9 +25,10 @@ from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import InvalidRequest
 from chorus.core.requests.types import FinishReason, RequestOutput, StepInfo, TokenLogprobs
 from chorus.core.scheduling.overload import Overloaded
+from chorus.core.scheduling.running import Running
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.adapters.store import UnknownAdapter
-from chorus.memory.pages.pool import IntegrityError
+from chorus.memory.pages.pool import IntegrityError, PagePool
 from chorus.server.api.sampling_defaults import SamplingDefaults
 from chorus.server.app import create_app
 from chorus.server.engine.kv_publisher import kv_publisher_of
@@ -69,10 +70,15 @@ class FakeStore:
             rank=4,
             manifest=manifest,
             pages=[],
+            num_pages=2,
+            uses=3,
             references=0,
             load_seconds=0.25,
             num_overflows=None,
         )
+
+    def registered(self) -> list[SimpleNamespace]:
+        return [self.get(name) for name in self.tiers]
 
     def is_pinned(self, adapter: SimpleNamespace) -> bool:
         return adapter.name in self.pinned
@@ -98,6 +104,7 @@ class FakeEngine:
         self.store = FakeStore(adapters)
         self.quarantine: dict[str, Any] = {}
         self.modes = None
+        self.pool = PagePool(101)
         self.last_decode = None, 0.0
         self.gate = threading.Event()
         self.gate.set()
@@ -217,6 +224,14 @@ class FakeEngine:
 
     def accounts(self) -> list[AccountStats]:
         return []
+
+    @property
+    def scheduler(self) -> SimpleNamespace:
+        """Its running requests, without pages of their own."""
+        running = Running()
+        for request, _ in list(self.running.values()):
+            running.append(request)
+        return SimpleNamespace(running=running, waiting=[], only=None)
 
     def adapter_load(self) -> tuple[list[str], list[str]]:
         return sorted({request.adapter_name for request, _ in self.running.values()} - {None}), []

@@ -40,6 +40,7 @@ function setText(element, text) {
 }
 
 const count = (number) => plain.format(number);
+const counted = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : /(ch|s)$/.test(noun) ? "es" : "s"}`;
 const share = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(part && part < whole / 100 ? 1 : 0)} %` : "0 %");
 const modelName = (adapter) => (adapter === BASE ? `${data.model} (base)` : adapter);
 
@@ -49,7 +50,7 @@ function seconds(value) {
 }
 
 function rate(value) {
-  return value >= 100 ? count(Math.round(value)) : value.toFixed(1);
+  return value === 0 ? "0" : value >= 100 ? count(Math.round(value)) : value.toFixed(1);
 }
 
 function stored(storage, name, value) {
@@ -315,7 +316,7 @@ function redraw() {
     cost.draw = performance.now() - began;
     const parts = [`Chorus ${data.version}`, `last event ${count(cost.bytes)} bytes`,
       `read in ${cost.apply.toFixed(1)} ms, drawn in ${cost.draw.toFixed(1)} ms`,
-      `${data.watchers} ${data.watchers === 1 ? "page" : "pages"} watching`];
+      `${counted(data.watchers, "page")} watching`];
     setText($("foot"), parts.join(" · "));
     root.dataset.events = String(Number(root.dataset.events || 0) + 1);
     root.dataset.frame = (cost.apply + cost.draw).toFixed(2);
@@ -326,13 +327,13 @@ function drawTiles() {
   const { stats } = data;
   const paused = [...data.requests.values()].reduce((sum, row) => sum + row[4], 0);
   const point = data.points[data.points.length - 1];
-  const first = data.points.filter((one) => one[2] !== null).slice(-10).pop();
+  const first = data.points.filter((one) => one[2] !== null && point[0] - one[0] < 60).pop();
   const recent = data.points.slice(-10).map((one) => one[1]);
   const used = stats.pages - stats.free_pages;
   setText($("t-running"), count(stats.running - paused));
-  setText($("t-running-more"), `${count(paused)} paused, ${count(stats.preemptions)} preempted so far`);
+  setText($("t-running-more"), `${count(paused)} paused · ${count(stats.preemptions)} preempted`);
   setText($("t-waiting"), count(stats.waiting));
-  setText($("t-waiting-more"), `${count(stats.reads)} adapters being read`);
+  setText($("t-waiting-more"), `${counted(stats.reads, "adapter")} being read`);
   setText($("t-rate"), point ? rate(point[1]) : "–");
   setText($("t-rate-more"), `${rate(recent.reduce((sum, one) => sum + one, 0) / (recent.length || 1))} mean of 10 s`);
   setText($("t-first"), seconds(first && first[2]));
@@ -342,8 +343,8 @@ function drawTiles() {
   setText($("t-arena-more"), `prefix cache hits ${hits}`);
   setText($("t-merged"), stats.merged_adapter === null ? "none" : stats.merged_adapter);
   $("t-merged").title = stats.merged_adapter || "";
-  const pause = stats.merges ? `, longest pause ${seconds(stats.longest_merge_pause)}` : "";
-  setText($("t-merged-more"), `${count(stats.merges)} merges, ${count(stats.mode_switches)} switches${pause}`);
+  setText($("t-merged-more"), `${counted(stats.merges, "merge")} · ${counted(stats.mode_switches, "switch")}`);
+  $("t-merged-more").title = `longest pause for merging: ${seconds(stats.longest_merge_pause)}`;
 }
 
 // --- the arena ---
@@ -372,11 +373,13 @@ function nameOf(owner) {
 
 // Pages by group of the legend. The largest groups keep the colour that they have as long as they are among them.
 function groups() {
-  const counted = new Map();
-  for (const number of data.owners) counted.set(number, (counted.get(number) || 0) + 1);
+  const pagesOf = new Uint32Array(mostOwner() + 1);
+  for (const number of data.owners) pagesOf[number]++;
   const kinds = KINDS.map((label, kind) => ({ label, colour: KIND_COLOURS[kind], pages: 0, owners: [] }));
   const named = new Map();
-  for (const [number, pages] of counted) {
+  for (let number = 0; number < pagesOf.length; number++) {
+    const pages = pagesOf[number];
+    if (!pages) continue;
     const owner = ownerOf(number);
     const name = nameOf(owner);
     let group = kinds[owner.kind];
@@ -413,10 +416,12 @@ function groups() {
   return [...top, ...(rest.pages ? [rest] : []), ...shown];
 }
 
+function mostOwner() {
+  return KINDS.length + data.named.size; // owners are numbered as they come
+}
+
 function setLut(rows) {
-  let most = KINDS.length;
-  for (const number of data.named.keys()) most = Math.max(most, number);
-  const lut = new Uint32Array(most + 1);
+  const lut = new Uint32Array(mostOwner() + 1);
   for (const group of rows) {
     const full = pixel(colours[group.colour], 1);
     const faint = pixel(colours[group.colour], 0.18);
@@ -472,6 +477,7 @@ function drawArena() {
   else for (let at = 0; at * map.each < data.owners.length; at++) cells[at] = lut[mostly(at)];
   map.cells.getContext("2d").putImageData(map.image, 0, 0);
   drawMap();
+  setText($("page"), view.cursor < 0 ? describeChosen() : describePage(view.cursor));
   const used = rows.filter((one) => one.pages).map((one) => `${one.label}: ${count(one.pages)}`);
   map.canvas.setAttribute("aria-label", `Map of ${count(data.owners.length)} pages. ${used.join(", ")}`);
 }
@@ -541,8 +547,19 @@ map.canvas.addEventListener("pointermove", (event) => {
   const row = Math.floor((event.offsetY * scale) / map.cell);
   if (column < map.columns) point((row * map.columns + column) * map.each, false);
 });
+function describeChosen() {
+  if (view.chosen === null) return "Point at a page, or move with the arrow keys, to see its owner.";
+  const sums = new Uint32Array(KINDS.length);
+  for (const number of data.owners) {
+    const owner = ownerOf(number);
+    if (owner.adapter === view.chosen) sums[owner.kind]++;
+  }
+  return `${view.chosen}: ${counted(sums[WEIGHTS], "page")} of weights, ${sums[KV]} of KV. Choose it again to see all.`;
+}
+
 map.canvas.addEventListener("pointerleave", () => {
   view.cursor = -1;
+  setText($("page"), describeChosen());
   if (data.stats) drawMap();
 });
 map.canvas.addEventListener("click", () => {
@@ -567,7 +584,7 @@ for (const input of document.querySelectorAll("input[name=by]")) {
 
 // --- replicas, in a cluster ---
 
-const counted = new Map(); // tokens of each replica, when they were counted, and the latest rate
+const speeds = new Map(); // tokens of each replica, when they were counted, and the latest rate
 
 function drawReplicas() {
   const now = performance.now();
@@ -584,14 +601,14 @@ function drawReplicas() {
       part.style.width = `${(100 * parts[kind]) / (stats.pages || 1)}%`;
     });
     bar.title = order.map((kind) => `${KINDS[kind]}: ${count(parts[kind])}`).join(", ");
-    const before = counted.get(name);
+    const before = speeds.get(name);
     if (!before || before.tokens !== stats.generated_tokens || now - before.at > 2000) {
       const speed = before ? (1000 * Math.max(0, stats.generated_tokens - before.tokens)) / (now - before.at) : 0;
-      counted.set(name, { tokens: stats.generated_tokens, at: now, speed });
+      speeds.set(name, { tokens: stats.generated_tokens, at: now, speed });
     }
     setText(running, count(stats.running));
     setText(waiting, count(stats.waiting));
-    setText(tokens, rate(counted.get(name).speed));
+    setText(tokens, rate(speeds.get(name).speed));
   });
   const { stats } = data;
   const pages = [stats.free_pages, 0, stats.kv_pages, stats.adapter_pages, stats.cached_pages, stats.shadow_pages];
@@ -655,7 +672,7 @@ function sortAdapters() {
 }
 
 function drawAdapters() {
-  const isHeld = $("grid").matches(":hover") || $("grid").contains(document.activeElement);
+  const isHeld = $("scroll").matches(":hover") || $("scroll").contains(document.activeElement);
   if (order.at === 0 || (!isHeld && performance.now() - order.at > 1000 * SORT_SECONDS)) sortAdapters();
   order.rows = order.rows.filter((one) => data.adapters.has(one.name));
   order.most = 1;
@@ -708,9 +725,9 @@ function drawRows() {
   active = Math.max(0, Math.min(active, rows.length - 1));
   const height = `${Math.max(rows.length * ROW_HEIGHT, 80)}px`;
   if (space.style.height !== height) space.style.height = height;
-  $("grid").setAttribute("aria-rowcount", String(rows.length + 1));
+  scroll.setAttribute("aria-rowcount", String(rows.length + 1));
   const first = Math.max(0, Math.floor(scroll.scrollTop / ROW_HEIGHT) - 1);
-  const shown = rows.slice(first, first + Math.ceil(scroll.clientHeight / ROW_HEIGHT) + 3);
+  const shown = rows.slice(first, first + Math.ceil(scroll.clientHeight / ROW_HEIGHT) + 2);
   let empty = space.querySelector(".empty");
   if (!rows.length !== !!empty) {
     if (empty) empty.remove();
@@ -759,7 +776,7 @@ $("scroll").addEventListener("keydown", (event) => {
   if (event.key in steps) {
     event.preventDefault();
     active = Math.max(0, Math.min(order.rows.length - 1, active + steps[event.key]));
-    const [top, height] = [active * ROW_HEIGHT, $("scroll").clientHeight];
+    const [top, height] = [active * ROW_HEIGHT, $("scroll").clientHeight - ROW_HEIGHT]; // the names' row stays
     if (top < $("scroll").scrollTop) $("scroll").scrollTop = top;
     else if (top + ROW_HEIGHT > $("scroll").scrollTop + height) $("scroll").scrollTop = top + ROW_HEIGHT - height;
     drawRows();
@@ -822,8 +839,8 @@ function chart(canvas, lines, text) {
     context.fillText(part ? text(part * most) : "0", left - 6, at);
   }
   context.textBaseline = "alphabetic";
-  for (const [minutes, align] of [[5, "left"], [4, "center"], [3, "center"], [2, "center"], [1, "center"], [0, "right"]]) {
-    context.textAlign = align;
+  for (const minutes of width < 480 ? [4, 2, 0] : [5, 4, 3, 2, 1, 0]) {
+    context.textAlign = minutes === 0 ? "right" : minutes === 5 ? "left" : "center";
     context.fillText(minutes ? `−${minutes} min` : "now", x(end - 60 * minutes), height - 4);
   }
   for (const [at, colour] of lines) {
@@ -859,7 +876,7 @@ function drawRequests() {
   const all = ([, running, waiting, paused]) => running + waiting + paused;
   const rows = [...totals.values()].sort((one, two) => all(two) - all(one) || (one[0] < two[0] ? -1 : 1));
   const most = rows.length ? all(rows[0]) : 1;
-  const create = () => make("tr", {}, make("td"), make("td", {}, make("div", { className: "bar" },
+  const create = () => make("tr", {}, make("td"), make("td", { className: "gauge" }, make("div", { className: "bar" },
     make("i", { className: "a" }), make("i", { className: "b" }), make("i", { className: "c" }))),
   make("td", { className: "n" }), make("td", { className: "n" }), make("td", { className: "n" }));
   fill($("requests"), rows.slice(0, MAX_REQUEST_ROWS), create, (row, [name, ...numbers]) => {
@@ -872,7 +889,7 @@ function drawRequests() {
   });
   $("requests-empty").hidden = rows.length > 0;
   const more = rows.length - MAX_REQUEST_ROWS;
-  setText($("requests-note"), `${count(rows.length)} ${view.of}s with requests in progress${more > 0 ? `, ${count(more)} more than shown` : ""}.`);
+  setText($("requests-note"), `${counted(rows.length, view.of)} with requests in progress${more > 0 ? `, ${count(more)} more than shown` : ""}.`);
 }
 
 for (const input of document.querySelectorAll("input[name=of]")) {
