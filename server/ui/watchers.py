@@ -88,6 +88,8 @@ class Watchers:
 
     async def events(self, _: Request) -> Response:
         """Everything at once, then once a second what has changed."""
+        if self._gate.draining:
+            raise ApiError(503, "the server is shutting down", code="draining", retry_after=5)
         if len(self.watchers) >= MAX_WATCHERS:
             message = f"{MAX_WATCHERS} pages are open, which is all this server serves; close one"
             raise ApiError(503, message, code="overloaded", retry_after=10)

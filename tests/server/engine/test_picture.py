@@ -21,8 +21,8 @@ from chorus.server.engine.picture import Phase, Picture
 
 @pytest.fixture
 def engine():
-    executor = FakeExecutor(200)
-    config = EngineConfig(model=Path("none"), max_num_seqs=2, num_pages=200)
+    executor = FakeExecutor(1000)
+    config = EngineConfig(model=Path("none"), max_num_seqs=2, num_pages=1000)
     made = Engine(config, executor, reads=InlineReads())
     for name in ("a", "b", "c"):
         made.store.register(name, Path(f"{name}-16"))
@@ -56,7 +56,8 @@ def test_every_page_in_use_has_its_owner(engine):
 def test_a_paused_request_is_one_without_a_row(engine):
     for index in range(2):
         add(engine, f"first {index}", "a", "acme")
-    engine.step()
+        engine.step()
+        engine.step()
     add(engine, "other", "b", "zeta")
     for _ in range(5):
         engine.step()
