@@ -126,7 +126,7 @@ def test_light_and_dark_narrow_and_wide(browser, large, tmp_path):
             drawn(browser, 2)
             browser.run(LAYOUT_SHIFT)
             drawn(browser, 2)
-            assert sum(browser.run("return window.shifts")) == 0, "nothing moves while numbers change"
+            assert sum(browser.run("return window.shifts")) < 1e-3, "nothing moves while numbers change"
             assert browser.run("return document.documentElement.scrollWidth <= innerWidth"), "nothing is cut off"
             frames.append(float(browser.run("return document.documentElement.dataset.frame")))
             backs.append(browser.run("return getComputedStyle(document.body).backgroundColor"))
