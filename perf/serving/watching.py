@@ -1,8 +1,8 @@
 """What watching the operator's page costs the server: `python -m chorus.perf.serving.watching`.
 
-Pairs of rounds on one `chorus serve` (the built-in model): streams side by side, alone and while readers of `/ui/events`
-watch, in turns of changing order. What counts is the processor time of the whole server for a token, read from the
-kernel, so that what else the machine does hardly shows. The bar: at most 5 % more at the median of the pairs.
+Pairs of rounds on one `chorus serve` (the built-in model): streams side by side, alone and while readers of
+`/ui/events` watch, in turns of changing order. What counts is the processor time of the whole server for a token, read
+from the kernel, so that what else the machine does hardly shows. The bar: at most 5 % more at the median of the pairs.
 
 Then the scale: the engine without tensors with many pages and adapters at work, a picture of it taken after every few
 steps and encoded. Bytes of an event, and processor milliseconds on the engine's thread and beside it.

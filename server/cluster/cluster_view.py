@@ -61,10 +61,14 @@ def picture_of(links: Sequence[Link], catalog: Catalog, requests: Iterable[OpenR
             tier, known = Tier(text), nearest.get(content, Tier.FAILED)
             if tier in _NEAREST and _NEAREST.index(tier) <= _NEAREST.index(known):
                 nearest[content] = tier
-    rows = [
-        AdapterRow(one.name, nearest.get(one.manifest.content_hash or "", Tier.DISK), one.manifest.rank, 0, None, False)
-        for one in catalog.entries()
-    ]
+    entries = catalog.entries()
+
+    def rows() -> list[AdapterRow]:
+        return [
+            (one.name, nearest.get(one.manifest.content_hash or "", Tier.DISK), one.manifest.rank, 0, None, False)
+            for one in entries
+        ]
+
     phases = Counter(
         (one.record["adapter"] or "", one.record["tenant"], Phase.RUNNING if one.num_output_tokens else Phase.WAITING)
         for one in requests

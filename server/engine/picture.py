@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...core.requests.request import RequestState
+from ...memory.adapters.adapter import Tier
 from ...memory.pages.pool import PageKind
 
 if TYPE_CHECKING:
     from ...core.engine import Engine
     from ...core.engine_stats import EngineStats
-    from ...memory.adapters.adapter import Tier
+    from ...memory.adapters.adapter import Adapter
+    from ...memory.adapters.store import AdapterStore
 
 
 class Phase(StrEnum):
@@ -34,15 +37,10 @@ class Holding(NamedTuple):
     pages: Sequence[int]
 
 
-class AdapterRow(NamedTuple):
-    """An adapter. pages: that it takes where it is resident. uses: requests that it has begun with; None: unknown."""
-
-    name: str
-    tier: Tier
-    rank: int
-    pages: int
-    uses: int | None
-    pinned: bool
+AdapterRow = tuple[str, Tier, int, int, int | None, bool]
+"""An adapter: name, tier, rank, pages that it takes where it is resident, requests that it has begun with (None:
+unknown), whether it is pinned. A plain tuple: thousands are made a second.
+"""
 
 
 class ReplicaRow(NamedTuple):
@@ -55,11 +53,13 @@ class ReplicaRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A snapshot. phases: number of requests by adapter ("" for the base model), tenant and phase. kinds: a byte for
-    each page; empty where the engine is elsewhere. holdings: owners of pages, as far as these have any.
+    """A snapshot. adapters: makes their rows as they are when it is called, on any thread but the engine's.
+
+    phases: number of requests by adapter ("" for the base model), tenant and phase. kinds: a byte for each page; empty
+    where the engine is elsewhere. holdings: owners of pages, as far as these have any.
     """
 
-    adapters: list[AdapterRow] = field(default_factory=list)
+    adapters: Callable[[], list[AdapterRow]] = list
     phases: Counter[tuple[str, str, Phase]] = field(default_factory=Counter)
     kinds: bytes = b""
     holdings: list[Holding] = field(default_factory=list)
@@ -81,10 +81,15 @@ class Picture:
                 holdings.append(Holding(PageKind.KV, adapter, request.tenant, request.block_table.pages.copy()))
         for request in scheduler.waiting:
             phases[request.adapter_name or "", request.tenant, Phase.WAITING] += 1
-        adapters = []
-        for one in store.registered():
-            if one.pages:
-                holdings.append(Holding(PageKind.ADAPTER, one.name, "", one.pages))
-            tier, pinned = store.tier(one), store.is_pinned(one)
-            adapters.append(AdapterRow(one.name, tier, one.rank, one.num_pages, one.uses, pinned))
-        return cls(adapters, phases, engine.pool.kinds().tobytes(), holdings)
+        holdings += (Holding(PageKind.ADAPTER, one.name, "", one.pages) for one in store.resident())
+        return cls(partial(_rows, store, list(store.registered())), phases, engine.pool.kinds().tobytes(), holdings)
+
+
+def _rows(store: AdapterStore, adapters: Sequence[Adapter]) -> list[AdapterRow]:
+    """Rows of adapters. It looks at one attribute or entry after another, so that no step has to wait for it."""
+    near, tier, is_pinned = store.images.keys(), store.tier, store.is_pinned
+    return [
+        (one.name, tier(one) if one.pages or one in near else Tier.DISK, one.rank, one.layout.num_pages, one.uses,
+         is_pinned(one))
+        for one in adapters
+    ]  # fmt: skip

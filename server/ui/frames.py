@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -83,9 +83,11 @@ class Frames:
 
     def _show(self, picture: Picture) -> Shown:
         owners = np.frombuffer(picture.kinds, np.uint8).astype(np.uint32)
-        for kind, adapter, tenant, pages in picture.holdings:
-            owners[pages] = self._numbers.setdefault((kind, adapter, tenant), len(PageKind) + len(self._numbers))
-        tables: dict[str, Rows] = {"adapters": {row.name: row for row in picture.adapters},
+        held, numbers = picture.holdings, self._numbers
+        names = [numbers.setdefault(one[:3], len(PageKind) + len(numbers)) for one in held]
+        pages = np.fromiter(chain.from_iterable(one.pages for one in held), np.intp)
+        owners[pages] = np.repeat(np.array(names, np.uint32), [len(one.pages) for one in held])
+        tables: dict[str, Rows] = {"adapters": {row[0]: row for row in picture.adapters()},
                                    "requests": pairs(picture.phases)}  # fmt: skip
         return Shown(owners, len(self._numbers), tables)
 

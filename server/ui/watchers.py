@@ -86,6 +86,10 @@ class Watchers:
         self.watchers: set[Watcher] = set()
         self.num_ticks = 0
 
+    @property
+    def is_ticking(self) -> bool:
+        return self._ticking is not None
+
     async def events(self, _: Request) -> Response:
         """Everything at once, then once a second what has changed."""
         if self._gate.draining:
@@ -95,7 +99,7 @@ class Watchers:
             raise ApiError(503, message, code="overloaded", retry_after=10)
         watcher = Watcher()
         self.watchers.add(watcher)
-        if self._ticking is None:
+        if not self.is_ticking:
             self._ticking = asyncio.create_task(self._tick_on())
         return EventStream(watcher.read(), lambda: self.watchers.discard(watcher), {})
 

@@ -54,6 +54,7 @@ class FakeStore:
         self.tiers = dict.fromkeys(sorted(names), Tier.DISK)
         self.pinned: set[str] = set()
         self.num_loadable = 7
+        self.images: dict[Any, Any] = {}
 
     def names(self) -> list[str]:
         return list(self.tiers)
@@ -70,7 +71,7 @@ class FakeStore:
             rank=4,
             manifest=manifest,
             pages=[],
-            num_pages=2,
+            layout=SimpleNamespace(num_pages=2),
             uses=3,
             references=0,
             load_seconds=0.25,
@@ -79,6 +80,9 @@ class FakeStore:
 
     def registered(self) -> list[SimpleNamespace]:
         return [self.get(name) for name in self.tiers]
+
+    def resident(self) -> list[SimpleNamespace]:
+        return []
 
     def is_pinned(self, adapter: SimpleNamespace) -> bool:
         return adapter.name in self.pinned

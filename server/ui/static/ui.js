@@ -1,7 +1,7 @@
 // The operator's page. Names of adapters and tenants are only ever set as text; the page's policy forbids HTML from text.
 "use strict";
 
-const KINDS = ["Free", "Reserved", "KV of requests", "Adapter weights", "Prefix cache", "Shadow weights"];
+const KINDS = ["Free", "Reserved", "KV of requests", "Adapters", "Prefix cache", "Shadow weights"];
 const KIND_COLOURS = ["free", "reserved", "kv", "weights", "cache", "shadow"];
 const [FREE, RESERVED, KV, WEIGHTS] = [0, 1, 2, 3];
 const TIERS = { device: "● device", loading: "◌ loading", host: "◐ host", disk: "○ disk", failed: "✕ failed" };
@@ -330,7 +330,7 @@ function drawTiles() {
   const first = data.points.filter((one) => one[2] !== null && point[0] - one[0] < 60).pop();
   const recent = data.points.slice(-10).map((one) => one[1]);
   const used = stats.pages - stats.free_pages;
-  setText($("t-running"), count(stats.running - paused));
+  setText($("t-running"), count(Math.max(0, stats.running - paused))); // the two are counted at different times
   setText($("t-running-more"), `${count(paused)} paused · ${count(stats.preemptions)} preempted`);
   setText($("t-waiting"), count(stats.waiting));
   setText($("t-waiting-more"), `${counted(stats.reads, "adapter")} being read`);
@@ -437,7 +437,7 @@ function sizeMap() {
   const scale = devicePixelRatio || 1;
   const width = Math.max(1, Math.round(canvas.clientWidth * scale));
   const total = Math.max(1, data.owners.length);
-  const most = Math.round((innerWidth < 720 ? 200 : 260) * scale);
+  const most = Math.round((innerWidth < 720 ? 220 : 300) * scale);
   let cell = Math.round(16 * scale);
   while (cell > 1 && Math.ceil(total / Math.floor(width / cell)) * cell > most) cell--;
   map.each = Math.max(1, Math.ceil(total / (Math.floor(width / cell) * Math.floor(most / cell))));
@@ -796,9 +796,9 @@ $("search").addEventListener("input", () => {
 function drawCharts() {
   const points = data.points;
   const last = points[points.length - 1];
-  chart($("c-rate"), [[1, "a"]], rate);
-  chart($("c-first"), [[3, "b"], [2, "a"]], seconds);
-  chart($("c-requests"), [[5, "b"], [4, "a"]], (number) => count(Math.round(number)));
+  chart($("c-rate"), [[1, "a"]], 10, rate);
+  chart($("c-first"), [[3, "b"], [2, "a"]], 0.1, seconds);
+  chart($("c-requests"), [[5, "b"], [4, "a"]], 2, (number) => count(Math.round(number)));
   if (!last) return;
   setText($("c-rate-now"), `now ${rate(last[1])}`);
   setText($("c-first-now"), last[2] === null ? "none just now" : `now ${seconds(last[2])} and ${seconds(last[3])}`);
@@ -806,11 +806,12 @@ function drawCharts() {
 }
 
 function niceMost(most) {
-  const power = 10 ** Math.floor(Math.log10(most || 1));
-  return [1, 2, 5, 10].map((factor) => factor * power).find((one) => one >= most) || 1;
+  const power = 10 ** Math.floor(Math.log10(most));
+  return [1, 2, 5, 10].map((factor) => factor * power).find((one) => one >= most * 0.999);
 }
 
-function chart(canvas, lines, text) {
+// lines: index in a point, and colour. least: that the axis reaches up to.
+function chart(canvas, lines, least, text) {
   const scale = devicePixelRatio || 1;
   const [width, height] = [canvas.clientWidth, canvas.clientHeight];
   if (canvas.width !== Math.round(width * scale)) canvas.width = Math.round(width * scale);
@@ -821,7 +822,7 @@ function chart(canvas, lines, text) {
   const [left, top, right, bottom] = [54, 6, width - 4, height - 18];
   const points = data.points;
   const end = points.length ? points[points.length - 1][0] : 0;
-  const most = niceMost(Math.max(...points.flatMap((one) => lines.map(([at]) => one[at] || 0)), 0));
+  const most = niceMost(Math.max(...points.flatMap((one) => lines.map(([at]) => one[at] || 0)), least));
   const x = (time) => right - ((end - time) / CHART_SECONDS) * (right - left);
   const y = (number) => bottom - (number / most) * (bottom - top);
   context.font = "11px system-ui, sans-serif";

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.pages.pool import PageKind
 from chorus.server.cluster.totals import NOTHING
-from chorus.server.engine.picture import AdapterRow, Holding, Phase, Picture, ReplicaRow
+from chorus.server.engine.picture import Holding, Phase, Picture, ReplicaRow
 from chorus.server.ui import frames
 from chorus.server.ui.frames import Frames, changes, pairs, runs
 
@@ -36,7 +36,9 @@ def apply(before, encoded):
 def test_runs_are_the_pages(values):
     encoded = runs(np.array(values, np.uint32))
     assert expand(encoded) == values
-    assert all(one != two for one, two in zip(encoded[::2], encoded[2::2], strict=False)), "equal neighbours are one run"
+    assert all(one != two for one, two in zip(encoded[::2], encoded[2::2], strict=False)), (
+        "equal neighbours are one run"
+    )
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=40))
@@ -86,11 +88,11 @@ def pictures(draw):
         if held:
             holdings.append(Holding(kind, draw(names), draw(names) if kind is PageKind.KV else "", held))
     adapters = [
-        AdapterRow(name, draw(st.sampled_from([Tier.DEVICE, Tier.DISK])), 8, 2, draw(st.integers(0, 3)), False)
+        (name, draw(st.sampled_from([Tier.DEVICE, Tier.DISK])), 8, 2, draw(st.integers(0, 3)), False)
         for name in sorted(draw(st.sets(names)))
     ]
     phases = Counter({(draw(names), draw(names), draw(st.sampled_from(Phase))): draw(st.integers(1, 3))})
-    return Picture(adapters, phases, bytes(kinds), holdings)
+    return Picture(lambda: adapters, phases, bytes(kinds), holdings)
 
 
 @given(st.lists(pictures(), min_size=1, max_size=5), st.integers(0, 4))
@@ -107,7 +109,7 @@ def test_a_reader_of_deltas_sees_what_a_new_one_sees(seen, most_owners):
                 assert [one.owner(page)[0] for page in range(12)] == list(picture.kinds)
                 for kind, adapter, tenant, held in picture.holdings:
                     assert {one.owner(page) for page in held} == {(kind, adapter, tenant)}
-                assert one.adapters == {row.name: list(row) for row in picture.adapters}
+                assert one.adapters == {row[0]: list(row) for row in picture.adapters()}
                 assert sum(map(sum, one.requests.values())) == picture.phases.total()
     finally:
         frames.MAX_OWNERS = limit
@@ -115,7 +117,7 @@ def test_a_reader_of_deltas_sees_what_a_new_one_sees(seen, most_owners):
 
 def test_what_has_not_changed_is_not_sent():
     encoder = Frames()
-    picture = Picture([AdapterRow("a", Tier.HOST, 8, 2, 1, False)], Counter({("a", "t", Phase.RUNNING): 2}), bytes(1000))
+    picture = Picture(lambda: [("a", Tier.HOST, 8, 2, 1, False)], Counter({("a", "t", Phase.RUNNING): 2}), bytes(1000))
     first, _ = encoder.encode(picture, NOTHING, {}, None)
     second, everything = encoder.encode(picture, NOTHING, {}, None)
     assert b"snapshot" in first and not everything

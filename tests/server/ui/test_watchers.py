@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from chorus.server.engine.picture import AdapterRow, Picture
+from chorus.server.engine.picture import Picture
 from chorus.server.ui import watchers
 from chorus.server.ui.page import FILES, STATIC
 
@@ -95,11 +95,11 @@ def test_nothing_is_computed_while_nothing_watches(start, fake_engine, calls_of)
         for _ in range(5):
             next(one), next(two)
         assert hub.num_ticks - seen < 9, "both are sent the same events"
-    live.wait_until(lambda: hub._ticking is None)
+    live.wait_until(lambda: not hub.is_ticking)
     assert not hub.watchers and len(pictures) == hub.num_ticks
     count = hub.num_ticks
     live.post(prompt="hello")
-    assert hub.num_ticks == count and live.app.state.watchers._metrics.first_tokens is None
+    assert hub.num_ticks == count and not hub.is_ticking
     with watching(live) as events:
         assert next(events)[0] == "snapshot", "it begins anew"
 
@@ -125,7 +125,7 @@ def test_a_watcher_that_does_not_read_is_dropped_and_holds_up_none(start, fake_e
     def picture():
         done = Future()
         uses = next(count)
-        done.set_result(Picture([AdapterRow(name, "disk", 8, 2, uses, False) for name in names]))
+        done.set_result(Picture(lambda: [(name, "disk", 8, 2, uses, False) for name in names]))
         return done
 
     live.worker.picture = picture
