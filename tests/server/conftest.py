@@ -54,7 +54,7 @@ class FakeStore:
         self.tiers = dict.fromkeys(sorted(names), Tier.DISK)
         self.pinned: set[str] = set()
         self.num_loadable = 7
-        self.images: dict[Any, Any] = {}
+        self.images = SimpleNamespace(keys=list)
 
     def names(self) -> list[str]:
         return list(self.tiers)

@@ -13,6 +13,7 @@ import pytest
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.pages.pool import PageKind
 from chorus.server.engine.picture import Holding, Phase, Picture
+from chorus.server.ui import watchers
 
 from .chromium import BROWSER, DRIVER, chromium
 
@@ -87,6 +88,11 @@ class Scene:
 def browser(tmp_path_factory):
     with chromium(tmp_path_factory.mktemp("profile")) as found:
         yield found
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(watchers, "TICK_SECONDS", 0.2)
 
 
 @pytest.fixture(scope="module")
