@@ -38,6 +38,12 @@ MAX_BEHIND = 4
 PICTURE_SECONDS = 2.0
 """Seconds that a tick waits for the engine before it reports that the engine does not answer."""
 
+FIRST_SECONDS = 10.0
+"""Seconds that percentiles of the time to the first token are over."""
+
+MAX_FIRST = 4096
+"""Most of these times, the latest ones."""
+
 POINTS = 300
 """Points of the charts that a new watcher gets."""
 
@@ -81,6 +87,7 @@ class Watchers:
         self._base = base
         self._frames = Frames()
         self._points: deque[tuple[Any, ...]] = deque(maxlen=POINTS)
+        self._first: deque[tuple[float, float]] = deque(maxlen=MAX_FIRST)  # first tokens: when a tick saw them, seconds
         self._counted = 0, 0.0  # tokens generated, and when
         self._ticking: asyncio.Task[None] | None = None
         self.watchers: set[Watcher] = set()
@@ -149,8 +156,12 @@ class Watchers:
         tokens, then = self._counted
         self._counted = stats.num_generated_tokens, now
         rate = max(0, stats.num_generated_tokens - tokens) / (now - then) if now > then else 0.0
-        first, self._metrics.first_tokens = self._metrics.first_tokens or [], []
-        point = (round(time.time(), 1), round(rate, 1), *_percentiles(first), stats.num_running, stats.num_waiting)
+        self._first.extend((now, seconds) for seconds in self._metrics.first_tokens or ())
+        self._metrics.first_tokens = []
+        while self._first and self._first[0][0] < now - FIRST_SECONDS:
+            self._first.popleft()
+        first = _percentiles([seconds for _, seconds in self._first])
+        point = (round(time.time(), 1), round(rate, 1), *first, stats.num_running, stats.num_waiting)
         self._points.append(point)
         return point
 

@@ -6,6 +6,7 @@ const KIND_COLOURS = ["free", "reserved", "kv", "weights", "cache", "shadow"];
 const [FREE, RESERVED, KV, WEIGHTS] = [0, 1, 2, 3];
 const TIERS = { device: "● device", loading: "◌ loading", host: "◐ host", disk: "○ disk", failed: "✕ failed" };
 const TIER_ORDER = Object.keys(TIERS);
+const MUTED = ["free", "reserved", "other", "other", "cached", "merged"]; // of kinds, where names have the colours
 const NUM_COLOURS = 6; // owners with a colour of their own
 const LOAD_SECONDS = 60; // time constant of an adapter's load
 const CHART_SECONDS = 300;
@@ -71,7 +72,7 @@ function setTheme(theme) {
   setText($("theme"), theme === "dark" ? "Light" : "Dark");
   $("theme").setAttribute("aria-label", `Switch to ${theme === "dark" ? "light" : "dark"} colours`);
   const style = getComputedStyle(root);
-  const names = [...KIND_COLOURS, "other", "card", "line", "text", "dim", "a", "b", "c", "focus"];
+  const names = [...KIND_COLOURS, ...MUTED, "card", "line", "text", "dim", "a", "b", "c", "focus"];
   for (let index = 0; index < NUM_COLOURS; index++) names.push(`o${index}`);
   colours = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
   paint.all = true;
@@ -375,7 +376,8 @@ function nameOf(owner) {
 function groups() {
   const pagesOf = new Uint32Array(mostOwner() + 1);
   for (const number of data.owners) pagesOf[number]++;
-  const kinds = KINDS.map((label, kind) => ({ label, colour: KIND_COLOURS[kind], pages: 0, owners: [] }));
+  const kindColours = view.by === "kind" ? KIND_COLOURS : MUTED;
+  const kinds = KINDS.map((label, kind) => ({ label, colour: kindColours[kind], pages: 0, owners: [] }));
   const named = new Map();
   for (let number = 0; number < pagesOf.length; number++) {
     const pages = pagesOf[number];
@@ -409,9 +411,6 @@ function groups() {
     group.colour = `o${slots.get(group.label)}`;
   }
   top.sort((one, two) => slots.get(one.label) - slots.get(two.label));
-  if (view.by !== "kind") {
-    for (const kind of kinds) if (kind.owners.length && ![FREE, RESERVED].includes(KINDS.indexOf(kind.label))) kind.colour = "other";
-  }
   const shown = view.by === "kind" ? kinds : kinds.filter((kind) => kind.pages);
   return [...top, ...(rest.pages ? [rest] : []), ...shown];
 }
