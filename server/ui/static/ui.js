@@ -411,8 +411,8 @@ function groups() {
     group.colour = `o${slots.get(group.label)}`;
   }
   top.sort((one, two) => slots.get(one.label) - slots.get(two.label));
-  const shown = view.by === "kind" ? kinds : kinds.filter((kind) => kind.pages);
-  return [...top, ...(rest.pages ? [rest] : []), ...shown];
+  const shown = view.by === "kind" ? kinds : kinds.filter((one, kind) => one.pages || ![KV, WEIGHTS].includes(kind));
+  return [...top, ...(view.by === "kind" ? [] : [rest]), ...shown];
 }
 
 function mostOwner() {
