@@ -1,6 +1,6 @@
 # What a change must pass, step by step; `.ci/run` runs all of it in an environment of its own.
 .PHONY: check format style types imports spelling words test sanitize demo kernels gate lives bench rest \
-    results allocator cpu decision_time studies levels plain
+    results timed studies compare levels plain
 .DEFAULT_GOAL := check
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -51,26 +51,26 @@ demo:
 	chorus demo
 
 results:
-	rm -rf $(RESULTS) && mkdir -p $(RESULTS)
+	mkdir -p $(RESULTS)
 
 kernels: results ## compiled for GPUs that need not be there; after a change, with KEEP=--keep, the file is written anew
 	python -m chorus.perf.kernels --compile sm_80,sm_90 --known perf/kernels/known.json $(KEEP) --workers $(JOBS) \
 	    | tee $(RESULTS)/kernels
 
-allocator: results
-	python -m chorus.perf.cpu.allocator > $(RESULTS)/allocator
-
-cpu: results
-	python -m chorus.perf.gate.cpu_suite > $(RESULTS)/cpu
-
-decision_time: results
-	python -m chorus.perf.serving.decision_time --policies least-delay --decisions 400 --limit 500 > $(RESULTS)/decision_time
-
 studies: results
 	python -m chorus.perf.simulate $(STUDIES) --quick --seeds 1 --jobs $(JOBS) --out $(RESULTS) > /dev/null
 
-gate: studies cpu kernels allocator decision_time ## against the baselines of this kind of machine
+timed: results ## with nothing beside it
+	python -m chorus.perf.cpu.allocator > $(RESULTS)/allocator
+	python -m chorus.perf.gate.cpu_suite > $(RESULTS)/cpu
+	python -m chorus.perf.serving.decision_time --policies least-delay --decisions 400 --limit 500 > $(RESULTS)/decision_time
+
+compare: ## what is in $(RESULTS) with the baselines of this kind of machine
 	python -m chorus.perf.gate --skip-unknown $(RESULTS)/*
+
+gate: ## all of it, one after another
+	rm -rf $(RESULTS)
+	$(MAKE) --no-print-directory kernels studies timed compare
 
 lives: ## seeded lives and histories of the engine
 	python -m chorus.perf.chaos.seeds --seeds $(SEEDS) --jobs $(JOBS)
@@ -86,7 +86,7 @@ plain: ## tests of numbers with the package that was installed without a compile
 
 levels: $(addprefix level-,$(LEVELS))
 
-rest: studies lives types plain levels gate check ## what .ci/run does after README's commands, two at a time
+rest: studies lives types plain levels kernels check ## what .ci/run does after README's commands, two at a time
 
 bench: ## beside the peers that are installed
 	python -m chorus.perf.cpu
