@@ -435,8 +435,7 @@ class Engine:
             bad = next(token for token in request.token_ids if not 0 <= token < vocab)
             raise InvalidRequest("prompt", f"token id {bad} is outside the vocabulary of {vocab}")
         params = request.params
-        if params.logit_bias or params.stop_token_ids or params.bad_words or params.allowed_token_ids:
-            _validate_ids(params, vocab)
+        _validate_ids(params, vocab)
         if request.adapter_name is not None and request.adapter is None:
             try:
                 request.adapter = self.store.get(request.adapter_name)
@@ -526,8 +525,9 @@ def _validate_ids(params: SamplingParams, vocab: int) -> None:
     for field, ids in (
         ("logit_bias", params.logit_bias),
         ("stop_token_ids", params.stop_token_ids),
+        ("logprob_token_ids", params.logprob_token_ids),
         ("bad_words", [token for word in params.bad_words for token in word]),
         ("allowed_token_ids", params.allowed_token_ids or ()),
     ):
-        if bad := [token for token in ids if not 0 <= token < vocab]:
+        if ids and (bad := [token for token in ids if not 0 <= token < vocab]):
             raise InvalidRequest(field, f"token id {bad[0]} is outside the vocabulary of {vocab}")

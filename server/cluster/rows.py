@@ -24,6 +24,8 @@ def to_row(output: RequestOutput, life: int) -> list[Any]:
         rest["cached"] = output.num_cached_tokens
     if output.queue_seconds is not None:
         rest["queued"] = output.queue_seconds
+    if output.num_preemptions:
+        rest["preempted"] = output.num_preemptions
     if output.logprobs:
         rest["logprobs"] = _scores(output.logprobs)
     if output.prompt_logprobs is not None:
@@ -55,6 +57,7 @@ def from_row(row: Any, step: StepInfo | None) -> tuple[RequestOutput, int]:
             None if prompt is None else _read_scores(prompt),
             None if failure is None else LoadFailure(failure),
             None if queued is None else float(queued),
+            int(rest.get("preempted", 0)),
         )
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise Malformed(f"a row of an out frame can't be read: {error}") from None
