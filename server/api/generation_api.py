@@ -23,6 +23,7 @@ from ..engine.backend import Backend
 from ..engine.generation import Choice, Generation
 from ..engine.metrics import Metrics
 from ..engine.recorder import Recorder
+from ..engine.tracing import Tracer
 from ..errors import ApiError, as_api_error, client_gone, no_model, read_body, too_long
 from ..executors import DaemonPool
 from ..settings import Settings
@@ -80,8 +81,9 @@ class GenerationApi:
         metrics: Metrics,
         threads: DaemonPool,
         recorder: Recorder | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
-        """threads: read long bodies and write long answers. recorder: records requests that end."""
+        """threads: read long bodies and write long answers. recorder, tracer: record requests that end."""
         self._worker = worker
         self._tokenizer = tokenizer
         self._settings = settings
@@ -89,6 +91,7 @@ class GenerationApi:
         self._metrics = metrics
         self._threads = threads
         self._recorder = recorder
+        self._tracer = tracer
         self._seeds = Seeds(settings.seed)
 
     async def completions(self, request: Request) -> Response:
@@ -232,6 +235,7 @@ class GenerationApi:
             model=model,
             metrics=self._metrics,
             recorder=self._recorder,
+            trace=None if self._tracer is None else self._tracer.call(request.headers, model, asked.n),
             per_prompt=asked.n,
             in_bulk=not asked.stream and not asked.stop,
             spend=request.state.spend,
