@@ -314,7 +314,7 @@ class Generation:
         self._open.discard(request_id)
         choice = self._by_request[request_id]
         if self._trace is not None:
-            self._trace.ended(choice, self._ended(choice), finish_reason)
+            self._trace.ended(choice.request, self._ended(choice), finish_reason)
         if self._metrics is not None:
             self._metrics.ended(self.model, finish_reason, self._ended(choice))
             if not self._open:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
+    from ...core.requests.request import Request
     from .call_metrics import Ended
-    from .generation import Choice
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
@@ -73,17 +73,17 @@ class CallTrace:
     def __init__(self, tracer: Any, context: Any, attributes: Mapping[str, Any]) -> None:
         self._tracer, self._context, self._attributes = tracer, context, attributes
 
-    def ended(self, choice: Choice, one: Ended, finish_reason: str) -> None:
+    def ended(self, request: Request, one: Ended, finish_reason: str) -> None:
         """A request of the call ended now."""
         from opentelemetry.trace import SpanKind, StatusCode
 
-        params, now = choice.request.params, time.time_ns()
+        params, now = request.params, time.time_ns()
         first, queue = one.first_seconds, one.queue_seconds
         decode = None if first is None else one.last_seconds - first
         prefill = None if first is None or queue is None else max(first - queue, 0.0)
         attributes = {
             **self._attributes,
-            "gen_ai.request.id": choice.request.id,
+            "gen_ai.request.id": request.id,
             "gen_ai.request.max_tokens": params.max_tokens,
             "gen_ai.request.temperature": params.temperature,
             "gen_ai.request.top_p": params.top_p,
