@@ -177,7 +177,8 @@ class RequestOutput(NamedTuple):
     num_cached_tokens: prompt tokens with KV from the prefix cache.
     logprobs: one per new token, when asked for. prompt_logprobs: one per prompt token but the first, with the first
     output, when asked for. failure: what its adapter, or pinned ones, have to do with the error. queue_seconds: from
-    its arrival to its first admission, with the first output. num_preemptions: of the request so far.
+    its arrival to its first admission, with the first output. num_preemptions: of the request, with
+    its last output at the latest.
     """
 
     request_id: str

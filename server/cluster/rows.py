@@ -13,7 +13,7 @@ def to_row(output: RequestOutput, life: int) -> list[Any]:
     """An output as a row. What is as in most outputs is left out."""
     rest: dict[str, Any] = {}
     if output.finish_reason is not None:
-        rest["finish"] = output.finish_reason.value
+        rest["finish"], rest["preempted"] = output.finish_reason.value, output.num_preemptions
     if output.stop_token_id is not None:
         rest["stop"] = output.stop_token_id
     if output.error is not None:
@@ -24,8 +24,6 @@ def to_row(output: RequestOutput, life: int) -> list[Any]:
         rest["cached"] = output.num_cached_tokens
     if output.queue_seconds is not None:
         rest["queued"] = output.queue_seconds
-    if output.num_preemptions:
-        rest["preempted"] = output.num_preemptions
     if output.logprobs:
         rest["logprobs"] = _scores(output.logprobs)
     if output.prompt_logprobs is not None:
