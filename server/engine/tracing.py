@@ -1,5 +1,6 @@
 """A span for each request that ends, by OpenTelemetry; needs the extra `otel`."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import importlib

@@ -76,7 +76,7 @@ def wide(text: str) -> str:
     return text.replace("|", "\uff5c").replace("_", "\u2581")
 
 
-_DEEPSEEK = {
+_DEEPSEEK: dict[str, Any] = {
     "open": wide("<|tool_calls_begin|>"), "separator": wide("<|tool_call_begin|>"), "close": wide("<|tool_calls_end|>"),
 }  # fmt: skip
 _DEEPSEEK_NAME = wide(r"\s*(?:<|tool_call_begin|>)?%s(?P<name>[^\s<`{]{1,64})%s\s*(?=\{)")
