@@ -1,6 +1,8 @@
 """A span for each request that ends, by OpenTelemetry; needs the extra `otel`."""
 
+# OpenTelemetry is an extra: types are checked where it is not installed, too.
 # pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import importlib
