@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -27,6 +28,7 @@ from .engine.adapter_loads import AdapterLoads
 from .engine.backend import Backend
 from .engine.kv_publisher import KvPublisher
 from .engine.recorder import Recorder
+from .engine.tracing import Tracer
 from .engine.watchdog import Watchdog
 from .errors import (
     ApiError,
@@ -57,11 +59,12 @@ def create_app(
     defaults: SamplingDefaults,
     kv_publisher: KvPublisher | None = None,
     recorder: Recorder | None = None,
+    tracer: Tracer | None = None,
 ) -> Starlette:
     """An app over a started worker, which it stops at its own end. Its state has `gate`, `worker`, `executors`
     and `key_watch`.
 
-    defaults: what requests sample with where they say nothing. kv_publisher, recorder: run as long as the app.
+    defaults: what requests sample with where they say nothing. kv_publisher, recorder, tracer: run as long as the app.
     RuntimeError when no more threads can be started.
     """
     gate, executors = Gate(max(settings.max_held_body_bytes, 2 * settings.max_body_bytes)), Executors()
@@ -73,7 +76,7 @@ def create_app(
     key_watch = KeyWatch(keys, settings.client_keys, files)
     watchdog = Watchdog(worker, settings.stall_seconds, settings.give_up_seconds)
     api = Api(worker, settings, gate, executors.scrapes)
-    generation = GenerationApi(worker, tokenizer, settings, defaults, api.metrics, executors.text, recorder)
+    generation = GenerationApi(worker, tokenizer, settings, defaults, api.metrics, executors.text, recorder, tracer)
     texts = TextApi(worker, tokenizer, generation)
     loads = AdapterLoads(worker, settings.adapter_load_seconds, settings.adapter_places)
     adapters = AdapterApi(worker, settings, loads)
@@ -95,6 +98,9 @@ def create_app(
                 await executors.stop.run(worker.stop, STOP_SECONDS)
             except Exception as error:
                 log.warning("the engine was not stopped (%r); the process ends all the same", error)
+            if tracer is not None:
+                with suppress(Exception):
+                    await asyncio.wait_for(executors.stop.run(tracer.stop), STOP_SECONDS)
             executors.shutdown()
 
     routes = [

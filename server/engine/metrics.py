@@ -107,6 +107,11 @@ class Metrics:
         self._all_requests = Counter(
             "vllm:request_success", "Requests ended", (*MODEL_LABELS, "finished_reason"), registry=registry
         )
+        self.rejected = Counter(
+            "vllm:admission_rejections", "Calls refused with a 429: the queue is full", ("model_name", "reason"),
+            registry=registry,
+        ).labels(label(base), "max_num_queued_reqs").inc  # fmt: skip
+        """Counts a call that finds the queue full."""
         self._prompt_tokens = _Tokens("prompt_tokens", "prompt_tokens", "Prompt tokens of accepted requests", self)
         self._generated_tokens = _Tokens("generated_tokens", "generation_tokens", "Tokens generated", self)
         self._ttft = _Seconds("time_to_first_token", "From arrival to the first token", TTFT_BUCKETS, self)

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from chorus.core.engine_stats import AccountStats, EngineStats
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import InvalidRequest
+from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams
 from chorus.core.requests.types import FinishReason, RequestOutput, StepInfo, TokenLogprobs
 from chorus.core.scheduling.overload import Overloaded
 from chorus.core.scheduling.running import Running
@@ -33,6 +33,7 @@ from chorus.server.api.sampling_defaults import SamplingDefaults
 from chorus.server.app import create_app
 from chorus.server.engine.kv_publisher import kv_publisher_of
 from chorus.server.engine.recorder import Recorder
+from chorus.server.engine.tracing import Tracer
 from chorus.server.engine.worker import EngineWorker
 from chorus.server.http.server import HttpServer
 from chorus.server.settings import Settings
@@ -213,14 +214,20 @@ class FakeEngine:
             stop,
             step=self._last,
             num_cached_tokens=self.num_cached_tokens,
-            logprobs=() if params.logprobs is None else (self.score(token, params.logprobs),),
+            logprobs=() if params.logprobs is None else (self.scored(token, params),),
             prompt_logprobs=prompt,
             queue_seconds=2.0**-20 if done == 0 else None,
+            num_preemptions=min(done, 2),
         )
 
     def limit(self, request: Request) -> int:
         room = self.model.max_model_len - request.num_prompt_tokens
         return room if request.params.max_tokens is None else min(request.params.max_tokens, room)
+
+    def scored(self, token: int, params: SamplingParams) -> TokenLogprobs:
+        if not (named := params.logprob_token_ids):
+            return self.score(token, params.logprobs or 0)
+        return TokenLogprobs(token, -0.5, ((token, -0.5), *((one, -7.0) for one in named if one != token)))
 
     @staticmethod
     def score(token: int, count: int) -> TokenLogprobs:
@@ -347,6 +354,7 @@ def live_server(
     wrap: Callable[[Any], Any] = lambda app: app,
     settings: dict[str, Any] | None = None,
     defaults: SamplingDefaults | None = None,
+    tracer: Tracer | None = None,
 ) -> Iterator[Live]:
     """settings: those of the server that are not the default. defaults: what requests sample with."""
     worker = EngineWorker(lambda: engine)
@@ -356,7 +364,7 @@ def live_server(
     chosen = Settings(**{**usual, **named, **(settings or {})})
     recorder = None if chosen.record is None else Recorder(chosen.record)
     publisher = kv_publisher_of(worker, chosen)
-    app = create_app(worker, tokenizer, chosen, defaults or SamplingDefaults(), publisher, recorder)
+    app = create_app(worker, tokenizer, chosen, defaults or SamplingDefaults(), publisher, recorder, tracer)
     with bind("127.0.0.1", 0, chosen.send_seconds) as bound:
         server = http_server(app, chosen)
         served, loops = wrap(app), []
