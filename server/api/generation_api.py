@@ -7,7 +7,8 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from ...core.requests.grammar import Grammar
 from ...core.requests.grammars import InvalidGrammar, grammars_of
 from ...core.requests.request import Request as EngineRequest
 from ...core.requests.sampling_params import AdapterPaused, InvalidRequest, NotServed, Seeds
+from ...core.scheduling.overload import Overloaded
 from ...memory.adapters.store import UnknownAdapter
 from ..access.grants import NOWHERE
 from ..access.limits import RequestLimits
@@ -25,6 +27,7 @@ from ..engine.backend import Backend
 from ..engine.generation import Choice, Generation
 from ..engine.metrics import Metrics
 from ..engine.recorder import Recorder
+from ..engine.tracing import Tracer
 from ..errors import ApiError, as_api_error, client_gone, no_model, read_body, too_long
 from ..executors import DaemonPool
 from ..settings import Settings
@@ -86,8 +89,9 @@ class GenerationApi:
         metrics: Metrics,
         threads: DaemonPool,
         recorder: Recorder | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
-        """threads: read long bodies and write long answers. recorder: records requests that end."""
+        """threads: read long bodies and write long answers. recorder, tracer: record requests that end."""
         self._worker = worker
         self._tokenizer = tokenizer
         self._settings = settings
@@ -95,6 +99,7 @@ class GenerationApi:
         self._metrics = metrics
         self._threads = threads
         self._recorder = recorder
+        self._tracer = tracer
         self._seeds = Seeds(settings.seed)
 
     async def completions(self, request: Request) -> Response:
@@ -185,7 +190,16 @@ class GenerationApi:
             raise InvalidRequest("n", f"at most {limit} answers are given in one call, {count}")
         check_steering(asked, num_prompts * asked.n, self._settings)
         _, adapter = self._names(request, asked)
-        self._worker.check_room(request.state.tenant, adapter, num_prompts * asked.n)
+        with self._counting_rejections():
+            self._worker.check_room(request.state.tenant, adapter, num_prompts * asked.n)
+
+    @contextmanager
+    def _counting_rejections(self) -> Iterator[None]:
+        try:
+            yield
+        except Overloaded:
+            self._metrics.rejected()
+            raise
 
     async def require(self, request: Request, model: str | None, lora_path: str | None = None) -> None:
         """Raises an ApiError, as a request for an answer would, unless there is a model that the key may use."""
@@ -276,6 +290,7 @@ class GenerationApi:
             model=model,
             metrics=self._metrics,
             recorder=self._recorder,
+            trace=None if self._tracer is None else self._tracer.call(request.headers, model, asked.n),
             per_prompt=asked.n,
             in_bulk=not asked.stream and not asked.stop,
             spend=request.state.spend,
@@ -322,7 +337,8 @@ class GenerationApi:
         echoed: Sequence[str | list[int]] = (),
     ) -> Response:
         try:
-            await generation.start()
+            with self._counting_rejections():
+                await generation.start()
         except NotServed as error:
             raise _not_served(str(error)) from None
         except AdapterPaused as error:

@@ -12,7 +12,7 @@ from chorus.server.access.addresses import Networks
 from chorus.server.access.hosts import Hosts, is_loopback, is_same_origin
 from chorus.server.access.keys import InvalidKey, Keys, KeyWatch, NamedKey, Right, check_key, read_keys
 from chorus.server.api.absent import ABSENT
-from chorus.server.errors import ApiError
+from chorus.server.errors import GENERATES, ApiError
 from chorus.server.http.doors import Doors
 from chorus.server.http.gate import Gate
 from chorus.server.settings import Settings
@@ -177,12 +177,17 @@ RIGHTS = {
     ("GET", "/v1/models/{name:path}"): Right.KEY,
     ("POST", "/v1/completions"): Right.KEY,
     ("POST", "/v1/chat/completions"): Right.KEY,
+    **{("POST", path): Right.KEY for path in GENERATES},
+    ("GET", "/info"): Right.KEY,
+    ("POST", "/pause"): Right.ADMIN,
+    ("POST", "/resume"): Right.ADMIN,
+    ("POST", "/v1/adapters/{name:path}/drain"): Right.ADMIN,
     ("POST", "/tokenize"): Right.KEY,
     ("POST", "/detokenize"): Right.KEY,
     ("POST", "/v1/responses"): Right.KEY,
     ("POST", "/v1/messages"): Right.KEY,
     ("POST", "/v1/messages/count_tokens"): Right.KEY,
-    ("GET", "/server_info"): Right.KEY,
+    ("GET", "/server_info"): Right.ADMIN,
     ("GET", "/model_info"): Right.KEY,
     **{(method, path): Right.KEY for path, (methods, _) in ABSENT.items() for method in methods},
     ("GET", "/v1/adapters"): Right.KEY,
@@ -192,7 +197,13 @@ RIGHTS = {
     ("DELETE", "/v1/adapters/{name:path}"): Right.ADMIN,
     ("POST", "/v1/load_lora_adapter"): Right.ADMIN,
     ("POST", "/v1/unload_lora_adapter"): Right.ADMIN,
+    ("GET", "/ui"): Right.OPEN,
+    ("GET", "/ui/ui.js"): Right.OPEN,
+    ("GET", "/ui/ui.css"): Right.OPEN,
+    ("GET", "/ui/events"): Right.OPERATOR,
 }
+STREAMS = ["/ui/events"]
+"""Paths with an answer that has no end."""
 
 
 def test_every_route_has_its_right(guarded):
@@ -201,6 +212,8 @@ def test_every_route_has_its_right(guarded):
     assert {(method, route.path): route.right for route in routes for method in route.methods - {"HEAD"}} == RIGHTS
     for (method, path), right in RIGHTS.items():
         for key in (None, KEY, ADMIN):
+            if path in STREAMS and key == ADMIN:
+                continue
             headers = {"content-type": "application/json"} | (bearer(key) if key else {})
             response = guarded.client.request(method, path.replace("{name:path}", "alice"), headers=headers)
             refused = response.json()["error"]["code"] if response.status_code in (401, 403) else None
@@ -362,7 +375,9 @@ def test_keys_are_read_anew_when_their_file_changes(tmp_path, caplog):
     assert KEY not in caplog.text and OTHER not in caplog.text
 
 
-def test_health_shows_traffic_to_keys_alone(guarded, start, fake_engine):
+def test_health_shows_traffic_to_keys_alone(monkeypatch, start, fake_engine):
+    monkeypatch.setattr("chorus.server.engine.watchdog.POLL_SECONDS", 1e6)  # or it would see that nothing hangs
+    guarded = start(fake_engine, settings={"api_key": [KEY], "admin_key": [ADMIN]})
     for headers in ({}, bearer("sk-wrong-key")):
         assert guarded.client.get("/health", headers=headers).json() == {"status": "ok"}
     assert "stats" in guarded.client.get("/health", headers=bearer(KEY)).json()
