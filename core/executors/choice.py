@@ -50,10 +50,19 @@ def open_executor(config: EngineConfig) -> Executor:
 
     Raises UnsupportedModel for a checkpoint, DeviceError for a device that is not there, OutOfDeviceMemory.
     """
+    size = config.tensor_parallel_size
     if uses_gpu(config.device):
+        if size > 1:
+            from ...graphs.device import DeviceError
+
+            raise DeviceError(f"tensor_parallel_size is {size}, and ranks compute on the CPU only; set device to cpu")
         from .cuda import CudaExecutor
 
         return CudaExecutor(config)
+    if size > 1:
+        from .ranks import RanksExecutor
+
+        return RanksExecutor(config)
     from .cpu import CpuExecutor
 
     return CpuExecutor(config)

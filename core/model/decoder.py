@@ -21,6 +21,7 @@ from ...ops.elementwise import (
 )
 from ...ops.merge import merge
 from ...ops.products import linear, pack, unpack
+from ...ops.ranks import Ranks
 from ...ops.sgmv import AdapterRows
 from .batch import StepBatch, Way, Ways
 from .config import ModelConfig
@@ -48,14 +49,17 @@ class DecoderModel:
         arena: Arena,
         max_model_len: int,
         dtype: torch.dtype | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Read all of `weights`, layer by layer, into the arena's device; requests may have up to `max_model_len`
         tokens.
 
         dtype: what steps on a CPU compute in. In float32, packed copies of the weights are kept, beside the embeddings
-        as they are. None: they compute in the weights' own dtype and layout.
+        as they are. None: they compute in the weights' own dtype and layout. ranks: the ranks that compute a layer's
+        shares with this one; `config` is of a share. Only the first computes logits.
         """
         self.config = config
+        self._ranks = ranks
         self._arena = arena
         device = arena.pages.device
         embed = weights.embed()
@@ -66,11 +70,15 @@ class DecoderModel:
         kept: Pack | None = None
         if packs:
             kept = lambda weight: pack(weight.float())  # noqa: E731
-            self._lm_head = kept(head)
+        elif device.type != "cpu":  # on a CPU what was read is kept; a GPU's is read into the same host memory
+            kept = lambda weight: weight.to(device)  # noqa: E731
+        self._has_head = head is not None
+        if head is None:
+            self._lm_head = torch.empty(0, dtype=dtype)
+        elif head is embed and not packs:
+            self._lm_head = self._embed
         else:
-            # on a CPU what was read is kept; for a GPU every projection is read into the same host memory
-            kept = None if device.type == "cpu" else lambda weight: weight.to(device)
-            self._lm_head = self._embed if head is embed else head.to(device)
+            self._lm_head = head if kept is None else kept(head)
         self.layers = [_moved(layer, device, dtype) for layer in weights.layers(kept)]
         self._merged: Sequence[LayerWeights] = ()
         self._groups = lora_groups(config)
@@ -96,7 +104,7 @@ class DecoderModel:
 
     def forward(self, batch: Batch, logits: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the step's tokens and write their KV. Returns logits `[logit_tokens, vocab]` float32, in `logits` if
-        that is given.
+        that is given; of another rank than the first no rows.
         """
         eps, lora = self.config.rms_norm_eps, batch.lora
         self.scored = None
@@ -113,6 +121,8 @@ class DecoderModel:
                 with span("mlp"):
                     x, residual, hidden = self._normed_product(GATE_UP, out, residual, index, layer, batch.ways, lora)
                     out = self._down(x, hidden, index, layer, batch.ways[DOWN], lora)
+        if not self._has_head:
+            return torch.empty(0, self.config.vocab_size)
         with span("logits"):
             if (at := batch.score_tokens) is not None:
                 self.scored = add_and_norm(None if out is None else out[at], residual[at], self._norm, eps)
@@ -209,7 +219,7 @@ class DecoderModel:
         if lora is not None:
             with span("lora.o"):
                 lora.add(ATTN_O, out, attended, index)
-        return out
+        return self._added(out)
 
     def _down(
         self,
@@ -222,14 +232,18 @@ class DecoderModel:
     ) -> torch.Tensor:
         """hidden: `[tokens, ffn]`; with LoRA the product with x without LoRA's, `[tokens, 2·ffn]`."""
         if lora is None or x is None:
-            return multiply(way, hidden, layer.down, layer.down_bias)
+            return self._added(multiply(way, hidden, layer.down, layer.down_bias))
         with span("lora.gate_up"):
             lora.add(GATE_UP, hidden, x, index)
         hidden = silu_and_mul(hidden)
         out = multiply(way, hidden, layer.down, layer.down_bias)
         with span("lora.down"):
             lora.add(DOWN, out, hidden, index)
-        return out
+        return self._added(out)
+
+    def _added(self, out: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' `out`."""
+        return out if self._ranks is None else self._ranks.add_up(out)
 
 
 def multiply(way: Way, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

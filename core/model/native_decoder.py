@@ -13,12 +13,15 @@ from ...memory.pages import hugepages
 from ...memory.pages.arena import Arena
 from ...ops import native, native_library
 from ...ops.elementwise import rotary_table
+from ...ops.ranks import Ranks
 from ...ops.sampling import Chances
 from ...ops.sgmv import AdapterRows, Segments
 from .batch import StepBatch
 from .config import ModelConfig
 from .lora_state import LoraState
 from .weights import LayerWeights, Weights
+
+_NO_TOKENS = torch.empty(0, dtype=torch.long)
 
 
 def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
@@ -36,22 +39,31 @@ class NativeDecoderModel:
     """Reads and packs `weights` projection by projection, so that the unpacked model is never in memory."""
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, arena: Arena, max_model_len: int, threads: int | None
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        arena: Arena,
+        max_model_len: int,
+        threads: int | None,
+        ranks: Ranks | None = None,
     ) -> None:
+        """ranks: see `DecoderModel`."""
         self.config = config
+        self._ranks = ranks
         cos, sin = rotary_table(config.inverse_frequencies(), max_model_len)
         embed = weights.embed()
-        packed = PackedWeights(projection_shapes(config), embed.dtype)
+        packed = PackedWeights(projection_shapes(config, has_head=ranks is None or not ranks.rank), embed.dtype)
         self.layers = [_native_layer(layer) for layer in weights.layers(packed.add)]
+        head = weights.lm_head(embed)
         model = native.NativeModel(
             hidden=config.hidden_size, ffn=config.intermediate_size, heads=config.num_heads,
             kv_heads=config.num_kv_heads, head_dim=config.head_dim, vocab=config.vocab_size,
             block_tokens=arena.layout.block_tokens, eps=config.rms_norm_eps,
             layers=self.layers, embed=embed,
-            lm_head=packed.add(weights.lm_head(embed)), norm=weights.norm().float(), cos=cos, sin=sin,
+            lm_head=embed[:0] if head is None else packed.add(head), norm=weights.norm().float(), cos=cos, sin=sin,
             arena=arena.pages,
         )  # fmt: skip
-        self._decoder = native.NativeDecoder(model, threads or torch.get_num_threads())
+        self._decoder = native.NativeDecoder(model, threads or torch.get_num_threads(), ranks)
         self._every: dict[int, torch.Tensor] = {}
         self._no_segments = Segments()
 
@@ -82,17 +94,22 @@ class NativeDecoderModel:
     def forward(self, batch: StepBatch[native.NativeRows, LoraState]) -> torch.Tensor:
         """Compute the step's tokens and write their KV; logits `[kept, vocab]` float32, until the next step."""
         logit_tokens = batch.logit_tokens
-        if logit_tokens is None:
+        if self._ranks is not None and self._ranks.rank:
+            logit_tokens = _NO_TOKENS
+        elif logit_tokens is None:
             tokens = len(batch.token_ids)
             logit_tokens = self._every.get(tokens)
             if logit_tokens is None:
                 logit_tokens = self._every[tokens] = torch.arange(tokens)
         lora = batch.lora
         segments = self._no_segments if lora is None else lora.segments
-        return self._decoder.forward(
+        logits = self._decoder.forward(
             batch.token_ids, batch.positions, batch.page, batch.offset, batch.attention, logit_tokens, segments,
             0.0 if lora is None else lora.max_stall, batch.score_tokens, batch.merged,
         )  # fmt: skip
+        if self._ranks is not None:
+            self._ranks.check()
+        return logits
 
     def merge(
         self, layer: int, group: int, rows: Sequence[AdapterRows], origin: torch.Tensor, out: torch.Tensor
@@ -127,11 +144,11 @@ class PackedWeights:
         return native.pack(weight, here.view(shape))
 
 
-def projection_shapes(config: ModelConfig) -> list[tuple[int, int]]:
+def projection_shapes(config: ModelConfig, *, has_head: bool = True) -> list[tuple[int, int]]:
     """(out, in) features of the model's packed projections: of every layer, and of the head."""
     hidden, ffn = config.hidden_size, config.intermediate_size
     layer = [(config.q_size + 2 * config.kv_size, hidden), (hidden, config.q_size), (2 * ffn, hidden), (hidden, ffn)]
-    return [*(layer * config.num_layers), (config.vocab_size, hidden)]
+    return [*(layer * config.num_layers), *([(config.vocab_size, hidden)] if has_head else [])]
 
 
 def _native_layer(layer: LayerWeights) -> LayerWeights:
