@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any
 
 import torch
@@ -166,7 +166,7 @@ class Followers:
 
     def __init__(self, config: EngineConfig, layout: MemoryLayout, memory_fd: int, ranks: Ranks) -> None:
         self._size, self._seconds, self._ranks = layout.size, layout.seconds, ranks
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[Popen[bytes]] = []
         self._links: list[Connection] = []
         self._on_lost: Callable[[ExecutorLost], None] = lambda error: None
         self._is_closed = False
@@ -178,9 +178,7 @@ class Followers:
                 with there:
                     self._links.append(Connection(here.detach()))
                     fds = there.fileno(), memory_fd
-                    self._processes.append(
-                        subprocess.Popen([*command, *map(str, fds)], stdin=subprocess.PIPE, pass_fds=fds, env=path)
-                    )
+                    self._processes.append(Popen([*command, *map(str, fds)], stdin=PIPE, pass_fds=fds, env=path))
                 self._links[-1].send((config, Shard(rank, layout.size), layout))
         except BaseException:
             self.close()
@@ -251,7 +249,7 @@ class Followers:
         for process in self._processes:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+            except TimeoutExpired:
                 process.kill()
                 process.wait()
 
@@ -267,7 +265,7 @@ class Followers:
     def _end_of(self, rank: int) -> str:
         try:
             status = self._processes[rank - 1].wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
+        except TimeoutExpired:
             return "it does not answer any more"
         return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 

@@ -22,7 +22,7 @@ class Shard:
     size: int = 1
 
     def config(self, whole: ModelConfig) -> ModelConfig:
-        """Shapes that a rank computes with, the same on all ranks. UnsupportedModel for shapes that don't divide.
+        """Shapes of a rank's share, equal on all ranks; they must divide. UnsupportedModel for others.
 
         Where there are more ranks than K/V heads, several ranks have a copy of the same one.
         """
@@ -36,8 +36,8 @@ class Shard:
                 )
         if kv_heads % size and size % kv_heads:
             raise UnsupportedModel(
-                f"tensor_parallel_size is {size}, and the model's num_key_value_heads {kv_heads} neither divides it nor "
-                "is a multiple of it"
+                f"tensor_parallel_size is {size}, and the model's num_key_value_heads {kv_heads} neither divides it "
+                "nor is a multiple of it"
             )
         return replace(
             whole, num_heads=whole.num_heads // size, num_kv_heads=max(1, kv_heads // size),

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 import torch
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.core.executors import choice, rank
+from chorus.core.executors import choice, rank, ranks
 from chorus.core.executors.ranks import RanksExecutor
 from chorus.core.model.config import ModelConfig, UnsupportedModel
 from chorus.core.model.open_weights import open_weights
@@ -24,8 +27,11 @@ from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.host.images import ThreadReads
 from chorus.memory.transfers.transfer import ExecutorLost
 from chorus.ops import native_library
+from chorus.server.engine.worker import EngineWorker
 
+from ...processes import run_python, runs
 from ..test_parity import add_all, arrive, check, make_cases, make_families
+from .thread_ranks import ThreadProcess
 
 pytestmark = [
     pytest.mark.numerics,
@@ -202,45 +208,120 @@ def test_an_adapter_that_fits_no_arena_is_refused(subject, drive, kernels):
         drive(it, tensor_parallel_size=2, num_pages=20)
 
 
-# -- processes
+# -- ranks that end, or never begin
 
 
-@pytest.fixture(scope="module")
-def processes(subject):
-    """An engine on two processes, and the requests that it was given."""
+@pytest.fixture
+def opened(subject, monkeypatch):
+    """`opened(patience=…)`: an engine of two ranks, threads of this process, on the gqa model."""
+    monkeypatch.setattr("chorus.core.executors.ranks.Popen", ThreadProcess)
+    engines = []
+
+    def make(**options):
+        settings = settings_of(subject("gqa"))
+        engines.append(Engine(settings, RanksExecutor(settings, **options)))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def greedy(request_id, prompt, count, adapter=None):
+    return Request(request_id, prompt, SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True), adapter)
+
+
+def test_a_rank_that_ends_within_a_step_ends_the_engine(opened, monkeypatch):
+    monkeypatch.setattr(rank.CpuExecutor, "compute", lambda self, plan: sys.exit(1))
+    engine = opened()
+    engine.add_request(greedy("one", [3, 4], 4))
+    with pytest.raises(ExecutorLost, match=r"rank 1 of 2 has ended \(exit status 1\)"):
+        engine.step()
+
+
+def test_a_rank_that_keeps_the_others_waiting_ends_the_engine(opened, monkeypatch):
+    monkeypatch.setattr(ranks, "STOP_SECONDS", 0.1)
+    released = threading.Event()
+    monkeypatch.setattr(rank.CpuExecutor, "compute", lambda self, plan: released.wait())
+    engine = opened(patience=0.2)
+    engine.add_request(greedy("one", [3, 4], 4))
+    with pytest.raises(ExecutorLost, match="rank 1 of 2 kept the others waiting"):
+        engine.step()
+    released.set()
+
+
+def test_a_server_whose_rank_ends_while_idle_is_unhealthy(opened):
+    engine = opened()
+    worker = EngineWorker(lambda: engine)
+    worker.start()
+    assert worker.healthy
+    engine.executor._followers._processes[0].kill()  # noqa: SLF001 - as if the system did
+    worker._thread.join(60)  # noqa: SLF001
+    assert worker.failure == "rank 1 of 2 has ended (exit status 0); the server ends and has to be started again"
+    worker.stop()
+
+
+def test_a_rank_that_cannot_join_is_named_with_the_reason(opened, monkeypatch):
+    def broken(*args):
+        raise MemoryError("no room")
+
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(RuntimeError, match=r"rank 1 of 2 could not join: MemoryError: no"),
+    ):
+        patch.setattr(rank, "CpuExecutor", broken)
+        opened()
+    ending = [sys.executable, "-c", "raise SystemExit(3)"]
+    monkeypatch.setattr(ranks, "Popen", lambda command, **options: subprocess.Popen(ending, stdin=subprocess.PIPE))
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2 could not join: its process ended \(exit status 3\)"):
+        opened()
+
+
+def test_processes_give_the_reference_tokens_and_end_with_a_rank(subject):
     it = subject("gqa")
-    executor = choice.open_executor(settings_of(it))
-    engine = Engine(settings_of(it), executor)
-    yield it, engine
-    engine.close()
-
-
-def test_processes_give_the_reference_tokens_and_end_with_a_rank(subject, processes, caplog):
-    """A rank that is killed while no step runs is told of at once, and while one runs its step raises ExecutorLost."""
-    it, engine = processes
-    executor = engine.executor
-    assert isinstance(executor, RanksExecutor)
-    follower = executor._followers._processes[0]  # noqa: SLF001 - the process that the test kills
-    for name, path in it.adapters.items():
-        engine.store.register(name, path)
+    engine = Engine(settings_of(it), choice.open_executor(settings_of(it)))
     lost: list[ExecutorLost] = []
-    told = threading.Event()
-    engine.watch_executor(lambda error: (lost.append(error), told.set()))
-    cases = make_cases(it, 9, seed=8, tokens=(6, 6))
-    answers = {case.id: [] for case in cases}
-    for case in cases:
-        engine.add_request(
-            Request(case.id, case.prompt, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True), case.adapter)
-        )
-    while engine.has_work():
-        for output in engine.step():
-            answers[output.request_id] += output.token_ids
-    assert answers == {case.id: case.want for case in cases}
-    engine.add_request(Request("more", [3, 4], SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)))
-    engine.step()
-    os.kill(follower.pid, signal.SIGKILL)
-    with pytest.raises(ExecutorLost, match=r"rank 1 of 2 has ended \(signal SIGKILL\)|a rank has ended"):
+    noticed = threading.Event()
+    engine.watch_executor(lambda error: (lost.append(error), noticed.set()))
+    try:
+        for name, path in it.adapters.items():
+            engine.store.register(name, path)
+        cases = make_cases(it, 9, seed=8, tokens=(6, 6))
+        answers = {case.id: [] for case in cases}
+        for case in cases:
+            engine.add_request(greedy(case.id, case.prompt, 6, case.adapter))
         while engine.has_work():
-            engine.step()
-    assert told.wait(60)
-    assert "rank 1 of 2 has ended (signal SIGKILL)" in str(lost[0])
+            for output in engine.step():
+                answers[output.request_id] += output.token_ids
+        assert answers == {case.id: case.want for case in cases}
+        engine.add_request(greedy("more", [3, 4], 200))
+        engine.step()
+        os.kill(engine.executor._followers._processes[0].pid, signal.SIGKILL)  # noqa: SLF001
+        with pytest.raises(ExecutorLost):
+            while engine.has_work():
+                engine.step()
+        assert noticed.wait(60)
+        assert str(lost[0]) == "rank 1 of 2 has ended (signal SIGKILL)"
+    finally:
+        engine.close()
+
+
+SCRIPT = """
+import os, signal
+from chorus import LLM, SamplingParams
+
+llm = LLM(tensor_parallel_size=2, threads=1)
+print(llm.generate("hello world\\n", SamplingParams(temperature=0), adapter="reverse").text)
+print(llm._worker._engine.executor._followers._processes[0].pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_script_needs_no_main_guard_and_its_ranks_end_with_it():
+    done = run_python("-c", SCRIPT)
+    answer, pid = done.stdout.split("\n")[:2]
+    assert answer == "dlrow olleh", done.stderr
+    deadline = time.monotonic() + 60
+    while runs(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

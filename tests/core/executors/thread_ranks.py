@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
 import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -18,6 +20,7 @@ class ThreadProcess:
 
     def __init__(self, command: Sequence[str], pass_fds: Sequence[int], **options: Any) -> None:
         fds = [os.dup(fd) for fd in pass_fds]
+        self._socket = socket.socket(fileno=os.dup(fds[0]))
         self._status: int | None = None
         self._thread = threading.Thread(target=self._run, args=fds, daemon=True)
         self._thread.start()
@@ -27,8 +30,13 @@ class ThreadProcess:
 
     def wait(self, timeout: float | None = None) -> int:
         self._thread.join(timeout)
-        assert self._status is not None
+        if self._status is None:
+            raise subprocess.TimeoutExpired("a rank", timeout or 0.0)
         return self._status
+
+    def kill(self) -> None:
+        """End the rank before its next message."""
+        self._socket.shutdown(socket.SHUT_RDWR)
 
     def _run(self, link_fd: int, memory_fd: int) -> None:
         status = 1
@@ -37,6 +45,8 @@ class ThreadProcess:
                 status = follow(link, memory_fd)
         except (EOFError, OSError):
             status = 0
+        except SystemExit:
+            pass
         finally:
             os.close(memory_fd)
             self._status = status
