@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from subprocess import PIPE, Popen, TimeoutExpired
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -48,6 +52,8 @@ from .rank_memory import NUM_COUNTS, MemoryLayout, RankMemory, RankSeat
 from .swaps import PageSwaps
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 #: Seconds that ranks wait for each other before they are lost: many times a step of any model.
 PATIENCE_SECONDS = 60.0
@@ -121,24 +127,27 @@ class RanksExecutor:
         self._introduce([*plan.adapters, *([] if plan.merged is None else [plan.merged])])
         self._steps = number = self._steps + 1
         self._ranks.begin(number)
-        self._followers.send("step", number, plan_to_wire(plan, draws=False), coming)
-        result, failure = None, None
-        try:
-            result = self.first.execute(plan)
-        except Exception as error:
-            failure = error
-            self._ranks.fail(number)
-        late = self._followers.answers(failure)
-        if failure is not None:
-            raise failure
-        assert result is not None
+        step = "step", number, plan_to_wire(plan, draws=False), coming
+        result, late = self._followers.beside(partial(self._run, plan, number), *step)
         for request_id in {name for names in late for name in names}:
             result.retract(request_id)
         return result
 
+    def _run(self, plan: StepPlan, number: int) -> StepResult:
+        try:
+            return self.first.execute(plan)
+        except Exception:
+            self._ranks.fail(number)
+            raise
+
     def watch(self, on_lost: Callable[[ExecutorLost], None]) -> None:
         """Have `on_lost` called, from any thread, when a rank ends by itself."""
         self._followers.watch(on_lost)
+
+    @property
+    def pids(self) -> list[int]:
+        """Processes of the other ranks."""
+        return self._followers.pids
 
     def close(self) -> None:
         self._followers.close()
@@ -175,14 +184,20 @@ class Followers:
         try:
             for rank in range(1, layout.size):
                 here, there = socket.socketpair()
+                here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(layout.seconds) + 1, 0))
                 with there:
                     self._links.append(Connection(here.detach()))
                     fds = there.fileno(), memory_fd
                     self._processes.append(Popen([*command, *map(str, fds)], stdin=PIPE, pass_fds=fds, env=path))
-                self._links[-1].send((config, Shard(rank, layout.size), layout))
+                with suppress(OSError):  # of a process that has ended already, of which `join` says why
+                    self._links[-1].send((config, Shard(rank, layout.size), layout))
         except BaseException:
             self.close()
             raise
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
 
     def join(self) -> list[int]:
         """Wait until every rank has read its weights, and watch it from then on; the bytes of each."""
@@ -206,13 +221,26 @@ class Followers:
 
     def send(self, name: str, *arguments: Any) -> None:
         """Send all a message. Raises ExecutorLost."""
+        message = pickle.dumps((name, *arguments))
         for rank, link in enumerate(self._links, 1):
             try:
-                link.send((name, *arguments))
+                link.send_bytes(message)
             except OSError as error:
                 raise self._lost(rank) from error
 
-    def answers(self, failure: Exception | None = None) -> list[Any]:
+    def beside(self, work: Callable[[], T], name: str, *arguments: Any) -> tuple[T, list[Any]]:
+        """Do the first rank's work while the others do what a message says; its result, and their answers. Raises its
+        error or another rank's, after all have answered, or ExecutorLost.
+        """
+        self.send(name, *arguments)
+        try:
+            result = work()
+        except Exception as error:
+            self._answers(error)
+            raise
+        return result, self._answers()
+
+    def _answers(self, failure: Exception | None = None) -> list[Any]:
         """All answers to a message. Raises ExecutorLost, or an error of another rank, unless one of the first rank's
         own, `failure`, explains it.
         """
@@ -416,21 +444,14 @@ class RankShadow:
         return self._first.wished_runs(adapter)
 
     def begin(self, adapter: Adapter, runs: Sequence[range]) -> None:
-        self._followers.send("begin_shadow", self._entry(adapter), list(runs))
-        self._first.begin(adapter, runs)
-        self._followers.answers()
+        entry = self._entry(adapter)
+        self._followers.beside(lambda: self._first.begin(adapter, runs), "begin_shadow", entry, list(runs))
 
     def advance(self, max_seconds: float) -> bool:
         """Have every rank do some of the work at the same time; see `ShadowBackend.advance`."""
-        self._followers.send("advance_shadow", max_seconds)
-        is_made, failure = False, None
-        try:
-            is_made = self._first.advance(max_seconds)
-        except Exception as error:
-            failure = error
-        others = self._followers.answers(failure)
-        if failure is not None:
-            raise failure
+        is_made, others = self._followers.beside(
+            lambda: self._first.advance(max_seconds), "advance_shadow", max_seconds
+        )  # fmt: skip
         return is_made and all(others)
 
     @property
@@ -438,6 +459,4 @@ class RankShadow:
         return self._first.share_made
 
     def drop(self) -> None:
-        self._followers.send("drop_shadow")
-        self._first.drop()
-        self._followers.answers()
+        self._followers.beside(self._first.drop, "drop_shadow")

@@ -2,8 +2,9 @@
 
     python -m chorus.perf.cpu.ranks
 
-Eight requests decode at once, of the base model or of eight adapters. A ratio is the median over rounds of one rank's
-median step over the ranks' of the same round: 1 is as fast, less is slower.
+Eight requests decode at once, of the base model or with adapters. A ratio is the median over rounds of one rank's
+median step over the ranks' of the same round: 1 is as fast, less is slower. Beside it the same of processor time, which
+other processes disturb less: a thread's share of one rank's over that of the busiest rank, with waiting by spinning.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from ...core.config import EngineConfig
 from ...core.engine import Engine
+from ...core.executors.ranks import RanksExecutor
 from ...core.requests.request import Request
 from ...core.requests.sampling_params import SamplingParams
 from . import random_model
@@ -44,12 +46,14 @@ class Bench:
         )  # fmt: skip
         self._prompt = workload.prompts()[0][:_PROMPT_TOKENS]
         self._serial = 0
+        self._threads = workload.threads
+        self._others = self.engine.executor.pids if isinstance(self.engine.executor, RanksExecutor) else []
         self.names = [*adapters]
         for name, path in adapters.items():
             self.engine.store.register(name, path)
 
-    def run(self, adapters: list[str | None], steps: int) -> float:
-        """Median seconds of a decode step."""
+    def run(self, adapters: list[str | None], steps: int) -> tuple[float, float]:
+        """Median seconds of a decode step, and mean seconds of processor time of its busiest rank, a thread's share."""
         before = self.engine.stats().num_generated_tokens
         for adapter in adapters:
             self._serial += 1
@@ -57,14 +61,25 @@ class Bench:
             self.engine.add_request(Request(f"r{self._serial}", self._prompt, params, adapter))
         while self.engine.stats().num_generated_tokens < before + 3 * len(adapters):
             self.engine.step()
-        times = []
+        times, used = [], self._used()
         for _ in range(steps):
             began = time.perf_counter()
             self.engine.step()
             times.append(time.perf_counter() - began)
+        busiest = max(after - before for before, after in zip(used, self._used(), strict=True))
         while self.engine.has_work():
             self.engine.step()
-        return statistics.median(times)
+        return statistics.median(times), busiest / steps / (self._threads // len(used))
+
+    def _used(self) -> list[float]:
+        """Seconds of processor time of each rank so far."""
+        return [time.process_time(), *(_process_seconds(pid) for pid in self._others)]
+
+
+def _process_seconds(pid: int) -> float:
+    """Processor time of a process, in ticks of the system."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -77,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--geometry", type=Geometry.parse, default=Geometry(), help="as of perf.cpu")
     args = parser.parse_args(argv)
     workload = Workload(args.geometry, dtype=args.dtype, threads=args.ranks, ranks=(8, 16, 32, 64))
-    rounds: list[dict[str, float]] = []
+    rounds: list[dict[str, tuple[float, float]]] = []
     with tempfile.TemporaryDirectory(prefix="chorus-ranks-") as directory:
         benches = {size: Bench(workload, Path(directory), size, args.kernels) for size in (1, args.ranks)}
         names = benches[1].names
@@ -91,17 +106,14 @@ def main(argv: list[str] | None = None) -> int:
             bench.engine.close()
     del rounds[0]
     found = {}
-    print(f"{'8 requests decode':20}{'1 rank, ms':>12}{f'{args.ranks} ranks, ms':>14}{'ratio':>8}   of each round")
-    for mix in mixes:
-        one, several = ([each[f"{mix} {size}"] for each in rounds] for size in benches)
+    print(f"{'8 requests decode':28}{'1 rank, ms':>12}{f'{args.ranks} ranks, ms':>14}{'ratio':>8}   of each round")
+    for mix, at in ((mix, at) for mix in mixes for at in range(2)):
+        one, several = ([each[f"{mix} {size}"][at] for each in rounds] for size in benches)
         ratios = [a / b for a, b in zip(one, several, strict=True)]
-        ratio = statistics.median(ratios)
-        print(
-            f"{mix:20}{statistics.median(one) * 1e3:12.2f}{statistics.median(several) * 1e3:14.2f}{ratio:8.3f}",
-            end="   ",
-        )
-        print(*(f"{each:.2f}" for each in sorted(ratios)))
-        found[mix] = {"one": one, "several": several, "ratio": ratio}
+        ratio, label = statistics.median(ratios), f"{mix}, {('time', 'processor time')[at]}"
+        print(f"{label:28}{statistics.median(one) * 1e3:12.2f}{statistics.median(several) * 1e3:14.2f}", end="")
+        print(f"{ratio:8.3f}  ", *(f"{each:.2f}" for each in sorted(ratios)))
+        found[label] = {"one": one, "several": several, "ratio": ratio}
     print(json.dumps({"ranks": found}))
     return 0
 

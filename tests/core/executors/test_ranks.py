@@ -296,7 +296,7 @@ def test_processes_give_the_reference_tokens_and_end_with_a_rank(subject):
         assert answers == {case.id: case.want for case in cases}
         engine.add_request(greedy("more", [3, 4], 200))
         engine.step()
-        os.kill(engine.executor._followers._processes[0].pid, signal.SIGKILL)  # noqa: SLF001
+        os.kill(engine.executor.pids[0], signal.SIGKILL)
         with pytest.raises(ExecutorLost):
             while engine.has_work():
                 engine.step()
@@ -312,7 +312,7 @@ from chorus import LLM, SamplingParams
 
 llm = LLM(tensor_parallel_size=2, threads=1)
 print(llm.generate("hello world\\n", SamplingParams(temperature=0), adapter="reverse").text)
-print(llm._worker._engine.executor._followers._processes[0].pid, flush=True)
+print(llm._worker._engine.executor.pids[0], flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

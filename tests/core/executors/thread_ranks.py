@@ -7,6 +7,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -36,7 +37,8 @@ class ThreadProcess:
 
     def kill(self) -> None:
         """End the rank before its next message."""
-        self._socket.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def _run(self, link_fd: int, memory_fd: int) -> None:
         status = 1
@@ -49,4 +51,5 @@ class ThreadProcess:
             pass
         finally:
             os.close(memory_fd)
+            self.kill()  # a process that ends closes all that it had
             self._status = status
