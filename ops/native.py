@@ -143,7 +143,7 @@ class NativeDecoder:
     """Runs steps on its own team of threads, the caller's included. One step at a time."""
 
     def __init__(self, model: NativeModel, threads: int, ranks: Ranks | None = None) -> None:
-        """ranks: the ranks that compute a layer's shares with this one; only the first computes logits."""
+        """ranks: the ranks that compute a layer's shares with this one; the model's vocabulary is a share, too."""
         found = library()
         if found is None:
             raise RuntimeError("the native library is not built; reinstall chorus with a C++ compiler")
@@ -175,7 +175,7 @@ class NativeDecoder:
         self.sampling = NativeSampling(self._library, self._handle)
         self._ranks = ranks  # which lives as long
         if ranks is not None:
-            self._library.chorus_decoder_join(self._handle, ranks.handle)
+            self._library.chorus_decoder_join(self._handle, ranks.handle, len(model.embed))
 
     def forward(
         self,

@@ -30,8 +30,8 @@ class RanksLost(RuntimeError):
 class Ranks:
     """One rank of `size`, with memory that all of them have.
 
-    memory: as `num_bytes` says, zeroed at first. floats: the most that are added up at once. seconds: how long a rank
-    waits for the others; then all are lost.
+    memory: as `num_bytes` says, zeroed at first. floats: the most that are added up at once, at least a rank's columns
+    of a row that is gathered. seconds: how long a rank waits for the others; then all are lost.
     """
 
     def __init__(self, memory: mmap.mmap, rank: int, size: int, floats: int, seconds: float) -> None:
@@ -53,10 +53,21 @@ class Ranks:
         self._library.chorus_ranks_begin(self.handle, step)
 
     def add_up(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' parts, added up in float32. Raises StepGivenUp and RanksLost."""
+        """The sum of all ranks' parts, added up in float32, maybe in place. Raises StepGivenUp and RanksLost."""
         total = part.to(torch.float32).contiguous()
         self._check(self._library.chorus_ranks_add_up(self.handle, total.data_ptr(), total.numel()))
         return total.to(part.dtype)
+
+    def gather(self, part: torch.Tensor, width: int) -> torch.Tensor:
+        """The rows `[rows, width]` float32 of which every rank has columns, on the first rank; on others no rows.
+
+        Raises StepGivenUp and RanksLost.
+        """
+        part = part.to(torch.float32).contiguous()
+        rows = torch.empty(0 if self.rank else len(part), width)
+        out = None if self.rank else rows.data_ptr()
+        self._check(self._library.chorus_ranks_gather(self.handle, part.data_ptr(), len(part), width, out))
+        return rows
 
     def check(self) -> None:
         """Raise StepGivenUp or RanksLost if a sum of this step may be none."""

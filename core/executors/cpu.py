@@ -23,7 +23,7 @@ from ..model.decoder import DecoderModel
 from ..model.lora_state import LoraState
 from ..model.native_decoder import NativeDecoderModel, why_unsupported
 from ..model.open_weights import open_weights
-from ..model.sampler import Sampling, draw, needs_logits, plain_chances, score_prompts
+from ..model.sampler import Sampling, draw, needs_logits, plain_chances, score_prompts, score_slices
 from ..model.shadow import ShadowWeights
 from ..model.shard import WHOLE, Shard
 from ..model.weights import num_weights
@@ -75,7 +75,7 @@ class CpuExecutor(ModelExecutor):
         model, rows = self.decoder, plan.rows
         self._check(plan)
         asking = [index for index, row in enumerate(rows) if needs_logits(row)]
-        if not isinstance(model, NativeDecoderModel):
+        if not isinstance(model, NativeDecoderModel) or self.shard.size > 1:  # ranks have columns of the logits each
             with torch.inference_mode():
                 logits = self.steps.forward(plan)
                 return self._draw(plan, greedy(logits), logits, {index: index for index in asking})
@@ -90,12 +90,12 @@ class CpuExecutor(ModelExecutor):
         return self._draw(plan, model.best, logits, {index: place for place, index in enumerate(kept)}, drawn)
 
     def compute(self, plan: StepPlan) -> list[str]:
-        """Compute a step's layers as another rank than the first, which draws the tokens; return the requests with void
-        rows.
-        """
+        """Compute a step as another rank than the first, which draws the tokens; return the requests with void rows."""
         self._check(plan)
         with torch.inference_mode():
             self.steps.forward(plan)
+            for begin, end in score_slices(plan.rows, self.model.vocab_size):
+                self.decoder.score_logits(begin, end)
         return self._lora.late_requests(plan.rows) if plan.adapters else []
 
     def _check(self, plan: StepPlan) -> None:

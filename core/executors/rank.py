@@ -1,6 +1,6 @@
 """A rank of several but the first: a process that computes its share of every step that the first rank plans.
 
-It is started by `ranks.RanksExecutor` as `python -m chorus.core.executors.rank LINK MEMORY`, with two open files: a
+It is started by `followers.Followers` as `python -m chorus.core.executors.rank LINK MEMORY`, with two open files: a
 socket, by which it is told what to do and answers, and the memory that all ranks share. It ends with the first rank.
 """
 
@@ -130,7 +130,8 @@ def _end_with_parent() -> None:
 
 def main(link_fd: int, memory_fd: int) -> int:
     logging.basicConfig(level=logging.ERROR)  # what all ranks would warn of the first one does
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the first rank ends the others
+    for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal, or to a whole service: the first rank drains first
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, name="chorus-parent", daemon=True).start()
     torch.set_grad_enabled(False)
     try:

@@ -56,7 +56,7 @@ class DecoderModel:
 
         dtype: what steps on a CPU compute in. In float32, packed copies of the weights are kept, beside the embeddings
         as they are. None: they compute in the weights' own dtype and layout. ranks: the ranks that compute a layer's
-        shares with this one; `config` is of a share. Only the first computes logits.
+        shares with this one; `config` is of a share. Each has its columns of the logits.
         """
         self.config = config
         self._ranks = ranks
@@ -72,10 +72,7 @@ class DecoderModel:
             kept = lambda weight: pack(weight.float())  # noqa: E731
         elif device.type != "cpu":  # on a CPU what was read is kept; a GPU's is read into the same host memory
             kept = lambda weight: weight.to(device)  # noqa: E731
-        self._has_head = head is not None
-        if head is None:
-            self._lm_head = torch.empty(0, dtype=dtype)
-        elif head is embed and not packs:
+        if head is embed and not packs:
             self._lm_head = self._embed
         else:
             self._lm_head = head if kept is None else kept(head)
@@ -121,8 +118,6 @@ class DecoderModel:
                 with span("mlp"):
                     x, residual, hidden = self._normed_product(GATE_UP, out, residual, index, layer, batch.ways, lora)
                     out = self._down(x, hidden, index, layer, batch.ways[DOWN], lora)
-        if not self._has_head:
-            return torch.empty(0, self.config.vocab_size)
         with span("logits"):
             if (at := batch.score_tokens) is not None:
                 self.scored = add_and_norm(None if out is None else out[at], residual[at], self._norm, eps)
@@ -130,7 +125,7 @@ class DecoderModel:
                 residual = residual[batch.logit_tokens]
                 out = None if out is None else out[batch.logit_tokens]
             x = add_and_norm(out, residual, self._norm, eps)
-            scores = multiply(batch.ways[HEAD], x, self._lm_head)
+            scores = self._gathered(multiply(batch.ways[HEAD], x, self._lm_head))
             return scores.float() if logits is None else logits.copy_(scores)
 
     def merge(
@@ -147,7 +142,7 @@ class DecoderModel:
         """Logits `[end - begin, vocab]` float32 of some of the last step's score tokens."""
         if self.scored is None:
             raise RuntimeError("the last step had no score tokens")
-        return linear(self.scored[begin:end], self._lm_head).float()
+        return self._gathered(linear(self.scored[begin:end], self._lm_head)).float()
 
     def weight(self, group: int, layer: LayerWeights) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight and bias of a group of projections of a layer, or of the logits, which have the same in all."""
@@ -240,6 +235,10 @@ class DecoderModel:
         with span("lora.down"):
             lora.add(DOWN, out, hidden, index)
         return self._added(out)
+
+    def _gathered(self, logits: torch.Tensor) -> torch.Tensor:
+        """All ranks' columns, see `Ranks.gather`."""
+        return logits if self._ranks is None else self._ranks.gather(logits, self.config.vocab_size)
 
     def _added(self, out: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `out`."""

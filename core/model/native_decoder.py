@@ -19,9 +19,8 @@ from ...ops.sgmv import AdapterRows, Segments
 from .batch import StepBatch
 from .config import ModelConfig
 from .lora_state import LoraState
+from .shard import WHOLE, Shard
 from .weights import LayerWeights, Weights
-
-_NO_TOKENS = torch.empty(0, dtype=torch.long)
 
 
 def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
@@ -52,15 +51,16 @@ class NativeDecoderModel:
         self._ranks = ranks
         cos, sin = rotary_table(config.inverse_frequencies(), max_model_len)
         embed = weights.embed()
-        packed = PackedWeights(projection_shapes(config, has_head=ranks is None or not ranks.rank), embed.dtype)
+        shard = WHOLE if ranks is None else Shard(ranks.rank, ranks.size)
+        packed = PackedWeights(projection_shapes(config, shard), embed.dtype)
         self.layers = [_native_layer(layer) for layer in weights.layers(packed.add)]
         head = weights.lm_head(embed)
         model = native.NativeModel(
             hidden=config.hidden_size, ffn=config.intermediate_size, heads=config.num_heads,
-            kv_heads=config.num_kv_heads, head_dim=config.head_dim, vocab=config.vocab_size,
+            kv_heads=config.num_kv_heads, head_dim=config.head_dim, vocab=len(head),
             block_tokens=arena.layout.block_tokens, eps=config.rms_norm_eps,
             layers=self.layers, embed=embed,
-            lm_head=embed[:0] if head is None else packed.add(head), norm=weights.norm().float(), cos=cos, sin=sin,
+            lm_head=packed.add(head), norm=weights.norm().float(), cos=cos, sin=sin,
             arena=arena.pages,
         )  # fmt: skip
         self._decoder = native.NativeDecoder(model, threads or torch.get_num_threads(), ranks)
@@ -89,14 +89,19 @@ class NativeDecoderModel:
 
     def score_logits(self, begin: int, end: int) -> torch.Tensor:
         """Logits `[end - begin, vocab]` float32 of some of the last step's score tokens, until the next call."""
-        return self._decoder.score_logits(begin, end)
+        return self._gathered(self._decoder.score_logits(begin, end))
+
+    def _gathered(self, logits: torch.Tensor) -> torch.Tensor:
+        """All ranks' columns, see `Ranks.gather`."""
+        if self._ranks is None:
+            return logits
+        self._ranks.check()
+        return self._ranks.gather(logits, self.config.vocab_size)
 
     def forward(self, batch: StepBatch[native.NativeRows, LoraState]) -> torch.Tensor:
         """Compute the step's tokens and write their KV; logits `[kept, vocab]` float32, until the next step."""
         logit_tokens = batch.logit_tokens
-        if self._ranks is not None and self._ranks.rank:
-            logit_tokens = _NO_TOKENS
-        elif logit_tokens is None:
+        if logit_tokens is None:
             tokens = len(batch.token_ids)
             logit_tokens = self._every.get(tokens)
             if logit_tokens is None:
@@ -107,9 +112,7 @@ class NativeDecoderModel:
             batch.token_ids, batch.positions, batch.page, batch.offset, batch.attention, logit_tokens, segments,
             0.0 if lora is None else lora.max_stall, batch.score_tokens, batch.merged,
         )  # fmt: skip
-        if self._ranks is not None:
-            self._ranks.check()
-        return logits
+        return self._gathered(logits)
 
     def merge(
         self, layer: int, group: int, rows: Sequence[AdapterRows], origin: torch.Tensor, out: torch.Tensor
@@ -144,11 +147,12 @@ class PackedWeights:
         return native.pack(weight, here.view(shape))
 
 
-def projection_shapes(config: ModelConfig, *, has_head: bool = True) -> list[tuple[int, int]]:
-    """(out, in) features of the model's packed projections: of every layer, and of the head."""
+def projection_shapes(config: ModelConfig, shard: Shard = WHOLE) -> list[tuple[int, int]]:
+    """(out, in) features of a rank's packed projections: of every layer, and of the head."""
     hidden, ffn = config.hidden_size, config.intermediate_size
     layer = [(config.q_size + 2 * config.kv_size, hidden), (hidden, config.q_size), (2 * ffn, hidden), (hidden, ffn)]
-    return [*(layer * config.num_layers), *([(config.vocab_size, hidden)] if has_head else [])]
+    tokens = shard.of_vocab(config)
+    return [*(layer * config.num_layers), (tokens.stop - tokens.start, hidden)]
 
 
 def _native_layer(layer: LayerWeights) -> LayerWeights:

@@ -1,7 +1,8 @@
 """The share of a model that one of several ranks computes (tensor parallel, as in Megatron-LM).
 
 Ranks share a layer by heads and by columns of the MLP: of q, k, v, gate and up a rank has rows of the weight, of o and
-down columns, so that a layer's ranks add up what o and down give, and nothing else passes between them.
+down columns, so that the ranks add up what o and down give, and nothing else of a layer passes between them. Of the
+output projection each has rows, too.
 """
 
 from __future__ import annotations
@@ -58,14 +59,23 @@ class Shard:
         every = slice(None)
         return (share, every) if module in _BY_INPUT else (every, share)
 
+    def of_vocab(self, whole: ModelConfig) -> slice:
+        """Tokens of which this rank computes logits."""
+        first, end = (rank * whole.vocab_size // self.size for rank in (self.rank, self.rank + 1))
+        return slice(first, end)
+
     def of_tensor(self, name: str, whole: ModelConfig) -> tuple[slice, ...]:
         """What this rank reads of a checkpoint's tensor, by dimension: of a weight `[out, in]`, of a bias `[out]`."""
-        _, _, path = name.rpartition("layers.")
-        parts = path.split(".")
-        if self.size == 1 or len(parts) < 2 or parts[-2] not in (*_HEADS, *_KV_HEADS, *_FFN):
+        if self.size == 1:
             return ()
-        inputs, outputs = self.of_module(parts[-2], whole)
-        return (outputs,) if parts[-1] == "bias" else (outputs, inputs)
+        path, _, kind = name.rpartition(".")
+        module = path.rpartition(".")[2]
+        if module == "lm_head":
+            return (self.of_vocab(whole),)
+        if module not in (*_HEADS, *_KV_HEADS, *_FFN):
+            return ()
+        inputs, outputs = self.of_module(module, whole)
+        return (outputs,) if kind == "bias" else (outputs, inputs)
 
 
 #: All of a model, of one rank.

@@ -67,11 +67,12 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def num_weights(config: ModelConfig, shard: Shard = WHOLE) -> int:
-    """Elements that a rank keeps of all tensors of `tensor_shapes`; ranks but the first have no output projection."""
-    shapes = tensor_shapes(config)
-    if shard.rank:
-        shapes.pop(LM_HEAD, None)
-    return sum(_shard_shape(shape, shard.of_tensor(name, config)).numel() for name, shape in shapes.items())
+    """Elements that a rank keeps of all tensors of `tensor_shapes`; the biases of o and down are the first rank's."""
+    return sum(
+        _shard_shape(shape, shard.of_tensor(name, config)).numel()
+        for name, shape in tensor_shapes(config).items()
+        if not (shard.rank and name.endswith(("o_proj.bias", "down_proj.bias")))
+    )
 
 
 def _shard_shape(shape: Sequence[int], of: Sequence[slice]) -> torch.Size:
@@ -108,11 +109,12 @@ class Weights(ABC):
         """The final norm `[hidden]`."""
         return self._read(NORM)
 
-    def lm_head(self, embed: torch.Tensor) -> torch.Tensor | None:
-        """The output projection `[vocab, hidden]`: `embed` itself when the two are tied; only the first rank has it."""
-        if LM_HEAD in self._shapes:
-            return self._first_rank(LM_HEAD)
-        return None if self._shard.rank else embed
+    def lm_head(self, embed: torch.Tensor) -> torch.Tensor:
+        """The rank's rows of the output projection `[vocab, hidden]`; where the two are tied, of `embed`."""
+        return self._read(LM_HEAD) if LM_HEAD in self._shapes else self._tied(embed)
+
+    def _tied(self, embed: torch.Tensor) -> torch.Tensor:
+        return embed if self._shard.size == 1 else embed[self._shard.of_vocab(self._config)]
 
     def _first_rank(self, name: str) -> torch.Tensor | None:
         """A tensor that only the first rank has."""
@@ -143,9 +145,13 @@ class Weights(ABC):
             down_bias=self._first_rank(f"{down}.bias") if config.mlp_bias else None,
         )
 
+    def _part(self, name: str) -> tuple[slice, ...]:
+        """The rank's share of a tensor, by dimension; embeddings are whole, whatever their name."""
+        return () if name == self._embed_name else self._shard.of_tensor(name, self._config)
+
     def _shape(self, names: Sequence[str]) -> torch.Size:
         """Shape of the rank's shares of tensors, stacked along their first dimension."""
-        shapes = [_shard_shape(self._shapes[name], self._shard.of_tensor(name, self._config)) for name in names]
+        shapes = [_shard_shape(self._shapes[name], self._part(name)) for name in names]
         return torch.Size((sum(shape[0] for shape in shapes), *shapes[0][1:]))
 
     @abstractmethod
@@ -189,13 +195,14 @@ class WeightLoader(Weights):
         """Bytes to read in all."""
         return sum(self._checkpoint[name].num_bytes for name in self._shapes)
 
-    def lm_head(self, embed: torch.Tensor) -> torch.Tensor | None:
-        if self._embed_name == LM_HEAD and not self._shard.rank:
-            return embed
+    def lm_head(self, embed: torch.Tensor) -> torch.Tensor:
+        tied = self._tied(embed)
+        if self._embed_name == LM_HEAD:
+            return tied
         head = super().lm_head(embed)
-        if head is not None and head is not embed and self._config.tie_word_embeddings:
-            if torch.equal(head, embed):
-                return embed
+        if LM_HEAD in self._shapes and self._config.tie_word_embeddings:
+            if torch.equal(head, tied):
+                return tied
             logger.warning("tie_word_embeddings is true, but %s differs from %s; serving both", LM_HEAD, EMBED)
         return head
 
@@ -210,6 +217,6 @@ class WeightLoader(Weights):
         else:
             target = torch.empty(shape, dtype=self._dtype)
         for name, part in zip(names, target.split([self._shape([name])[0] for name in names]), strict=True):
-            self._checkpoint.read_into(part, name, self._shard.of_tensor(name, self._config))
+            self._checkpoint.read_into(part, name, self._part(name))
             self.advance(self._checkpoint[name].num_bytes)
         return target

@@ -15,7 +15,8 @@ VERSION = 5
 
 
 def plan_to_wire(plan: StepPlan, *, draws: bool = True) -> dict[str, Any]:
-    """Return the plan as lists, dicts, strings, numbers and None. draws: with what rows draw their tokens by.
+    """Return the plan as lists, dicts, strings, numbers and None. draws: with what rows draw their tokens by;
+    otherwise only rows with prompt tokens to score have it.
 
     An adapter is its name, version and pages here, and by the hash of its content the same everywhere; that is None
     until it has been computed, which a server does in the background.
@@ -28,7 +29,7 @@ def plan_to_wire(plan: StepPlan, *, draws: bool = True) -> dict[str, Any]:
         "adapters": [adapter_to_wire(adapter) for adapter in plan.adapters],
         "merged": None if plan.merged is None else adapter_to_wire(plan.merged),
         "sources": None if plan.sources is None else list(plan.sources),
-        "rows": [_row_to_wire(row) | (_draw_to_wire(row) if draws else {}) for row in plan.rows],
+        "rows": [_row_to_wire(row) | (_draw_to_wire(row) if draws or row.scores_prompt else {}) for row in plan.rows],
     }
 
 

@@ -37,8 +37,12 @@ class Decoder {
         team_.run([&](int thread) { walk(step, thread); });
     }
 
-    // Compute a share of every layer, beside other ranks with the other shares; only the first computes logits.
-    void join(Ranks* ranks) { ranks_ = ranks; }
+    // Compute a share of every layer and of the logits, beside other ranks with the other shares; `sample` is of rows of
+    // all logits.
+    void join(Ranks* ranks, int vocab) {
+        ranks_ = ranks;
+        vocab_ = vocab;
+    }
 
     // Logits of some of the last step's score tokens, `[count, vocab]`.
     void score_logits(int first, int count, float* logits) {
@@ -58,8 +62,8 @@ class Decoder {
 
     // Tokens and log-probabilities of rows of logits.
     void sample(Draw* draws, int num_draws, Score* scores, int num_scores) {
-        const bool few = (int64_t)(num_draws + num_scores) * m_.vocab <= kFewLogits;
-        sampling_.plan(draws, num_draws, scores, num_scores, m_.vocab, few ? 1 : team_.size());
+        const bool few = (int64_t)(num_draws + num_scores) * vocab_ <= kFewLogits;
+        sampling_.plan(draws, num_draws, scores, num_scores, vocab_, few ? 1 : team_.size());
         const auto finish = [&](int i, int thread) {
             if (i < num_draws) sampling_.draw(i, draws[i], thread);
             else sampling_.score(i, scores[i - num_draws], thread);
@@ -169,7 +173,6 @@ class Decoder {
             }
             add_to_residual(step, thread, phase, 3, l, act_.data(), lda, m_.ffn, w.down, w.down_bias);
         }
-        if (ranks_ && ranks_->rank()) return;
         team_.each(phase, step.logits_wanted + step.scores_wanted, [&](int r) {
             rms_norm(x_.data() + step.logit_tokens[r] * ldx, m_.norm, hidden, m_.eps, normed_.data() + r * ldn);
         });
@@ -257,6 +260,7 @@ class Decoder {
     Buffer<float> x_, y_;
     Buffer<X> normed_, q_, attended_, act_;
     Ranks* ranks_ = nullptr;
+    int vocab_ = m_.vocab;
     bool decode_ = false;  // the step has few tokens and each is a row of its own
     std::chrono::nanoseconds patience_{};  // that is left in the step
 };

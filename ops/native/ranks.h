@@ -94,6 +94,24 @@ class Ranks {
         return kWell;
     }
 
+    // Of rows of `width` each rank has the columns from `width·rank / size` on, packed; out: whole rows, null on a rank that
+    // wants none.
+    State gather(const float* part, int64_t rows, int64_t width, float* out) {
+        auto begin = [&](int r) { return width * r / size_; };
+        const int64_t own = begin(rank_ + 1) - begin(rank_), most = floats_ / ((width + size_ - 1) / size_);
+        for (int64_t first = 0; first < rows; first += most) {
+            const int64_t now = std::min(most, rows - first);
+            memcpy(mine(), part + first * own, now * own * sizeof(float));
+            if (const State state = meet(); state != kWell) return state;
+            for (int r = 0; out && r < size_; r++) {
+                const int64_t columns = begin(r + 1) - begin(r);
+                for (int64_t i = 0; i < now; i++)
+                    memcpy(out + (first + i) * width + begin(r), this->part(r) + i * columns, columns * sizeof(float));
+            }
+        }
+        return kWell;
+    }
+
     State state() const {
         if (shared_->lost.load(std::memory_order_relaxed)) return kLost;
         return shared_->failed.load(std::memory_order_relaxed) >= step_ ? kFailed : kWell;

@@ -14,7 +14,7 @@ import torch
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.core.executors import choice, rank, ranks
+from chorus.core.executors import choice, followers, rank
 from chorus.core.executors.ranks import RanksExecutor
 from chorus.core.model.config import ModelConfig, UnsupportedModel
 from chorus.core.model.open_weights import open_weights
@@ -160,13 +160,14 @@ def test_a_rank_reads_its_share_of_the_weights_only(subject, monkeypatch):
     with open_weights(path, config, torch.float32) as weights:
         whole = list(weights.layers())
         embed = weights.embed()
-    shares, total = [], []
+        whole_head = weights.lm_head(embed)
+    shares, heads, total = [], [], []
     for number in range(2):
         with open_weights(path, config, torch.float32, shard=Shard(number, 2)) as weights:
             shares.append(list(weights.layers()))
             head = weights.lm_head(embed)
-            assert (head is None) == (number == 1)
-            kept = [embed, weights.norm(), *([head] if head is not None else [])]
+            heads.append(head)
+            kept = [embed, weights.norm(), head]
         kept += [
             part
             for layer in shares[-1]
@@ -175,6 +176,7 @@ def test_a_rank_reads_its_share_of_the_weights_only(subject, monkeypatch):
         ]
         total.append(sum(part.numel() for part in kept))
         assert total[-1] == num_weights(config, Shard(number, 2))
+    assert torch.equal(torch.cat(heads), whole_head)
     q, kv, ffn = config.q_size, config.kv_size, config.intermediate_size
     for index, layer in enumerate(whole):
         ours = [share[index] for share in shares]
@@ -214,7 +216,7 @@ def test_an_adapter_that_fits_no_arena_is_refused(subject, drive, kernels):
 @pytest.fixture
 def opened(subject, monkeypatch):
     """`opened(patience=…)`: an engine of two ranks, threads of this process, on the gqa model."""
-    monkeypatch.setattr("chorus.core.executors.ranks.Popen", ThreadProcess)
+    monkeypatch.setattr("chorus.core.executors.followers.Popen", ThreadProcess)
     engines = []
 
     def make(**options):
@@ -240,7 +242,7 @@ def test_a_rank_that_ends_within_a_step_ends_the_engine(opened, monkeypatch):
 
 
 def test_a_rank_that_keeps_the_others_waiting_ends_the_engine(opened, monkeypatch):
-    monkeypatch.setattr(ranks, "STOP_SECONDS", 0.1)
+    monkeypatch.setattr(followers, "STOP_SECONDS", 0.1)
     released = threading.Event()
     monkeypatch.setattr(rank.CpuExecutor, "compute", lambda self, plan: released.wait())
     engine = opened(patience=0.2)
@@ -272,7 +274,7 @@ def test_a_rank_that_cannot_join_is_named_with_the_reason(opened, monkeypatch):
         patch.setattr(rank, "CpuExecutor", broken)
         opened()
     ending = [sys.executable, "-c", "raise SystemExit(3)"]
-    monkeypatch.setattr(ranks, "Popen", lambda command, **options: subprocess.Popen(ending, stdin=subprocess.PIPE))
+    monkeypatch.setattr(followers, "Popen", lambda command, **options: subprocess.Popen(ending, stdin=subprocess.PIPE))
     with pytest.raises(RuntimeError, match=r"rank 1 of 2 could not join: its process ended \(exit status 3\)"):
         opened()
 
