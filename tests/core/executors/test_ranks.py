@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -277,35 +275,6 @@ def test_a_rank_that_cannot_join_is_named_with_the_reason(opened, monkeypatch):
     monkeypatch.setattr(followers, "Popen", lambda command, **options: subprocess.Popen(ending, stdin=subprocess.PIPE))
     with pytest.raises(RuntimeError, match=r"rank 1 of 2 could not join: its process ended \(exit status 3\)"):
         opened()
-
-
-def test_processes_give_the_reference_tokens_and_end_with_a_rank(subject):
-    it = subject("gqa")
-    engine = Engine(settings_of(it), choice.open_executor(settings_of(it)))
-    lost: list[ExecutorLost] = []
-    noticed = threading.Event()
-    engine.watch_executor(lambda error: (lost.append(error), noticed.set()))
-    try:
-        for name, path in it.adapters.items():
-            engine.store.register(name, path)
-        cases = make_cases(it, 9, seed=8, tokens=(6, 6))
-        answers = {case.id: [] for case in cases}
-        for case in cases:
-            engine.add_request(greedy(case.id, case.prompt, 6, case.adapter))
-        while engine.has_work():
-            for output in engine.step():
-                answers[output.request_id] += output.token_ids
-        assert answers == {case.id: case.want for case in cases}
-        engine.add_request(greedy("more", [3, 4], 200))
-        engine.step()
-        os.kill(engine.executor.pids[0], signal.SIGKILL)
-        with pytest.raises(ExecutorLost):
-            while engine.has_work():
-                engine.step()
-        assert noticed.wait(60)
-        assert str(lost[0]) == "rank 1 of 2 has ended (signal SIGKILL)"
-    finally:
-        engine.close()
 
 
 SCRIPT = """
