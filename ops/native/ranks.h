@@ -48,7 +48,7 @@ class Ranks {
         shared_->posted[rank_].at.store(++at_, std::memory_order_release);
         tell();
         const auto began = Clock::now();
-        for (int i = 0; i < kSpins; i++) {
+        for (int i = 0; i % kSpins || Clock::now() - began < kSpinning; i++) {
             if (all_posted()) return kWell;
             if (state() != kWell) return state();
             relax();
@@ -129,7 +129,8 @@ class Ranks {
 
    private:
     using Clock = std::chrono::steady_clock;
-    static constexpr int kSumBits = 20, kSpins = 4000;
+    static constexpr int kSumBits = 20, kSpins = 32;
+    static constexpr Clock::duration kSpinning = std::chrono::microseconds(50);  // as long as waking a rank takes
 
     struct Shared {
         alignas(64) std::atomic<int> posts, sleepers, lost;

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Literal
 
 from ...core.config import EngineConfig
 from ...core.engine import Engine
@@ -32,7 +33,7 @@ _PROMPT_TOKENS = 128
 class Bench:
     """An engine of `ranks` ranks with the workload's adapters, all of them resident."""
 
-    def __init__(self, workload: Workload, directory: Path, ranks: int, kernels: str) -> None:
+    def __init__(self, workload: Workload, directory: Path, ranks: int, kernels: Literal["native", "torch"]) -> None:
         adapters = random_model.adapters(workload, directory)
         shape = workload.geometry
         lora = sum(map(workload.adapter_params, range(len(adapters))))

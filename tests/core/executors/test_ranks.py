@@ -13,6 +13,7 @@ import torch
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.executors import choice, followers, rank
+from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.executors.ranks import RanksExecutor
 from chorus.core.model.config import ModelConfig, UnsupportedModel
 from chorus.core.model.open_weights import open_weights
@@ -131,7 +132,7 @@ def test_streamed_adapters_of_a_step_may_be_late_on_any_rank(subject, drive, ker
 def test_a_step_that_fails_on_another_rank_fails_alone(subject, drive, kernels, monkeypatch):
     """Ranks that have left a step go on with the next one together."""
     it = subject("gqa")
-    compute, bad = rank.CpuExecutor.compute, []
+    compute, bad = CpuExecutor.compute, []
 
     def failing(self, plan):
         if any(row.request_id == "bad" for row in plan.rows):
@@ -139,7 +140,7 @@ def test_a_step_that_fails_on_another_rank_fails_alone(subject, drive, kernels, 
             raise MemoryError("no room")
         return compute(self, plan)
 
-    monkeypatch.setattr(rank.CpuExecutor, "compute", failing)
+    monkeypatch.setattr(CpuExecutor, "compute", failing)
     driver = drive(it, tensor_parallel_size=4)
     cases = make_cases(it, 3, adapters=[None], seed=6, tokens=(4, 6))
     add_all(driver, cases)
@@ -232,7 +233,7 @@ def greedy(request_id, prompt, count, adapter=None):
 
 
 def test_a_rank_that_ends_within_a_step_ends_the_engine(opened, monkeypatch):
-    monkeypatch.setattr(rank.CpuExecutor, "compute", lambda self, plan: sys.exit(1))
+    monkeypatch.setattr(CpuExecutor, "compute", lambda self, plan: sys.exit(1))
     engine = opened()
     engine.add_request(greedy("one", [3, 4], 4))
     with pytest.raises(ExecutorLost, match=r"rank 1 of 2 has ended \(exit status 1\)"):
@@ -242,7 +243,7 @@ def test_a_rank_that_ends_within_a_step_ends_the_engine(opened, monkeypatch):
 def test_a_rank_that_keeps_the_others_waiting_ends_the_engine(opened, monkeypatch):
     monkeypatch.setattr(followers, "STOP_SECONDS", 0.1)
     released = threading.Event()
-    monkeypatch.setattr(rank.CpuExecutor, "compute", lambda self, plan: released.wait())
+    monkeypatch.setattr(CpuExecutor, "compute", lambda self, plan: released.wait())
     engine = opened(patience=0.2)
     engine.add_request(greedy("one", [3, 4], 4))
     with pytest.raises(ExecutorLost, match="rank 1 of 2 kept the others waiting"):
