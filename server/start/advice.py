@@ -15,7 +15,7 @@ NOTED = {
     "--enable-prefix-caching": "it is on unless --no-prefix-cache",
     "--enable-log-requests": "requests are never logged; --record writes a trace of their sizes",
     "--enable-server-load-tracking": "GET /load tells it always",
-    "--fully-sharded-loras": "of --tensor-parallel-size's ranks each has one of an adapter's two matrices whole",
+    "--fully-sharded-loras": "each rank of --tensor-parallel-size has one of the two matrices of a projection whole",
     "--lora-dtype": "adapters have the model's dtype",
     "--lora-extra-vocab-size": "adapters may not add tokens",
     "--max-cpu-loras": "as many as --host-cache-bytes holds are kept in host memory",
