@@ -100,7 +100,7 @@ def cluster_up(replicas: int, *flags: str, command: tuple[str, ...] = ("cluster"
                     assert not running(pid), "a child outlived its parent"
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def roots(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory from which adapters may be loaded, with two of the built-in ones."""
     root = tmp_path_factory.mktemp("roots")
@@ -109,7 +109,7 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def up(roots: Path) -> Iterator[Up]:
     # replicas may take long to start again on a busy machine, and requests wait for them
     flags = "--slo-tpot", "0.5", "--give-up-seconds", str(SECONDS)
