@@ -84,7 +84,7 @@ def _process_seconds(pid: int) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m chorus.perf.cpu.ranks", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m chorus.perf.cpu.ranks", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=40, help="decode steps of each engine in a round")
     parser.add_argument("--ranks", type=int, default=len(os.sched_getaffinity(0)))
