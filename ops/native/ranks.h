@@ -141,9 +141,7 @@ class Ranks {
         alignas(4096) char end[4096];
     };
 
-    float* buffer(int64_t at, int rank) const {
-        return (float*)(shared_ + 1) + ((at & 1) * size_ + rank) * floats_;
-    }
+    float* buffer(int64_t at, int rank) const { return (float*)(shared_ + 1) + ((at & 1) * size_ + rank) * floats_; }
     bool all_posted() const {
         for (int r = 0; r < size_; r++)
             if (shared_->posted[r].at.load(std::memory_order_acquire) < at_) return false;
@@ -151,8 +149,7 @@ class Ranks {
     }
     void tell() {
         shared_->posts.fetch_add(1);
-        if (shared_->sleepers.load())
-            syscall(SYS_futex, &shared_->posts, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+        if (shared_->sleepers.load()) syscall(SYS_futex, &shared_->posts, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
     }
 
     Shared* shared_;
