@@ -226,16 +226,17 @@ class Dispatcher:
         info, outputs, ended = read_step(step), [], False
         for row in rows:
             output, life = from_row(row, info)
-            request = self.ledger.get(output.request_id)
-            had_tokens = request is not None and request.num_output_tokens > 0
-            last = output.finish_reason is not None
-            if self.ledger.receive(output.request_id, life, output.token_ids, last=last) is None or request is None:
+            request = self.ledger.receive(
+                output.request_id, life, output.token_ids, last=output.finish_reason is not None
+            )
+            if request is None:
                 continue
-            self._accept(request.id)
-            if had_tokens and output.prompt_logprobs is not None:  # the client has them
+            if request.num_output_tokens <= len(output.token_ids):
+                self._accept(request.id)
+            elif output.prompt_logprobs is not None:  # the client has them
                 output = output._replace(prompt_logprobs=None)
             outputs.append(output)
-            if last:
+            if output.finish_reason is not None:
                 ended = True
                 self.on_end(request.content_hash, self._clock() - self._asked[request.id].arrival)
                 self._forget(request)
