@@ -217,6 +217,8 @@ class Dispatcher:
             self._on_refused(link, *frame.fields)
         elif frame.kind == "loaded":
             self._on_loaded(link, *frame.fields)
+        elif frame.kind == "pinned":
+            link.note_pinned(*frame.fields)
         elif frame.kind == "stats":
             self._on_report(link)
 
@@ -268,6 +270,7 @@ class Dispatcher:
             asked.refused_by.add(link.name)  # in mid-answer it waits for another: never a refusal to the client
         elif request.content_hash is not None:
             link.loaded.discard(request.content_hash)
+            link.pinned.pop(request.content_hash, None)
             self.fleet.changed(request.content_hash)
         self._place(request)
 
@@ -276,6 +279,7 @@ class Dispatcher:
         self.fleet.changed(content_hash)
         if failure is None:
             link.loaded.add(content_hash)
+            self.fleet.keep_pins(link)
         else:
             link.failed[content_hash] = failure, text or "no reason given"
             log.warning("replica %s can't load an adapter: %s", link.name, text)

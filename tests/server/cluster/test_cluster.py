@@ -130,6 +130,23 @@ def test_a_reload_is_never_stale_and_answers_in_progress_keep_what_they_began_wi
     assert up.client.post("/v1/completions", json=body).status_code == 404
 
 
+def test_a_pinned_adapter_is_resident_at_all_replicas_and_again_at_one_that_was_killed(up):
+    def shown() -> str:
+        lines = up.client.get("/metrics").text.splitlines()
+        return next((line for line in lines if line.startswith("vllm:lora_adapter_loaded") and '"upper"' in line), "")
+
+    up.wait_until(lambda: up.metric("chorus_replicas_up") == 2)
+    state = up.client.patch("/v1/adapters/upper", json={"pinned": True}).raise_for_status().json()
+    assert state["pinned"]
+    up.wait_until(lambda: 'level="gpu"' in shown() and 'pinned="true"' in shown())
+    os.kill(up.replicas[0], signal.SIGKILL)
+    up.wait_until(lambda: up.metric("chorus_replicas_up") == 1)
+    up.wait_until(lambda: up.metric("chorus_replicas_up") == 2 and 'pinned="true"' in shown())
+    assert not up.client.patch("/v1/adapters/upper", json={"pinned": False}).json()["pinned"]
+    assert 'pinned="false"' in shown()
+    assert up.client.patch("/v1/adapters/nothing", json={"pinned": True}).status_code == 404
+
+
 def test_a_path_outside_the_roots_and_a_broken_adapter_are_refused_as_by_one_server(up, roots):
     (roots / "broken").mkdir()
     (roots / "broken" / "adapter_config.json").write_text("{}")
