@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ...core.requests.grammar import Grammar
 from ...core.requests.record import NotHere
 from ...core.requests.sampling_params import InvalidRequest
-from ...core.requests.types import RequestOutput
+from ...core.requests.types import RequestOutput, StepInfo
 from ...memory.adapters.adapter import Tier
 from ...memory.files.error import AdapterFormatError, LoadFailure
 from ...memory.files.identity import open_unchanged, with_content
@@ -197,7 +197,7 @@ class _Front:
         self._loop = asyncio.get_running_loop()
         self._open: dict[str, int] = {}  # lives
         self._rows: list[list[Any]] = []
-        self._step: list[int] | None = None
+        self._step: StepInfo | None = None
         self._handlers: dict[str, Callable[..., None]] = {
             "submit": self._submit, "abort": self._abort, "load": self._load, "forget": self._forget,
             "pin": self._pin, "prefetch": self._prefetch, "drain": replica.drain,
@@ -287,8 +287,7 @@ class _Front:
         if not self._rows:
             self._loop.call_soon(self._flush)
         self._rows.append(to_row(output, life))
-        if output.step is not None:
-            self._step = list(output.step)
+        self._step = output.step or self._step
 
     def _flush(self) -> None:
         rows, self._rows = self._rows, []
