@@ -102,7 +102,7 @@ def cluster_up(replicas: int, *flags: str, command: tuple[str, ...] = ("cluster"
                     assert not running(pid), "a child outlived its parent"
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def roots(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory from which adapters may be loaded, with two of the built-in ones."""
     root = tmp_path_factory.mktemp("roots")
@@ -111,7 +111,7 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def up(roots: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(
