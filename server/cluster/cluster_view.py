@@ -99,7 +99,7 @@ def picture_of(links: Sequence[Link], catalog: Catalog, requests: Iterable[OpenR
                 0,
                 None,
                 one.pinned and is_pinned(links, content),
-            )  # fmt: skip
+            )
             for one in entries
         ]
 
