@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...core.quarantine import Quarantined
 from ...core.requests.sampling_params import InvalidRequest, NotServed
 from ...memory.adapters.adapter import check_name
 from ...memory.adapters.store import UnknownAdapter
+from ...memory.files.error import LoadFailure
 from ..engine.backend import AdapterListing, AdapterState
 
 if TYPE_CHECKING:
     from ...core.engine_stats import EngineStats
+    from ...memory.files.error import AdapterFormatError
     from ...memory.files.format import AdapterManifest
     from ...memory.host.image import HostImage
 
@@ -25,11 +28,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One version of a name."""
+    """One version of a name. pinned: whether replicas are to keep it resident."""
 
     name: str
     version: int
     manifest: AdapterManifest
+    pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +41,18 @@ class Cluster:
     """What the catalog asks of the replicas; any thread may call it.
 
     end_users: ends the requests of a name and returns how many. retire, revive: a content is no name's any more, or
-    one's again. tier_of: where a content's bytes are, on whichever replica has them nearest. overflowing: contents to
-    set aside.
+    one's again. pin: replicas keep these contents resident, by path, and no others. is_pinned: whether all of them do;
+    pin_failure: why one can't. learn: hashes an entry beside the event loop and notes it; False then. tier_of: where a
+    content's bytes are, on whichever replica has them nearest. overflowing: contents to set aside.
     """
 
     end_users: Callable[[str], Future[int]]
     retire: Callable[[str], None]
     revive: Callable[[str], None]
+    pin: Callable[[Mapping[str, Path]], None]
+    is_pinned: Callable[[str | None], bool]
+    pin_failure: Callable[[str], AdapterFormatError | None]
+    learn: Callable[[Entry], Future[bool]]
     tier_of: Callable[[str | None], str]
     overflowing: Callable[[], set[str]]
     stats: Callable[[], EngineStats]
@@ -57,17 +66,24 @@ class Catalog:
         self._lock = threading.RLock()
         self._entries: dict[str, Entry] = {}
         self._versions = itertools.count(1)
+        self._pins: dict[str, Path] = {}
         self.quarantine: dict[str, Quarantined] = {}
 
     # --- the start, and requests ---
 
-    def register(self, name: str, manifest: AdapterManifest) -> Entry:
-        """Make a manifest the adapter of a name, for requests to come. AdapterFormatError for what is no name."""
+    def register(self, name: str, manifest: AdapterManifest, *, pinned: bool | None = None) -> Entry:
+        """Make a manifest the adapter of a name, for requests to come. AdapterFormatError for what is no name.
+
+        pinned: None for as before.
+        """
         check_name(name)
         with self._lock:
             before = self._entries.get(name)
-            entry = self._entries[name] = Entry(name, next(self._versions), manifest)
+            if pinned is None:
+                pinned = before is not None and before.pinned
+            entry = self._entries[name] = Entry(name, next(self._versions), manifest, pinned)
             self.quarantine.pop(name, None)
+            self._tell_pins()
             self._left(before)
             if manifest.content_hash is not None:
                 self._cluster.revive(manifest.content_hash)
@@ -77,6 +93,7 @@ class Catalog:
         with self._lock:
             entry = self._get(name)
             del self._entries[name]
+            self._tell_pins()
             self._left(entry)
         return entry
 
@@ -134,10 +151,26 @@ class Catalog:
         return result
 
     def pin(self, name: str) -> Future[bool]:
-        return failed(InvalidRequest("pin", "adapters can't be pinned in a cluster: each replica keeps what it uses"))
+        """True once all replicas keep it resident; False: ask again. One that can't has it unpinned everywhere."""
+        try:
+            entry = self._get(name)
+        except UnknownAdapter as error:
+            return failed(error)
+        content = entry.manifest.content_hash
+        if content is None:
+            return self._cluster.learn(entry)
+        if not entry.pinned:
+            return self._set_pinned(entry, pinned=True)
+        if (error := self._cluster.pin_failure(content)) is None:
+            return done(self._cluster.is_pinned(content))
+        self._set_pinned(entry, pinned=False)
+        return failed(InvalidRequest("pin", str(error)) if error.failure is LoadFailure.NO_ROOM else error)
 
-    def unpin(self, name: str) -> Future[None]:
-        return self._try(lambda: self._get(name) and None)
+    def unpin(self, name: str) -> Future[Any]:
+        try:
+            return self._set_pinned(self._get(name), pinned=False)
+        except UnknownAdapter as error:
+            return failed(error)
 
     def unhashed(self) -> Future[list[AdapterState]]:
         with self._lock:
@@ -153,6 +186,7 @@ class Catalog:
             if entry is None or entry.version != version:
                 return done(False)
             self._entries[name] = replace(entry, manifest=manifest)
+            self._tell_pins()
             return done(True)
 
     def overflowing(self) -> Future[list[AdapterState]]:
@@ -184,6 +218,21 @@ class Catalog:
 
     # --- common ---
 
+    def _set_pinned(self, entry: Entry, *, pinned: bool) -> Future[bool]:
+        """Pin a version or unpin it, unless it has been replaced; False: it has to be seen what becomes of it."""
+        with self._lock:
+            if self._entries.get(entry.name) == entry:
+                self._entries[entry.name] = replace(entry, pinned=pinned)
+                self._tell_pins()
+        return done(False)
+
+    def _tell_pins(self) -> None:
+        pinned = [one.manifest for one in self._entries.values() if one.pinned]
+        pins = {one.content_hash: one.path for one in pinned if one.content_hash is not None}
+        if pins != self._pins:
+            self._pins = pins
+            self._cluster.pin(pins)
+
     def _get(self, name: str) -> Entry:
         entry = self._entries.get(name)
         if entry is None:
@@ -197,8 +246,9 @@ class Catalog:
             self._cluster.retire(content)
 
     def _state(self, entry: Entry) -> AdapterState:
-        tier = self._cluster.tier_of(entry.manifest.content_hash)
-        return AdapterState(entry.name, entry.version, entry.manifest, tier, 0, 0, pinned=False)
+        content = entry.manifest.content_hash
+        pinned = entry.pinned and self._cluster.is_pinned(content)
+        return AdapterState(entry.name, entry.version, entry.manifest, self._cluster.tier_of(content), 0, 0, pinned)
 
     @staticmethod
     def _try(function: Callable[[], T]) -> Future[T]:

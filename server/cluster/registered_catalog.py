@@ -19,7 +19,8 @@ from ...memory.adapters.store import UnknownAdapter
 from ...memory.files.error import AdapterFormatError
 from ..engine.backend import AdapterState
 from .address import Address
-from .catalog import Catalog, Cluster, failed
+from .catalog import Catalog, Cluster, done, failed
+from .catalog import Entry as Known
 from .registry import EXISTS, UNKNOWN
 from .registry_client import RegistryClient, RegistryRefusal
 from .registry_store import Entry
@@ -73,18 +74,32 @@ class RegisteredCatalog(Catalog):
             if name in self:
                 self.unregister(name)
             return
+        before = self._entries.get(name)
+        if before is not None and before.manifest.content_hash == now.content_hash and before.pinned != now.pinned:
+            super()._set_pinned(before, pinned=now.pinned)
+            return
         try:
             manifest = self._checked.get(now.content_hash)
             if manifest is None:
                 manifest = await asyncio.get_running_loop().run_in_executor(None, self._check, Path(now.path))
             if manifest.content_hash != now.content_hash:
                 raise AdapterFormatError(f"{now.path}: the files are not those that were registered in the cluster")
-            self.register(name, manifest)
+            self.register(name, manifest, pinned=now.pinned)
         except Exception as error:  # whatever it is: the old content must not be served under this name
             log.warning("adapter %s of the cluster can't be served by this front: %s", name, error)
             if name in self:
                 self.unregister(name)
             self.quarantine[name] = Quarantined(name, Path(now.path), str(error))
+
+    def _set_pinned(self, entry: Known, *, pinned: bool) -> Future[bool]:
+        if entry.pinned == pinned:
+            return done(False)
+        return self._soon(self._write_pinned(entry, pinned))
+
+    async def _write_pinned(self, entry: Known, pinned: bool) -> bool:
+        manifest = await self._hashed(entry.manifest)
+        await self._known_client.put(_entry(entry.name, manifest, pinned=pinned), replace=True)
+        return False
 
     async def _put(self, name: str, manifest: AdapterManifest, *, replace: bool) -> tuple[AdapterState, bool]:
         content = manifest.content_hash
@@ -93,9 +108,8 @@ class RegisteredCatalog(Catalog):
         existed = name in self
         self._checked[content] = manifest
         try:
-            path = str(manifest.path.absolute())
-            entry = Entry(name, content, path, 0, manifest.rank, manifest.file_size, False)
-            await self._known_client.put(entry, replace=replace)
+            pinned = existed and self._entries[name].pinned
+            await self._known_client.put(_entry(name, manifest, pinned=pinned), replace=replace)
         except RegistryRefusal as refusal:
             if refusal.reason != EXISTS:
                 raise
@@ -130,3 +144,9 @@ class RegisteredCatalog(Catalog):
         """Run on the loop; from any thread."""
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+
+def _entry(name: str, manifest: AdapterManifest, *, pinned: bool) -> Entry:
+    """What the registry is told; the manifest has its content's hash."""
+    path = str(manifest.path.absolute())
+    return Entry(name, manifest.content_hash or "", path, 0, manifest.rank, manifest.file_size, pinned)
