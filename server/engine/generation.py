@@ -272,13 +272,14 @@ class Generation:
             output, came = self._outputs.popleft()
             if output.request_id not in self._open:
                 continue
-            if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-                raise self._failure(output, output.finish_reason)
+            ending = output.finish_reason
+            if ending is FinishReason.ERROR or ending is FinishReason.ABORT:
+                raise self._failure(output, ending)
             choice = self._by_request[output.request_id]
             delta = choice.take(output)
             self._observe_tokens(delta, came)
             if delta.finish_reason is not None:
-                if output.finish_reason is None:  # a stop string, which the engine does not look for
+                if ending is None:  # a stop string, which the engine does not look for
                     self._worker.abort(output.request_id)
                 by = delta.finish_reason
                 self._end(output.request_id, FinishReason.STOP.value if by == TOOL_CALLS else by)
