@@ -48,6 +48,12 @@ class EngineConfig(BaseModel):
         description="where the model runs: cpu, cuda, or one of several GPUs such as cuda:1; auto: a GPU where PyTorch "
         "finds one and Triton is installed",
     )
+    tensor_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="processes that compute each layer together, each a share of its heads and MLP; on a CPU only",
+    )
     max_model_len: int | None = Field(
         default=None, ge=2, description="most tokens of one request, prompt and output; default: the model's limit"
     )
@@ -186,7 +192,9 @@ class EngineConfig(BaseModel):
         description="how long an adapter's read may bring nothing before it is given up and its requests fail; up to "
         "32 s more for large layers, so that a slow disk may take its time",
     )
-    threads: int | None = Field(default=None, ge=1, description="CPU threads of the tensor library; default: its own")
+    threads: int | None = Field(
+        default=None, ge=1, description="CPU threads, of all ranks together; default: as many as there are processors"
+    )
     seed: int | None = Field(default=None, description="seed of the seeds drawn for requests that bring none")
 
     @property

@@ -30,7 +30,7 @@ from .config import EngineConfig
 from .cpus import reading_threads
 from .engine_stats import AccountStats, EngineStats
 from .executors.alone import run_rows_alone
-from .executors.base import Executor, ModelInfo
+from .executors.base import Executor, ModelInfo, Watchable
 from .kv_events import KvEvents
 from .merging.learned_prices import LearnedPrices
 from .merging.merging import Merging
@@ -419,6 +419,11 @@ class Engine:
         """Record from now on which blocks enter and leave the prefix cache, which must be empty."""
         self.kv_events = self.prefix.listener = KvEvents(self.store)
         return self.kv_events
+
+    def watch_executor(self, on_lost: Callable[[ExecutorLost], None]) -> None:
+        """Have `on_lost` called, from any thread, when the executor is lost between two steps, where that is known."""
+        if isinstance(self.executor, Watchable):
+            self.executor.watch(on_lost)
 
     def reclaim_idle(self) -> int:
         """Evict every idle adapter and unused prefix block; returns the pages freed."""

@@ -28,6 +28,7 @@ from .native_library import (
     StepDescriptor,
     library,
 )
+from .ranks import Ranks
 from .sampling import Chances, Scores, inverse_temperature
 from .sgmv import AdapterRows, Segments
 
@@ -141,7 +142,8 @@ class _Room:
 class NativeDecoder:
     """Runs steps on its own team of threads, the caller's included. One step at a time."""
 
-    def __init__(self, model: NativeModel, threads: int) -> None:
+    def __init__(self, model: NativeModel, threads: int, ranks: Ranks | None = None) -> None:
+        """ranks: the ranks that compute a layer's shares with this one; the model's vocabulary is a share, too."""
         found = library()
         if found is None:
             raise RuntimeError("the native library is not built; reinstall chorus with a C++ compiler")
@@ -171,6 +173,9 @@ class NativeDecoder:
             model.embed.dtype.itemsize, ctypes.addressof(description), threads
         )
         self.sampling = NativeSampling(self._library, self._handle)
+        self._ranks = ranks  # which lives as long
+        if ranks is not None:
+            self._library.chorus_decoder_join(self._handle, ranks.handle, len(model.embed))
 
     def forward(
         self,

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ...memory.adapters.adapter import Adapter, AdapterBackend
 from ...memory.pages.layout import PageLayout
@@ -14,6 +14,7 @@ from ...memory.transfers.swapped_kv import SwapBackend
 from ...memory.transfers.transfer import ExecutorLost
 from ..config import EngineConfig
 from ..model.config import ModelConfig, UnsupportedModel
+from ..model.shard import WHOLE, Shard
 from ..requests.grammars import Grammars, grammars_of
 from ..requests.types import StepPlan, StepResult
 
@@ -149,14 +150,27 @@ class Executor(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class Watchable(Protocol):
+    """An executor that can be lost while no step runs."""
+
+    def watch(self, on_lost: Callable[[ExecutorLost], None]) -> None:
+        """Have `on_lost` called, from any thread, when that happens."""
+        ...
+
+
 class ModelExecutor:
     """Shapes of the checkpoint that a configuration names: what an executor knows before it reads any weight."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Raises UnsupportedModel."""
+    def __init__(self, config: EngineConfig, shard: Shard = WHOLE) -> None:
+        """shard: the share of the model that the executor computes. Raises UnsupportedModel.
+
+        whole: shapes of the model; config: of the share.
+        """
         import torch
 
-        self.config = model = ModelConfig.read(config.model)
+        self.whole, self.shard = ModelConfig.read(config.model), shard
+        self.config = model = shard.config(self.whole)
         self._dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
         grammars = grammars_of(config.model, model.vocab_size, model.eos_token_ids)
         self.model = ModelInfo(model.vocab_size, max_model_len_of(config, model), model.eos_token_ids, grammars)

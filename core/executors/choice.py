@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
+from pathlib import Path
 
 from ..config import EngineConfig
 from .base import Executor
 from .host_memory import default_host_cache_bytes
+
+DRIVER = Path("/dev/nvidiactl")
+"""NVIDIA's driver, where there is one."""
 
 #: Bytes of a GPU's memory → most rows and tokens of a step by default, the largest first. What the configuration's own
 #: fields say by default is for a CPU, and for what is smaller than all of these.
@@ -50,13 +55,30 @@ def open_executor(config: EngineConfig) -> Executor:
 
     Raises UnsupportedModel for a checkpoint, DeviceError for a device that is not there, OutOfDeviceMemory.
     """
+    size = config.tensor_parallel_size
     if uses_gpu(config.device):
+        if size > 1:
+            from ...graphs.device import DeviceError
+
+            raise DeviceError(f"tensor_parallel_size is {size}, and ranks compute on the CPU only; set device to cpu")
         from .cuda import CudaExecutor
 
         return CudaExecutor(config)
+    if size > 1:
+        from .ranks import RanksExecutor
+
+        return RanksExecutor(config)
     from .cpu import CpuExecutor
 
     return CpuExecutor(config)
+
+
+def may_use_gpu(device: str) -> bool:
+    """What `uses_gpu` will say, as far as it can be told without torch, which takes seconds to import."""
+    if device != "auto":
+        return device != "cpu"
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return not hidden and DRIVER.exists() and find_spec("triton") is not None
 
 
 def uses_gpu(device: str) -> bool:

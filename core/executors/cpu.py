@@ -13,6 +13,7 @@ from ...graphs.runner import DecodeBuckets, GraphRunner, StepMode
 from ...memory.pages.arena import Arena
 from ...memory.pages.layout import PageLayout
 from ...memory.pages.pool import PagePool
+from ...ops.ranks import Ranks
 from ...ops.sampling import TorchSampling, greedy
 from ..config import EngineConfig
 from ..cpus import available_cpus, has_fast_products
@@ -22,8 +23,9 @@ from ..model.decoder import DecoderModel
 from ..model.lora_state import LoraState
 from ..model.native_decoder import NativeDecoderModel, why_unsupported
 from ..model.open_weights import open_weights
-from ..model.sampler import Sampling, draw, needs_logits, plain_chances, score_prompts
+from ..model.sampler import Sampling, draw, needs_logits, plain_chances, score_prompts, score_slices
 from ..model.shadow import ShadowWeights
+from ..model.shard import WHOLE, Shard
 from ..model.weights import num_weights
 from ..requests.types import StepPlan, StepResult
 from .adapters import ModelAdapters
@@ -41,46 +43,39 @@ class CpuExecutor(ModelExecutor):
 
     start = None  # it computes on the host's processors: none is free to plan the next step meanwhile
 
-    def __init__(self, config: EngineConfig) -> None:
-        threads = config.threads or available_cpus()
+    def __init__(self, config: EngineConfig, seat: Seat | None = None) -> None:
+        """seat: the rank that it computes a share of the model as, if there are several."""
+        threads = cpu_threads(config)
         torch.set_num_threads(threads)
-        super().__init__(config)
+        super().__init__(config, WHOLE if seat is None else seat.shard)
         dtype, max_model_len = self._dtype, self.model.max_model_len
         native = _use_native(config, self.config, dtype)
-        products = dtype if native else _torch_products(config, self.config, dtype)
-        self._weight_bytes = num_weights(self.config) * products.itemsize
-        self.num_pages = config.num_pages or max(2, self._arena_bytes(config) // self.layout.page_bytes)
-        self.arena = Arena(self.layout, self.num_pages, dtype, "cpu")
+        products = dtype if native else _torch_products(config, self.whole, dtype)
+        shard, ranks = self.shard, None if seat is None else seat.ranks
+        self.weight_bytes = num_weights(self.whole, shard) * products.itemsize
+        self.num_pages = cpu_pages(config, self, self.layout, self.weight_bytes) if seat is None else seat.num_pages
+        self.arena = Arena(self.layout, self.num_pages, dtype, "cpu", None if seat is None else seat.pages(dtype))
         self.adapters = ModelAdapters(self.config, self.arena, dtype)
         self.swaps = PageSwaps(self.arena, self.adapters.dma)
         self._lora = LoraState(self.config, self.arena.pages, config.max_load_stall_seconds)
         setup = self._lora, self.layout, DecodeBuckets(config.max_num_seqs).sizes, max_model_len
-        with open_weights(config.model, self.config, dtype, load_format=config.load_format) as weights:
+        with open_weights(config.model, self.whole, dtype, load_format=config.load_format, shard=shard) as weights:
             if native:
-                self.decoder = NativeDecoderModel(self.config, weights, self.arena, max_model_len, threads)
+                self.decoder = NativeDecoderModel(self.config, weights, self.arena, max_model_len, threads, ranks)
                 torch.set_num_threads(1)  # the native decoder does the work; torch's threads would spin beside it
                 self._sampling: Sampling = self.decoder.sampling
                 self.steps = _Steps(self.decoder, *setup)
             else:
-                self.decoder = DecoderModel(self.config, weights, self.arena, max_model_len, products)
+                self.decoder = DecoderModel(self.config, weights, self.arena, max_model_len, products, ranks)
                 self._sampling = TorchSampling()
                 self.steps = _Steps(self.decoder, *setup)
         self.shadow = ShadowWeights(self.decoder, self.arena, self._lora)
 
-    def _arena_bytes(self, config: EngineConfig) -> int:
-        if config.memory_bytes is not None:
-            return config.memory_bytes
-        logits = config.max_num_seqs * self.model.vocab_size
-        num_bytes = default_arena_bytes(self.layout, self.model.max_model_len, self._weight_bytes, logits)
-        logger.info("the arena has %d MiB; memory_bytes sets another size", num_bytes >> 20)
-        return num_bytes
-
     def execute(self, plan: StepPlan) -> StepResult:
         model, rows = self.decoder, plan.rows
-        if plan.merged is not None:
-            self.shadow.check(plan.merged)
+        self._check(plan)
         asking = [index for index, row in enumerate(rows) if needs_logits(row)]
-        if not isinstance(model, NativeDecoderModel):
+        if not isinstance(model, NativeDecoderModel) or self.shard.size > 1:  # ranks have columns of the logits each
             with torch.inference_mode():
                 logits = self.steps.forward(plan)
                 return self._draw(plan, greedy(logits), logits, {index: index for index in asking})
@@ -93,6 +88,19 @@ class CpuExecutor(ModelExecutor):
         model.keep_logits(kept, drawn)
         logits = self.steps.forward(plan)
         return self._draw(plan, model.best, logits, {index: place for place, index in enumerate(kept)}, drawn)
+
+    def compute(self, plan: StepPlan) -> list[str]:
+        """Compute a step as another rank than the first, which draws the tokens; return the requests with void rows."""
+        self._check(plan)
+        with torch.inference_mode():
+            self.steps.forward(plan)
+            for begin, end in score_slices(plan.rows, self.model.vocab_size):
+                self.decoder.score_logits(begin, end)
+        return self._lora.late_requests(plan.rows) if plan.adapters else []
+
+    def _check(self, plan: StepPlan) -> None:
+        if plan.merged is not None:
+            self.shadow.check(plan.merged)
 
     def _draw(
         self,
@@ -183,6 +191,36 @@ class _Steps(Generic[A]):
         )
         model = self._model
         return lambda: model.forward(batch)
+
+
+class Seat(Protocol):
+    """A rank's place among several: its share of the model, and memory that all of them have."""
+
+    @property
+    def shard(self) -> Shard: ...
+    @property
+    def ranks(self) -> Ranks: ...
+    @property
+    def num_pages(self) -> int: ...
+    def pages(self, dtype: torch.dtype) -> torch.Tensor:
+        """The rank's arena."""
+        ...
+
+
+def cpu_threads(config: EngineConfig) -> int:
+    """Threads of each rank."""
+    return max(1, (config.threads or available_cpus()) // config.tensor_parallel_size)
+
+
+def cpu_pages(config: EngineConfig, shapes: ModelExecutor, layout: PageLayout, weight_bytes: int) -> int:
+    """Pages of the arena. layout: of a page of all ranks; weight_bytes: of all ranks."""
+    if config.num_pages is not None:
+        return config.num_pages
+    if (num_bytes := config.memory_bytes) is None:
+        logits = config.max_num_seqs * shapes.model.vocab_size
+        num_bytes = default_arena_bytes(layout, shapes.model.max_model_len, weight_bytes, logits)
+        logger.info("the arena has %d MiB; memory_bytes sets another size", num_bytes >> 20)
+    return max(2, num_bytes // layout.page_bytes)
 
 
 def _use_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,15 +72,16 @@ class Checkpoint:
                     f"{entry.path}: tensor {name} is stored as {entry.dtype}; supported: {', '.join(_DTYPES)}"
                 )
 
-    def read_into(self, target: torch.Tensor, name: str) -> None:
-        """Copy tensor `name` into `target`, which has its shape, casting to its dtype.
+    def read_into(self, target: torch.Tensor, name: str, part: Sequence[slice] = ()) -> None:
+        """Copy `part` of tensor `name`, slices of its first dimensions, into `target`, which has its shape, casting to
+        its dtype. Nothing else of it is read.
 
         The file is opened anew, so that its pages leave memory with the tensor.
         """
         path = self._entries[name].path
         try:
             with safe_open(path, framework="pt") as file:
-                target.copy_(file.get_tensor(name))
+                target.copy_(file.get_slice(name)[tuple(part)] if part else file.get_tensor(name))
         except (SafetensorError, OSError) as error:
             raise UnsupportedModel(f"{path}: tensor {name} cannot be read: {error}") from error
 

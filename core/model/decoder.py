@@ -21,6 +21,7 @@ from ...ops.elementwise import (
 )
 from ...ops.merge import merge
 from ...ops.products import linear, pack, unpack
+from ...ops.ranks import Ranks
 from ...ops.sgmv import AdapterRows
 from .batch import StepBatch, Way, Ways
 from .config import ModelConfig
@@ -48,14 +49,17 @@ class DecoderModel:
         arena: Arena,
         max_model_len: int,
         dtype: torch.dtype | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Read all of `weights`, layer by layer, into the arena's device; requests may have up to `max_model_len`
         tokens.
 
         dtype: what steps on a CPU compute in. In float32, packed copies of the weights are kept, beside the embeddings
-        as they are. None: they compute in the weights' own dtype and layout.
+        as they are. None: they compute in the weights' own dtype and layout. ranks: the ranks that compute a layer's
+        shares with this one; `config` is of a share. Each has its columns of the logits.
         """
         self.config = config
+        self._ranks = ranks
         self._arena = arena
         device = arena.pages.device
         embed = weights.embed()
@@ -66,11 +70,12 @@ class DecoderModel:
         kept: Pack | None = None
         if packs:
             kept = lambda weight: pack(weight.float())  # noqa: E731
-            self._lm_head = kept(head)
+        elif device.type != "cpu":  # on a CPU what was read is kept; a GPU's is read into the same host memory
+            kept = lambda weight: weight.to(device)  # noqa: E731
+        if head is embed and not packs:
+            self._lm_head = self._embed
         else:
-            # on a CPU what was read is kept; for a GPU every projection is read into the same host memory
-            kept = None if device.type == "cpu" else lambda weight: weight.to(device)
-            self._lm_head = self._embed if head is embed else head.to(device)
+            self._lm_head = head if kept is None else kept(head)
         self.layers = [_moved(layer, device, dtype) for layer in weights.layers(kept)]
         self._merged: Sequence[LayerWeights] = ()
         self._groups = lora_groups(config)
@@ -96,7 +101,7 @@ class DecoderModel:
 
     def forward(self, batch: Batch, logits: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the step's tokens and write their KV. Returns logits `[logit_tokens, vocab]` float32, in `logits` if
-        that is given.
+        that is given; of another rank than the first no rows.
         """
         eps, lora = self.config.rms_norm_eps, batch.lora
         self.scored = None
@@ -120,7 +125,7 @@ class DecoderModel:
                 residual = residual[batch.logit_tokens]
                 out = None if out is None else out[batch.logit_tokens]
             x = add_and_norm(out, residual, self._norm, eps)
-            scores = multiply(batch.ways[HEAD], x, self._lm_head)
+            scores = self._gathered(multiply(batch.ways[HEAD], x, self._lm_head))
             return scores.float() if logits is None else logits.copy_(scores)
 
     def merge(
@@ -137,7 +142,7 @@ class DecoderModel:
         """Logits `[end - begin, vocab]` float32 of some of the last step's score tokens."""
         if self.scored is None:
             raise RuntimeError("the last step had no score tokens")
-        return linear(self.scored[begin:end], self._lm_head).float()
+        return self._gathered(linear(self.scored[begin:end], self._lm_head)).float()
 
     def weight(self, group: int, layer: LayerWeights) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight and bias of a group of projections of a layer, or of the logits, which have the same in all."""
@@ -209,7 +214,7 @@ class DecoderModel:
         if lora is not None:
             with span("lora.o"):
                 lora.add(ATTN_O, out, attended, index)
-        return out
+        return self._added(out)
 
     def _down(
         self,
@@ -222,14 +227,22 @@ class DecoderModel:
     ) -> torch.Tensor:
         """hidden: `[tokens, ffn]`; with LoRA the product with x without LoRA's, `[tokens, 2·ffn]`."""
         if lora is None or x is None:
-            return multiply(way, hidden, layer.down, layer.down_bias)
+            return self._added(multiply(way, hidden, layer.down, layer.down_bias))
         with span("lora.gate_up"):
             lora.add(GATE_UP, hidden, x, index)
         hidden = silu_and_mul(hidden)
         out = multiply(way, hidden, layer.down, layer.down_bias)
         with span("lora.down"):
             lora.add(DOWN, out, hidden, index)
-        return out
+        return self._added(out)
+
+    def _gathered(self, logits: torch.Tensor) -> torch.Tensor:
+        """All ranks' columns, see `Ranks.gather`."""
+        return logits if self._ranks is None else self._ranks.gather(logits, self.config.vocab_size)
+
+    def _added(self, out: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' `out`."""
+        return out if self._ranks is None else self._ranks.add_up(out)
 
 
 def multiply(way: Way, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -7,6 +7,7 @@ import math
 import torch
 
 from .config import ModelConfig
+from .shard import WHOLE, Shard
 from .weights import LM_HEAD, Weights
 
 #: The output projection is this much larger than the others, so that greedy choices are clear ones.
@@ -17,17 +18,35 @@ class DummyWeights(Weights):
     """Seeded random weights: projections N(0, 1/in), biases N(0, 0.02²), norms in 0.75 … 1.25."""
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        shard: Shard = WHOLE,
     ) -> None:
-        super().__init__(config, dtype)
+        super().__init__(config, dtype, shard)
         self._device = device
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def _read(self, *names: str, reuse: bool = False) -> torch.Tensor:
-        made = torch.empty(self._shape(names), dtype=self._dtype, device=self._device)
-        if names[0].endswith("norm.weight"):
+        """Every rank makes the whole tensors, of which it keeps its share."""
+        shapes = [self._shapes[name] for name in names]
+        made = self._make(names[0], torch.Size((sum(shape[0] for shape in shapes), *shapes[0][1:])))
+        if self._shard.size == 1:
+            return made
+        parts = zip(names, made.split([shape[0] for shape in shapes]), strict=True)
+        return torch.cat([part[self._part(name) or ...] for name, part in parts])
+
+    def _first_rank(self, name: str) -> torch.Tensor | None:
+        made = self._read(name)  # what comes next is the same on all ranks
+        return None if self._shard.rank else made
+
+    def _make(self, name: str, shape: torch.Size) -> torch.Tensor:
+        made = torch.empty(shape, dtype=self._dtype, device=self._device)
+        if name.endswith("norm.weight"):
             return made.uniform_(0.75, 1.25, generator=self._generator)
-        if names[0].endswith(".bias"):
+        if name.endswith(".bias"):
             return made.normal_(0, 0.02, generator=self._generator)
-        gain = _HEAD_GAIN if names[0] == LM_HEAD else 1.0
+        gain = _HEAD_GAIN if name == LM_HEAD else 1.0
         return made.normal_(0, gain / math.sqrt(made.shape[1]), generator=self._generator)

@@ -13,11 +13,13 @@ from ...memory.pages import hugepages
 from ...memory.pages.arena import Arena
 from ...ops import native, native_library
 from ...ops.elementwise import rotary_table
+from ...ops.ranks import Ranks
 from ...ops.sampling import Chances
 from ...ops.sgmv import AdapterRows, Segments
 from .batch import StepBatch
 from .config import ModelConfig
 from .lora_state import LoraState
+from .shard import WHOLE, Shard
 from .weights import LayerWeights, Weights
 
 
@@ -36,22 +38,32 @@ class NativeDecoderModel:
     """Reads and packs `weights` projection by projection, so that the unpacked model is never in memory."""
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, arena: Arena, max_model_len: int, threads: int | None
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        arena: Arena,
+        max_model_len: int,
+        threads: int | None,
+        ranks: Ranks | None = None,
     ) -> None:
+        """ranks: see `DecoderModel`."""
         self.config = config
+        self._ranks = ranks
         cos, sin = rotary_table(config.inverse_frequencies(), max_model_len)
         embed = weights.embed()
-        packed = PackedWeights(projection_shapes(config), embed.dtype)
+        shard = WHOLE if ranks is None else Shard(ranks.rank, ranks.size)
+        packed = PackedWeights(projection_shapes(config, shard), embed.dtype)
         self.layers = [_native_layer(layer) for layer in weights.layers(packed.add)]
+        head = weights.lm_head(embed)
         model = native.NativeModel(
             hidden=config.hidden_size, ffn=config.intermediate_size, heads=config.num_heads,
-            kv_heads=config.num_kv_heads, head_dim=config.head_dim, vocab=config.vocab_size,
+            kv_heads=config.num_kv_heads, head_dim=config.head_dim, vocab=len(head),
             block_tokens=arena.layout.block_tokens, eps=config.rms_norm_eps,
             layers=self.layers, embed=embed,
-            lm_head=packed.add(weights.lm_head(embed)), norm=weights.norm().float(), cos=cos, sin=sin,
+            lm_head=packed.add(head), norm=weights.norm().float(), cos=cos, sin=sin,
             arena=arena.pages,
         )  # fmt: skip
-        self._decoder = native.NativeDecoder(model, threads or torch.get_num_threads())
+        self._decoder = native.NativeDecoder(model, threads or torch.get_num_threads(), ranks)
         self._every: dict[int, torch.Tensor] = {}
         self._no_segments = Segments()
 
@@ -77,7 +89,14 @@ class NativeDecoderModel:
 
     def score_logits(self, begin: int, end: int) -> torch.Tensor:
         """Logits `[end - begin, vocab]` float32 of some of the last step's score tokens, until the next call."""
-        return self._decoder.score_logits(begin, end)
+        return self._gathered(self._decoder.score_logits(begin, end))
+
+    def _gathered(self, logits: torch.Tensor) -> torch.Tensor:
+        """All ranks' columns, see `Ranks.gather`."""
+        if self._ranks is None:
+            return logits
+        self._ranks.check()
+        return self._ranks.gather(logits, self.config.vocab_size)
 
     def forward(self, batch: StepBatch[native.NativeRows, LoraState]) -> torch.Tensor:
         """Compute the step's tokens and write their KV; logits `[kept, vocab]` float32, until the next step."""
@@ -89,10 +108,11 @@ class NativeDecoderModel:
                 logit_tokens = self._every[tokens] = torch.arange(tokens)
         lora = batch.lora
         segments = self._no_segments if lora is None else lora.segments
-        return self._decoder.forward(
+        logits = self._decoder.forward(
             batch.token_ids, batch.positions, batch.page, batch.offset, batch.attention, logit_tokens, segments,
             0.0 if lora is None else lora.max_stall, batch.score_tokens, batch.merged,
         )  # fmt: skip
+        return self._gathered(logits)
 
     def merge(
         self, layer: int, group: int, rows: Sequence[AdapterRows], origin: torch.Tensor, out: torch.Tensor
@@ -127,11 +147,12 @@ class PackedWeights:
         return native.pack(weight, here.view(shape))
 
 
-def projection_shapes(config: ModelConfig) -> list[tuple[int, int]]:
-    """(out, in) features of the model's packed projections: of every layer, and of the head."""
+def projection_shapes(config: ModelConfig, shard: Shard = WHOLE) -> list[tuple[int, int]]:
+    """(out, in) features of a rank's packed projections: of every layer, and of the head."""
     hidden, ffn = config.hidden_size, config.intermediate_size
     layer = [(config.q_size + 2 * config.kv_size, hidden), (hidden, config.q_size), (2 * ffn, hidden), (hidden, ffn)]
-    return [*(layer * config.num_layers), (config.vocab_size, hidden)]
+    tokens = shard.of_vocab(config)
+    return [*(layer * config.num_layers), (tokens.stop - tokens.start, hidden)]
 
 
 def _native_layer(layer: LayerWeights) -> LayerWeights:

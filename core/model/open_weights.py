@@ -11,6 +11,7 @@ import torch
 from .config import ModelConfig
 from .dummy_weights import DummyWeights
 from .load_progress import progress
+from .shard import WHOLE, Shard
 from .weights import WeightLoader, Weights
 
 
@@ -22,14 +23,18 @@ def open_weights(
     *,
     load_format: str = "auto",
     device: torch.device | str = "cpu",
+    shard: Shard = WHOLE,
 ) -> Iterator[Weights]:
-    """Yield a loader that shows its progress while the context lasts, if standard error is a terminal.
+    """Yield a loader of a rank's share. It shows its progress while the context lasts, if standard error is a terminal.
 
     load_format: `auto` reads the checkpoint, on the host; `dummy` looks for none and makes random weights on `device`.
     """
     if load_format == "dummy":
-        yield DummyWeights(config, dtype, device)
+        yield DummyWeights(config, dtype, device, shard=shard)
         return
-    loader = WeightLoader(directory, config, dtype)
+    loader = WeightLoader(directory, config, dtype, shard=shard)
+    if shard.rank:
+        yield loader  # the first rank shows the progress
+        return
     with progress(f"loading {directory.resolve().name}", loader.num_bytes, in_bytes=True) as loader.advance:
         yield loader

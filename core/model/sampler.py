@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -233,9 +233,7 @@ def score_prompts(
     tokens = [token for row in scored for token in following_tokens(row)]
     counts = [row.params.prompt_logprobs or 0 for row in scored for _ in following_tokens(row)]
     found: list[TokenLogprobs] = []
-    step = score_rows(vocab)
-    for begin in range(0, len(tokens), step):
-        end = min(begin + step, len(tokens))
+    for begin, end in score_slices(rows, vocab):
         part = tokens[begin:end], counts[begin:end]
         found += _logprobs(sampling.score(logits(begin, end), range(end - begin), *part), *part)
     at = 0
@@ -248,6 +246,13 @@ def score_prompts(
             result.errors[row.request_id] = NOT_FINITE
         else:
             result.prompt_logprobs[row.request_id] = scores
+
+
+def score_slices(rows: Sequence[ScheduledRow], vocab: int) -> Iterator[tuple[int, int]]:
+    """The ranges of a step's score tokens that `score_prompts` asks for."""
+    count, step = sum(len(following_tokens(row)) for row in rows if row.scores_prompt), score_rows(vocab)
+    for begin in range(0, count, step):
+        yield begin, min(begin + step, count)
 
 
 def following_tokens(row: ScheduledRow) -> list[int]:

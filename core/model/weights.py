@@ -13,6 +13,7 @@ import torch
 
 from .checkpoint import Checkpoint
 from .config import ModelConfig, UnsupportedModel
+from .shard import WHOLE, Shard
 
 logger = logging.getLogger(__name__)
 
@@ -65,24 +66,35 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def num_weights(config: ModelConfig) -> int:
-    """Elements of all tensors of `tensor_shapes`."""
-    return sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values())
+def num_weights(config: ModelConfig, shard: Shard = WHOLE) -> int:
+    """Elements that a rank keeps of all tensors of `tensor_shapes`; the biases of o and down are the first rank's."""
+    return sum(
+        _shard_shape(shape, shard.of_tensor(name, config)).numel()
+        for name, shape in tensor_shapes(config).items()
+        if not (shard.rank and name.endswith(("o_proj.bias", "down_proj.bias")))
+    )
+
+
+def _shard_shape(shape: Sequence[int], of: Sequence[slice]) -> torch.Size:
+    """Shape of these slices of a tensor; further dimensions are whole."""
+    lengths = [len(range(*part.indices(length))) for part, length in zip(of, shape, strict=False)]
+    return torch.Size((*lengths, *shape[len(of) :]))
 
 
 class Weights(ABC):
-    """Hands out a model's weights part by part, in `dtype`."""
+    """Hands out a rank's share of a model's weights part by part, in `dtype`. config: the whole model's."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, shard: Shard = WHOLE) -> None:
         self._config = config
         self._dtype = dtype
+        self._shard = shard
         self._shapes = tensor_shapes(config)
         self._embed_name = EMBED
 
     @property
     def num_bytes_kept(self) -> int:
         """Bytes that the weights take once they are read."""
-        return sum(torch.Size(shape).numel() for shape in self._shapes.values()) * self._dtype.itemsize
+        return sum(self._shape([name]).numel() for name in self._shapes) * self._dtype.itemsize
 
     def embed(self) -> torch.Tensor:
         """Token embeddings `[vocab, hidden]`."""
@@ -98,10 +110,18 @@ class Weights(ABC):
         return self._read(NORM)
 
     def lm_head(self, embed: torch.Tensor) -> torch.Tensor:
-        """The output projection `[vocab, hidden]`: `embed` itself when the two are tied."""
-        return self._read(LM_HEAD) if LM_HEAD in self._shapes else embed
+        """The rank's rows of the output projection `[vocab, hidden]`; where the two are tied, of `embed`."""
+        return self._read(LM_HEAD) if LM_HEAD in self._shapes else self._tied(embed)
+
+    def _tied(self, embed: torch.Tensor) -> torch.Tensor:
+        return embed if self._shard.size == 1 else embed[self._shard.of_vocab(self._config)]
+
+    def _first_rank(self, name: str) -> torch.Tensor | None:
+        """A tensor that only the first rank has."""
+        return None if self._shard.rank else self._read(name)
 
     def _layer(self, at: str, pack: Pack | None) -> LayerWeights:
+        """Ranks add up the outputs of o and down: the first has their biases."""
         config = self._config
 
         def projection(*names: str) -> torch.Tensor:
@@ -117,21 +137,28 @@ class Weights(ABC):
             q_norm=self._read(at + "self_attn.q_norm.weight") if config.qk_norm else None,
             k_norm=self._read(at + "self_attn.k_norm.weight") if config.qk_norm else None,
             o=projection(o),
-            o_bias=self._read(f"{o}.bias") if config.o_bias else None,
+            o_bias=self._first_rank(f"{o}.bias") if config.o_bias else None,
             post_attention_norm=self._read(at + "post_attention_layernorm.weight"),
             gate_up=projection(gate, up),
             gate_up_bias=self._read(f"{gate}.bias", f"{up}.bias") if config.mlp_bias else None,
             down=projection(down),
-            down_bias=self._read(f"{down}.bias") if config.mlp_bias else None,
+            down_bias=self._first_rank(f"{down}.bias") if config.mlp_bias else None,
         )
 
+    def _part(self, name: str) -> tuple[slice, ...]:
+        """The rank's share of a tensor, by dimension; embeddings are whole, whatever their name."""
+        return () if name == self._embed_name else self._shard.of_tensor(name, self._config)
+
     def _shape(self, names: Sequence[str]) -> torch.Size:
-        """Shape of tensors stacked along their first dimension."""
-        return torch.Size((sum(self._shapes[name][0] for name in names), *self._shapes[names[0]][1:]))
+        """Shape of the rank's shares of tensors, stacked along their first dimension."""
+        shapes = [_shard_shape(self._shapes[name], self._part(name)) for name in names]
+        return torch.Size((sum(shape[0] for shape in shapes), *shapes[0][1:]))
 
     @abstractmethod
     def _read(self, *names: str, reuse: bool = False) -> torch.Tensor:
-        """Tensors stacked along their first dimension. reuse: the memory may be that of the last tensor so read."""
+        """The rank's shares of tensors, stacked along their first dimension. reuse: the memory may be that of the last
+        tensor so read.
+        """
 
 
 class WeightLoader(Weights):
@@ -142,9 +169,14 @@ class WeightLoader(Weights):
     """
 
     def __init__(
-        self, directory: Path, config: ModelConfig, dtype: torch.dtype, advance: Callable[[int], None] = lambda _: None
+        self,
+        directory: Path,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        advance: Callable[[int], None] = lambda _: None,
+        shard: Shard = WHOLE,
     ) -> None:
-        super().__init__(config, dtype)
+        super().__init__(config, dtype, shard)
         self.advance = advance
         self._scratch = torch.empty(0, dtype=dtype)
         self._checkpoint = Checkpoint(directory)
@@ -164,12 +196,13 @@ class WeightLoader(Weights):
         return sum(self._checkpoint[name].num_bytes for name in self._shapes)
 
     def lm_head(self, embed: torch.Tensor) -> torch.Tensor:
+        tied = self._tied(embed)
         if self._embed_name == LM_HEAD:
-            return embed
+            return tied
         head = super().lm_head(embed)
-        if head is not embed and self._config.tie_word_embeddings:
-            if torch.equal(head, embed):
-                return embed
+        if LM_HEAD in self._shapes and self._config.tie_word_embeddings:
+            if torch.equal(head, tied):
+                return tied
             logger.warning("tie_word_embeddings is true, but %s differs from %s; serving both", LM_HEAD, EMBED)
         return head
 
@@ -183,7 +216,7 @@ class WeightLoader(Weights):
             target = self._scratch[: shape.numel()].view(shape)
         else:
             target = torch.empty(shape, dtype=self._dtype)
-        for name, part in zip(names, target.split([self._shapes[name][0] for name in names]), strict=True):
-            self._checkpoint.read_into(part, name)
+        for name, part in zip(names, target.split([self._shape([name])[0] for name in names]), strict=True):
+            self._checkpoint.read_into(part, name, self._part(name))
             self.advance(self._checkpoint[name].num_bytes)
         return target

@@ -14,8 +14,9 @@ from .types import ScheduledRow, StepPlan
 VERSION = 5
 
 
-def plan_to_wire(plan: StepPlan) -> dict[str, Any]:
-    """Return the plan as lists, dicts, strings, numbers and None.
+def plan_to_wire(plan: StepPlan, *, draws: bool = True) -> dict[str, Any]:
+    """Return the plan as lists, dicts, strings, numbers and None. draws: with what rows draw their tokens by;
+    otherwise only rows with prompt tokens to score have it.
 
     An adapter is its name, version and pages here, and by the hash of its content the same everywhere; that is None
     until it has been computed, which a server does in the background.
@@ -25,18 +26,11 @@ def plan_to_wire(plan: StepPlan) -> dict[str, Any]:
         "step_id": plan.step_id,
         "mode": str(plan.mode),
         "bucket": plan.bucket,
-        "adapters": [_adapter_to_wire(adapter) for adapter in plan.adapters],
-        "merged": None if plan.merged is None else _adapter_to_wire(plan.merged),
+        "adapters": [adapter_to_wire(adapter) for adapter in plan.adapters],
+        "merged": None if plan.merged is None else adapter_to_wire(plan.merged),
         "sources": None if plan.sources is None else list(plan.sources),
-        "rows": [
-            {
-                "request_id": row.request_id, "slot": row.slot, "tokens": list(row.tokens), "start": row.start,
-                "pages": list(row.pages), "params": params_to_wire(row.params), "seed": row.seed,
-                "samples": row.samples, "token_ids": list(row.token_ids), "num_prompt_tokens": row.num_prompt_tokens,
-            }
-            for row in plan.rows
-        ],
-    }  # fmt: skip
+        "rows": [_row_to_wire(row) | (_draw_to_wire(row) if draws or row.scores_prompt else {}) for row in plan.rows],
+    }
 
 
 def plan_from_wire(data: Mapping[str, Any], find: Callable[[Mapping[str, Any]], Adapter]) -> StepPlan:
@@ -47,13 +41,34 @@ def plan_from_wire(data: Mapping[str, Any], find: Callable[[Mapping[str, Any]], 
     """
     if data["v"] != VERSION:
         raise ValueError(f"the plan is of wire version {data['v']}, this engine reads {VERSION}; run equal versions")
-    rows = [ScheduledRow(**{**row, "params": params_from_wire(row["params"])}) for row in data["rows"]]
+    rows = [_row_from_wire(row) for row in data["rows"]]
     adapters = [find(adapter) for adapter in data["adapters"]]
     merged = None if data["merged"] is None else find(data["merged"])
     return StepPlan(data["step_id"], rows, adapters, data["bucket"], merged, data["sources"])
 
 
-def _adapter_to_wire(adapter: Adapter) -> dict[str, Any]:
+def _row_to_wire(row: ScheduledRow) -> dict[str, Any]:
+    return {
+        "request_id": row.request_id, "slot": row.slot, "tokens": list(row.tokens), "start": row.start,
+        "pages": list(row.pages), "samples": row.samples,
+    }  # fmt: skip
+
+
+def _draw_to_wire(row: ScheduledRow) -> dict[str, Any]:
+    return {
+        "params": params_to_wire(row.params), "seed": row.seed, "token_ids": list(row.token_ids),
+        "num_prompt_tokens": row.num_prompt_tokens,
+    }  # fmt: skip
+
+
+def _row_from_wire(row: Mapping[str, Any]) -> ScheduledRow:
+    if "params" not in row:
+        return ScheduledRow(**row, params=SamplingParams(), seed=0, token_ids=[], num_prompt_tokens=0)
+    return ScheduledRow(**{**row, "params": params_from_wire(row["params"])})
+
+
+def adapter_to_wire(adapter: Adapter) -> dict[str, Any]:
+    """Return an adapter as an entry of a plan."""
     return {
         "name": adapter.name, "version": adapter.version, "content_hash": adapter.manifest.content_hash,
         "pages": list(adapter.pages),

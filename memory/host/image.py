@@ -20,8 +20,9 @@ class LayerStream:
 
     FAILED = -1
 
-    def __init__(self) -> None:
-        self._ready = np.zeros(1, dtype=np.int32)
+    def __init__(self, ready: np.ndarray | None = None) -> None:
+        """ready: `[1]` int32, zero, to count in; other processes may see it."""
+        self._ready = np.zeros(1, dtype=np.int32) if ready is None else ready
         self._changed = threading.Condition()
 
     @property

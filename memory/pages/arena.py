@@ -15,13 +15,23 @@ class Arena:
     `[num_pages, block_tokens, kv_heads, head_dim]` of it.
     """
 
-    def __init__(self, layout: PageLayout, num_pages: int, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        layout: PageLayout,
+        num_pages: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        pages: torch.Tensor | None = None,
+    ) -> None:
+        """pages: zeroed memory to use, in place of memory of its own."""
         if dtype.itemsize != layout.itemsize:
             raise ValueError(f"layout counts {layout.itemsize} bytes per element, {dtype} has {dtype.itemsize}")
         self.layout = layout
         self.num_pages = num_pages
         shape = (num_pages, layout.page_elems)
-        if torch.device(device).type == "cpu":
+        if pages is not None:
+            self.pages = pages.view(shape)
+        elif torch.device(device).type == "cpu":
             self.pages = hugepages.zeros(shape, dtype)  # the system gives pages of it when they are used
         else:
             self.pages = torch.zeros(shape, dtype=dtype, device=device)

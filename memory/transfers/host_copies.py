@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -73,6 +73,12 @@ class HostCopies:
         """No copy is running, and no more begin once the reads have ended."""
 
 
+class LayerCopies(Protocol):
+    """Copies runs of elements of an image's data into its pages, see `HostCopies.copy_in`."""
+
+    def copy_in(self, image: Any, ranges: Sequence[tuple[int, int]], pages: Sequence[int], /) -> None: ...
+
+
 class CompleteTransfer:
     """A transfer that was complete from the start."""
 
@@ -97,8 +103,15 @@ class CompleteTransfer:
 class HostTransfer:
     """Copies layers as soon as they are read, on the reading thread; `arrived` says how many are in the pages."""
 
-    def __init__(self, engine: HostCopies, image: HostImage, layout: AdapterLayout, pages: Sequence[int]) -> None:
-        self.arrived = LayerStream()
+    def __init__(
+        self,
+        engine: LayerCopies,
+        image: HostImage,
+        layout: AdapterLayout,
+        pages: Sequence[int],
+        arrived: LayerStream | None = None,
+    ) -> None:
+        self.arrived = LayerStream() if arrived is None else arrived
         self._engine = engine
         self._image: HostImage | None = image  # until there is nothing more to copy
         self._layout = layout

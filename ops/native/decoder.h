@@ -11,6 +11,7 @@
 #include "merge.h"
 #include "prefill_attention.h"
 #include "projections.h"
+#include "ranks.h"
 #include "sampling.h"
 
 namespace chorus {
@@ -36,6 +37,13 @@ class Decoder {
         team_.run([&](int thread) { walk(step, thread); });
     }
 
+    // Compute a share of every layer and of the logits, beside other ranks with the other shares; `sample` is of rows of
+    // all logits.
+    void join(Ranks* ranks, int vocab) {
+        ranks_ = ranks;
+        vocab_ = vocab;
+    }
+
     // Logits of some of the last step's score tokens, `[count, vocab]`.
     void score_logits(int first, int count, float* logits) {
         head_.plan(count, false);
@@ -54,8 +62,8 @@ class Decoder {
 
     // Tokens and log-probabilities of rows of logits.
     void sample(Draw* draws, int num_draws, Score* scores, int num_scores) {
-        const bool few = (int64_t)(num_draws + num_scores) * m_.vocab <= kFewLogits;
-        sampling_.plan(draws, num_draws, scores, num_scores, m_.vocab, few ? 1 : team_.size());
+        const bool few = (int64_t)(num_draws + num_scores) * vocab_ <= kFewLogits;
+        sampling_.plan(draws, num_draws, scores, num_scores, vocab_, few ? 1 : team_.size());
         const auto finish = [&](int i, int thread) {
             if (i < num_draws) sampling_.draw(i, draws[i], thread);
             else sampling_.score(i, scores[i - num_draws], thread);
@@ -151,8 +159,7 @@ class Decoder {
                                          attention_scratch_[thread]);
                            });
             }
-            projections_.run(step, thread, phase, 1, l, attended_.data(), ldq, q, w.o, hidden, x_.data(), ldx, true,
-                             w.o_bias);
+            add_to_residual(step, thread, phase, 1, l, attended_.data(), ldq, q, w.o, w.o_bias);
             normalise(thread, phase, tokens, w.post_attention_norm);
             if (projections_.gated()) {
                 projections_.run_gated(step, thread, phase, l, normed_.data(), w, act_.data());
@@ -164,8 +171,7 @@ class Decoder {
                     silu_and_mul(gate, gate + m_.ffn, m_.ffn, act_.data() + t * lda);
                 });
             }
-            projections_.run(step, thread, phase, 3, l, act_.data(), lda, m_.ffn, w.down, hidden, x_.data(), ldx, true,
-                             w.down_bias);
+            add_to_residual(step, thread, phase, 3, l, act_.data(), lda, m_.ffn, w.down, w.down_bias);
         }
         team_.each(phase, step.logits_wanted + step.scores_wanted, [&](int r) {
             rms_norm(x_.data() + step.logit_tokens[r] * ldx, m_.norm, hidden, m_.eps, normed_.data() + r * ldn);
@@ -177,6 +183,18 @@ class Decoder {
         } else if (!thread) {
             for (int r = 0; r < rows; r++) head_.choose(step, thread, normed_.data(), r);
         }
+    }
+
+    // x += y · wᵀ and the step's LoRA products; of several ranks the sum of what each has of them.
+    void add_to_residual(const StepDesc& step, int thread, int& phase, int g, int layer, const X* y, long ldy, int k,
+                         const void* w, const float* bias) {
+        const long ldx = spread<float>(m_.hidden);
+        if (!ranks_)
+            return projections_.run(step, thread, phase, g, layer, y, ldy, k, w, m_.hidden, x_.data(), ldx, true, bias);
+        projections_.run(step, thread, phase, g, layer, y, ldy, k, w, m_.hidden, ranks_->mine(), ldx, false, bias);
+        team_.each(phase, 1, [&](int) { ranks_->meet(); });
+        each_part(team_, phase, thread, step.tokens,
+                  [&](int t, bool) { ranks_->add(x_.data() + t * ldx, t * ldx, m_.hidden); });
     }
 
     // A late segment is computed with what lies in its pages: its rows are to be run again, the others don't see them.
@@ -241,6 +259,8 @@ class Decoder {
     int logits_wanted_ = 0;  // of the last step: behind them come the rows to score
     Buffer<float> x_, y_;
     Buffer<X> normed_, q_, attended_, act_;
+    Ranks* ranks_ = nullptr;
+    int vocab_ = m_.vocab;
     bool decode_ = false;  // the step has few tokens and each is a row of its own
     std::chrono::nanoseconds patience_{};  // that is left in the step
 };

@@ -13,6 +13,7 @@ struct AnyDecoder {
     virtual void score_logits(int first, int count, float* logits) = 0;
     virtual void sample(Draw* draws, int num_draws, Score* scores, int num_scores) = 0;
     virtual float merge(const MergeDesc& desc) = 0;
+    virtual void join(Ranks* ranks, int vocab) = 0;
     virtual int threads() const = 0;
 };
 
@@ -25,6 +26,7 @@ struct TypedDecoder final : AnyDecoder {
         decoder.sample(draws, num_draws, scores, num_scores);
     }
     float merge(const MergeDesc& desc) override { return decoder.merge(desc); }
+    void join(Ranks* ranks, int vocab) override { decoder.join(ranks, vocab); }
     int threads() const override { return team.size(); }
     Team team;
     Decoder<T> decoder;
@@ -66,6 +68,11 @@ CHORUS_API float chorus_decoder_merge(void* decoder, const MergeDesc* desc) {
 // Number of threads that the next step takes: all, or fewer while others keep the processors busy.
 CHORUS_API int chorus_decoder_threads(void* decoder) { return ((AnyDecoder*)decoder)->threads(); }
 
+// Before the first step: see Decoder::join. The ranks stay the caller's and must outlive it.
+CHORUS_API void chorus_decoder_join(void* decoder, void* ranks, int vocab) {
+    ((AnyDecoder*)decoder)->join((Ranks*)ranks, vocab);
+}
+
 CHORUS_API void chorus_decoder_destroy(void* decoder) { delete (AnyDecoder*)decoder; }
 
 // Bytes per second that threads read of a memory, and floating-point operations per second; element as above.
@@ -77,6 +84,23 @@ CHORUS_API double chorus_product_rate(int threads, int element, int64_t rounds) 
     Team team(threads);
     return element == 2 ? product_rate<bf16>(team, rounds) : product_rate<float>(team, rounds);
 }
+
+// Sums over ranks: see ranks.h. `memory` must outlive it.
+CHORUS_API int64_t chorus_ranks_bytes(int size, int64_t floats) { return Ranks::bytes(size, floats); }
+CHORUS_API void* chorus_ranks_create(void* memory, int rank, int size, int64_t floats, double seconds) {
+    return new Ranks(memory, rank, size, floats, seconds);
+}
+CHORUS_API void chorus_ranks_begin(void* ranks, int64_t step) { ((Ranks*)ranks)->begin(step); }
+CHORUS_API int chorus_ranks_add_up(void* ranks, float* data, int64_t count) {
+    return ((Ranks*)ranks)->add_up(data, count);
+}
+CHORUS_API int chorus_ranks_gather(void* ranks, const float* part, int64_t rows, int64_t width, float* out) {
+    return ((Ranks*)ranks)->gather(part, rows, width, out);
+}
+CHORUS_API int chorus_ranks_state(void* ranks) { return ((Ranks*)ranks)->state(); }
+CHORUS_API void chorus_ranks_fail(void* ranks, int64_t step) { ((Ranks*)ranks)->fail(step); }
+CHORUS_API void chorus_ranks_lose(void* ranks) { ((Ranks*)ranks)->lose(); }
+CHORUS_API void chorus_ranks_destroy(void* ranks) { delete (Ranks*)ranks; }
 
 // The rows of a file, group by group: see file_rows.h. `jobs` stay the caller's and must outlive it, as must `fd`.
 CHORUS_API void* chorus_rows_open(int fd, const Span* spans, const ReadGroup* groups, int64_t count,

@@ -29,7 +29,7 @@ from statistics import median
 import httpx
 
 from ..cpu.random_model import checkpoint
-from ..cpu.workload import GEOMETRIES, Workload
+from ..cpu.workload import GEOMETRIES, Geometry, Workload
 from ..report.command import judge, parser
 from ..report.table import Goal, Table
 from .server_process import LaunchedServer, launched
@@ -144,7 +144,11 @@ def rounds(ways: dict[str, tuple[list[str], list[int]]], args: argparse.Namespac
 def main() -> int:
     command = parser(__spec__, __doc__)
     command.add_argument("--replicas", type=int, default=3)
-    command.add_argument("--geometry", choices=GEOMETRIES, help="a random model of this size, not the built-in one")
+    command.add_argument("--fronts", type=int, default=1, help="processes that serve HTTP")
+    command.add_argument(
+        "--geometry", type=Geometry.parse, metavar="SIZE",
+        help=f"a random model, not the built-in one: {', '.join(GEOMETRIES)} or NAME=NUMBER,…",
+    )  # fmt: skip
     command.add_argument("--requests", type=int, default=24, help="requests at once")
     command.add_argument("--tokens", type=int, default=64, help="tokens of an answer")
     command.add_argument("--lone", type=int, default=15, help="requests one after another, for the TTFT")
@@ -154,21 +158,23 @@ def main() -> int:
     args = command.parse_args()
     model = []
     if args.geometry is not None:
-        workload = Workload(geometry=GEOMETRIES[args.geometry])
+        workload = Workload(geometry=args.geometry)
         model = [str(checkpoint(workload, Path.home() / ".cache/chorus/bench_cpu"))]
     flags = [*model, "--threads", "1"]
     with ExitStack() as stack:
         servers = [stack.enter_context(launched(flags)) for _ in range(args.replicas)]
         began = time.perf_counter()
-        front = stack.enter_context(launched([*flags, "--replicas", str(args.replicas)], command=("cluster", "up")))
+        front = stack.enter_context(launched([*flags, "--replicas", str(args.replicas), "--fronts", str(args.fronts)],
+                                              command=("cluster", "up")))  # fmt: skip
         started = time.perf_counter() - began
         urls, pids = [one.url for one in servers], [one.pid for one in servers]
-        ways = {"front": ([front.url], [front.pid, *front.children("replica")]), "servers": (urls, pids)}
+        fronts = front.children("front") or [front.pid]
+        ways = {"front": ([front.url], [*fronts, *front.children("replica")]), "servers": (urls, pids)}
         if args.router is not None:
             url, pid = stack.enter_context(routing(args.router, urls))
             ways["router"] = [url], [pid, *pids]
         found = rounds(ways, args)
-        memory = {"front": rss_mib(front.pid), "replica": max(map(rss_mib, front.children("replica")))}
+        memory = {"front": rss_mib(fronts[0]), "replica": max(map(rss_mib, front.children("replica")))}
         with httpx.Client(base_url=front.url, timeout=60) as client:
             restarted = restart_seconds(front, client, args.replicas)
     table = Table(f"medians of {args.rounds} rounds", ["way", *found["front"]])

@@ -333,6 +333,7 @@ class AdapterApi:
             status, again = (503, 1) if error.failure.may_pass else (424, None)
             raise ApiError(status, str(error), code=error.failure, retry_after=again) from None
         except TimeoutError:
+            self._book.unpin(name)  # a cluster's replicas would pin it later
             message = f"the disk did not answer within {seconds:g} seconds (adapter_load_seconds); nothing is pinned"
             raise ApiError(504, message, code="load_timed_out") from None
 

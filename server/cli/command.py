@@ -113,7 +113,7 @@ def _process_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine-process", choices=("auto", "on", "off"), default="auto",
         help="whether the engine has a process of its own beside the one that serves HTTP, as `chorus cluster up "
-        "--replicas 1` has; auto: with several fronts (default: auto)",
+        "--replicas 1` has; auto: with several fronts, and on a GPU, unless it publishes KV events (default: auto)",
     )  # fmt: skip
     parser.add_argument(
         "--fronts", type=_positive, default=1, metavar="N", help="processes that serve HTTP on one port (default: 1)"
@@ -121,14 +121,18 @@ def _process_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    alone = arguments.engine_process == "off" or (arguments.engine_process == "auto" and arguments.fronts == 1)
-    if alone and arguments.fronts > 1:
+    choice, many = arguments.engine_process, arguments.fronts > 1
+    if choice == "off" and many:
         raise UsageError(
             f"chorus serve: error: --fronts {arguments.fronts} need an engine in a process of its own; leave out "
             "--engine-process off"
         )
     settings = _serve_settings(arguments)
-    if not alone:
+    from ...core.executors.choice import may_use_gpu
+
+    # on the CPU the engine computes on the same processors, and what a second process costs, the rate loses
+    wants = settings.kv_events_endpoint is None and may_use_gpu(settings.device)
+    if choice == "on" or (choice == "auto" and (many or wants)):
         return _up(arguments, settings, plan.Plan(replicas=1, fronts=arguments.fronts))
     from ..start.launch import serve
 

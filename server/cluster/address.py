@@ -94,18 +94,22 @@ class TcpSocket:
         return reader, writer
 
     async def listen(self, handle: Handler) -> tuple[asyncio.Server, TcpSocket]:
-        """Serve connections; the server, and the address that peers can open."""
-        context = None if self.tls is None else tls_context(self.tls, is_client=False)
+        """Serve connections; the server, and the address that peers can open. TlsError for files that can't be used.
+
+        The files are read again for each connection, so that a new certificate needs no new process.
+        """
+        if self.tls is not None:
+            tls_context(self.tls, is_client=False)
 
         def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Awaitable[None]:
             _end_with_peer(writer)
-            if context is None:
+            if self.tls is None:
                 return handle(reader, writer)
             # not `ssl=context`: asyncio would keep to itself why a handshake failed. What the peer says first is TLS's.
             transport = writer.transport
             assert isinstance(transport, asyncio.Transport)
             transport.pause_reading()
-            return _begin_tls(reader, writer, context, handle)
+            return _begin_tls(reader, writer, self.tls, handle)
 
         server = await asyncio.start_server(begin, self.host, self.port)
         return server, replace(self, port=server.sockets[0].getsockname()[1])
@@ -176,11 +180,9 @@ def tls_error(error: ssl.SSLError) -> TlsError:
     return TlsError(f"TLS failed: {reason}")
 
 
-async def _begin_tls(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, context: ssl.SSLContext, handle: Handler
-) -> None:
+async def _begin_tls(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, tls: Path, handle: Handler) -> None:
     try:
-        await writer.start_tls(context, ssl_handshake_timeout=HANDSHAKE_SECONDS)
+        await writer.start_tls(tls_context(tls, is_client=False), ssl_handshake_timeout=HANDSHAKE_SECONDS)
     except OSError as error:
         told = tls_error(error) if isinstance(error, ssl.SSLError) else error
         log.warning("a connection was refused: %s: %s", type(told).__name__, told)

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...core.quarantine import Quarantined
 from ...core.requests.sampling_params import AdapterPaused, InvalidRequest, NotServed
 from ...memory.adapters.adapter import check_name
 from ...memory.adapters.store import UnknownAdapter
 from ...memory.adapters.versions import VersionNames, split_version, versioned
+from ...memory.files.error import LoadFailure
 from ..engine.backend import AdapterListing, AdapterState
 
 if TYPE_CHECKING:
     from ...core.engine_stats import EngineStats
+    from ...memory.files.error import AdapterFormatError
     from ...memory.files.format import AdapterManifest
     from ...memory.host.image import HostImage
 
@@ -28,12 +30,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One version of a name. version: its number within this front. label: the version as clients see it."""
+    """One version of a name. version: its number within this front. label: the version as clients see it. pinned:
+    whether replicas are to keep it resident.
+    """
 
     name: str
     version: int
     manifest: AdapterManifest
     label: str = ""
+    pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +46,19 @@ class Cluster:
     """What the catalog asks of the replicas; any thread may call it.
 
     end_users: ends the requests of a name and returns how many. retire, revive: a content is no name's any more, or
-    one's again. tier_of: where a content's bytes are, on whichever replica has them nearest. overflowing: contents to
-    set aside. num_users: requests in progress of a name. paths: directories of the adapters of requests in progress.
+    one's again. pin: replicas keep these contents resident, by path, and no others. is_pinned: whether all of them do;
+    pin_failure: why one can't. learn: hashes an entry beside the event loop and notes it; False then. tier_of: where a
+    content's bytes are, on whichever replica has them nearest. overflowing: contents to set aside. num_users: requests
+    in progress of a name. paths: directories of the adapters of requests in progress.
     """
 
     end_users: Callable[[str], Future[int]]
     retire: Callable[[str], None]
     revive: Callable[[str], None]
+    pin: Callable[[Mapping[str, Path]], None]
+    is_pinned: Callable[[str | None], bool]
+    pin_failure: Callable[[str], AdapterFormatError | None]
+    learn: Callable[[Entry], Future[bool]]
     tier_of: Callable[[str | None], str]
     overflowing: Callable[[], set[str]]
     stats: Callable[[], EngineStats]
@@ -66,16 +77,23 @@ class Catalog:
         self._entries: VersionNames[Entry] = VersionNames()
         self._versions = itertools.count(1)
         self.paused: set[str] = set()
+        self._pins: dict[str, Path] = {}
         self.quarantine: dict[str, Quarantined] = {}
 
     # --- the start, and requests ---
 
     def register(
-        self, name: str, manifest: AdapterManifest, *, label: str | None = None, keep: int | None = 1
+        self,
+        name: str,
+        manifest: AdapterManifest,
+        *,
+        label: str | None = None,
+        keep: int | None = 1,
+        pinned: bool | None = None,
     ) -> Entry:
         """Make a manifest the adapter of a name, for requests to come. AdapterFormatError for what is no name.
 
-        label, keep: as of `AdapterStore.register`; a name may itself be a version's.
+        label, keep: as of `AdapterStore.register`; a name may itself be a version's. pinned: None for as before.
         """
         check_name(name)
         plain, own = split_version(name)
@@ -83,9 +101,15 @@ class Catalog:
             number = next(self._versions)
             while label is None and versioned(name, str(number)) in self._entries:
                 number = next(self._versions)
-            entry = Entry(plain if own and own == label else name, number, manifest, label or str(number))
+            before = self._get(name) if name in self._entries else None
+            if pinned is None:
+                pinned = before is not None and before.pinned
+            if before is not None and before.pinned:  # what is kept of it is not pinned
+                self._entries.put(name, replace(before, pinned=False), None)
+            entry = Entry(plain if own and own == label else name, number, manifest, label or str(number), pinned)
             gone = self._entries.put(name, entry, keep)
             self.quarantine.pop(name, None)
+            self._tell_pins()
             for one in gone:
                 self._left(one)
             if manifest.content_hash is not None:
@@ -98,6 +122,7 @@ class Catalog:
             if name not in self._entries:
                 raise UnknownAdapter(f"{name!r} is the newest version of {entry.name!r}; remove that")
             self._entries.pop(name)
+            self._tell_pins()
             self._left(entry)
         return entry
 
@@ -207,10 +232,28 @@ class Catalog:
         return result
 
     def pin(self, name: str) -> Future[bool]:
-        return failed(InvalidRequest("pin", "adapters can't be pinned in a cluster: each replica keeps what it uses"))
+        """True once all replicas keep it resident; False: ask again. One that can't has it unpinned everywhere."""
+        try:
+            entry = self._get(name)
+        except UnknownAdapter as error:
+            return failed(error)
+        if name in self._entries.kept(entry.name):
+            return failed(InvalidRequest("pin", "of an adapter in a cluster the newest version can be pinned alone"))
+        content = entry.manifest.content_hash
+        if content is None:
+            return self._cluster.learn(entry)
+        if not entry.pinned:
+            return self._set_pinned(entry, pinned=True)
+        if (error := self._cluster.pin_failure(content)) is None:
+            return done(self._cluster.is_pinned(content))
+        self._set_pinned(entry, pinned=False)
+        return failed(InvalidRequest("pin", str(error)) if error.failure is LoadFailure.NO_ROOM else error)
 
-    def unpin(self, name: str) -> Future[None]:
-        return self._try(lambda: self._get(name) and None)
+    def unpin(self, name: str) -> Future[Any]:
+        try:
+            return self._set_pinned(self._get(name), pinned=False)
+        except UnknownAdapter as error:
+            return failed(error)
 
     def unhashed(self) -> Future[list[AdapterState]]:
         with self._lock:
@@ -225,6 +268,7 @@ class Catalog:
             if name not in self._entries or (entry := self._get(name)).version != version:
                 return done(False)
             self._entries.put(name, replace(entry, manifest=manifest), None)
+            self._tell_pins()
             return done(True)
 
     def overflowing(self) -> Future[list[AdapterState]]:
@@ -255,6 +299,21 @@ class Catalog:
 
     # --- common ---
 
+    def _set_pinned(self, entry: Entry, *, pinned: bool) -> Future[bool]:
+        """Pin a version or unpin it, unless it has been replaced; False: it has to be seen what becomes of it."""
+        with self._lock:
+            if self._entries.find(entry.name) == entry:
+                self._entries.put(entry.name, replace(entry, pinned=pinned), None)
+                self._tell_pins()
+        return done(False)
+
+    def _tell_pins(self) -> None:
+        pinned = [one.manifest for one in self._entries.values() if one.pinned]
+        pins = {one.content_hash: one.path for one in pinned if one.content_hash is not None}
+        if pins != self._pins:
+            self._pins = pins
+            self._cluster.pin(pins)
+
     def _get(self, name: str) -> Entry:
         entry = self._entries.find(name)
         if entry is None:
@@ -268,11 +327,13 @@ class Catalog:
             self._cluster.retire(content)
 
     def _state(self, entry: Entry) -> AdapterState:
-        tier = self._cluster.tier_of(entry.manifest.content_hash)
+        content = entry.manifest.content_hash
+        pinned = entry.pinned and self._cluster.is_pinned(content)
         paused = split_version(entry.name)[0] in self.paused or entry.name in self.paused
         return AdapterState(
-            entry.name, entry.version, entry.manifest, tier, 0, 0, pinned=False, label=entry.label, paused=paused
-        )
+            entry.name, entry.version, entry.manifest, self._cluster.tier_of(content), 0, 0, pinned,
+            label=entry.label, paused=paused,
+        )  # fmt: skip
 
     @staticmethod
     def _try(function: Callable[[], T]) -> Future[T]:

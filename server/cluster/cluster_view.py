@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from ...memory.adapters.adapter import Tier
 from ...memory.adapters.versions import versioned
+from ...memory.files.error import AdapterFormatError, LoadFailure
 from ..engine.engine_view import MAX_TIER_SERIES, AdapterView, EngineView
 from ..engine.picture import AdapterRow, Phase, Picture, ReplicaRow
 from . import totals
@@ -25,6 +26,22 @@ def tier_of(links: Sequence[Link], content_hash: str | None) -> str:
     return next((tier.value for tier in _NEAREST if tier.value in tiers), Tier.DISK.value)
 
 
+def is_pinned(links: Sequence[Link], content_hash: str | None) -> bool:
+    """True if every replica that takes requests keeps a content resident."""
+    up = [link for link in links if link.takes_requests]
+    return bool(up) and all(content_hash in link.pinned and link.pinned[content_hash] is None for link in up)
+
+
+def pin_failure(links: Sequence[Link], content_hash: str) -> AdapterFormatError | None:
+    """Why a replica does not keep a content resident that it was told to."""
+    for link in links:
+        if (found := link.failed.get(content_hash) or link.pinned.get(content_hash)) is not None:
+            error = AdapterFormatError(f"replica {link.name}: {found[1]}")
+            error.failure = LoadFailure(found[0])
+            return error
+    return None
+
+
 def overflowing(links: Sequence[Link]) -> set[str]:
     """Contents with which no request has had finite logits on some replica."""
     return {one for link in links if link.report is not None for one in link.report.overflowing}
@@ -40,7 +57,17 @@ def view_of(links: Sequence[Link], catalog: Catalog) -> EngineView:
     near = [one for one in entries if tiers[one.name] is not Tier.DISK][:MAX_TIER_SERIES]
     return EngineView(
         names=frozenset((*tiers, *(versioned(one.name, one.label) for one in entries))),
-        adapters=[AdapterView(one.name, tiers[one.name], one.manifest.rank, False, None, None) for one in near],
+        adapters=[
+            AdapterView(
+                one.name,
+                tiers[one.name],
+                one.manifest.rank,
+                one.pinned and is_pinned(links, one.manifest.content_hash),
+                None,
+                None,
+            )
+            for one in near
+        ],
         tier_counts={tier.value: counts[tier] for tier in Tier},
         running=sorted({name for report in reports for name in report.running}),
         waiting=sorted({name for report in reports for name in report.waiting}),
@@ -66,7 +93,14 @@ def picture_of(links: Sequence[Link], catalog: Catalog, requests: Iterable[OpenR
 
     def rows() -> list[AdapterRow]:
         return [
-            (one.name, nearest.get(one.manifest.content_hash or "", Tier.DISK), one.manifest.rank, 0, None, False)
+            (
+                one.name,
+                nearest.get(content := one.manifest.content_hash or "", Tier.DISK),
+                one.manifest.rank,
+                0,
+                None,
+                one.pinned and is_pinned(links, content),
+            )
             for one in entries
         ]
 

@@ -35,7 +35,7 @@ from . import totals
 from .address import Address
 from .catalog import Catalog, Cluster, Entry, done, failed
 from .cluster_metrics import ClusterCollector
-from .cluster_view import overflowing, picture_of, tier_of, view_of
+from .cluster_view import is_pinned, overflowing, picture_of, pin_failure, tier_of, view_of
 from .dispatcher import Dispatcher
 from .link import Link
 from .registered_catalog import RegisteredCatalog
@@ -89,7 +89,8 @@ class ClusterWorker:
         self.collector = ClusterCollector(self.dispatcher)
         cluster = Cluster(
             self._end_users, partial(self.soon, self.dispatcher.retire), partial(self.soon, self.dispatcher.revive),
-            partial(tier_of, links), partial(overflowing, links), lambda: self.stats,
+            partial(self.soon, self.dispatcher.fleet.pin), partial(is_pinned, links), partial(pin_failure, links),
+            self._learn, partial(tier_of, links), partial(overflowing, links), lambda: self.stats,
             lambda name: self._call(lambda: len(self.dispatcher.users(name)), otherwise=0),
             lambda: self._call(self.dispatcher.paths, otherwise=set()),
         )  # fmt: skip
@@ -284,6 +285,13 @@ class ClusterWorker:
     def _inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
         manifest = inspect_adapter(path, self._config.module_dims, self._config.num_layers, roots)
         return with_base(manifest, self._base_names, strict=self._settings.strict_base)
+
+    def _learn(self, entry: Entry) -> Future[bool]:
+        def learn() -> bool:
+            self.adapters.note(entry.name, entry.version, with_content(entry.manifest))
+            return False
+
+        return self._hashes.submit(learn)
 
     def _hash_and_add(
         self, request: Request, entry: Entry, on_output: OnOutput, loop: asyncio.AbstractEventLoop | None,

@@ -1,7 +1,6 @@
-"""The dispatcher of a front: which replica runs which request, and what becomes of the requests of one that dies.
+"""The dispatcher of a front: what happens to requests, by their clients and by replicas, until they end.
 
-All of it runs on one event loop. Requests wait here while no replica may take them: none is up, none has their adapter
-yet, none is of the kind that drew their tokens, or the policy has them wait.
+All of it runs on one event loop. Where a request goes is the placer's.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,9 @@ from ...memory.files.error import LoadFailure
 from .fleet import Fleet
 from .ledger import Ledger, OpenRequest
 from .link import Link
+from .placer import Asked, Placer
 from .replica import BROKEN, DRAINING, MALFORMED
-from .router import Estimates, Policy, Replicas
+from .router import Estimates, Policy
 from .router.scale import SteadyHint, scale_hint
 from .rows import from_row, read_step
 from .step_costs import mean_costs
@@ -37,32 +36,6 @@ PRICE_SECONDS = 5.0
 """Seconds for which policies go on with the same costs, and with the terms that they have computed by them."""
 
 DIED_TWICE = "two replicas ended while they ran this request; it is not tried on a third"
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A request as a routing policy sees it; adapters are content hashes."""
-
-    adapter: str | None
-    prompt_tokens: int
-    rank: int | None
-
-
-@dataclass(slots=True)
-class Asked:
-    """What the dispatcher keeps of a request beside the ledger's.
-
-    path: of its adapter. version: the adapter's, as `name@version`. accepted: ends once a replica has taken the
-    request, or with InvalidRequest. arrival: on this process's clock. stuck_since: when no replica was left that may
-    take it.
-    """
-
-    path: Path | None
-    accepted: Future[None]
-    arrival: float
-    refused_by: set[str]
-    version: str = ""
-    stuck_since: float | None = None
 
 
 class Dispatcher:
@@ -100,15 +73,13 @@ class Dispatcher:
         """Called with the content of an adapter that no new request has."""
         self.on_end: Callable[[str | None, float], None] = lambda content_hash, seconds: None
         """Called with the adapter of an answer that has ended, and the seconds since its request came."""
-        self._policy = policy
         self._deliver = deliver
         self._give_up_seconds = give_up_seconds
         self._clock = clock
         self._estimates = Estimates() if estimates is None else estimates
         self._asked: dict[str, Asked] = {}
-        self._calls: dict[str, OpenRequest] = {}  # the one of each call that was placed last
+        self.placer = Placer(self.ledger, self.fleet, policy, self._asked, self._fail, clock)
         self._next_prices = 0.0
-        self._is_held = False  # the policy has a request wait; later requests wait behind it
         self._users: Counter[str] = Counter()  # open requests by content hash
         self._sizes: dict[str, int] = {}  # bytes of their adapters
         self._estimates.adapter_bytes = lambda content: self._sizes.get(content, 0)
@@ -136,7 +107,7 @@ class Dispatcher:
             self._sizes[request.content_hash] = num_bytes
             if path is not None:
                 self.on_arrival(request.content_hash, path)
-        self._place(request)
+        self.placer.place(request)
 
     def abort(self, request_id: str) -> bool:
         """End a request, of which nothing more is delivered; False when it is unknown."""
@@ -175,13 +146,15 @@ class Dispatcher:
         """Take a request from its replica and place it again: at `target` if that may have it, else by the policy."""
         self.fleet.abort(request)
         self.ledger.take_back(request)
-        self._place(request, target)
+        self.placer.place(request, target)
 
     def placed(self) -> list[tuple[OpenRequest, Link, list[Link]]]:
         """Requests at replicas, in order of arrival, with the replicas that each may go on at."""
         links = {link.name: link for link in self.links}
         return [
-            (one, links[one.replica], list(self._candidates(one)[0])) for one in self._all() if one.replica is not None
+            (one, links[one.replica], list(self.placer.candidates(one)[0]))
+            for one in self._all()
+            if one.replica is not None
         ]
 
     def move_to(self, request_id: str, source: Link, target: Link) -> bool:
@@ -189,7 +162,7 @@ class Dispatcher:
         request = self.ledger.get(request_id)
         if request is None or request.replica != source.name:
             return False
-        if target not in self._candidates(request)[0]:
+        if target not in self.placer.candidates(request)[0]:
             return False
         self.move(request, target)
         return True
@@ -208,7 +181,7 @@ class Dispatcher:
     def on_up(self, link: Link) -> None:
         log.info("replica %s is there", link.name)
         self.fleet.note_up(link)
-        self._place_waiting()
+        self.placer.place_waiting()
         self.on_change()
 
     def on_down(self, link: Link, *, stuck: bool) -> None:
@@ -221,7 +194,7 @@ class Dispatcher:
             self.on_stuck(link)
         for request in ended:
             self._fail(request, DIED_TWICE)
-        self._place_waiting()
+        self.placer.place_waiting()
         self.on_change()
 
     def on_frame(self, link: Link, frame: Frame) -> None:
@@ -233,6 +206,8 @@ class Dispatcher:
             self._on_refused(link, *frame.fields)
         elif frame.kind == "loaded":
             self._on_loaded(link, *frame.fields)
+        elif frame.kind == "pinned":
+            link.note_pinned(*frame.fields)
         elif frame.kind == "stats":
             self._on_report(link)
 
@@ -242,23 +217,24 @@ class Dispatcher:
         info, outputs, ended = read_step(step), [], False
         for row in rows:
             output, life = from_row(row, info)
-            request = self.ledger.get(output.request_id)
-            had_tokens = request is not None and request.num_output_tokens > 0
-            last = output.finish_reason is not None
-            if self.ledger.receive(output.request_id, life, output.token_ids, last=last) is None or request is None:
+            request = self.ledger.receive(
+                output.request_id, life, output.token_ids, last=output.finish_reason is not None
+            )
+            if request is None:
                 continue
-            self._accept(request.id)
-            if had_tokens and output.prompt_logprobs is not None:  # the client has them
+            if request.num_output_tokens <= len(output.token_ids):
+                self._accept(request.id)
+            elif output.prompt_logprobs is not None:  # the client has them
                 output = output._replace(prompt_logprobs=None)
             outputs.append(output)
-            if last:
+            if output.finish_reason is not None:
                 ended = True
                 self.on_end(request.content_hash, self._clock() - self._asked[request.id].arrival)
                 self._forget(request)
         if outputs:
             self._deliver(outputs)
         if ended and self.ledger.num_waiting:
-            self._place_waiting()
+            self.placer.place_waiting()
 
     def _on_taken(self, request_id: str, life: int) -> None:
         if self.ledger.take(request_id, life) is not None:
@@ -283,18 +259,20 @@ class Dispatcher:
             asked.refused_by.add(link.name)  # in mid-answer it waits for another: never a refusal to the client
         elif request.content_hash is not None:
             link.loaded.discard(request.content_hash)
+            link.pinned.pop(request.content_hash, None)
             self.fleet.changed(request.content_hash)
-        self._place(request)
+        self.placer.place(request)
 
     def _on_loaded(self, link: Link, content_hash: str, failure: str | None, text: str | None) -> None:
         link.loading.discard(content_hash)
         self.fleet.changed(content_hash)
         if failure is None:
             link.loaded.add(content_hash)
+            self.fleet.keep_pins(link)
         else:
             link.failed[content_hash] = failure, text or "no reason given"
             log.warning("replica %s can't load an adapter: %s", link.name, text)
-        self._place_waiting()
+        self.placer.place_waiting()
         self._forget_content(content_hash)
         self.on_change()
 
@@ -302,10 +280,10 @@ class Dispatcher:
         self.fleet.note_report(link)
         if link.draining:
             for request in list(self.ledger.at(link.name)):
-                if self._candidates(request)[0]:
+                if self.placer.candidates(request)[0]:
                     self.move(request)
         if self.ledger.num_waiting:
-            self._place_waiting()
+            self.placer.place_waiting()
 
     def reported_costs(self) -> list[dict[str, float]]:
         """Costs of steps and transfers (`step_costs`), of each replica that has reported some."""
@@ -329,64 +307,12 @@ class Dispatcher:
         if self.scale.update(scale_hint(states, self.ledger.num_waiting) if is_whole else None, now):
             log.info("scale hint: %s", HINTS[self.scale.value])
         self.on_hint(self.scale.value, self.num_replicas)
-        self._is_held = False
+        self.placer.place_waiting()
         for request in self.ledger.waiting():
-            self._place(request)
             since = self._asked[request.id].stuck_since if request.id in self._asked else None
             if since is not None and now - since > self._give_up_seconds:
                 text = f"no replica could take this request within {self._give_up_seconds:g} s"
                 self._fail(request, text, LoadFailure.UNREADABLE if request.content_hash else None)
-
-    # --- placing ---
-
-    def _place_waiting(self) -> None:
-        self._is_held = False
-        for request in self.ledger.waiting():
-            self._place(request)
-
-    def _candidates(self, request: OpenRequest) -> tuple[Sequence[Link], Replicas]:
-        asked = self._asked[request.id]
-        return self.fleet.candidates(request, asked.path, asked.refused_by)
-
-    def _place(self, request: OpenRequest, target: Link | None = None) -> None:
-        """Give a waiting request to a replica, if one may take it: to `target`, or to the policy's choice."""
-        asked, content = self._asked[request.id], request.content_hash
-        links, replicas = self._candidates(request)
-        if not links:
-            if asked.stuck_since is None:
-                asked.stuck_since = self._clock()
-            if (failure := self.fleet.take_failure(content)) is not None:
-                self._fail(request, failure[1], LoadFailure(failure[0]))
-            return
-        asked.stuck_since = None
-        if target is None or target not in links:
-            if self._is_held:  # first come, first served
-                return
-            index = self._choose(Wanted(content, len(request.record["tokens"]), request.rank), request, replicas)
-            if index is None:
-                self._is_held = True
-                return
-            target = links[index]
-        life = self.ledger.place(request, target.name, target.identity)
-        request.record["age"] = self._clock() - asked.arrival
-        request.record["num_paid_tokens"] = len(request.record["tokens"]) - 1 if request.num_output_tokens else 0
-        target.send("submit", request.record, life)
-
-    def _choose(self, wanted: Wanted, request: OpenRequest, replicas: Replicas) -> int | None:
-        """The index of the policy's choice. A call's requests have a prompt prefix in common, so a further request
-        goes where the one before it went, as long as there is room. A request that finds no room even at a replica
-        without requests never will: it is sent there, and the replica says why.
-        """
-        call = request.record["call"]
-        before = self._calls.get(call)
-        index = None if before is None or before.replica is None else replicas.find(before.replica)
-        if index is None or not replicas[index].has_room(wanted):
-            index = self._policy(wanted, replicas)
-        if index is None:
-            index = next((i for i, replica in enumerate(replicas) if not replica.num_requests), None)
-        if call and index is not None:
-            self._calls[call] = request
-        return index
 
     # --- ends ---
 
@@ -409,9 +335,8 @@ class Dispatcher:
         asked = self._asked.pop(request.id)
         if not asked.accepted.done():
             asked.accepted.set_result(None)
-        call, content = request.record["call"], request.content_hash
-        if self._calls.get(call) is request:
-            del self._calls[call]
+        self.placer.forget(request)
+        content = request.content_hash
         if request.num_output_tokens:
             self._estimates.answers.end(content, request.num_output_tokens)
         if content is not None:

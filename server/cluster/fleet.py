@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from .ledger import OpenRequest, Placements
@@ -20,6 +20,7 @@ class Fleet(Placements):
         self.links = links
         self._loads = {link.name: _Load(link) for link in links}
         self._holders = Holders()
+        self._pins: Mapping[str, Path] = {}
         self._candidates: dict[str | None, tuple[Sequence[Link], Replicas]] = {}  # by content, for new requests
 
     def state_of(self, link: Link) -> ReplicaState:
@@ -79,6 +80,22 @@ class Fleet(Placements):
         self.changed(content_hash)
         return not any(content_hash in link.loading for link in self.links)
 
+    def pin(self, pins: Mapping[str, Path]) -> None:
+        """Have all replicas, and the ones that come later, keep these contents resident, and no others."""
+        for content in self._pins.keys() - pins.keys():
+            for link in self.links:
+                link.unpin(content)
+        self._pins = pins
+        for link in self.links:
+            self.keep_pins(link)
+
+    def keep_pins(self, link: Link) -> None:
+        """Have a replica load and pin what it has not; to be called when it came up or has loaded something."""
+        for content, path in self._pins.items():
+            if content not in link.failed:
+                link.load(content, path)
+                link.pin(content)
+
     def take_failure(self, content_hash: str | None) -> tuple[str, str] | None:
         """Why no replica that is up has an adapter; None while one has it or may get it. It is tried again then."""
         up = [link for link in self.links if link.is_up]
@@ -126,6 +143,7 @@ class Fleet(Placements):
         if link.hello is not None:
             self.state_of(link).max_num_seqs = link.hello.max_num_seqs
         self.changed()
+        self.keep_pins(link)
 
     def note_down(self, link: Link) -> None:
         """A replica is gone, and this front's requests have left it."""

@@ -139,8 +139,8 @@ class Ledger:
             return None
         request.is_taken = True
         if tokens:
-            self._start(request)
             if not request.is_started and request.replica is not None:
+                self._start(request)
                 self._placements.started(request, request.replica)
                 request.is_started = True
             request.record["tokens"].extend(tokens)

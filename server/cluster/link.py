@@ -34,7 +34,8 @@ class Link:
     """A replica as a front sees it; what it holds is of the current connection.
 
     loaded: content hashes of adapters that are registered there; loading: of adapters that it was sent to load;
-    failed: why it could not load an adapter, as a `LoadFailure` and a text.
+    failed: why it could not load an adapter, as a `LoadFailure` and a text. pinned: what it keeps resident, with None,
+    or why it can't; nothing while it is still to answer.
     """
 
     def __init__(self, name: str, address: Address, secret: bytes, silent_seconds: float) -> None:
@@ -56,6 +57,8 @@ class Link:
         self.loaded: set[str] = set()
         self.loading: set[str] = set()
         self.failed: dict[str, tuple[str, str]] = {}
+        self.pinned: dict[str, tuple[str, str] | None] = {}
+        self._pinning: set[str] = set()
         self.resident: frozenset[str] = frozenset()
         self.on_host: frozenset[str] = frozenset()
 
@@ -90,6 +93,23 @@ class Link:
             self.loading.add(content_hash)
             self.failed.pop(content_hash, None)
             self.send("load", content_hash, str(path))
+
+    def pin(self, content_hash: str) -> None:
+        """Have the replica keep a loaded adapter resident, unless it does, can't, or was told to."""
+        if content_hash in self.loaded and content_hash not in self.pinned and content_hash not in self._pinning:
+            self._pinning.add(content_hash)
+            self.send("pin", content_hash, True)
+
+    def unpin(self, content_hash: str) -> None:
+        self._pinning.discard(content_hash)
+        self.pinned.pop(content_hash, None)
+        self.send("pin", content_hash, False)
+
+    def note_pinned(self, content_hash: str, failure: str | None, text: str | None) -> None:
+        """The replica has answered to `pin`, which may have been taken back."""
+        if content_hash in self._pinning:
+            self._pinning.discard(content_hash)
+            self.pinned[content_hash] = None if failure is None else (failure, text or "no reason given")
 
     def forget(self, content_hash: str) -> None:
         """Have the replica unregister an adapter."""

@@ -22,7 +22,7 @@ from ...memory.adapters.versions import versioned
 from ...memory.files.error import AdapterFormatError
 from ..engine.backend import AdapterState
 from .address import Address
-from .catalog import Catalog, Cluster, Entry, failed
+from .catalog import Catalog, Cluster, Entry, done, failed
 from .registry import EXISTS, UNKNOWN
 from .registry_client import RegistryClient, RegistryRefusal
 
@@ -61,9 +61,15 @@ class RegisteredCatalog(Catalog):
         return client
 
     def register(
-        self, name: str, manifest: AdapterManifest, *, label: str | None = None, keep: int | None = None
+        self,
+        name: str,
+        manifest: AdapterManifest,
+        *,
+        label: str | None = None,
+        keep: int | None = None,
+        pinned: bool | None = None,
     ) -> Entry:
-        return super().register(name, manifest, label=label or START, keep=None)
+        return super().register(name, manifest, label=label or START, keep=None, pinned=pinned)
 
     def put(
         self,
@@ -101,13 +107,18 @@ class RegisteredCatalog(Catalog):
             if name in self:
                 self.unregister(name)
             return
+        before = self._get(name) if name in self else None
+        is_same = before is not None and (before.manifest.content_hash, before.label) == (now.content_hash, now.label)
+        if before is not None and is_same and before.pinned != now.pinned:
+            super()._set_pinned(before, pinned=now.pinned)
+            return
         try:
             manifest = self._checked.get(now.content_hash)
             if manifest is None:
                 manifest = await asyncio.get_running_loop().run_in_executor(None, self._check, Path(now.path))
             if manifest.content_hash != now.content_hash:
                 raise AdapterFormatError(f"{now.path}: the files are not those that were registered in the cluster")
-            self.register(name, manifest, label=now.label)
+            self.register(name, manifest, label=now.label, pinned=now.pinned)
         except Exception as error:  # whatever it is: the old content must not be served under this name
             log.warning("adapter %s of the cluster can't be served by this front: %s", name, error)
             if name in self:
@@ -127,19 +138,38 @@ class RegisteredCatalog(Catalog):
             await self._known_client.remove(alias)
         return made
 
+    def _set_pinned(self, entry: Entry, *, pinned: bool) -> Future[bool]:
+        if entry.pinned == pinned:
+            return done(False)
+        return self._soon(self._write_pinned(entry, pinned))
+
+    async def _write_pinned(self, entry: Entry, pinned: bool) -> bool:
+        await self._put(entry.name, await self._hashed(entry.manifest), label=entry.label, pinned=pinned)
+        return False
+
     async def _put(
-        self, name: str, manifest: AdapterManifest, *, replace: bool = True, label: str = "", paused: bool | None = None
+        self,
+        name: str,
+        manifest: AdapterManifest,
+        *,
+        replace: bool = True,
+        label: str = "",
+        paused: bool | None = None,
+        pinned: bool | None = None,
     ) -> tuple[AdapterState, bool]:
-        """Write an entry of the registry. paused: None: as it is."""
+        """Write an entry of the registry. paused, pinned: None: as it is."""
         content = manifest.content_hash
         if content is None:
             raise AdapterFormatError(f"{manifest.path}: its content is not known, so the cluster can't tell it apart")
         existed = name in self
         self._checked[content] = manifest
         try:
+            if paused is None:
+                paused = name in self.paused
+            if pinned is None:
+                pinned = existed and self._get(name).pinned
             path = str(manifest.path.absolute())
-            is_paused = name in self.paused if paused is None else paused
-            entry = Registered(name, content, path, 0, manifest.rank, manifest.file_size, False, label, is_paused)
+            entry = Registered(name, content, path, 0, manifest.rank, manifest.file_size, pinned, label, paused)
             await self._known_client.put(entry, replace=replace)
         except RegistryRefusal as refusal:
             if refusal.reason != EXISTS:

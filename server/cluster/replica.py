@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ...core.requests.grammar import Grammar
 from ...core.requests.record import NotHere
 from ...core.requests.sampling_params import InvalidRequest
-from ...core.requests.types import RequestOutput
+from ...core.requests.types import RequestOutput, StepInfo
 from ...memory.adapters.adapter import Tier
 from ...memory.files.error import AdapterFormatError, LoadFailure
 from ...memory.files.identity import open_unchanged, with_content
@@ -40,14 +40,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TO_REPLICA = ("submit", "abort", "load", "prefetch", "forget", "drain")
-FROM_REPLICA = ("hello", "taken", "refused", "out", "loaded", "stats")
+TO_REPLICA = ("submit", "abort", "load", "pin", "prefetch", "forget", "drain")
+FROM_REPLICA = ("hello", "taken", "refused", "out", "loaded", "pinned", "stats")
 
 REPORT_SECONDS = 0.1
 """Seconds between two reports of a replica that works."""
 
 IDLE_REPORTS = 10
 """Reports that one without work leaves out, but for the last."""
+
+PIN_SECONDS = 0.05
+"""Seconds between two looks at whether an adapter that is to be pinned has been read."""
 
 LOAD_THREADS = 2
 MAX_LOADS = 1 << 16
@@ -79,6 +82,7 @@ class Replica:
         self._compiler = DaemonPool("replica-grammars", threads=1, max_waiting=MAX_LOADS)
         self._loading: dict[str, asyncio.Future[None]] = {}
         self._loaded: set[str] = set()
+        self._pinned: set[str] = set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a front that has connected, until it goes; the handler of an address's `listen`."""
@@ -154,6 +158,18 @@ class Replica:
         with open_unchanged(manifest):
             return manifest, image
 
+    async def pin(self, content_hash: str) -> None:
+        """Keep a registered adapter resident until `unpin`. Errors: AdapterFormatError; InvalidRequest without room."""
+        self._pinned.add(content_hash)
+        adapters = self.worker.adapters
+        while content_hash in self._pinned and not await asyncio.wrap_future(adapters.pin(content_hash)):
+            await asyncio.sleep(PIN_SECONDS)
+
+    def unpin(self, content_hash: str) -> None:
+        self._pinned.discard(content_hash)
+        if content_hash in self._loaded:
+            self.worker.adapters.unpin(content_hash)
+
     def compile(self, grammar: Mapping[str, Any]) -> Future[None]:
         """Have a request's grammar compiled beside the steps, before the engine needs it, which tells what is wrong."""
         return self._compiler.submit(self._compile, grammar)
@@ -167,6 +183,7 @@ class Replica:
         """Unregister an adapter that no front has a request for; requests that hold it finish with it."""
         if content_hash in self._loaded:
             self._loaded.discard(content_hash)
+            self._pinned.discard(content_hash)
             self.worker.adapters.remove(content_hash, force=False)
 
 
@@ -180,11 +197,10 @@ class _Front:
         self._loop = asyncio.get_running_loop()
         self._open: dict[str, int] = {}  # lives
         self._rows: list[list[Any]] = []
-        self._step: list[int] | None = None
+        self._step: StepInfo | None = None
         self._handlers: dict[str, Callable[..., None]] = {
             "submit": self._submit, "abort": self._abort, "load": self._load, "forget": self._forget,
-            "prefetch": self._prefetch,
-            "drain": replica.drain,
+            "pin": self._pin, "prefetch": self._prefetch, "drain": replica.drain,
         }  # fmt: skip
 
     @property
@@ -271,8 +287,7 @@ class _Front:
         if not self._rows:
             self._loop.call_soon(self._flush)
         self._rows.append(to_row(output, life))
-        if output.step is not None:
-            self._step = list(output.step)
+        self._step = output.step or self._step
 
     def _flush(self) -> None:
         rows, self._rows = self._rows, []
@@ -287,18 +302,29 @@ class _Front:
         _check_text(content_hash)
         _check_text(path)
         future = self._replica.load(content_hash, Path(path))
-        future.add_done_callback(partial(self._loaded, content_hash))
+        future.add_done_callback(partial(self._tell, "loaded", content_hash))
 
-    def _loaded(self, content_hash: str, future: asyncio.Future[None]) -> None:
+    def _pin(self, content_hash: str, is_pinned: bool) -> None:
+        _check_text(content_hash)
+        if is_pinned:
+            future = asyncio.ensure_future(self._replica.pin(content_hash))
+            future.add_done_callback(partial(self._tell, "pinned", content_hash))
+        else:
+            self._replica.unpin(content_hash)
+
+    def _tell(self, kind: str, content_hash: str, future: asyncio.Future[None]) -> None:
+        """Answer that an adapter is loaded or pinned, or why not."""
         error = None if future.cancelled() else future.exception()
         if error is None:
-            self.send("loaded", content_hash, None, None)
+            self.send(kind, content_hash, None, None)
             return
-        known = isinstance(error, AdapterFormatError | PoolFull | EngineUnavailable)
+        known = isinstance(error, AdapterFormatError | InvalidRequest | PoolFull | EngineUnavailable)
         if not known:
-            log.error("loading an adapter failed", exc_info=error)
+            log.error("an adapter could not be %s", kind, exc_info=error)
         failure = error.failure if isinstance(error, AdapterFormatError) else LoadFailure.UNREADABLE
-        self.send("loaded", content_hash, failure.value, str(error) if known else "the replica's log says why")
+        if isinstance(error, InvalidRequest):
+            failure = LoadFailure.NO_ROOM
+        self.send(kind, content_hash, failure.value, str(error) if known else "the replica's log says why")
 
     def _prefetch(self, content_hash: str) -> None:
         _check_text(content_hash)

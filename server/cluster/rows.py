@@ -8,9 +8,15 @@ from ...core.requests.types import FinishReason, RequestOutput, StepInfo, TokenL
 from ...memory.files.error import LoadFailure
 from .wire import Malformed
 
+_INT = frozenset((int,))
+_ENDS, _MORE = (_PLAIN := RequestOutput("", ()))[2:5], _PLAIN[6:]
+"""Fields of an output with nothing beside a token, before and behind its step, which is the frame's."""
+
 
 def to_row(output: RequestOutput, life: int) -> list[Any]:
     """An output as a row. What is as in most outputs is left out."""
+    if output[2:5] == _ENDS and output[6:] == _MORE:  # as most rows are
+        return [output.request_id, life, output.token_ids]
     rest: dict[str, Any] = {}
     if output.finish_reason is not None:
         rest["finish"], rest["preempted"] = output.finish_reason.value, output.num_preemptions
@@ -28,19 +34,18 @@ def to_row(output: RequestOutput, life: int) -> list[Any]:
         rest["logprobs"] = _scores(output.logprobs)
     if output.prompt_logprobs is not None:
         rest["prompt"] = _scores(output.prompt_logprobs)
-    row: list[Any] = [output.request_id, life, list(output.token_ids)]
-    if rest:
-        row.append(rest)
-    return row
+    return [output.request_id, life, output.token_ids, rest]
 
 
 def from_row(row: Any, step: StepInfo | None) -> tuple[RequestOutput, int]:
     """The output and the life of a row. Malformed for what `to_row` does not give."""
     try:
         request_id, life, tokens, *more = row
-        rest = more[0] if more else {}
-        if not (isinstance(request_id, str) and isinstance(life, int) and all(type(one) is int for one in tokens)):
+        if not (isinstance(request_id, str) and isinstance(life, int) and _INT.issuperset(map(type, tokens))):
             raise TypeError("an id, a life or a token is of another type")
+        if not more:
+            return RequestOutput(request_id, tuple(tokens), None, None, None, step), life
+        rest = more[0]
         finish, failure, prompt = rest.get("finish"), rest.get("failure"), rest.get("prompt")
         queued = rest.get("queued")
         output = RequestOutput(

@@ -34,7 +34,7 @@ BULK = 64
 """Outputs read at once for a call without streaming and without stop strings."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: made for each token, which would take four times as long
 class Delta:
     """Delta that one step added to one choice. `finish_reason` is OpenAI's word, on a choice's last delta only.
 
@@ -154,7 +154,7 @@ class Choice:
             offsets.append(self._stream.position)
             if position == last and output.stop_token_id == token and not self._shows_stop_token:
                 break  # a stop token counts, but has no text
-            text += self._stream.push([token])[0]
+            text += self._stream.push(token)
             if self._stream.stopped_by is not None:
                 break
         return text, offsets
@@ -272,13 +272,14 @@ class Generation:
             output, came = self._outputs.popleft()
             if output.request_id not in self._open:
                 continue
-            if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-                raise self._failure(output, output.finish_reason)
+            ending = output.finish_reason
+            if ending is FinishReason.ERROR or ending is FinishReason.ABORT:
+                raise self._failure(output, ending)
             choice = self._by_request[output.request_id]
             delta = choice.take(output)
             self._observe_tokens(delta, came)
             if delta.finish_reason is not None:
-                if output.finish_reason is None:  # a stop string, which the engine does not look for
+                if ending is None:  # a stop string, which the engine does not look for
                     self._worker.abort(output.request_id)
                 by = delta.finish_reason
                 self._end(output.request_id, FinishReason.STOP.value if by == TOOL_CALLS else by)
@@ -287,8 +288,9 @@ class Generation:
     @property
     def goes_on(self) -> bool:
         """True if the next delta is there already and is read in this turn, before others have theirs."""
-        in_time = time.monotonic() <= self._turn_ends
-        return in_time and any(output.request_id in self._open for output, _ in self._outputs)
+        if not self._outputs or time.monotonic() > self._turn_ends:
+            return False
+        return any(output.request_id in self._open for output, _ in self._outputs)
 
     def _put(self, output: RequestOutput) -> None:
         """Take an output on the reader's loop."""

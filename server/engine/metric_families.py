@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import accumulate
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -14,6 +15,7 @@ ENGINE = "0"
 """vLLM's number of an engine; there is one here."""
 
 
+@lru_cache(1 << 12)
 def label(name: str) -> str:
     """A name as a label's value: what UTF-8 does not have is written as an escape."""
     return name.encode("utf-8", "backslashreplace").decode()

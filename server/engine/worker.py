@@ -226,6 +226,7 @@ class EngineWorker:
             self.failure = f"the engine could not be built: {error}"
             self._started.set_exception(error)
             return
+        self._engine.watch_executor(self._executor_lost)
         self._started.set_result(None)
         ending = FinishReason.ERROR
         try:
@@ -253,6 +254,14 @@ class EngineWorker:
             self._engine.close()
         except Exception:
             log.exception("closing the engine failed")
+
+    def _executor_lost(self, error: ExecutorLost) -> None:
+        """End the thread, which may be waiting for something to do; from any thread."""
+
+        def fail() -> None:
+            raise error
+
+        self._enqueue(fail)
 
     def _turn(self) -> bool:
         """Waits for something to do and does it; False once the worker is to end."""

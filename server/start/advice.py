@@ -15,7 +15,7 @@ NOTED = {
     "--enable-prefix-caching": "it is on unless --no-prefix-cache",
     "--enable-log-requests": "requests are never logged; --record writes a trace of their sizes",
     "--enable-server-load-tracking": "GET /load tells it always",
-    "--fully-sharded-loras": "it has a meaning on several GPUs only",
+    "--fully-sharded-loras": "each rank of --tensor-parallel-size has one of the two matrices of a projection whole",
     "--lora-dtype": "adapters have the model's dtype",
     "--lora-extra-vocab-size": "adapters may not add tokens",
     "--max-cpu-loras": "as many as --host-cache-bytes holds are kept in host memory",
@@ -53,7 +53,6 @@ INSTEAD = {
     "--speculative-config": "drafts are not served",
     "--ssl-certfile": "let a proxy in front end TLS; see docs/deploy.md",
     "--ssl-keyfile": "let a proxy in front end TLS; see docs/deploy.md",
-    "--tensor-parallel-size": "a model lies on one device; use `chorus cluster up --replicas N` for more requests",
     "--tokenizer": "put tokenizer.json into the model's directory",
     "--max-num-partial-prefills": "steps are shared among tenants' prompts; use --max-num-batched-tokens",
 }
@@ -61,7 +60,7 @@ INSTEAD = {
 
 NEUTRAL = {
     "--data-parallel-size": "1", "--kv-cache-dtype": "auto", "--pipeline-parallel-size": "1",
-    "--tensor-parallel-size": "1", "--scheduling-policy": "fcfs",
+    "--scheduling-policy": "fcfs",
 }  # fmt: skip
 """Values with which a flag asks for nothing."""
 
@@ -91,7 +90,7 @@ def without_foreign_flags(args: Sequence[str]) -> tuple[list[str], list[str]]:
         flag, equals, value = given.partition("=")
         flag = SHORT.get(flag, flag)
         if flag not in NOTED and flag not in INSTEAD:
-            kept.append(given)
+            kept.append(flag + equals + value)
             continue
         if flag in WITH_VALUE and not equals and left:
             value = left.popleft()

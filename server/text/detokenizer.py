@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
@@ -46,7 +46,10 @@ class ByteDetokenizer:
         self.tail = ""
 
     def push(self, token_id: int) -> str:
-        text = self._utf8.decode(self._bytes_of(token_id))
+        spelt = self._bytes_of(token_id)
+        if not self.tail and spelt.isascii():  # as most tokens are, for a fifth of the time
+            return spelt.decode()
+        text = self._utf8.decode(spelt)
         self.tail = REPLACEMENT if self._utf8.getstate()[0] else ""
         return text
 
@@ -192,28 +195,32 @@ class TextStream:
     @property
     def position(self) -> int:
         """Number of characters that the text of the tokens taken has, shown or not; half characters don't count."""
-        return self._begun + len(self._held) + len(self._detokenizer.tail.rstrip(REPLACEMENT))
+        begun, tail = self._begun + len(self._held), self._detokenizer.tail
+        return begun + len(tail.rstrip(REPLACEMENT)) if tail else begun
 
-    def push(self, token_ids: Iterable[int]) -> tuple[str, int]:
-        """Takes tokens up to a stop string; returns the new text and the number of tokens taken."""
-        shown, taken = "", 0
-        for token_id in token_ids:
-            if self.stopped_by is not None:
-                break
-            taken += 1
-            certain = self._detokenizer.push(token_id)
-            uncertain = self._detokenizer.tail.rstrip(REPLACEMENT)
-            if self._min_tokens > 0:
-                self._min_tokens -= 1
-                self._exempt = len(self._held) + len(certain) + len(uncertain)
-            shown += self._advance(certain, uncertain)
-        return shown, taken
+    def push(self, token_id: int) -> str:
+        """Take the next token, unless a stop string has ended the text; returns the new text."""
+        if self.stopped_by is not None:
+            return ""
+        certain = self._detokenizer.push(token_id)
+        if not self._stops:  # nothing is ever held
+            self._begun += len(certain)
+            return certain
+        uncertain = self._detokenizer.tail.rstrip(REPLACEMENT)
+        if self._min_tokens > 0:
+            self._min_tokens -= 1
+            self._exempt = len(self._held) + len(certain) + len(uncertain)
+        return self._advance(certain, uncertain)
 
     def finish(self) -> str:
         """The rest of the text, once no token follows."""
         if self.stopped_by is not None:
             return ""
-        shown = self._advance(self._detokenizer.finish(), "")
+        rest = self._detokenizer.finish()
+        if not self._stops:
+            self._begun += len(rest)
+            return rest
+        shown = self._advance(rest, "")
         if self.stopped_by is None:
             shown += self._show(len(self._held))
         return shown
@@ -221,8 +228,6 @@ class TextStream:
     def _advance(self, certain: str, uncertain: str) -> str:
         """New text that may be shown; sets `stopped_by`. Uncertain text can stop the stream but isn't shown yet."""
         self._held += certain
-        if not self._stops:
-            return self._show(len(self._held))
         text = self._held + uncertain
         hits = [(at, stop) for stop in self._stops if (at := self._find(text, stop)) >= 0]
         if hits:

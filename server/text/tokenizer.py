@@ -243,7 +243,7 @@ class Tokenizer:
         offsets = []
         for token_id in token_ids:
             offsets.append(stream.position)
-            stream.push([token_id])
+            stream.push(token_id)
         return offsets
 
     def text_stream(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,8 +13,8 @@ import pytest
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.core.executors.base import StartedStep
-from chorus.core.executors.cpu import CpuExecutor
+from chorus.core.executors.base import Executor, StartedStep
+from chorus.core.executors.choice import open_executor
 from chorus.core.policies import Policies
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
@@ -22,14 +23,19 @@ from chorus.core.scheduling.output_lengths import OutputLengths
 from chorus.memory.host.images import InlineReads, Reads
 from chorus.perf.chaos.late_results import LateResults
 
+from .executors.thread_ranks import ThreadProcess
+
 #: The CPU operators; tests of those that this machine lacks skip.
 KERNELS = ["torch", "native"]
+
+#: Ranks of every engine under test, threads of this process: to run any test of engines on several.
+RANKS = int(os.environ.get("CHORUS_TEST_RANKS", "1"))
 
 
 class RecordingExecutor:
     """A CPU executor that keeps the plans it ran. `before` sees each plan first and may raise."""
 
-    def __init__(self, inner: CpuExecutor, before: Callable[[StepPlan], None] | None = None) -> None:
+    def __init__(self, inner: Executor, before: Callable[[StepPlan], None] | None = None) -> None:
         self.inner = inner
         self.model, self.layout, self.num_pages, self.adapters = (
             inner.model, inner.layout, inner.num_pages, inner.adapters,
@@ -160,13 +166,14 @@ def ahead() -> bool:
 
 
 @pytest.fixture
-def drive(kernels: str, ahead: bool) -> Iterator[Callable[..., Driver]]:
+def drive(kernels: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Driver]]:
     """`drive(subject, before=…, reads=…, clock=…, **config)`: a float32 engine with the subject's adapters registered.
 
     Adapters are read at once and time goes by evenly unless `reads` and `clock` say otherwise, so that every run takes
     the same steps.
     """
     engines: list[Engine] = []
+    monkeypatch.setattr("chorus.core.executors.followers.Popen", ThreadProcess)
 
     def make(
         subject: Any,
@@ -178,9 +185,12 @@ def drive(kernels: str, ahead: bool) -> Iterator[Callable[..., Driver]]:
         policies: Policies | None = None,
         **config: Any,
     ) -> Driver:
-        defaults = {"dtype": "float32", "memory_bytes": 8 << 20, "cpu_kernels": kernels, "threads": 1}
+        defaults = {
+            "dtype": "float32", "memory_bytes": 8 << 20, "cpu_kernels": kernels, "threads": 1, "device": "cpu",
+            "tensor_parallel_size": RANKS,
+        }  # fmt: skip
         settings = EngineConfig(model=subject.model, **{**defaults, **config})
-        inner = CpuExecutor(settings)
+        inner = open_executor(settings)
         executor = RecordingExecutor(LateResults(inner) if ahead else inner, before)
         engine = Engine(settings, executor, clock or ticking(), reads or InlineReads(), policies)
         engines.append(engine)

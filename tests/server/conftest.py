@@ -178,6 +178,9 @@ class FakeEngine:
     def wake(self) -> None:
         self.woken.set()
 
+    def watch_executor(self, on_lost: Callable[[Any], None]) -> None:
+        """Nothing: there is no other process."""
+
     def check_when_idle(self) -> None:
         if not self.books_match and not self.running:
             raise IntegrityError("page 7 has two owners")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from chorus import __version__
+from chorus.core.executors import choice
 from chorus.server.cli import command as cli
 from chorus.server.cli.command import main
 from chorus.server.engine.worker import EngineWorker
@@ -314,6 +315,9 @@ def test_the_readmes_example_prints_what_it_says(capsys):
         (["--engine-process", "on"], 1),
         (["--fronts", "3"], 3),
         (["--engine-process", "on", "--fronts", "2"], 2),
+        (["--device", "cuda"], 1),
+        (["--device", "cuda", "--engine-process", "off"], None),
+        (["--device", "cuda", "--kv-events-endpoint", "tcp://127.0.0.1:5557"], None),
     ],
 )
 def test_an_engine_in_a_process_of_its_own_is_a_cluster_of_one(monkeypatch, model_dir, flags, fronts):
@@ -327,6 +331,16 @@ def test_an_engine_in_a_process_of_its_own_is_a_cluster_of_one(monkeypatch, mode
     else:
         plan, given = found
         assert (plan.replicas, plan.fronts, plan.registry, given["model"]) == (1, fronts, None, str(model_dir))
+
+
+@pytest.mark.parametrize(("driver", "visible", "found"), [(True, None, True), (True, "", False), (False, None, False)])
+def test_a_gpu_is_looked_for_where_the_driver_shows_one(monkeypatch, tmp_path, driver, visible, found):
+    monkeypatch.setattr(choice, "DRIVER", tmp_path if driver else tmp_path / "none")
+    monkeypatch.setattr(choice, "find_spec", lambda name: name)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert choice.may_use_gpu("auto") == found and choice.may_use_gpu("cuda:1") and not choice.may_use_gpu("cpu")
 
 
 def test_several_fronts_share_no_process_with_the_engine(capsys, model_dir):

@@ -72,7 +72,8 @@ class Up:
 
 
 @contextmanager
-def cluster_up(replicas: int, *flags: str, command: tuple[str, ...] = ("cluster", "up")) -> Iterator[Up]:
+def cluster_up(replicas: int, *flags: str, command: tuple[str, ...] = ("cluster", "up"), key: str = "") -> Iterator[Up]:
+    """A cluster until the end of the block. key: that its client sends."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("CHORUS_")}
     arguments = [*command, "--replicas", str(replicas), "--port", "0", "--threads", "1", *flags]
     with subprocess.Popen(
@@ -85,7 +86,8 @@ def cluster_up(replicas: int, *flags: str, command: tuple[str, ...] = ("cluster"
                 break
         else:
             pytest.fail(f"the cluster ended before it listened: {''.join(lines)}")
-        with httpx.Client(base_url=found[1], timeout=SECONDS) as client:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        with httpx.Client(base_url=found[1], timeout=SECONDS, headers=headers) as client:
             up = Up(process, client)
             try:
                 yield up
@@ -110,10 +112,17 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def up(roots: Path) -> Iterator[Up]:
+def up(roots: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text(
+        "sk-operator-key ops admin=yes\n"
+        "sk-limited-key limited adapters=upper base=no requests=1\n"
+        "sk-frugal-key frugal tokens_per_minute=6\n"
+    )
     # replicas may take long to start again on a busy machine, and requests wait for them
     flags = "--slo-tpot", "0.5", "--give-up-seconds", str(SECONDS)
-    with cluster_up(2, "--adapter-roots", str(roots), *flags) as running:
+    flags = *flags, "--adapter-roots", str(roots), "--api-key-file", str(keys)
+    with cluster_up(2, *flags, key="sk-operator-key") as running:
         yield running
 
 

@@ -143,6 +143,27 @@ def test_a_member_finds_out_by_name_what_kind_of_server_is_not_its_cluster_s(our
     run(test())
 
 
+def test_a_renewed_certificate_is_used_without_a_new_process_and_open_connections_go_on(tmp_path, ours, theirs, caplog):
+    site = shutil.copytree(ours, tmp_path / "site")
+
+    async def test():
+        async with answering(site) as address:
+            before = await connect(address, SECRET, KINDS)
+            shutil.copytree(theirs, site, dirs_exist_ok=True)
+            after = await connect(TcpSocket(address.host, address.port, theirs), SECRET, KINDS)
+            assert [await ask(one, "there?") for one in (before, after)] == ["there?"] * 2
+            (site / KEY).write_text("half of it")
+            with pytest.raises(OSError):
+                await connect(TcpSocket(address.host, address.port, theirs), SECRET, KINDS)
+            shutil.copy(theirs / KEY, site / KEY)
+            last = await connect(address, SECRET, KINDS)
+            for one in (before, after, last):
+                one.close()
+
+    run(test())
+    assert "a connection was refused: TlsError" in caplog.text and KEY in caplog.text
+
+
 def test_a_registry_is_followed_over_tls(tmp_path, ours):
     async def test():
         ready = asyncio.get_running_loop().create_future()

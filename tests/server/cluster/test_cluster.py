@@ -130,6 +130,49 @@ def test_a_reload_is_never_stale_and_answers_in_progress_keep_what_they_began_wi
     assert up.client.post("/v1/completions", json=body).status_code == 404
 
 
+def test_a_pinned_adapter_is_resident_at_all_replicas_and_again_at_one_that_was_killed(up):
+    def shown() -> str:
+        lines = up.client.get("/metrics").text.splitlines()
+        return next((line for line in lines if line.startswith("vllm:lora_adapter_loaded") and '"upper"' in line), "")
+
+    up.wait_until(lambda: up.metric("chorus_replicas_up") == 2)
+    state = up.client.patch("/v1/adapters/upper", json={"pinned": True}).raise_for_status().json()
+    assert state["pinned"]
+    up.wait_until(lambda: 'level="gpu"' in shown() and 'pinned="true"' in shown())
+    os.kill(up.replicas[0], signal.SIGKILL)
+    up.wait_until(lambda: up.metric("chorus_replicas_up") == 1)
+    up.wait_until(lambda: up.metric("chorus_replicas_up") == 2 and 'pinned="true"' in shown())
+    assert not up.client.patch("/v1/adapters/upper", json={"pinned": False}).json()["pinned"]
+    assert 'pinned="false"' in shown()
+    assert up.client.patch("/v1/adapters/nothing", json={"pinned": True}).status_code == 404
+
+
+def test_a_limited_key_knows_no_adapter_but_its_own_and_its_bounds_hold(up):
+    def ask(model: str, key: str = "limited", **more: object) -> httpx.Response:
+        body = {"model": model, "prompt": "abc\n", "max_tokens": 8, "temperature": 0, **more}
+        return up.client.post("/v1/completions", json=body, headers={"authorization": f"Bearer sk-{key}-key"})
+
+    def told(name: str) -> tuple[int, str]:
+        answer = ask(name)
+        return answer.status_code, answer.text.replace(name, "NAME")
+
+    limited = {"authorization": "Bearer sk-limited-key"}
+    assert ask("upper").json()["choices"][0]["text"] == "ABC"
+    assert up.client.post("/v1/completions", json=body(1)).status_code == 200  # reverse is known, and resident
+    assert told("reverse") == told("nothing") == told("chorus-builtin") and told("reverse")[0] == 404
+    for path in ("/v1/models", "/v1/adapters", "/metrics"):
+        text = up.client.get(path, headers=limited).text
+        assert "upper" in text and "reverse" not in text, path
+    refused = None
+    while refused is None or refused.status_code == 200:  # where the first has ended by then
+        more = {**body(2), "model": "upper"}
+        with up.client.stream("POST", "/v1/completions", json=more, headers=limited) as first:
+            next(first.iter_lines())
+            refused = ask("upper")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert [ask("upper", "frugal").status_code for _ in range(2)] == [200, 429]
+
+
 def test_a_path_outside_the_roots_and_a_broken_adapter_are_refused_as_by_one_server(up, roots):
     (roots / "broken").mkdir()
     (roots / "broken" / "adapter_config.json").write_text("{}")

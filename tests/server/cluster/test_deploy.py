@@ -38,6 +38,9 @@ def test_kuberay_starts_as_many_replicas_as_it_has_workers_for_and_mounts_what_i
     command = re.search(r"exec (chorus .*)", container["args"][0])
     plan, given = plan_of(shlex.split(command[1]))
     assert plan.ray == "auto" and plan.replicas == workers["replicas"] and "api_key_file" in given
+    groups = [cluster["spec"]["headGroupSpec"], workers]
+    assert cluster["spec"].keys() == {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"}
+    assert all(isinstance(value, str) for group in groups for value in group["rayStartParams"].values())
     for spec in (head, workers["template"]["spec"]):
         (one,) = spec["containers"]
         mounts = {mount["mountPath"]: mount["name"] for mount in one["volumeMounts"]}

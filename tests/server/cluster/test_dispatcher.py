@@ -248,7 +248,7 @@ def test_answers_of_one_call_stay_together_while_there_is_room():
     assert len({front.at(name).name for name in "abc"}) == 1
     for name in ("a", "b", "c"):
         assert front.dispatcher.abort(name)
-    assert "one" not in front.dispatcher._calls  # noqa: SLF001 - nothing is kept of it
+    assert "one" not in front.dispatcher.placer._calls  # noqa: SLF001 - nothing is kept of it
 
 
 def test_while_the_policy_has_a_request_wait_none_overtakes_it():

@@ -10,9 +10,10 @@ import pytest
 
 from chorus.core.requests.sampling_params import AdapterPaused, InvalidRequest, NotServed
 from chorus.memory.adapters.store import UnknownAdapter
+from chorus.memory.files.error import LoadFailure
 from chorus.memory.files.format import AdapterFormatError, AdapterManifest, AdapterPart
 from chorus.server.cluster.address import UnixSocket
-from chorus.server.cluster.catalog import Cluster
+from chorus.server.cluster.catalog import Cluster, done
 from chorus.server.cluster.registered_catalog import RegisteredCatalog
 from chorus.server.cluster.registry_client import RegistryAway
 
@@ -30,7 +31,12 @@ class Front:
     def __init__(self, disk):
         self.retired, self.revived, self.ended, self.checked = [], [], [], []
         self.disk = disk
-        cluster = Cluster(self.end_users, self.retired.append, self.revived.append, lambda _: "disk", set, lambda: None)
+        self.pins, self.failure = {}, None
+        cluster = Cluster(
+            self.end_users, self.retired.append, self.revived.append, lambda pins: setattr(self, "pins", pins),
+            lambda content: content in self.pins, lambda _: self.failure, lambda _: done(False), lambda _: "disk",
+            set, lambda: None,
+        )  # fmt: skip
         self.catalog = RegisteredCatalog(cluster, self.check)
 
     def end_users(self, name):
@@ -115,6 +121,29 @@ def test_what_a_front_can_not_read_it_does_not_serve_and_never_stale(tmp_path):
         assert two.content("alice") == "2", "it is served again"
 
     run(fronts_of(test)(tmp_path))
+
+
+def test_a_pinned_adapter_is_pinned_at_every_front_with_its_next_version_until_one_has_no_room(tmp_path):
+    one, two = manifest("/adapters/one", "1"), manifest("/adapters/two", "2")
+
+    async def test(_, a, b):
+        async def pin():
+            return await asyncio.wrap_future(a.catalog.pin("alice"))
+
+        with pytest.raises(UnknownAdapter):
+            await pin()
+        await a.put(one, "alice")
+        assert [await pin(), await pin()] == [False, True]  # told, and seen
+        assert a.pins == b.pins == {"1" * 64: Path("/adapters/one")} and b.catalog.state("alice").result().pinned
+        await b.put(two, "alice")
+        assert a.pins == b.pins == {"2" * 64: Path("/adapters/two")}
+        a.failure = AdapterFormatError("r1 has no room")
+        a.failure.failure = LoadFailure.NO_ROOM
+        with pytest.raises(InvalidRequest, match="r1 has no room"):
+            await pin()
+        await until(lambda: not a.pins and not b.pins)
+
+    run(fronts_of(test, disk={one.path.as_posix(): one for one in (one, two)})(tmp_path))
 
 
 def test_adapters_of_the_start_are_removed_everywhere(tmp_path):

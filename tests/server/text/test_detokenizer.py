@@ -60,10 +60,8 @@ def stream(tokenizer: Tokenizer, ids: list[int], stops: list[str], skip: bool = 
     text_stream = tokenizer.text_stream(stops, skip_special_tokens=skip)
     pieces = []
     for token_id in ids:
-        piece, taken = text_stream.push([token_id])
-        pieces.append(piece)
+        pieces.append(text_stream.push(token_id))
         if text_stream.stopped_by is not None:
-            assert taken == 1
             break
     else:
         pieces.append(text_stream.finish())
@@ -107,19 +105,6 @@ def test_stream_equals_whole_text_up_to_first_stop(any_tokenizer, data):
         assert all(REPLACEMENT not in piece for piece in pieces)
     if not stops:
         assert text == whole
-
-
-@settings(max_examples=80, deadline=None)
-@given(data=st.data())
-def test_pushing_many_at_once_is_pushing_one_by_one(any_tokenizer, data):
-    ids = token_ids(data.draw, any_tokenizer)
-    stops = data.draw(st.lists(st.text(alphabet="ab €", min_size=1, max_size=3), max_size=2))
-    one_by_one, pieces, stopped = stream(any_tokenizer, ids, stops)
-    text_stream = any_tokenizer.text_stream(stops)
-    text, taken = text_stream.push(ids)
-    assert text + text_stream.finish() == one_by_one
-    assert (text_stream.stopped_by is not None) == stopped
-    assert len(pieces) >= taken
 
 
 def nested_byte_level(tokenizer: Tokenizer) -> Tokenizer:
@@ -181,7 +166,7 @@ def test_endless_invalid_bytes_are_sent_as_they_come_from_a_bounded_window(token
 
     monkeypatch.setattr(Detokenizer, "__init__", spy)
     text_stream = subject.text_stream()
-    pieces = [text_stream.push([token])[0] for _ in range(2000)]
+    pieces = [text_stream.push(token) for _ in range(2000)]
     assert longest <= 64, "every token decodes all those before it again"
     assert len("".join(pieces)) >= 1999, "nothing is sent until the end"
     assert "".join(pieces) + text_stream.finish() == REPLACEMENT * 2000
@@ -204,41 +189,41 @@ def test_an_endless_run_of_valid_fallback_bytes_is_decoded_once(monkeypatch):
     monkeypatch.setattr(Detokenizer, "__init__", spy)
     ids = [3 + value for value in "😀é".encode() * 300]
     text_stream = subject.text_stream(["zzz"])
-    shown = "".join(text_stream.push([token])[0] for token in ids) + text_stream.finish()
+    shown = "".join(text_stream.push(token) for token in ids) + text_stream.finish()
     assert shown == "😀é" * 300
     assert decoded <= 3 * len(ids)
 
 
 def test_no_half_character_is_given_out(tokenizer):
     text_stream = tokenizer.text_stream()
-    pieces = [text_stream.push([byte])[0] for byte in "a€😀".encode()]
+    pieces = [text_stream.push(byte) for byte in "a€😀".encode()]
     assert pieces == ["a", "", "", "€", "", "", "", "😀"]
     assert text_stream.finish() == ""
 
 
 def test_an_unfinished_character_comes_out_at_the_end(tokenizer):
     text_stream = tokenizer.text_stream()
-    assert [text_stream.push([byte])[0] for byte in b"a\xe2\x82"] == ["a", "", ""]
+    assert [text_stream.push(byte) for byte in b"a\xe2\x82"] == ["a", "", ""]
     assert "a" + text_stream.finish() == tokenizer.decode([*b"a\xe2\x82"]) == "a" + REPLACEMENT
 
 
 def test_text_is_held_back_only_while_it_may_be_a_stop_string(tokenizer):
     text_stream = tokenizer.text_stream(["END"])
-    assert [text_stream.push([byte])[0] for byte in b"xEENEND"] == ["x", "", "E", "", "EN", "", ""]
+    assert [text_stream.push(byte) for byte in b"xEENEND"] == ["x", "", "E", "", "EN", "", ""]
     assert text_stream.stopped_by == "END"
-    assert text_stream.push([65]) == ("", 0)
+    assert text_stream.push(65) == ""
     assert text_stream.finish() == ""
 
 
 def test_what_was_held_back_comes_out_at_the_end(tokenizer):
     text_stream = tokenizer.text_stream(["END"])
-    assert text_stream.push([*b"xEN"]) == ("x", 3)
+    assert [*map(text_stream.push, b"xEN")] == ["x", "", ""]
     assert text_stream.finish() == "EN"
 
 
 def test_tokens_after_the_stop_string_are_not_taken(tokenizer):
     text_stream = tokenizer.text_stream(["b"])
-    assert text_stream.push([*b"abcd"]) == ("a", 2)
+    assert [*map(text_stream.push, b"abcd")] == ["a", "", "", ""]
 
 
 def test_the_earliest_of_several_stop_strings_counts(tokenizer):
@@ -249,7 +234,7 @@ def test_a_byte_fallback_newline_stops_at_once():
     tokenizer = wrap(byte_fallback())
     newline = 3 + ord("\n")
     text_stream = tokenizer.text_stream(["\n"])
-    assert text_stream.push([261 + 1, newline, newline]) == (tokenizer.decode([262]), 2)
+    assert [*map(text_stream.push, (261 + 1, newline, newline))] == [tokenizer.decode([262]), "", ""]
 
 
 def test_tokenizers_without_fast_version_are_refused():

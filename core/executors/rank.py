@@ -1,0 +1,145 @@
+"""A rank of several but the first: a process that computes its share of every step that the first rank plans.
+
+It is started by `followers.Followers` as `python -m chorus.core.executors.rank LINK MEMORY`, with two open files: a
+socket, by which it is told what to do and answers, and the memory that all ranks share. It ends with the first rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...memory.adapters.adapter import Adapter
+from ...memory.files.format import AdapterManifest
+from ...memory.pages.adapter_layout import AdapterLayout
+from ...memory.transfers.host_copies import CompleteTransfer
+from ..config import EngineConfig
+from ..model.shard import Shard
+from ..requests.plan_wire import plan_from_wire
+from ..requests.types import CannotMerge
+from .cpu import CpuExecutor
+from .rank_memory import MemoryLayout, RankMemory, RankSeat
+
+#: Seconds between two looks at how far an adapter has come.
+LOOK_SECONDS = 2e-5
+
+
+class CountedTransfer(CompleteTransfer):
+    """An adapter on its way into all arenas, as another rank than the first sees it. count: `[1]` int32."""
+
+    def __init__(self, count: Any) -> None:
+        self._count = count
+        self.address = count.ctypes.data
+
+    def wait_layer(self, layer: int, timeout: float = 0.0) -> bool:
+        """Wait until `layer` is there; see `Transfer.wait_layer`."""
+        deadline = time.monotonic() + timeout
+        while 0 <= self._count[0] <= layer and time.monotonic() < deadline:
+            time.sleep(LOOK_SECONDS)
+        return self._count[0] > layer
+
+
+class Follower:
+    """Does what the first rank says; each method is a message of its own, with its answer."""
+
+    def __init__(self, config: EngineConfig, shard: Shard, layout: MemoryLayout, memory_fd: int) -> None:
+        self._memory = RankMemory(memory_fd, layout)
+        self._seat = RankSeat(shard, self._memory)
+        self._executor = CpuExecutor(config, self._seat)
+        self._adapters: dict[int, Adapter] = {}  # by version
+        self.weight_bytes = self._executor.weight_bytes
+
+    def know(self, adapters: Mapping[int, Any], gone: list[int]) -> None:
+        """Take new adapters' parts, by version, and forget others."""
+        model, page = self._executor.config, self._executor.layout
+        for version in gone:
+            self._adapters.pop(version, None)
+        for version, parts in adapters.items():
+            layout = AdapterLayout.build(parts, model.module_dims, model.num_layers, page.page_elems, page.itemsize)
+            self._adapters[version] = Adapter(str(version), version, AdapterManifest(Path(), parts), layout)
+
+    def step(self, number: int, plan: Mapping[str, Any], coming: Mapping[int, int]) -> list[str]:
+        """Compute a step; see `CpuExecutor.compute`. coming: of the slots with adapters on their way their counts."""
+        ranks = self._seat.ranks
+        ranks.begin(number)
+        try:
+            found = plan_from_wire(plan, self._find)
+            for slot, adapter in enumerate(found.adapters):
+                at = coming.get(slot)
+                adapter.transfer = None if at is None else CountedTransfer(self._memory.counts[at : at + 1])
+            return self._executor.compute(found)
+        except BaseException:
+            ranks.fail(number)
+            raise
+
+    def begin_shadow(self, adapter: Mapping[str, Any], runs: list[range]) -> None:
+        self._executor.shadow.begin(self._find(adapter), runs)
+
+    def advance_shadow(self, seconds: float) -> bool:
+        return self._executor.shadow.advance(seconds)
+
+    def drop_shadow(self) -> None:
+        self._executor.shadow.drop()
+
+    def _find(self, entry: Mapping[str, Any]) -> Adapter:
+        """The adapter of an entry of a plan; its list of pages stays the same one while the pages do."""
+        adapter = self._adapters[entry["version"]]
+        if adapter.pages != entry["pages"]:
+            adapter.pages = list(entry["pages"])
+        return adapter
+
+
+def follow(link: Connection, memory_fd: int) -> int:
+    """Join, then answer the first rank's messages until it sends None."""
+    config, shard, layout = link.recv()
+    try:
+        follower = Follower(config, shard, layout, memory_fd)
+    except Exception as error:
+        link.send((None, f"{type(error).__name__}: {error}"))
+        return 1
+    link.send((follower.weight_bytes, None))
+    while (message := link.recv()) is not None:
+        name, *arguments = message
+        try:
+            answer = getattr(follower, name)(*arguments), None
+        except CannotMerge as error:
+            answer = None, error
+        except Exception as error:
+            answer = None, f"{type(error).__name__}: {error}"
+        if name != "know":
+            link.send(answer)
+    return 0
+
+
+def _end_with_parent() -> None:
+    """End this process when the first rank's has ended, however that was: then its standard input, a pipe, does."""
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os._exit(0)
+
+
+def main(link_fd: int, memory_fd: int) -> int:
+    logging.basicConfig(level=logging.ERROR)  # what all ranks would warn of the first one does
+    for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal, or to a whole service: the first rank drains first
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, name="chorus-parent", daemon=True).start()
+    torch.set_grad_enabled(False)
+    try:
+        with Connection(link_fd) as link:
+            return follow(link, memory_fd)
+    except (EOFError, OSError):
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))

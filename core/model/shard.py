@@ -1,0 +1,82 @@
+"""The share of a model that one of several ranks computes (tensor parallel, as in Megatron-LM).
+
+Ranks share a layer by heads and by columns of the MLP: of q, k, v, gate and up a rank has rows of the weight, of o and
+down columns, so that the ranks add up what o and down give, and nothing else of a layer passes between them. Of the
+output projection each has rows, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .config import ModelConfig, UnsupportedModel
+
+_HEADS, _KV_HEADS, _FFN = ("q_proj", "o_proj"), ("k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
+_BY_INPUT = ("o_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Rank `rank` of `size`."""
+
+    rank: int = 0
+    size: int = 1
+
+    def config(self, whole: ModelConfig) -> ModelConfig:
+        """Shapes of a rank's share, equal on all ranks; they must divide. UnsupportedModel for others.
+
+        Where there are more ranks than K/V heads, several ranks have a copy of the same one.
+        """
+        size, kv_heads = self.size, whole.num_kv_heads
+        if size == 1:
+            return whole
+        for name, count in (("num_attention_heads", whole.num_heads), ("intermediate_size", whole.intermediate_size)):
+            if count % size:
+                raise UnsupportedModel(
+                    f"tensor_parallel_size is {size}, and the model's {name} {count} is no multiple of it"
+                )
+        if kv_heads % size and size % kv_heads:
+            raise UnsupportedModel(
+                f"tensor_parallel_size is {size}, and the model's num_key_value_heads {kv_heads} neither divides it "
+                "nor is a multiple of it"
+            )
+        return replace(
+            whole, num_heads=whole.num_heads // size, num_kv_heads=max(1, kv_heads // size),
+            intermediate_size=whole.intermediate_size // size,
+        )  # fmt: skip
+
+    def of_module(self, module: str, whole: ModelConfig) -> tuple[slice, slice]:
+        """Inputs and outputs of a projection that this rank has."""
+        if module in _HEADS:
+            width = whole.q_size // self.size
+            share = slice(self.rank * width, (self.rank + 1) * width)
+        elif module in _KV_HEADS:
+            first, count = self.rank * whole.num_kv_heads // self.size, max(1, whole.num_kv_heads // self.size)
+            share = slice(first * whole.head_dim, (first + count) * whole.head_dim)
+        else:
+            width = whole.intermediate_size // self.size
+            share = slice(self.rank * width, (self.rank + 1) * width)
+        every = slice(None)
+        return (share, every) if module in _BY_INPUT else (every, share)
+
+    def of_vocab(self, whole: ModelConfig) -> slice:
+        """Tokens of which this rank computes logits."""
+        first, end = (rank * whole.vocab_size // self.size for rank in (self.rank, self.rank + 1))
+        return slice(first, end)
+
+    def of_tensor(self, name: str, whole: ModelConfig) -> tuple[slice, ...]:
+        """What this rank reads of a checkpoint's tensor, by dimension: of a weight `[out, in]`, of a bias `[out]`."""
+        if self.size == 1:
+            return ()
+        path, _, kind = name.rpartition(".")
+        module = path.rpartition(".")[2]
+        if module == "lm_head":
+            return (self.of_vocab(whole),)
+        if module not in (*_HEADS, *_KV_HEADS, *_FFN):
+            return ()
+        inputs, outputs = self.of_module(module, whole)
+        return (outputs,) if kind == "bias" else (outputs, inputs)
+
+
+#: All of a model, of one rank.
+WHOLE = Shard()

@@ -1,0 +1,162 @@
+// Sums over the ranks of one machine, processes that compute shares of the same layers, in memory that they share.
+//
+// A sum is that of rank 0's part, then rank 1's and so on, whichever rank was first: the same bits on every rank and in
+// every run. Each rank has two buffers, used in turns: a rank writes to a buffer again only after the next sum, which
+// began on no rank before that rank had read this one.
+#pragma once
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <climits>
+#include <cstdint>
+#include <cstring>
+#include "lanes.h"
+
+namespace chorus {
+
+class Ranks {
+   public:
+    static constexpr int kMost = 64;
+    enum State { kWell, kFailed, kLost };  // of the step: some rank gave it up; of the ranks: they never meet again
+
+    // memory: zeroed, `bytes(size, floats)` on a page boundary, the same for all ranks. floats: of a buffer. seconds:
+    // that a rank waits for the others; then all are lost.
+    Ranks(void* memory, int rank, int size, int64_t floats, double seconds)
+        : shared_((Shared*)memory), rank_(rank), size_(size), floats_(floats), patience_(seconds) {}
+
+    static int64_t bytes(int size, int64_t floats) { return sizeof(Shared) + 2 * size * floats * sizeof(float); }
+
+    int rank() const { return rank_; }
+    int size() const { return size_; }
+    int64_t floats() const { return floats_; }
+
+    // Once at the beginning of a step, by its number, which grows; every rank has left the step before.
+    void begin(int64_t step) {
+        step_ = step;
+        at_ = step << kSumBits;
+    }
+
+    // Where this rank writes its part of the next sum.
+    float* mine() const { return buffer(at_ + 1, rank_); }
+
+    // Once the part is written: wait for all ranks' parts. At once where the step has failed or the ranks are lost.
+    State meet() {
+        shared_->posted[rank_].at.store(++at_, std::memory_order_release);
+        tell();
+        const auto began = Clock::now();
+        for (int i = 0; i % kSpins || Clock::now() - began < kSpinning; i++) {
+            if (all_posted()) return kWell;
+            if (state() != kWell) return state();
+            relax();
+        }
+        for (;;) {
+            shared_->sleepers.fetch_add(1);
+            const int seen = shared_->posts.load();
+            const bool done = all_posted();
+            if (!done && state() == kWell) {
+                const timespec most{0, 100'000'000};
+                syscall(SYS_futex, &shared_->posts, FUTEX_WAIT, seen, &most, nullptr, 0);
+            }
+            shared_->sleepers.fetch_sub(1);
+            if (done || all_posted()) return kWell;
+            if (state() != kWell) return state();
+            if (std::chrono::duration<double>(Clock::now() - began).count() > patience_) lose();
+        }
+    }
+
+    // A rank's part of the sum that `meet` was for.
+    const float* part(int rank) const { return buffer(at_, rank); }
+
+    // The sum of all parts from `first` on.
+    void sum(float* out, int64_t first, int64_t count) const {
+        memcpy(out, part(0) + first, count * sizeof(float));
+        add(out, first, count, 1);
+    }
+    void add(float* out, int64_t first, int64_t count, int from = 0) const {
+        for (int r = from; r < size_; r++) {
+            const float* x = part(r) + first;
+            for (int64_t i = 0; i < count; i++) out[i] += x[i];
+        }
+    }
+
+    // data becomes the sum of all ranks' data.
+    State add_up(float* data, int64_t count) {
+        for (int64_t first = 0; first < count; first += floats_) {
+            const int64_t now = std::min(floats_, count - first);
+            memcpy(mine(), data + first, now * sizeof(float));
+            if (const State state = meet(); state != kWell) return state;
+            sum(data + first, 0, now);
+        }
+        return kWell;
+    }
+
+    // Of rows of `width` each rank has the columns from `width·rank / size` on, packed; out: whole rows, null on a rank that
+    // wants none.
+    State gather(const float* part, int64_t rows, int64_t width, float* out) {
+        auto begin = [&](int r) { return width * r / size_; };
+        const int64_t own = begin(rank_ + 1) - begin(rank_), most = floats_ / ((width + size_ - 1) / size_);
+        for (int64_t first = 0; first < rows; first += most) {
+            const int64_t now = std::min(most, rows - first);
+            memcpy(mine(), part + first * own, now * own * sizeof(float));
+            if (const State state = meet(); state != kWell) return state;
+            for (int r = 0; out && r < size_; r++) {
+                const int64_t columns = begin(r + 1) - begin(r);
+                for (int64_t i = 0; i < now; i++)
+                    memcpy(out + (first + i) * width + begin(r), this->part(r) + i * columns, columns * sizeof(float));
+            }
+        }
+        return kWell;
+    }
+
+    State state() const {
+        if (shared_->lost.load(std::memory_order_relaxed)) return kLost;
+        return shared_->failed.load(std::memory_order_relaxed) >= step_ ? kFailed : kWell;
+    }
+
+    // Have every rank leave a step, or this one and all to come; from any thread.
+    void fail(int64_t step) {
+        shared_->failed.store(step);
+        tell();
+    }
+    void lose() {
+        shared_->lost.store(1);
+        tell();
+    }
+
+   private:
+    using Clock = std::chrono::steady_clock;
+    static constexpr int kSumBits = 20, kSpins = 32;
+    static constexpr Clock::duration kSpinning = std::chrono::microseconds(50);  // as long as waking a rank takes
+
+    struct Shared {
+        alignas(64) std::atomic<int> posts, sleepers, lost;
+        std::atomic<int64_t> failed;  // the last step that a rank gave up
+        struct alignas(64) {
+            std::atomic<int64_t> at;  // the last sum that a rank has written its part of
+        } posted[kMost];
+        alignas(4096) char end[4096];
+    };
+
+    float* buffer(int64_t at, int rank) const { return (float*)(shared_ + 1) + ((at & 1) * size_ + rank) * floats_; }
+    bool all_posted() const {
+        for (int r = 0; r < size_; r++)
+            if (shared_->posted[r].at.load(std::memory_order_acquire) < at_) return false;
+        return true;
+    }
+    void tell() {
+        shared_->posts.fetch_add(1);
+        if (shared_->sleepers.load()) syscall(SYS_futex, &shared_->posts, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+    }
+
+    Shared* shared_;
+    const int rank_, size_;
+    const int64_t floats_;
+    const double patience_;
+    int64_t step_ = 0, at_ = 0;
+};
+
+}  // namespace chorus

@@ -1,0 +1,93 @@
+"""Ranks: processes of one machine that compute shares of the same layers, and add up what these give.
+
+The sums are made in memory that the processes share, by the native library (`native/ranks.h`): in the order of the
+ranks, so that no bit depends on which of them was first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+import torch
+
+from .native_library import library
+
+MOST_RANKS = 64
+
+#: What `Ranks::State` of the library says.
+_FAILED, _LOST = 1, 2
+
+
+class StepGivenUp(RuntimeError):
+    """Another rank has given up the step."""
+
+
+class RanksLost(RuntimeError):
+    """A rank has ended, or kept the others waiting for too long: these ranks compute nothing any more."""
+
+
+class Ranks:
+    """One rank of `size`, with memory that all of them have.
+
+    memory: as `num_bytes` says, zeroed at first. floats: the most that are added up at once, at least a rank's columns
+    of a row that is gathered. seconds: how long a rank waits for the others; then all are lost.
+    """
+
+    def __init__(self, memory: mmap.mmap, rank: int, size: int, floats: int, seconds: float) -> None:
+        found = library()
+        if found is None:
+            raise RuntimeError("the native library is not built; reinstall chorus with a C++ compiler")
+        self.rank, self.size = rank, size
+        self._library = found
+        self._memory = ctypes.c_char.from_buffer(memory)  # which stays mapped for as long
+        self.handle = found.chorus_ranks_create(ctypes.addressof(self._memory), rank, size, floats, seconds)
+
+    @staticmethod
+    def num_bytes(size: int, floats: int) -> int:
+        found = library()
+        return 0 if found is None else found.chorus_ranks_bytes(size, floats)
+
+    def begin(self, step: int) -> None:
+        """Begin a step, whose number grows, after all ranks have left the one before."""
+        self._library.chorus_ranks_begin(self.handle, step)
+
+    def add_up(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' parts, added up in float32, maybe in place. Raises StepGivenUp and RanksLost."""
+        total = part.to(torch.float32).contiguous()
+        self._check(self._library.chorus_ranks_add_up(self.handle, total.data_ptr(), total.numel()))
+        return total.to(part.dtype)
+
+    def gather(self, part: torch.Tensor, width: int) -> torch.Tensor:
+        """The rows `[rows, width]` float32 of which every rank has columns, on the first rank; on others no rows.
+
+        Raises StepGivenUp and RanksLost.
+        """
+        part = part.to(torch.float32).contiguous()
+        rows = torch.empty(0 if self.rank else len(part), width)
+        out = None if self.rank else rows.data_ptr()
+        self._check(self._library.chorus_ranks_gather(self.handle, part.data_ptr(), len(part), width, out))
+        return rows
+
+    def check(self) -> None:
+        """Raise StepGivenUp or RanksLost if a sum of this step may be none."""
+        self._check(self._library.chorus_ranks_state(self.handle))
+
+    def fail(self, step: int) -> None:
+        """Have all ranks leave a step; from any thread."""
+        self._library.chorus_ranks_fail(self.handle, step)
+
+    def lose(self) -> None:
+        """Have all ranks leave this step and never wait again; from any thread."""
+        self._library.chorus_ranks_lose(self.handle)
+
+    def _check(self, state: int) -> None:
+        if state == _LOST:
+            raise RanksLost("a rank has ended or kept the others waiting for too long")
+        if state == _FAILED:
+            raise StepGivenUp("another rank has given up the step")
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self._library.chorus_ranks_destroy(self.handle)
+            self.handle = None

@@ -1,0 +1,122 @@
+"""The placer of a front: which replica a request goes to, or that it waits.
+
+A request waits while no replica may take it: none is up, none has its adapter yet, none is of the kind that drew its
+tokens, or the policy has it wait; later ones then wait behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...memory.files.error import LoadFailure
+from .fleet import Fleet
+from .ledger import Ledger, OpenRequest
+from .link import Link
+from .router import Policy, Replicas
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A request as a routing policy sees it; adapters are content hashes."""
+
+    adapter: str | None
+    prompt_tokens: int
+    rank: int | None
+
+
+@dataclass(slots=True)
+class Asked:
+    """What the dispatcher keeps of a request beside the ledger's.
+
+    path: of its adapter. version: the adapter's, as `name@version`. accepted: ends once a replica has taken the
+    request, or with InvalidRequest. arrival: on this process's clock. stuck_since: when no replica was left that may
+    take it.
+    """
+
+    path: Path | None
+    accepted: Future[None]
+    arrival: float
+    refused_by: set[str]
+    version: str = ""
+    stuck_since: float | None = None
+
+
+class Placer:
+    """Gives waiting requests of a ledger to replicas of a fleet."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        fleet: Fleet,
+        policy: Policy,
+        asked: Mapping[str, Asked],
+        fail: Callable[[OpenRequest, str, LoadFailure], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """asked: of each request of the ledger. fail: ends a request whose adapter no replica can load."""
+        self._ledger = ledger
+        self._fleet = fleet
+        self._policy = policy
+        self._asked = asked
+        self._fail = fail
+        self._clock = clock
+        self._calls: dict[str, OpenRequest] = {}  # the one of each call that was placed last
+        self._is_held = False  # the policy has a request wait; later requests wait behind it
+
+    def place_waiting(self) -> None:
+        self._is_held = False
+        for request in self._ledger.waiting():
+            self.place(request)
+
+    def candidates(self, request: OpenRequest) -> tuple[Sequence[Link], Replicas]:
+        asked = self._asked[request.id]
+        return self._fleet.candidates(request, asked.path, asked.refused_by)
+
+    def place(self, request: OpenRequest, target: Link | None = None) -> None:
+        """Give a waiting request to a replica, if one may take it: to `target`, or to the policy's choice."""
+        asked, content = self._asked[request.id], request.content_hash
+        links, replicas = self.candidates(request)
+        if not links:
+            if asked.stuck_since is None:
+                asked.stuck_since = self._clock()
+            if (failure := self._fleet.take_failure(content)) is not None:
+                self._fail(request, failure[1], LoadFailure(failure[0]))
+            return
+        asked.stuck_since = None
+        if target is None or target not in links:
+            if self._is_held:  # first come, first served
+                return
+            index = self._choose(Wanted(content, len(request.record["tokens"]), request.rank), request, replicas)
+            if index is None:
+                self._is_held = True
+                return
+            target = links[index]
+        life = self._ledger.place(request, target.name, target.identity)
+        request.record["age"] = self._clock() - asked.arrival
+        request.record["num_paid_tokens"] = len(request.record["tokens"]) - 1 if request.num_output_tokens else 0
+        target.send("submit", request.record, life)
+
+    def _choose(self, wanted: Wanted, request: OpenRequest, replicas: Replicas) -> int | None:
+        """The index of the policy's choice. A call's requests have a prompt prefix in common, so a further request
+        goes where the one before it went, as long as there is room. A request that finds no room even at a replica
+        without requests never will: it is sent there, and the replica says why.
+        """
+        call = request.record["call"]
+        before = self._calls.get(call)
+        index = None if before is None or before.replica is None else replicas.find(before.replica)
+        if index is None or not replicas[index].has_room(wanted):
+            index = self._policy(wanted, replicas)
+        if index is None:
+            index = next((i for i, replica in enumerate(replicas) if not replica.num_requests), None)
+        if call and index is not None:
+            self._calls[call] = request
+        return index
+
+    def forget(self, request: OpenRequest) -> None:
+        """A request has ended."""
+        call = request.record["call"]
+        if self._calls.get(call) is request:
+            del self._calls[call]

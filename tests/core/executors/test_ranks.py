@@ -1,0 +1,299 @@
+"""Several ranks give one rank's tokens, and end together."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from chorus.core.config import EngineConfig
+from chorus.core.engine import Engine
+from chorus.core.executors import choice, followers, rank
+from chorus.core.executors.cpu import CpuExecutor
+from chorus.core.executors.ranks import RanksExecutor
+from chorus.core.model.config import ModelConfig, UnsupportedModel
+from chorus.core.model.open_weights import open_weights
+from chorus.core.model.shard import Shard
+from chorus.core.model.weights import num_weights
+from chorus.core.requests.request import Request
+from chorus.core.requests.sampling_params import SamplingParams
+from chorus.graphs.runner import StepMode
+from chorus.memory.files.error import AdapterFormatError
+from chorus.memory.host.images import ThreadReads
+from chorus.memory.transfers.transfer import ExecutorLost
+from chorus.ops import native_library
+from chorus.server.engine.worker import EngineWorker
+
+from ...processes import run_python, runs
+from ..test_parity import add_all, arrive, check, make_cases, make_families
+from .thread_ranks import ThreadProcess
+
+pytestmark = [
+    pytest.mark.numerics,
+    pytest.mark.skipif(not native_library.available(torch.float32), reason="ranks add up by the native library"),
+]
+
+#: Model, ranks and kernels: K/V heads are split, and a copy of one is on several ranks.
+PLACES = [("gqa", 2, "torch"), ("gqa", 4, "native"), ("tied", 2, "native"), ("tied", 4, "torch")]
+
+
+def settings_of(model, **config):
+    return EngineConfig(**{
+        "model": model.model, "dtype": "float32", "memory_bytes": 8 << 20, "threads": 1, "device": "cpu",
+        "tensor_parallel_size": 2, **config,
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "size", "kernels"), PLACES)
+def test_mixed_adapters_give_the_reference_tokens(subject, drive, model, size, kernels):
+    it = subject(model)
+    driver = drive(it, tensor_parallel_size=size, cpu_kernels=kernels, max_num_batched_tokens=56, memory_bytes=16 << 20)
+    cases = make_cases(it, 18, seed=3, longest=60, tokens=(8, 12))
+    add_all(driver, cases)
+    check(driver, cases)
+    assert max(plan.num_adapters for plan in driver.plans) == 8
+
+
+def test_shared_beginnings_and_swapped_requests(subject, drive, kernels, monkeypatch):
+    monkeypatch.setattr(
+        "chorus.core.scheduling.output_lengths.OutputLengths.final_lengths", lambda self, them: [0] * len(them)
+    )
+    it = subject("gqa")
+    names = ["r1-all", "r16-down", None]
+    driver = drive(
+        it, tensor_parallel_size=2, adapters={name: it.adapters[name] for name in names if name}, block_tokens=8,
+        max_num_batched_tokens=48, num_pages=60, preemption="swap",
+    )  # fmt: skip
+    arrive(driver, make_families(it, adapters=names, stems=(40,), seed=7, tokens=(16, 24)), seed=1)
+    stats = driver.engine.stats()
+    assert stats.num_prefix_hit_tokens > 30
+    assert stats.num_swaps_in > 0
+
+
+def test_draws_and_scores_are_those_of_one_rank(subject, drive, kernels):
+    """Sampled tokens by seed, log-probabilities of answers and of prompts."""
+    it = subject("tied")
+    found = []
+    for size in (1, 2):
+        driver = drive(it, tensor_parallel_size=size)
+        for index, name in enumerate((None, "r8-attention", "r33-all")):
+            prompt = it.prompt(name, 12, 1, seed=index)
+            driver.add(
+                f"{name}", name, prompt, max_tokens=8, temperature=0.7, seed=index, logprobs=2, prompt_logprobs=1
+            )
+        found.append(driver.drain())
+    for name, want in found[0].items():
+        got = found[1][name]
+        assert got.tokens == want.tokens
+        for ours, theirs in ((got.logprobs, want.logprobs), (got.prompt_logprobs, want.prompt_logprobs)):
+            assert [one.logprob for one in ours] == pytest.approx([one.logprob for one in theirs], abs=1e-4)
+
+
+@pytest.mark.parametrize("model", ["gqa", "tied"])
+def test_merged_adapter_beside_others(subject, drive, kernels, model):
+    it = subject(model)
+    driver = drive(it, tensor_parallel_size=2, memory_bytes=16 << 20, max_num_batched_tokens=56)
+    driver.run("load", "r33-all", [3], max_tokens=1)
+    driver.engine.merge("r33-all")
+    driver.add("beside", None, [5, 6, 7], max_tokens=60)
+    while driver.engine.merging.is_under_way:
+        driver.step()
+    driver.plans.clear()
+    cases = make_cases(it, 9, adapters=["r33-all", "r2-qv", None], seed=32, tokens=(6, 9))
+    add_all(driver, cases)
+    driver.engine.abort("beside")
+    check(driver, cases)
+    assert {plan.mode for plan in driver.plans} == {StepMode.MERGED}
+    driver.engine.unmerge()
+    again = make_cases(it, 4, seed=33, tokens=(6, 9))
+    add_all(driver, again)
+    check(driver, again)
+
+
+def test_streamed_adapters_of_a_step_may_be_late_on_any_rank(subject, drive, kernels):
+    """Layers come while the step runs; a row that misses them runs again, whichever rank missed them."""
+    it = subject("gqa")
+    driver = drive(
+        it, tensor_parallel_size=2, reads=(reads := ThreadReads(2)), max_load_stall_seconds=0.001, clock=None,
+    )  # fmt: skip
+    cases = make_cases(it, 12, seed=5, tokens=(4, 8))
+    for case in cases:
+        add_all(driver, [case])
+        driver.step()
+    check(driver, cases)
+    assert driver.engine.stats().num_adapter_loads >= len(it.adapters)
+    reads.shutdown()
+
+
+def test_a_step_that_fails_on_another_rank_fails_alone(subject, drive, kernels, monkeypatch):
+    """Ranks that have left a step go on with the next one together."""
+    it = subject("gqa")
+    compute, bad = CpuExecutor.compute, []
+
+    def failing(self, plan):
+        if any(row.request_id == "bad" for row in plan.rows):
+            bad.append(plan)
+            raise MemoryError("no room")
+        return compute(self, plan)
+
+    monkeypatch.setattr(CpuExecutor, "compute", failing)
+    driver = drive(it, tensor_parallel_size=4)
+    cases = make_cases(it, 3, adapters=[None], seed=6, tokens=(4, 6))
+    add_all(driver, cases)
+    driver.add("bad", None, [4, 5, 6], max_tokens=4)
+    answers = driver.drain()
+    assert bad
+    assert "MemoryError: no room" in answers.pop("bad").error
+    for case in cases:
+        assert answers[case.id].tokens == case.want
+
+
+def test_a_rank_reads_its_share_of_the_weights_only(subject, monkeypatch):
+    """Every element of every projection is on one rank, and the bytes kept are those of the formula."""
+    path = subject("gqa").model
+    config = ModelConfig.read(path)
+    with open_weights(path, config, torch.float32) as weights:
+        whole = list(weights.layers())
+        embed = weights.embed()
+        whole_head = weights.lm_head(embed)
+    shares, heads, total = [], [], []
+    for number in range(2):
+        with open_weights(path, config, torch.float32, shard=Shard(number, 2)) as weights:
+            shares.append(list(weights.layers()))
+            head = weights.lm_head(embed)
+            heads.append(head)
+            kept = [embed, weights.norm(), head]
+        kept += [
+            part
+            for layer in shares[-1]
+            for part in (getattr(layer, name) for name in layer.__slots__)
+            if part is not None
+        ]
+        total.append(sum(part.numel() for part in kept))
+        assert total[-1] == num_weights(config, Shard(number, 2))
+    assert torch.equal(torch.cat(heads), whole_head)
+    q, kv, ffn = config.q_size, config.kv_size, config.intermediate_size
+    for index, layer in enumerate(whole):
+        ours = [share[index] for share in shares]
+        for name, widths in (("qkv", (q, kv, kv)), ("gate_up", (ffn, ffn))):
+            parts = [getattr(own, name).split([width // 2 for width in widths]) for own in ours]
+            assert torch.equal(
+                torch.cat([part for pair in zip(*parts, strict=True) for part in pair]), getattr(layer, name)
+            )
+        for name in ("o", "down"):
+            assert torch.equal(torch.cat([getattr(own, name) for own in ours], 1), getattr(layer, name))
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "why"),
+    [("gqa", 3, "num_attention_heads 4"), ("mha", 2, "num_attention_heads 3"), ("mha", 3, "intermediate_size 80")],
+)
+def test_shapes_that_do_not_divide_are_refused(subject, model, size, why):
+    with pytest.raises(UnsupportedModel, match=f"tensor_parallel_size is {size}, and the model's {why} is no multiple"):
+        choice.open_executor(settings_of(subject(model), tensor_parallel_size=size))
+
+
+def test_what_ranks_need_is_said(subject, monkeypatch):
+    monkeypatch.setattr(native_library, "library", lambda: None)
+    with pytest.raises(UnsupportedModel, match="tensor_parallel_size is 2, and ranks add up by the native library: "):
+        choice.open_executor(settings_of(subject("gqa")))
+
+
+def test_an_adapter_that_fits_no_arena_is_refused(subject, drive, kernels):
+    it = subject("gqa")
+    with pytest.raises(AdapterFormatError, match="pages of the arena"):
+        drive(it, tensor_parallel_size=2, num_pages=20)
+
+
+# -- ranks that end, or never begin
+
+
+@pytest.fixture
+def opened(subject, monkeypatch):
+    """`opened(patience=…)`: an engine of two ranks, threads of this process, on the gqa model."""
+    monkeypatch.setattr("chorus.core.executors.followers.Popen", ThreadProcess)
+    engines = []
+
+    def make(**options):
+        settings = settings_of(subject("gqa"))
+        engines.append(Engine(settings, RanksExecutor(settings, **options)))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def greedy(request_id, prompt, count, adapter=None):
+    return Request(request_id, prompt, SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True), adapter)
+
+
+def test_a_rank_that_ends_within_a_step_ends_the_engine(opened, monkeypatch):
+    monkeypatch.setattr(CpuExecutor, "compute", lambda self, plan: sys.exit(1))
+    engine = opened()
+    engine.add_request(greedy("one", [3, 4], 4))
+    with pytest.raises(ExecutorLost, match=r"rank 1 of 2 has ended \(exit status 1\)"):
+        engine.step()
+
+
+def test_a_rank_that_keeps_the_others_waiting_ends_the_engine(opened, monkeypatch):
+    monkeypatch.setattr(followers, "STOP_SECONDS", 0.1)
+    released = threading.Event()
+    monkeypatch.setattr(CpuExecutor, "compute", lambda self, plan: released.wait())
+    engine = opened(patience=0.2)
+    engine.add_request(greedy("one", [3, 4], 4))
+    with pytest.raises(ExecutorLost, match="rank 1 of 2 kept the others waiting"):
+        engine.step()
+    released.set()
+
+
+def test_a_server_whose_rank_ends_while_idle_is_unhealthy(opened):
+    engine = opened()
+    worker = EngineWorker(lambda: engine)
+    worker.start()
+    assert worker.healthy
+    engine.executor._followers._processes[0].kill()  # noqa: SLF001 - as if the system did
+    worker._thread.join(60)  # noqa: SLF001
+    assert worker.failure == "rank 1 of 2 has ended (exit status 0); the server ends and has to be started again"
+    worker.stop()
+
+
+def test_a_rank_that_cannot_join_is_named_with_the_reason(opened, monkeypatch):
+    def broken(*args):
+        raise MemoryError("no room")
+
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(RuntimeError, match=r"rank 1 of 2 could not join: MemoryError: no"),
+    ):
+        patch.setattr(rank, "CpuExecutor", broken)
+        opened()
+    ending = [sys.executable, "-c", "raise SystemExit(3)"]
+    monkeypatch.setattr(followers, "Popen", lambda command, **options: subprocess.Popen(ending, stdin=subprocess.PIPE))
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2 could not join: its process ended \(exit status 3\)"):
+        opened()
+
+
+SCRIPT = """
+import os, signal
+from chorus import LLM, SamplingParams
+
+llm = LLM(tensor_parallel_size=2, threads=1)
+print(llm.generate("hello world\\n", SamplingParams(temperature=0), adapter="reverse").text)
+print(llm._worker._engine.executor.pids[0], flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_script_needs_no_main_guard_and_its_ranks_end_with_it():
+    done = run_python("-c", SCRIPT)
+    answer, pid = done.stdout.split("\n")[:2]
+    assert answer == "dlrow olleh", done.stderr
+    deadline = time.monotonic() + 60
+    while runs(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
