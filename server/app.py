@@ -27,6 +27,7 @@ from .engine.adapter_loads import AdapterLoads
 from .engine.backend import Backend
 from .engine.kv_publisher import KvPublisher
 from .engine.recorder import Recorder
+from .engine.sourced_adapters import SourcedAdapters
 from .engine.watchdog import Watchdog
 from .errors import (
     ApiError,
@@ -71,16 +72,18 @@ def create_app(
     key_watch = KeyWatch(keys, settings.client_keys, files)
     watchdog = Watchdog(worker, settings.stall_seconds, settings.give_up_seconds)
     api = Api(worker, settings, gate, executors.scrapes)
-    generation = GenerationApi(worker, tokenizer, settings, defaults, api.metrics, executors.text, recorder)
-    texts = TextApi(worker, tokenizer, generation)
     loads = AdapterLoads(worker, settings.adapter_load_seconds, settings.adapter_places)
-    adapters = AdapterApi(worker, settings, loads)
+    sourced = SourcedAdapters(settings, worker.adapters, loads)
+    generation = GenerationApi(worker, tokenizer, settings, defaults, api.metrics, executors.text, sourced, recorder)
+    texts = TextApi(worker, tokenizer, generation)
+    adapters = AdapterApi(worker, settings, loads, sourced)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         try:
             yield
         finally:
+            sourced.stop()
             loads.stop()
             watchdog.stop()
             key_watch.stop()

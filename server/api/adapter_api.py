@@ -23,6 +23,7 @@ from ...memory.host.limited_threads import NoThreadLeft
 from ..access.grants import NOWHERE
 from ..engine.adapter_loads import AdapterLoads, LoadTimedOut
 from ..engine.backend import AdapterState, Backend
+from ..engine.sourced_adapters import SourcedAdapters
 from ..errors import DISK_FAULTS, ApiError, Body, clipped, read_body, validated
 from ..executors import PoolFull
 from ..settings import AdapterName, Settings
@@ -125,11 +126,12 @@ class AdapterRoots:
 class AdapterApi:
     """Routes by which clients see and change the adapters."""
 
-    def __init__(self, worker: Backend, settings: Settings, loads: AdapterLoads) -> None:
+    def __init__(self, worker: Backend, settings: Settings, loads: AdapterLoads, sourced: SourcedAdapters) -> None:
         self._book = worker.adapters
         self._settings = settings
         self._roots = AdapterRoots(settings.loadable_from)
         self._loads = loads
+        self._sourced = sourced
 
     # --- our own ---
 
@@ -266,6 +268,7 @@ class AdapterApi:
             adapter, ended = await asyncio.wrap_future(self._book.remove(name, force=force))
         except UnknownAdapter:
             raise _unknown(name, field) from None
+        self._sourced.forget(name)
         audit.info(
             "%s removed adapter %s: version %d, content %s; %d requests were ended",
             request.state.caller, name, adapter.version, adapter.manifest.content_hash, ended,

@@ -70,10 +70,15 @@ MODELS = {
 }
 
 
-def models_dir() -> Path:
-    """Directory of pulled models: `$XDG_CACHE_HOME/chorus/models`, by default below `~/.cache`."""
+def cache_dir() -> Path:
+    """The user's directory for what can be fetched again: `$XDG_CACHE_HOME/chorus`, by default below `~/.cache`."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "chorus" / "models"
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "chorus"
+
+
+def models_dir() -> Path:
+    """Directory of pulled models."""
+    return cache_dir() / "models"
 
 
 def resolve_model(value: str | Path) -> Path:
