@@ -218,8 +218,8 @@ class SourcedAdapters:
             cache.touch(name, location)
             return path
         began = time.monotonic()
-        with cache.draft() as draft:
-            download(location, draft, cache.directory, self._allowed, self._settings.adapter_source_seconds)
+        with cache.content.draft() as draft:
+            download(location, cache.content, draft, self._allowed, self._settings.adapter_source_seconds)
             path = cache.publish(draft, name, location)
             log.info("adapter %s: %d bytes from %s in %.1f s", name, draft.num_bytes, location.url,
                      time.monotonic() - began)  # fmt: skip

@@ -7,6 +7,7 @@ same, and so is one that unpacks to more than allowed.
 
 from __future__ import annotations
 
+import errno
 import gzip
 import os
 import stat
@@ -16,7 +17,7 @@ import zlib
 from collections.abc import Iterator
 from typing import IO, Any, BinaryIO
 
-from ...memory.files.content_store import Draft
+from ...memory.files.content_store import Draft, TooLarge
 from .deadline import Deadline
 from .errors import StoreRefused
 
@@ -31,13 +32,15 @@ _CHUNK_BYTES = 1 << 20
 _ZIP_END, _ZIP_END_BYTES = b"PK\5\6", 22
 
 
-def unpack(archive: BinaryIO, kind: str, names: tuple[str, ...], draft: Draft, deadline: Deadline) -> None:
+def unpack(
+    archive: BinaryIO, kind: str, names: tuple[str, ...], draft: Draft, max_bytes: int, deadline: Deadline
+) -> None:
     """Write the files `names` of an archive, all from one of its directories, into a draft. Raises StoreRefused.
 
-    kind: the archive's suffix. Other members count as unpacked bytes, too.
+    kind: the archive's suffix. max_bytes: most that is unpacked, other members included.
     """
     places: dict[str, str] = {}
-    members = _zip_members(archive) if kind == ".zip" else _tar_members(archive, kind, draft.max_bytes, deadline)
+    members = _zip_members(archive) if kind == ".zip" else _tar_members(archive, kind, max_bytes, deadline)
     try:
         for count, (path, content) in enumerate(members, 1):
             if count > MAX_MEMBERS:
@@ -55,9 +58,11 @@ def unpack(archive: BinaryIO, kind: str, names: tuple[str, ...], draft: Draft, d
             while chunk := content.read(_CHUNK_BYTES):
                 deadline.left()
                 draft.write(name, chunk)
-    except (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, NotImplementedError, RuntimeError) as error:
-        raise StoreRefused("its archive is broken", f"the archive can't be read: {error}") from None
-    except gzip.BadGzipFile as error:
+    except TooLarge:
+        raise
+    except (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, RuntimeError, ValueError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO, errno.EDQUOT):
+            raise  # of this machine's disk
         raise StoreRefused("its archive is broken", f"the archive can't be read: {error}") from None
     missing = [name for name in names if name not in places]
     if missing or len(set(places.values())) > 1:

@@ -36,16 +36,12 @@ class Cache:
 
     def __init__(self, directory: Path, max_bytes: int, max_adapter_bytes: int) -> None:
         """max_bytes: of all, beside downloads in progress."""
-        self._store = ContentStore(directory, max_adapter_bytes, sys.maxsize)
-        self.directory = self._store.root
+        self.content = ContentStore(directory, max_adapter_bytes, sys.maxsize)
+        self.directory = self.content.root
         self._index = self.directory / "index"
         self._index.mkdir(exist_ok=True)
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-
-    def draft(self) -> Draft:
-        """A draft to download into, for a `with` block; what is not published is gone at its end."""
-        return self._store.draft()
 
     def find(self, name: str, location: Location) -> Path | None:
         """The directory of an adapter that is here."""
@@ -71,11 +67,11 @@ class Cache:
         with self._locked():
             for entry in entries:
                 entry.index.unlink(missing_ok=True)
-            self._store.remove_unused([entry.path for entry in self.entries()])
+            self.content.remove_unused([entry.path for entry in self.entries()])
 
     def excess(self) -> int:
         """Bytes to remove."""
-        return sum(bytes_of(path) for path in self._store.directories()) - self._max_bytes
+        return sum(bytes_of(path) for path in self.content.directories()) - self._max_bytes
 
     def touch(self, name: str, location: Location) -> None:
         """Note that an adapter is used."""

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from ...memory.files.content_store import Draft, TooLarge
+from ...memory.files.content_store import ContentStore, Draft, TooLarge
 from ...memory.files.format import CONFIG_FILE, WEIGHTS_FILE
 from .allowed import Allowed
 from .archive import SUFFIXES, unpack
@@ -46,8 +46,8 @@ def missing_package(location: Location) -> str | None:
     return package if package is not None and importlib.util.find_spec(package) is None else None
 
 
-def download(location: Location, draft: Draft, scratch: Path, allowed: Allowed, seconds: float) -> None:
-    """Write an adapter's two files into an empty draft. scratch: directory for an archive. Raises StoreError."""
+def download(location: Location, content: ContentStore, draft: Draft, allowed: Allowed, seconds: float) -> None:
+    """Write an adapter's two files into an empty draft of a content store. Raises StoreError."""
     deadline = Deadline(seconds)
     try:
         if location.scheme == "hf":
@@ -58,13 +58,13 @@ def download(location: Location, draft: Draft, scratch: Path, allowed: Allowed, 
             if kind is None:
                 _write_files(store, location, draft)
                 return
-            with tempfile.TemporaryFile(dir=scratch) as archive:
+            with tempfile.TemporaryFile(dir=content.root) as archive:
                 digest = hashlib.sha256()
-                for chunk in _bounded(store.read(""), draft.max_bytes):
+                for chunk in _bounded(store.read(""), content.max_bytes):
                     digest.update(chunk)
                     archive.write(chunk)
                 _check_sum(location, digest.hexdigest())
-                unpack(archive, kind, _FILES, draft, deadline)
+                unpack(archive, kind, _FILES, draft, content.max_bytes, deadline)
     except TooLarge:
         raise StoreRefused(_TOO_LONG) from None
 

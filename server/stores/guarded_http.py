@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import httpcore
@@ -30,15 +31,19 @@ def guarded_client(allowed: Allowed, deadline: Deadline, headers: dict[str, str]
     )
 
 
+@cache
+def _certificates() -> ssl.SSLContext:
+    """What servers' certificates are checked by; reading it takes a while."""
+    return httpx.create_ssl_context()
+
+
 class _Transport(httpx.HTTPTransport):
     """Checks the URL of each request, redirected ones included; its connections go where `Allowed` lets them."""
 
     def __init__(self, allowed: Allowed, deadline: Deadline) -> None:
-        super().__init__(trust_env=False)
+        super().__init__(verify=_certificates(), trust_env=False)
         self._allowed = allowed
-        self._pool = httpcore.ConnectionPool(
-            ssl_context=httpx.create_ssl_context(), network_backend=_Backend(allowed, deadline)
-        )
+        self._pool = httpcore.ConnectionPool(ssl_context=_certificates(), network_backend=_Backend(allowed, deadline))
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         self._allowed.check_url(request.url.scheme, request.url.host, request.url.port)
