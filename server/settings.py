@@ -21,7 +21,7 @@ from ..memory.adapters.adapter import MAX_NAME_CHARACTERS, check_name
 from .access.addresses import Networks
 from .access.keys import Keys, NamedKey, check_key, read_keys
 from .access.limits import RequestLimits
-from .checkpoints.pull import PullError, cache_dir, resolve_model
+from .checkpoints.pull import PullError, cache_dir, hub_name, resolve_model
 from .demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL, BUILTIN_NAME
 from .stores.allowed import Allowed
 from .stores.rules import Rule, Rules
@@ -56,8 +56,8 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
 
     model: Path = Field(
         default=BUILTIN_MODEL,
-        description="directory of a Hugging Face checkpoint (config.json, *.safetensors), or a model that "
-        "`chorus pull` fetched, such as smollm2; default: the built-in model",
+        description="directory of a Hugging Face checkpoint (config.json, *.safetensors), ORG/MODEL in the Hub's cache "
+        "on this machine, or a model that `chorus pull` fetched, such as smollm2; default: the built-in model",
     )
     config: Path | None = Field(default=None, description="TOML file with any of these settings")
     host: str = Field(default="127.0.0.1", description="address to listen on")
@@ -326,7 +326,7 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         """The base model's name in the API."""
         if self.served_model_name is not None:
             return self.served_model_name
-        return BUILTIN_NAME if self.is_builtin else self.model.resolve().name
+        return BUILTIN_NAME if self.is_builtin else hub_name(self.model) or self.model.resolve().name
 
     @property
     def loadable_from(self) -> tuple[Path, ...]:

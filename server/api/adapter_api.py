@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from ...core.requests.sampling_params import InvalidRequest
 from ...memory.adapters.adapter import MAX_NAME_CHARACTERS
 from ...memory.adapters.store import UnknownAdapter
-from ...memory.files.directory import MAX_PATH_BYTES
+from ...memory.files.directory import MAX_PATH_BYTES, NO_GGUF
 from ...memory.files.error import AdapterFormatError, shown
 from ...memory.files.format import STEM
 from ...memory.host.limited_threads import NoThreadLeft
@@ -115,6 +115,8 @@ class AdapterRoots:
                 param=field,
                 code="path_not_allowed",
             )
+        if path.endswith(".gguf"):
+            raise ApiError(400, f"{field} {path!r} is {NO_GGUF}", param=field, code="invalid_adapter")
         raise ApiError(
             404,
             f"No adapter found for {field} {path!r}: there is no such directory on the server",

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,6 +82,8 @@ class SourcedAdapters:
         self._making_room = threading.Lock()
         self._opened: Cache | None = None
         self._coming: dict[str, asyncio.Task[bool]] = {}
+        self._waiting: Counter[str] = Counter()
+        self._fetches: dict[str, Future[Path]] = {}
         self._failures: dict[str, _Failure] = {}
         self._used: dict[str, float] = {}
 
@@ -92,7 +95,7 @@ class SourcedAdapters:
     async def bring(self, name: str) -> bool:
         """True once the adapter `name` can be asked for; False where no rule or no store has it. Raises ApiError.
 
-        All requests for one name wait for the same load, which goes on without them.
+        All requests for one name wait for the same load. It goes on without them, unless it has not begun.
         """
         found = self._rules.find(name)
         if found is None or self._settings.is_reserved(name):
@@ -104,7 +107,15 @@ class SourcedAdapters:
         if coming is None:
             coming = self._coming[name] = asyncio.ensure_future(self._bring(name, *found))
             coming.add_done_callback(lambda done: self._arrived(name, done))
-        return await asyncio.shield(coming)
+        self._waiting[name] += 1
+        try:
+            return await asyncio.shield(coming)
+        finally:
+            self._waiting[name] -= 1
+            if not self._waiting[name]:
+                del self._waiting[name]
+                if (fetch := self._fetches.get(name)) is not None:
+                    fetch.cancel()
 
     def note_use(self, name: str | None) -> None:
         """Note that a request uses an adapter, which may be one of a store."""
@@ -152,7 +163,7 @@ class SourcedAdapters:
     async def _fetched(self, number: int, name: str, location: Location) -> Path:
         """The directory of an adapter in the cache. Raises StoreError, and PoolFull if it could not begin in time."""
         seconds = self._settings.adapter_source_seconds
-        fetch = self._pools[number].submit(self._fetch, name, location)
+        fetch = self._fetches[name] = self._pools[number].submit(self._fetch, name, location)
         try:
             async with asyncio.timeout(seconds + 1):
                 return await asyncio.wrap_future(fetch)
@@ -162,6 +173,8 @@ class SourcedAdapters:
             raise StoreAway(f"its store took longer than {seconds:g} seconds (adapter_source_seconds)") from None
         except OSError as error:
             raise StoreAway("the server has no room for it, or its disk fails", str(error)) from None
+        finally:
+            del self._fetches[name]
 
     async def _load(self, name: str, path: Path, roots: tuple[Path, ...]) -> None:
         def find() -> Path:

@@ -1,0 +1,214 @@
+"""Thousands of adapters and a store that hangs: `python -m chorus.perf.chaos.stores`.
+
+Starts `chorus serve` with the built-in model, first without adapters, then over a directory of adapters of which some
+are broken, and shows how many it serves, how long its start takes and how much memory it needs. Then requests of the
+base model arrive at a steady rate, in rounds without and with as many other requests in progress whose adapters come
+from a store on loopback that never answers. The bar: the p99 of the time to first token is at most 1.25 times what it
+is without them. Rounds alternate, so that other load on the machine falls on both kinds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from ...memory.files.format import CONFIG_FILE, WEIGHTS_FILE
+from ...server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_NAME
+from ..report.command import judge, parser, say
+from ..report.table import Goal, Table, spread
+from ..serving.server_process import LaunchedServer, launched
+
+ANSWER_TOKENS = 4
+BREAKS = 5
+"""Kinds of broken adapters."""
+
+
+def make_adapters(directory: Path, count: int, broken: int) -> None:
+    """Copies of a built-in adapter, of which `broken`, spread evenly, are broken in one of several ways each."""
+    source = min((path for path in BUILTIN_ADAPTERS.iterdir() if path.is_dir()), key=_size)
+    config, weights = (source / CONFIG_FILE).read_bytes(), (source / WEIGHTS_FILE).read_bytes()
+    bad = {round(index * count / broken): index for index in range(broken)}
+    for index in range(count):
+        path = directory / f"adapter-{index:05}"
+        path.mkdir()
+        kind = bad[index] % BREAKS if index in bad else BREAKS
+        (path / CONFIG_FILE).write_bytes(
+            b"{" if kind == 0 else json.dumps(json.loads(config) | {"r": 99}).encode() if kind == 1 else config
+        )
+        if kind != 2:
+            cut = 100 if kind == 3 else len(weights) // 2 if kind == 4 else len(weights)
+            (path / WEIGHTS_FILE).write_bytes(weights[:cut])
+
+
+def _size(path: Path) -> int:
+    return (path / WEIGHTS_FILE).stat().st_size
+
+
+@contextmanager
+def hanging_store() -> Iterator[str]:
+    """URL of a web server on loopback that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
+        kept: list[socket.socket] = []
+
+        def keep() -> None:
+            try:
+                while True:
+                    kept.append(listener.accept()[0])
+            except OSError:
+                return
+
+        thread = threading.Thread(target=keep, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            for one in kept:
+                one.close()
+
+
+def first_token_seconds(client: httpx.Client, due: float) -> float:
+    """Seconds from when a request of the base model was to be sent to its first token."""
+    body = {"model": BUILTIN_NAME, "prompt": "the first token", "max_tokens": ANSWER_TOKENS, "stream": True}
+    with client.stream("POST", "/v1/completions", json=body | {"ignore_eos": True}) as answer:
+        answer.raise_for_status()
+        lines = answer.iter_lines()
+        next(lines)
+        took = time.perf_counter() - due
+        for _ in lines:
+            pass
+    return took
+
+
+def run_round(url: str, prefix: str, hung: int, args: argparse.Namespace) -> list[float]:
+    """Times to first token while `hung` requests wait for a store."""
+    took: list[float] = []
+    stop = threading.Event()
+    limits = httpx.Limits(max_connections=None)
+    with httpx.Client(base_url=url, limits=limits, timeout=60) as client, ThreadPoolExecutor(hung + 32) as threads:
+        waiting = [threads.submit(_ask_hung, url, f"{prefix}{index}", stop) for index in range(hung)]
+        first_token_seconds(client, time.perf_counter())
+        time.sleep(1.0)  # until all of them wait
+        asked = []
+        due = time.perf_counter()
+        for _ in range(round(args.rate * args.seconds)):
+            time.sleep(max(0.0, due - time.perf_counter()))
+            asked.append(threads.submit(first_token_seconds, client, due))
+            due += 1 / args.rate
+        took = [one.result() for one in asked]
+        ended = sum(one.done() for one in waiting)
+        stop.set()
+        if ended:
+            raise RuntimeError(f"{ended} of {hung} requests did not hang for as long as the round")
+    return took
+
+
+def _ask_hung(url: str, name: str, stop: threading.Event) -> None:
+    """Be a client that waits for an adapter until the round is over."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    body = json.dumps({"model": f"hung/{name}", "prompt": "x", "max_tokens": 1}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        connection.settimeout(0.1)
+        while not stop.is_set():
+            try:
+                connection.recv(4096)
+            except TimeoutError:
+                continue
+            return
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time of a process, which other load on the machine changes less than the time by the clock."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def serving(flags: list[str]) -> Iterator[tuple[LaunchedServer, dict[str, float]]]:
+    """A server, and what its start took: seconds, of the clock and of processors, and MiB of memory."""
+    began = time.perf_counter()
+    with launched(flags) as server:
+        seconds = time.perf_counter() - began
+        yield server, {"seconds": seconds, "cpu_seconds": cpu_seconds(server.pid), "mib": server.rss() / 2**20}
+
+
+def _measure(where: Path, args: argparse.Namespace) -> int:
+    directory = where / "adapters"
+    directory.mkdir()
+    empty = where / "none"
+    empty.mkdir()
+    make_adapters(directory, args.adapters, args.broken)
+    table = Table("start", ["adapters", "served", "set aside", "seconds", "CPU seconds", "memory, MiB"])
+    with serving(["--adapters", str(empty)]) as (_, alone):
+        table.add(0, 0, 0, *alone.values())
+    with hanging_store() as store:
+        flags = ["--adapter-source", f"hung/*={store}/*", "--adapter-source-hosts", store]
+        flags += ["--adapter-cache", str(where / "cache"), "--adapters", str(directory)]
+        with serving(flags) as (server, took):
+            listed = httpx.get(f"{server.url}/v1/adapters", timeout=60).json()
+            served, aside = len(listed["data"]), len(listed["quarantined"])
+            table.add(args.adapters, served, aside, *took.values())
+            table.show()
+            seen = run_rounds(server.url, args)
+    found = {kind: spread(1e3 * seconds for seconds in took) for kind, took in seen.items()}
+    times = Table("TTFT of the base model, ms", ["hung reads", "requests", "p50", "p99", "max"])
+    for kind, ms in found.items():
+        times.add(kind, len(seen[kind]), ms["p50"], ms["p99"], ms["max"])
+    times.show()
+    ratio = found["with"]["p99"] / found["without"]["p99"]
+    result = {
+        "served": served, "set_aside": aside, "hung": args.hung, "p99_ratio": round(ratio, 3),
+        "start": {name: [round(alone[name], 1), round(took[name], 1)] for name in took},
+        "ttft_p99_ms": {kind: round(ms["p99"], 1) for kind, ms in found.items()},
+    }  # fmt: skip
+    good = args.adapters - args.broken
+    goals = [Goal("served", served, good), Goal("p99 with hung reads / without", ratio, 1.25, at_most=True)]
+    return judge(result, goals)
+
+
+def run_rounds(url: str, args: argparse.Namespace) -> dict[str, list[float]]:
+    """Times to first token of rounds without and with hung reads."""
+    seen: dict[str, list[float]] = {"without": [], "with": []}
+    run_round(url, "warm", 0, args)
+    for index in range(args.rounds):
+        for kind in ("without", "with") if index % 2 == 0 else ("with", "without"):
+            say(f"round {index + 1} {kind} hung reads")
+            seen[kind] += run_round(url, f"{index}-", args.hung if kind == "with" else 0, args)
+    return seen
+
+
+def main(argv: list[str] | None = None) -> int:
+    command = parser(__spec__, __doc__)
+    add = command.add_argument
+    add("--adapters", type=int, default=5000, help="adapters in the directory")
+    add("--broken", type=int, default=50, help="of which are broken")
+    add("--hung", type=int, default=100, help="requests that wait for the store")
+    add("--seconds", type=float, default=4.0, help="of a round")
+    add("--rounds", type=int, default=4, help="of each kind")
+    add("--rate", type=float, default=20.0, help="requests of the base model per second")
+    args = command.parse_args(argv)
+    where = Path(tempfile.mkdtemp())
+    try:
+        return _measure(where, args)
+    finally:
+        shutil.rmtree(where)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
