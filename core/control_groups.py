@@ -24,11 +24,17 @@ def control_groups(controller: str, proc: Path = PROC) -> Iterator[tuple[Path, i
         if version == 1 and controller not in controllers.split(","):
             continue
         for root, at, kind, options in map(_mount, mounts):
-            if kind == ("cgroup2" if version == 2 else "cgroup") and (version == 2 or controller in options.split(",")):
-                inside = PurePosixPath(path)
-                inside = inside.relative_to(root) if inside.is_relative_to(root) else PurePosixPath()
-                group = Path(at) / inside
-                yield from ((parent, version) for parent in (group, *group.parents) if parent.is_relative_to(at))
+            if (kind, version) == ("cgroup2", 2) or (
+                kind == "cgroup" and version == 1 and controller in options.split(",")
+            ):
+                yield from ((group, version) for group in _groups(PurePosixPath(path), root, at))
+
+
+def _groups(path: PurePosixPath, root: str, at: str) -> Iterator[Path]:
+    """The directory of the group at `path`, whose hierarchy is mounted at `at` from its `root` on, and its parents."""
+    inside = path.relative_to(root) if path.is_relative_to(root) else PurePosixPath()
+    group = Path(at) / inside
+    return (parent for parent in (group, *group.parents) if parent.is_relative_to(at))
 
 
 def _mount(fields: list[str]) -> tuple[str, str, str, str]:

@@ -6,7 +6,6 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +36,15 @@ from .merging.merging import Merging
 from .merging.modes import Modes, mode_policy
 from .policies import Policies
 from .quarantine import Quarantined, adapter_directories, register_directories
-from .requests.grammar import Grammar
-from .requests.grammars import InvalidGrammar
 from .requests.record import NotHere, from_record, to_record
 from .requests.request import Request
-from .requests.sampling_params import InvalidRequest, NotServed, SamplingParams
+from .requests.sampling_params import InvalidRequest, NotServed
 from .requests.types import NOT_FINITE, RequestOutput, StepPlan, StepResult
 from .scheduling.load_ahead import LoadPolicy
 from .scheduling.preemption import swaps
 from .scheduling.request_memory import RequestMemory
 from .scheduling.scheduler import Scheduler
+from .servable import Servable
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +71,6 @@ class Engine:
     ) -> None:
         self.config = config
         self.model: ModelInfo = executor.model
-        self._eos_token_ids = frozenset(self.model.eos_token_ids)
         self.executor = executor
         self._clock = clock
         self.block_tokens = executor.layout.block_tokens
@@ -89,6 +86,7 @@ class Engine:
         self.store.on_gone = self.prefix.drop_version
         self.kv_events: KvEvents | None = None
         shadow = ShadowPages(self.pool, order)
+        self._servable = Servable(self.model, config, self.pool, self.store, self.block_tokens)
         self.reclaimer = Reclaimer(self.pool, order, self.store, self.prefix, shadow)
         self.merging = Merging(executor.shadow, self.reclaimer, self.store, clock)
         if executor.swaps is not None:
@@ -423,20 +421,7 @@ class Engine:
         """Raise InvalidRequest unless a request can be served; set its adapter, unless it has one, account and ends."""
         if request.id in self.scheduler:
             raise InvalidRequest("request_id", f"request id {request.id!r} is in use; choose another")
-        limit, count = self.model.max_model_len, request.num_prompt_tokens
-        if count == 0:
-            raise InvalidRequest("prompt", "the prompt has no tokens; give at least one")
-        if count >= limit:
-            raise InvalidRequest(
-                "prompt", f"the prompt has {count} tokens, the model takes {limit} with its output; shorten it"
-            )
-        vocab = self.model.vocab_size
-        if min(request.token_ids) < 0 or max(request.token_ids) >= vocab:
-            bad = next(token for token in request.token_ids if not 0 <= token < vocab)
-            raise InvalidRequest("prompt", f"token id {bad} is outside the vocabulary of {vocab}")
-        params = request.params
-        if params.logit_bias or params.stop_token_ids or params.bad_words or params.allowed_token_ids:
-            _validate_ids(params, vocab)
+        self._servable.check_tokens(request)
         if request.adapter_name is not None and request.adapter is None:
             try:
                 request.adapter = self.store.get(request.adapter_name)
@@ -445,62 +430,9 @@ class Engine:
                     raise NotServed("model", f"adapter {one.name!r} is not served: {one.reason}") from None
                 raise InvalidRequest("model", str(error)) from None
         request.account = self._account(request.tenant, request.adapter_name)
-        self._limit_output(request)
-        if params.grammar is not None:
-            self._validate_grammar(params.grammar)
-        ends = frozenset() if params.ignore_eos and params.grammar is None else self._eos_token_ids
-        request.end_ids = ends.union(params.stop_token_ids) if params.stop_token_ids else ends
-        if params.allowed_token_ids is not None:
-            banned = {word[0] for word in params.bad_words if len(word) == 1}
-            if params.min_tokens:
-                banned |= self._eos_token_ids.union(params.stop_token_ids)
-            if banned.issuperset(params.allowed_token_ids):
-                raise InvalidRequest("allowed_token_ids", "bad_words and min_tokens ban all of them; allow others")
-
-    def _validate_grammar(self, grammar: Grammar) -> None:
-        if self.model.grammars is None:
-            raise InvalidRequest("grammar", "this executor draws no tokens that a grammar could be of")
-        try:
-            self.model.grammars.compile(grammar)
-        except InvalidGrammar as error:
-            raise InvalidRequest("grammar", f"the grammar can't be served: {error}") from None
-
-    def _limit_output(self, request: Request) -> None:
-        """Set `max_tokens` and `max_length` to what the request asks for, or to all that there is room for.
-
-        The last sampled token needs no KV, as nothing is computed from it.
-        """
-        count, asked, limit = request.num_prompt_tokens, request.params.max_tokens, self.model.max_model_len
-        most = limit if asked is None else min(limit, count + asked)
-        budget = self.config.max_num_batched_tokens
-        if not self.config.chunked_prefill:
-            if asked is None:
-                most = min(most, budget + 1)
-            if most - 1 > budget or most <= count:
-                raise InvalidRequest(
-                    "prompt",
-                    f"prompt and output have {count + (asked or 1)} tokens, a step takes {budget} and chunked prefill "
-                    "is off; shorten the request or raise max_num_batched_tokens",
-                )
-        adapter, usable = request.adapter, self.pool.num_usable
-        adapter_pages = 0 if adapter is None else adapter.num_pages
-        if pinned := self.store.num_pinned_pages:
-            usable -= pinned
-            if adapter is not None and self.store.is_pinned(adapter):
-                usable += adapter_pages
-        if asked is None:
-            most = min(most, (usable - adapter_pages) * self.block_tokens + 1)
-        pages = adapter_pages - (-(max(most, count + 1) - 1) // self.block_tokens)
-        if pages > usable:
-            mend = "shorten the prompt" if asked is None else "lower max_tokens, shorten the prompt"
-            raise InvalidRequest(
-                "prompt" if asked is None else "max_tokens",
-                f"prompt, output and adapter may need {pages} pages, the arena has {usable} to give; "
-                f"{mend} or raise memory_bytes",
-            )
-        request.max_length = most
-        if most - count != asked:
-            request.params = replace(request.params, max_tokens=most - count)
+        self._servable.limit_output(request)
+        self._servable.check_grammar(request.params.grammar)
+        self._servable.set_ends(request)
 
     def _foresee(self, plan: StepPlan) -> StepPlan | None:
         """Return the plan after one under way; None where the plan may depend on its tokens."""
@@ -520,14 +452,3 @@ class Engine:
         except Exception:
             logger.exception("step %d failed; running its %d requests alone", plan.step_id, len(plan.rows))
         return run_rows_alone(self.executor, plan)
-
-
-def _validate_ids(params: SamplingParams, vocab: int) -> None:
-    for field, ids in (
-        ("logit_bias", params.logit_bias),
-        ("stop_token_ids", params.stop_token_ids),
-        ("bad_words", [token for word in params.bad_words for token in word]),
-        ("allowed_token_ids", params.allowed_token_ids or ()),
-    ):
-        if bad := [token for token in ids if not 0 <= token < vocab]:
-            raise InvalidRequest(field, f"token id {bad[0]} is outside the vocabulary of {vocab}")

@@ -41,8 +41,8 @@ MAY_IMPORT = {
 #: Rooms of a package, each of which may import only those after it.
 ROOMS = {
     "core": (
-        "costs", "engine", "policies", "quarantine", "merging", "executors", "scheduling", "model", "engine_stats",
-        "requests", "cpus", "config",
+        "costs", "engine", "servable", "policies", "quarantine", "merging", "executors", "scheduling", "model",
+        "engine_stats", "requests", "cpus", "config",
     ),
     "memory": ("adapters", "transfers", "host", "files", "pages"),
     "server": (

@@ -1,4 +1,6 @@
-"""Plain words as a test: nouns, not pronouns, in comments and docstrings. Alone: `python tests/test_words.py [root]`.
+"""Plain words as a test: nouns, not pronouns, in comments and docstrings; a short README.
+
+Alone: `python tests/test_words.py [root]`.
 
 "Whoever", "those" or "nobody" almost always hides a noun: the request, the tenant, the page, the client.
 """
@@ -18,6 +20,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LIMITS = dict.fromkeys(("core", "memory", "ops", "graphs", "server", "perf"), 0.5)
 """Most pronouns per 1,000 words of each package."""
+
+README_WORDS = 900
+"""Most words of README.md, as `wc -w` counts them."""
 
 PRONOUN = re.compile(r"\b(?:who|whom|whose|whoever|whomever|nobody|somebody|anybody|everybody|those|told)\b", re.I)
 WORD = re.compile(r"\w+")
@@ -68,6 +73,9 @@ def check(root: Path) -> list[str]:
         if len(places) * 1000 > limit * num_words:
             rate = len(places) * 1000 / num_words
             breaches += [f"{package}: {rate:.2f} pronouns per 1,000 words, at most {limit} may be; use nouns", *places]
+    readme = root / "README.md"
+    if readme.is_file() and (num_words := len(readme.read_text("utf-8").split())) > README_WORDS:
+        breaches.append(f"README.md: {num_words} words, at most {README_WORDS} may be; move the rest to docs/")
     return breaches
 
 
@@ -121,6 +129,12 @@ def test_planted_pronoun_in_cpp_is_caught(tmp_path):
 @pytest.mark.parametrize("case", ALLOWED)
 def test_other_text_passes(tmp_path, case):
     assert plant(tmp_path, ALLOWED[case]) == []
+
+
+@pytest.mark.parametrize(("num_words", "breaches"), [(900, 0), (901, 1)])
+def test_a_long_readme_is_caught(tmp_path, num_words, breaches):
+    (tmp_path / "README.md").write_text("| page\n" * (num_words // 2) + "page" * (num_words % 2))
+    assert len(check(tmp_path)) == breaches
 
 
 def test_other_packages_are_not_counted(tmp_path):

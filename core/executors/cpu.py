@@ -80,21 +80,19 @@ class CpuExecutor(ModelExecutor):
         if plan.merged is not None:
             self.shadow.check(plan.merged)
         asking = [index for index, row in enumerate(rows) if needs_logits(row)]
-        if isinstance(model, NativeDecoderModel):
-            drawn = {index: chances for index in asking if (chances := plain_chances(rows[index]))}
-            kept = [
-                index
-                for index in asking
-                if index not in drawn or drawn[index].cuts or rows[index].params.logprobs is not None
-            ]
-            model.keep_logits(kept, drawn)
-            logits = self.steps.forward(plan)
-            result = self._draw(plan, model.best, logits, {index: place for place, index in enumerate(kept)}, drawn)
-        else:
+        if not isinstance(model, NativeDecoderModel):
             with torch.inference_mode():
                 logits = self.steps.forward(plan)
-                result = self._draw(plan, greedy(logits), logits, {index: index for index in asking})
-        return result
+                return self._draw(plan, greedy(logits), logits, {index: index for index in asking})
+        drawn = {index: chances for index in asking if (chances := plain_chances(rows[index]))}
+        kept = [
+            index
+            for index in asking
+            if index not in drawn or drawn[index].cuts or rows[index].params.logprobs is not None
+        ]
+        model.keep_logits(kept, drawn)
+        logits = self.steps.forward(plan)
+        return self._draw(plan, model.best, logits, {index: place for place, index in enumerate(kept)}, drawn)
 
     def _draw(
         self,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
-from typing import Protocol
+from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,6 +19,8 @@ from ...memory.transfers.transfer import Transfer
 from ...ops.sgmv import AdapterRows, Segments, sgmv
 from ..requests.types import BASE_SLOT, ScheduledRow
 from .config import ModelConfig
+
+T = TypeVar("T")
 
 #: Adapter of a row: its slot, or several in the order in which they are added up, each with a factor of its
 #: scale. ((3, 1.0), (0, -1.0)) is what slot 3 adds beyond slot 0.
@@ -72,56 +74,53 @@ class LoraState:
         rows have no LoRA work.
         """
         transfers = [adapter.transfer for adapter in adapters]
+        self._coming = {slot: transfer for slot, transfer in enumerate(transfers) if transfer is not None}
         step = None
-        if transfers.count(None) == len(transfers):
-            self._coming = {}
+        if not self._coming:
             pages = [adapter.pages for adapter in adapters]
             step = list(adapters), pages, list(slots), list(lengths), merged and (merged, merged.pages)
             if step == self._step:
                 return  # most decode steps have the same segments as the step before
-        else:
-            self._coming = {slot: transfer for slot, transfer in enumerate(transfers) if transfer is not None}
         self._step = step
-        rows = [self.rows_of(adapter) for adapter in adapters]
-        minus = [] if merged is None else [self._times(part, -1.0) for part in self.rows_of(merged)]
-        own = next((slot for slot, adapter in enumerate(adapters) if adapter is merged), None)
         self._late.clear()
         self._patience = self.max_stall
         self._slots = []
-        segments = Segments()
-        begin = 0
-        apart = zip((slot == own for slot in slots), lengths, strict=True)
-        for is_own, group in itertools.groupby(apart if minus else (), itemgetter(0)):
-            end = begin + sum(length for _, length in group)
-            for part in () if is_own else minus:
-                segments.add(begin, end, part)
-                self._slots.append(BASE_SLOT)
-            begin = end
-        begin = 0
-        for used, group in itertools.groupby(zip(slots, lengths, strict=True), itemgetter(0)):
-            end = begin + sum(length for _, length in group)
-            for slot, factor in ((used, 1.0),) if isinstance(used, int) else used:
-                if slot in (BASE_SLOT, own):
-                    continue
-                transfer = self._coming.get(slot)
-                for part in rows[slot]:
-                    scaled = part if factor == 1.0 else self._times(part, factor)
-                    segments.add(begin, end, scaled, 0 if transfer is None else transfer.address)
-                    self._slots.append(slot)
-            begin = end
-        self.segments = segments
+        self.segments = Segments()
+        rows = [self.rows_of(adapter) for adapter in adapters]
+        if merged is not None:
+            own = {slot for slot, adapter in enumerate(adapters) if adapter is merged}
+            self._subtract(merged, [slot in own for slot in slots], lengths)
+            rows = [[] if slot in own else parts for slot, parts in enumerate(rows)]
+        for used, begin, end in _runs(slots, lengths):
+            for slot, factor in _factors(used):
+                self._add(begin, end, slot, factor, rows[slot])
+
+    def _subtract(self, merged: Adapter, is_own: Sequence[bool], lengths: Sequence[int]) -> None:
+        """Take the adapter in the weights off all rows but its own."""
+        for own, begin, end in _runs(is_own, lengths):
+            if not own:
+                self._add(begin, end, BASE_SLOT, -1.0, self.rows_of(merged))
+
+    def _add(self, begin: int, end: int, slot: int, factor: float, parts: Sequence[AdapterRows]) -> None:
+        """Add a segment for each part of an adapter, times `factor`."""
+        transfer = self._coming.get(slot)
+        address = 0 if transfer is None else transfer.address
+        for part in parts:
+            self.segments.add(begin, end, part if factor == 1.0 else self._times(part, factor), address)
+            self._slots.append(slot)
 
     def wait(self, layer: int) -> None:
         """Wait for `layer` of adapters that are still being loaded; adapters that miss the deadline are late."""
         for slot, transfer in self._coming.items():
-            if slot not in self._late:
-                began = time.monotonic()
-                if not transfer.wait_layer(layer, max(0.0, self._patience)):
-                    self._late.add(slot)
-                    late = {index for index, of in enumerate(self._slots) if of == slot}
-                    self.segments = self.segments.without(late)  # what lies in its pages may be NaN for all
-                    self._slots = [of for of in self._slots if of != slot]
-                self._patience -= time.monotonic() - began
+            if slot in self._late:
+                continue
+            began = time.monotonic()
+            if not transfer.wait_layer(layer, max(0.0, self._patience)):
+                self._late.add(slot)
+                late = {index for index, of in enumerate(self._slots) if of == slot}
+                self.segments = self.segments.without(late)  # what lies in its pages may be NaN for all
+                self._slots = [of for of in self._slots if of != slot]
+            self._patience -= time.monotonic() - began
 
     def late_slots(self) -> set[int]:
         """Slots of adapters that missed the deadline: their rows are void."""
@@ -156,6 +155,21 @@ class LoraState:
             rows = [_rows(part, place, adapter.pages) for part, place in parts]
             found = self._rows[adapter] = adapter.pages, rows
         return found[1]
+
+
+def _factors(used: RowAdapters) -> Sequence[tuple[int, float]]:
+    """The adapters that a row uses, and the factor of each."""
+    factors = ((used, 1.0),) if isinstance(used, int) else used
+    return [(slot, factor) for slot, factor in factors if slot != BASE_SLOT]
+
+
+def _runs(keys: Sequence[T], lengths: Sequence[int]) -> Iterator[tuple[T, int, int]]:
+    """Neighbouring rows with equal keys: the key, and the first and last token, exclusive; row i has `lengths[i]`."""
+    begin = 0
+    for key, group in itertools.groupby(zip(keys, lengths, strict=True), itemgetter(0)):
+        end = begin + sum(length for _, length in group)
+        yield key, begin, end
+        begin = end
 
 
 def _rows(part: AdapterPart, place: PartLayout, pages: list[int]) -> AdapterRows:

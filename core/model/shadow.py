@@ -144,33 +144,19 @@ class ShadowWeights:
         """
         if self.adapter is None:
             raise RuntimeError("there is no shadow to make")
-        rows = self._lora.rows_of(self.adapter)
-        began = time.perf_counter()
+        end = time.perf_counter() + max_seconds
         has_worked = False
         while self._left:
             layer, group, place = self._left[-1]
             if not self._is_touched(place):
-                has_worked, touching = True, time.perf_counter()
-                for pieces in itertools.count(1):
-                    if self._touch(place):
-                        break
-                    now = time.perf_counter()
-                    if now - began + (now - touching) / pieces > max_seconds:
-                        return False
-            starts = time.perf_counter()
-            if has_worked and (not self._pace or starts - began + self._pace * place.numel() > max_seconds):
+                has_worked = True
+                if not self._touch_until(place, end):
+                    return False
+            if has_worked and (not self._pace or time.perf_counter() + self._pace * place.numel() > end):
                 return False
             has_worked = True
             self._left.pop()
-            parts = [part for part in rows if _changes(part, layer, self._lora.modules(group))]
-            growth = self._model.merge(layer, group, parts, self._origin(layer, group), place)
-            most = MOST_GROWTH[place.itemsize]
-            if not growth <= most:
-                raise CannotMerge(
-                    f"adapter {self.adapter.name!r} makes a row of layer {layer}'s {MATRICES[group]} weights "
-                    f"{growth:.3g} times as large, of {most:g} that rounding them bears; it is served unmerged"
-                )
-            self._pace, self._num_touched = (time.perf_counter() - starts) / place.numel(), 0
+            self._make(self.adapter, layer, group, place)
         self._model.use_merged(self._layers)
         captured = self._captured
         if captured is None or not captured.num_left:
@@ -178,6 +164,29 @@ class ShadowWeights:
         if not has_worked:
             captured.capture_next()
         return not captured.num_left
+
+    def _make(self, adapter: Adapter, layer: int, group: int, place: torch.Tensor) -> None:
+        parts = [part for part in self._lora.rows_of(adapter) if _changes(part, layer, self._lora.modules(group))]
+        began = time.perf_counter()
+        growth = self._model.merge(layer, group, parts, self._origin(layer, group), place)
+        most = MOST_GROWTH[place.itemsize]
+        if not growth <= most:
+            raise CannotMerge(
+                f"adapter {adapter.name!r} makes a row of layer {layer}'s {MATRICES[group]} weights "
+                f"{growth:.3g} times as large, of {most:g} that rounding them bears; it is served unmerged"
+            )
+        self._pace, self._num_touched = (time.perf_counter() - began) / place.numel(), 0
+
+    def _touch_until(self, place: torch.Tensor, end: float) -> bool:
+        """Touch a place piece by piece while there is time for one more; True when all of it is."""
+        began = time.perf_counter()
+        for pieces in itertools.count(1):
+            if self._touch(place):
+                return True
+            now = time.perf_counter()
+            if now + (now - began) / pieces > end:
+                return False
+        raise AssertionError
 
     def _is_touched(self, place: torch.Tensor) -> bool:
         """True if a place has its memory: on a GPU, where it is small, or once `_touch` is through."""

@@ -120,6 +120,13 @@ def _endings(bad_words: tuple[tuple[int, ...], ...]) -> list[tuple[int, dict[tup
     return sorted(found.items())
 
 
+def _edits_of(row: ScheduledRow, vocab: int, eos_token_ids: Collection[int], grammars: Grammars | None) -> LogitEdits:
+    """The row's edits, made when it has none that are its own."""
+    if not isinstance(row.edits, LogitEdits) or not row.edits.belongs_to(row):
+        row.edits = LogitEdits(row, vocab, eos_token_ids, grammars)
+    return row.edits
+
+
 @contextmanager
 def edited(
     logits: torch.Tensor,
@@ -138,9 +145,7 @@ def edited(
     ids, changes, banned = [], [], []
     restricted: list[tuple[int, LogitEdits]] = []
     for index, row in rows:
-        edits = row.edits
-        if not isinstance(edits, LogitEdits) or not edits.belongs_to(row):
-            edits = row.edits = LogitEdits(row, vocab, eos_token_ids, grammars)
+        edits = _edits_of(row, vocab, eos_token_ids, grammars)
         at, change = edits.advance()
         if edits.restricts:
             restricted.append((index, edits))

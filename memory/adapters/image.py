@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import chain, product
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -65,6 +66,23 @@ class RowsInFile(Protocol):
     def close(self) -> None: ...
 
 
+def _jobs_by_layer(
+    parts: tuple[AdapterPart, ...], places: TensorPlaces, layout: AdapterLayout, dims: ModuleDims
+) -> list[list[tuple[int, ...]]]:
+    by_layer: list[list[tuple[int, ...]]] = [[] for _ in range(layout.num_layers)]
+    starts = iter(places)
+    for part, place in zip(parts, layout.parts, strict=True):
+        slabs = place.slabs
+        for layer, name in product(part.layers, part.targets):
+            (a_start, a_type), (b_start, b_type) = next(starts), next(starts)
+            m = MODULES.index(name)
+            by_layer[layer].append((
+                a_start, b_start, a_type, b_type, part.rank, *dims[name], place.first_elem[layer],
+                slabs.slab_elems, slabs.a_offset[m], slabs.b_offset[m],
+            ))  # fmt: skip
+    return by_layer
+
+
 @lru_cache(64)
 def row_jobs(
     parts: tuple[AdapterPart, ...],
@@ -73,20 +91,8 @@ def row_jobs(
     dims: tuple[tuple[str, tuple[int, int]], ...],
 ) -> RowJobs:
     """The jobs of an adapter; adapters of equal shape and file layout share them. dims: items of `ModuleDims`."""
-    sizes = dict(dims)
-    by_layer: list[list[tuple[int, ...]]] = [[] for _ in range(layout.num_layers)]
-    starts = iter(places)
-    for part, place in zip(parts, layout.parts, strict=True):
-        slabs = place.slabs
-        for layer in part.layers:
-            for name in part.targets:
-                (a_start, a_type), (b_start, b_type) = next(starts), next(starts)
-                m = MODULES.index(name)
-                by_layer[layer].append((
-                    a_start, b_start, a_type, b_type, part.rank, *sizes[name], place.first_elem[layer],
-                    slabs.slab_elems, slabs.a_offset[m], slabs.b_offset[m],
-                ))  # fmt: skip
-    spans = [[span for job in jobs for span in _spans(job)] for jobs in by_layer]
+    by_layer = _jobs_by_layer(parts, places, layout, dict(dims))
+    spans = [list(chain.from_iterable(map(_spans, jobs))) for jobs in by_layer]
     layers = tuple(_groups([sum(end - start for start, end in found) for found in spans]))
     groups: list[tuple[int, int, int, int]] = []
     merged: list[tuple[int, int]] = []
@@ -98,7 +104,7 @@ def row_jobs(
         num_jobs += sum(len(by_layer[layer]) for layer in group)
         groups.append((first_span, len(merged), first_job, num_jobs))
     return RowJobs(
-        np.array([job for jobs in by_layer for job in jobs], dtype=np.int64).reshape(-1, 11),
+        np.array(list(chain.from_iterable(by_layer)), dtype=np.int64).reshape(-1, 11),
         layers,
         np.array(groups, dtype=np.int64).reshape(-1, 4),
         np.array(merged, dtype=np.int64).reshape(-1, 2),

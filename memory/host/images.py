@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, KeysView
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 from ..files.error import AdapterFormatError
@@ -122,21 +123,8 @@ class HostImages(Generic[Key]):
         self.budget.make_room(num_bytes)
         image.follow(self.reads.wake)  # with a first layer, requests may begin
 
-        def run() -> None:
-            try:
-                read(image)
-            except ReadGivenUp:
-                pass
-            except BaseException as error:
-                self._fail(image, label, error)
-                if not isinstance(error, Exception):
-                    raise
-            finally:
-                if image.error is not None:
-                    image.data = None  # it may have been given up before it was there
-
         try:
-            future = self.reads.submit(run, group)
+            future = self.reads.submit(partial(self._read, image, label, read), group)
         except Exception as error:
             self._fail(image, label, error)
             future = _ended()
@@ -283,14 +271,17 @@ class HostImages(Generic[Key]):
         self._stopped += max(0.0, self._now() - self._looked - _MOST_SECONDS)
         self._looked = now = self._now()
         is_due = now >= self._next_look
-        for key, (entry, _) in list(self._under_way.items()):
-            if (is_due or not entry.is_slow) and entry.future.done():
-                del self._under_way[key]
-                self._last_moved = now
-                if entry.image.error is not None:
-                    self._failed.add(key)
-        if not is_due:
-            return
+        under_way = ((key, entry) for key, (entry, _) in self._under_way.items() if is_due or not entry.is_slow)
+        for key, entry in [(key, entry) for key, entry in under_way if entry.future.done()]:
+            del self._under_way[key]
+            self._last_moved = now
+            if entry.image.error is not None:
+                self._failed.add(key)
+        if is_due:
+            self._look(now)
+
+    def _look(self, now: float) -> None:
+        """Set slow reads aside, and give up stalled ones."""
         self._next_look = now + _LOOK_SECONDS
         self._forget_returned()
         for _, watch in self._under_way.values():
@@ -299,12 +290,18 @@ class HostImages(Generic[Key]):
         for key, (entry, watch) in list(self._under_way.items()):
             if not entry.is_slow and watch.is_slow(now):
                 entry.is_slow = self._set_aside(entry)
-            if watch.stalled_seconds(now) > watch.patience:
-                self._give_up(key, entry, f"its read brought nothing for {watch.stalled_seconds(now):.0f} s")
-            elif watch.began is None:
-                is_full = self.reads.is_full(entry.group)  # then others' progress does not help it
-                if now - (watch.last_moved if is_full else max(watch.last_moved, self._last_moved)) > watch.patience:
-                    self._give_up(key, entry, "its read could not begin, because all others hang")
+            if hopeless := self._hopeless(entry, watch, now):
+                self._give_up(key, entry, hopeless)
+
+    def _hopeless(self, entry: _Entry, watch: ReadWatch, now: float) -> str:
+        """Why a read is not worth waiting for; empty while it is."""
+        if watch.stalled_seconds(now) > watch.patience:
+            return f"its read brought nothing for {watch.stalled_seconds(now):.0f} s"
+        if watch.began is None:
+            is_full = self.reads.is_full(entry.group)  # then others' progress does not help it
+            if now - (watch.last_moved if is_full else max(watch.last_moved, self._last_moved)) > watch.patience:
+                return "its read could not begin, because all others hang"
+        return ""
 
     def counts(self) -> ReadCounts:
         """Counts of reads, as of the last `watch`."""
@@ -363,6 +360,19 @@ class HostImages(Generic[Key]):
                 del self._given_up[key]
                 if self._entries.get(key) is not entry:
                     self.num_bytes -= entry.num_bytes
+
+    def _read(self, image: HostImage, label: str, read: Callable[[HostImage], None]) -> None:
+        try:
+            read(image)
+        except ReadGivenUp:
+            pass
+        except BaseException as error:
+            self._fail(image, label, error)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            if image.error is not None:
+                image.data = None  # it may have been given up before it was there
 
     def _fail(self, image: HostImage, label: str, error: BaseException) -> None:
         if image.error is not None:  # it was given up

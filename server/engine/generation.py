@@ -109,13 +109,7 @@ class Choice:
         tokens, logprobs = output.token_ids[: len(offsets)], output.logprobs[: len(offsets)]
         if self._stream.stopped_by is None and output.finish_reason is not None:
             text += self._stream.finish()
-        if self._stream.stopped_by is not None:
-            self.finish_reason = FinishReason.STOP.value
-            self.stop_reason = self._stream.stopped_by
-        elif output.finish_reason is not None:
-            self.finish_reason = output.finish_reason.value
-            if output.stop_token_id in self.request.params.stop_token_ids:
-                self.stop_reason = output.stop_token_id
+        self._note_end(output)
         parts: list[Part] | None = None
         if self._reader is not None:
             parts = self._reader.read(text, final=self.finish_reason is not None)
@@ -139,6 +133,15 @@ class Choice:
             output.prompt_logprobs,
             parts,
         )
+
+    def _note_end(self, output: RequestOutput) -> None:
+        if self._stream.stopped_by is not None:
+            self.finish_reason = FinishReason.STOP.value
+            self.stop_reason = self._stream.stopped_by
+        elif output.finish_reason is not None:
+            self.finish_reason = output.finish_reason.value
+            if output.stop_token_id in self.request.params.stop_token_ids:
+                self.stop_reason = output.stop_token_id
 
     def _push(self, output: RequestOutput) -> tuple[str, list[int]]:
         """The new text, and where each token up to a stop string begins."""
@@ -233,33 +236,39 @@ class Generation:
         if self._spend is not None:
             self._spend(self.num_prompt_tokens)
 
+    async def _pause(self) -> None:
+        """Let others have their turn, until there is something to read."""
+        if self._outputs:
+            await asyncio.sleep(0)
+        else:
+            self._came = asyncio.get_running_loop().create_future()
+            try:
+                await self._came
+            finally:
+                self._came = None
+        self._turn_ends = time.monotonic() + TURN_SECONDS
+
+    def _failure(self, output: RequestOutput, ending: FinishReason) -> Exception:
+        """The error of an answer that the engine ended; the request is over."""
+        self._end(output.request_id, ending.value)
+        reason = output.error or "the engine ended this request"
+        if reason == ALL_BANNED:
+            params = self._by_request[output.request_id].request.params
+            return InvalidRequest("allowed_token_ids" if params.grammar is None else "grammar", reason)
+        return GenerationFailed(reason, output.failure) if ending is FinishReason.ERROR else EngineUnavailable(reason)
+
     async def __aiter__(self) -> AsyncIterator[Delta]:
         """Deltas of all choices as they come; ends when all have finished. Raises GenerationFailed."""
         self._turn_ends = time.monotonic() + TURN_SECONDS
         while self._open:
-            if not self._outputs:
-                self._came = asyncio.get_running_loop().create_future()
-                try:
-                    await self._came
-                finally:
-                    self._came = None
-                self._turn_ends = time.monotonic() + TURN_SECONDS
+            if not self._outputs or time.monotonic() > self._turn_ends:
+                await self._pause()
                 continue
-            if time.monotonic() > self._turn_ends:
-                await asyncio.sleep(0)
-                self._turn_ends = time.monotonic() + TURN_SECONDS
             output, came = self._outputs.popleft()
             if output.request_id not in self._open:
                 continue
-            if output.finish_reason is FinishReason.ERROR or output.finish_reason is FinishReason.ABORT:
-                self._end(output.request_id, output.finish_reason.value)
-                reason = output.error or "the engine ended this request"
-                if reason == ALL_BANNED:
-                    params = self._by_request[output.request_id].request.params
-                    raise InvalidRequest("allowed_token_ids" if params.grammar is None else "grammar", reason)
-                if output.finish_reason is FinishReason.ERROR:
-                    raise GenerationFailed(reason, output.failure)
-                raise EngineUnavailable(reason)
+            if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                raise self._failure(output, output.finish_reason)
             choice = self._by_request[output.request_id]
             delta = choice.take(output)
             self._observe_tokens(delta, came)

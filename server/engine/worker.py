@@ -265,15 +265,19 @@ class EngineWorker:
             self._refresh_stats()
         if self._given_up:
             self._forget_given_up()
-        waits = self._has_work()
-        if not waits and self.failure is None:
-            self._engine.check_when_idle()
-        if not waits:
-            self.progress = None
-        elif self.stats.num_steps != self._steps or self.stats.num_reads:
-            self.progress = next(self._marks)
-        self._steps = self.stats.num_steps
+        self._note_progress()
         return True
+
+    def _note_progress(self) -> None:
+        """Have the watchdog see steps and reads; without work there is nothing for it to see."""
+        if self._has_work():
+            if self.stats.num_steps != self._steps or self.stats.num_reads:
+                self.progress = next(self._marks)
+        else:
+            if self.failure is None:
+                self._engine.check_when_idle()
+            self.progress = None
+        self._steps = self.stats.num_steps
 
     def _forget_given_up(self) -> None:
         """Abort in the engine the requests that were ended while it hung."""

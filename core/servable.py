@@ -1,0 +1,122 @@
+"""What a request has to be so that this engine can serve it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..memory.adapters.store import AdapterStore
+from ..memory.pages.pool import PagePool
+from .config import EngineConfig
+from .executors.base import ModelInfo
+from .requests.grammar import Grammar
+from .requests.grammars import InvalidGrammar
+from .requests.request import Request
+from .requests.sampling_params import InvalidRequest, SamplingParams
+
+
+class Servable:
+    """Checks requests against the model, a step's budget and the arena. Every check raises InvalidRequest."""
+
+    def __init__(
+        self, model: ModelInfo, config: EngineConfig, pool: PagePool, store: AdapterStore, block_tokens: int
+    ) -> None:
+        self._model, self._config, self._pool, self._store = model, config, pool, store
+        self._block_tokens = block_tokens
+        self._eos_token_ids = frozenset(model.eos_token_ids)
+
+    def check_tokens(self, request: Request) -> None:
+        """Check the prompt, and the token ids that its parameters name."""
+        limit, count, vocab = self._model.max_model_len, request.num_prompt_tokens, self._model.vocab_size
+        if count == 0:
+            raise InvalidRequest("prompt", "the prompt has no tokens; give at least one")
+        if count >= limit:
+            raise InvalidRequest(
+                "prompt", f"the prompt has {count} tokens, the model takes {limit} with its output; shorten it"
+            )
+        if min(request.token_ids) < 0 or max(request.token_ids) >= vocab:
+            bad = next(token for token in request.token_ids if not 0 <= token < vocab)
+            raise InvalidRequest("prompt", f"token id {bad} is outside the vocabulary of {vocab}")
+        params = request.params
+        if params.logit_bias or params.stop_token_ids or params.bad_words or params.allowed_token_ids:
+            _check_ids(params, vocab)
+
+    def limit_output(self, request: Request) -> None:
+        """Set `max_tokens` and `max_length` to what the request asks for, or to all that there is room for.
+
+        The last sampled token needs no KV, as nothing is computed from it.
+        """
+        count, asked, limit = request.num_prompt_tokens, request.params.max_tokens, self._model.max_model_len
+        most = limit if asked is None else min(limit, count + asked)
+        if not self._config.chunked_prefill:
+            most = self._within_a_step(count, asked, most)
+        most = self._within_the_arena(request, asked, most)
+        request.max_length = most
+        if most - count != asked:
+            request.params = replace(request.params, max_tokens=most - count)
+
+    def _within_a_step(self, count: int, asked: int | None, most: int) -> int:
+        """The most tokens where a step takes a whole prompt or none of it."""
+        budget = self._config.max_num_batched_tokens
+        if asked is None:
+            most = min(most, budget + 1)
+        if most - 1 > budget or most <= count:
+            raise InvalidRequest(
+                "prompt",
+                f"prompt and output have {count + (asked or 1)} tokens, a step takes {budget} and chunked prefill "
+                "is off; shorten the request or raise max_num_batched_tokens",
+            )
+        return most
+
+    def _within_the_arena(self, request: Request, asked: int | None, most: int) -> int:
+        """The most tokens that fit beside the request's adapter."""
+        adapter, usable = request.adapter, self._pool.num_usable
+        adapter_pages = 0 if adapter is None else adapter.num_pages
+        if pinned := self._store.num_pinned_pages:
+            usable -= pinned
+            if adapter is not None and self._store.is_pinned(adapter):
+                usable += adapter_pages
+        if asked is None:
+            most = min(most, (usable - adapter_pages) * self._block_tokens + 1)
+        pages = adapter_pages - (-(max(most, request.num_prompt_tokens + 1) - 1) // self._block_tokens)
+        if pages > usable:
+            mend = "shorten the prompt" if asked is None else "lower max_tokens, shorten the prompt"
+            raise InvalidRequest(
+                "prompt" if asked is None else "max_tokens",
+                f"prompt, output and adapter may need {pages} pages, the arena has {usable} to give; "
+                f"{mend} or raise memory_bytes",
+            )
+        return most
+
+    def check_grammar(self, grammar: Grammar | None) -> None:
+        if grammar is None:
+            return
+        if self._model.grammars is None:
+            raise InvalidRequest("grammar", "this executor draws no tokens that a grammar could be of")
+        try:
+            self._model.grammars.compile(grammar)
+        except InvalidGrammar as error:
+            raise InvalidRequest("grammar", f"the grammar can't be served: {error}") from None
+
+    def set_ends(self, request: Request) -> None:
+        """Set the tokens that end the request; some token must be allowed to be drawn."""
+        params = request.params
+        ends = frozenset() if params.ignore_eos and params.grammar is None else self._eos_token_ids
+        request.end_ids = ends.union(params.stop_token_ids) if params.stop_token_ids else ends
+        if params.allowed_token_ids is None:
+            return
+        banned = {word[0] for word in params.bad_words if len(word) == 1}
+        if params.min_tokens:
+            banned |= self._eos_token_ids.union(params.stop_token_ids)
+        if banned.issuperset(params.allowed_token_ids):
+            raise InvalidRequest("allowed_token_ids", "bad_words and min_tokens ban all of them; allow others")
+
+
+def _check_ids(params: SamplingParams, vocab: int) -> None:
+    for field, ids in (
+        ("logit_bias", params.logit_bias),
+        ("stop_token_ids", params.stop_token_ids),
+        ("bad_words", [token for word in params.bad_words for token in word]),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+    ):
+        if bad := [token for token in ids if not 0 <= token < vocab]:
+            raise InvalidRequest(field, f"token id {bad[0]} is outside the vocabulary of {vocab}")
