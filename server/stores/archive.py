@@ -28,6 +28,7 @@ MAX_TAR_HEADER_BYTES = 64 << 10
 MAX_ZIP_DIRECTORY_BYTES = 1 << 20
 """A zip file's directory is read whole, too."""
 
+_DISK_ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT)
 _CHUNK_BYTES = 1 << 20
 _ZIP_END, _ZIP_END_BYTES = b"PK\5\6", 22
 
@@ -45,28 +46,30 @@ def unpack(
         for count, (path, content) in enumerate(members, 1):
             if count > MAX_MEMBERS:
                 raise StoreRefused(f"its archive has more than {MAX_MEMBERS} members")
-            if path.startswith("/") or "\\" in path or ".." in path.split("/"):
-                raise StoreRefused("its archive has a path that leads out of it")
-            parent, name = os.path.split(os.path.normpath(path))
-            if name not in names:
-                continue
-            if content is None:
-                raise StoreRefused(f"{name} in its archive is no regular file")
-            if name in places:
-                raise StoreRefused(f"its archive has {name} twice")
-            places[name] = parent
-            while chunk := content.read(_CHUNK_BYTES):
-                deadline.left()
-                draft.write(name, chunk)
+            parent, name = _split(path)
+            if name in names:
+                if content is None or name in places:
+                    why = "no regular file" if content is None else "there twice"
+                    raise StoreRefused(f"{name} in its archive is {why}")
+                places[name] = parent
+                while chunk := content.read(_CHUNK_BYTES):
+                    deadline.left()
+                    draft.write(name, chunk)
     except TooLarge:
         raise
     except (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, RuntimeError, ValueError, OSError) as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO, errno.EDQUOT):
-            raise  # of this machine's disk
+        if getattr(error, "errno", None) in _DISK_ERRORS:
+            raise
         raise StoreRefused("its archive is broken", f"the archive can't be read: {error}") from None
-    missing = [name for name in names if name not in places]
-    if missing or len(set(places.values())) > 1:
-        raise StoreRefused(f"its archive does not have {' and '.join(missing or names)} in one directory")
+    if len(places) < len(names) or len(set(places.values())) > 1:
+        raise StoreRefused(f"its archive does not have {' and '.join(names)} in one directory")
+
+
+def _split(path: str) -> tuple[str, str]:
+    """Directory and name of a member. Raises StoreRefused for a path that leads out of the archive."""
+    if path.startswith("/") or "\\" in path or ".." in path.split("/"):
+        raise StoreRefused("its archive has a path that leads out of it")
+    return os.path.split(os.path.normpath(path))
 
 
 def _tar_members(
