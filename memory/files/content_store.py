@@ -12,9 +12,10 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 from collections import Counter
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -42,6 +43,7 @@ class ContentStore:
         self.root = root.resolve()
         self.max_bytes = max_bytes
         self._max_total_bytes = max_total_bytes
+        self._lock = threading.Lock()
         self._held: Counter[Path] = Counter()
         for draft in self.root.glob(f"{DRAFT}*"):
             _remove_unless_written(draft)
@@ -51,41 +53,49 @@ class ContentStore:
         room = self._max_total_bytes - sum(_bytes_of(path) for path in self.directories())
         if room <= 0:
             raise StoreFull(f"adapters sent as bytes take all of the {self._max_total_bytes} bytes there are for them")
-        return Draft(self.root, self.max_bytes, room)
+        return Draft(self, room)
 
     def directories(self) -> list[Path]:
         """Directories that are whole."""
         return [path for path in self.root.iterdir() if _NAME.fullmatch(path.name)]
 
-    @contextmanager
-    def holding(self, directory: Path) -> Iterator[None]:
-        """Keep a directory within the block, though nothing uses it yet."""
-        self._held[directory] += 1
-        try:
-            yield
-        finally:
-            self._held[directory] -= 1
+    def remove_unused(self, is_used: Callable[[list[Path]], Collection[Path]]) -> None:
+        """Remove directories of which `is_used` does not return; it is asked for the ones that no draft holds."""
+        with self._lock:  # a directory is held until it is used, so that none falls between the two looks
+            found = [path for path in self.directories() if not self._held[path]]
+            used = is_used(found) if found else ()
+            for path in found:
+                if path not in used:
+                    gone = Path(tempfile.mkdtemp(prefix=DRAFT, dir=self.root)) / path.name
+                    path.rename(gone)  # in one step: no reader finds half of it
+                    shutil.rmtree(gone.parent, ignore_errors=True)
 
-    def remove_unused(self, used: Collection[Path]) -> list[Path]:
-        """Remove the directories that are neither `used` nor held; return them."""
-        unused = [path for path in self.directories() if path not in used and not self._held[path]]
-        for path in unused:
-            gone = Path(tempfile.mkdtemp(prefix=DRAFT, dir=self.root)) / path.name
-            path.rename(gone)  # in one step: no reader finds half of it
-            shutil.rmtree(gone.parent, ignore_errors=True)
-        return unused
+    def take(self, draft: Path, path: Path) -> None:
+        """Give a draft's directory its final name, unless the same files are there already, and hold it."""
+        with self._lock:
+            with suppress(OSError):
+                draft.rename(path)
+            if not path.is_dir():
+                raise OSError(f"{path} can't be made")
+            self._held[path] += 1
+        _sync(self.root)
+
+    def release(self, path: Path) -> None:
+        """Hold a directory no more."""
+        with self._lock:
+            self._held[path] -= 1
 
 
 class Draft:
-    """Files that are being written, in a `with` block; without `seal` they are gone at its end. Of one thread at a
-    time.
+    """Files that are being written, in a `with` block; without `seal` they are gone at its end, and with it they are
+    kept that long at least, though nothing uses them yet. Of one thread at a time.
     """
 
-    def __init__(self, root: Path, max_bytes: int, room: int) -> None:
-        self._root = root
-        self._max_bytes = max_bytes
+    def __init__(self, store: ContentStore, room: int) -> None:
+        self._store = store
         self._room = room
-        self._path = Path(tempfile.mkdtemp(prefix=DRAFT, dir=root))
+        self._sealed: Path | None = None
+        self._path = Path(tempfile.mkdtemp(prefix=DRAFT, dir=store.root))
         self._lock = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._files: dict[str, tuple[BinaryIO, hashlib._Hash]] = {}
@@ -102,12 +112,19 @@ class Draft:
                 file.close()
         os.close(self._lock)
         shutil.rmtree(self._path, ignore_errors=True)
+        if self._sealed is not None:
+            self._store.release(self._sealed)
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names of the files."""
+        return self._files.keys()
 
     def write(self, name: str, data: bytes | memoryview) -> None:
         """Append to a file. TooLarge, StoreFull, OSError."""
         self.num_bytes += len(data)
-        if self.num_bytes > self._max_bytes:
-            raise TooLarge(f"the adapter has more than the {self._max_bytes} bytes that are taken of one")
+        if self.num_bytes > self._store.max_bytes:
+            raise TooLarge(f"the adapter has more than the {self._store.max_bytes} bytes that are taken of one")
         if self.num_bytes > self._room:
             raise StoreFull(f"there is room for {self._room} bytes of further adapters; remove some")
         if name not in self._files:
@@ -123,13 +140,10 @@ class Draft:
             file.flush()
             os.fsync(file.fileno())
             content.update(f"{name}\0{digest.hexdigest()}\n".encode())
-        path = self._root / content.hexdigest()
+        path = self._store.root / content.hexdigest()
         os.fsync(self._lock)
-        with suppress(OSError):  # the same files are there already
-            self._path.rename(path)
-        if not path.is_dir():
-            raise OSError(f"{path} can't be made")
-        _sync(self._root)
+        self._store.take(self._path, path)
+        self._sealed = path
         return path
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,7 +121,7 @@ class SourcedAdapters:
 
     def note_use(self, name: str | None) -> None:
         """Note that a request uses an adapter, which may be one of a store."""
-        if name in self._used and self._used[name] + TOUCH_SECONDS < time.monotonic():
+        if name is not None and self._used.get(name, math.inf) + TOUCH_SECONDS < time.monotonic():
             self._used[name] = time.monotonic()
             self._tell_cache(name, Cache.touch)
 
@@ -205,7 +207,7 @@ class SourcedAdapters:
                 pause)  # fmt: skip
         return failure
 
-    def _tell_cache(self, name: str, what: object) -> None:
+    def _tell_cache(self, name: str, what: Callable[[Cache, str, Location], None]) -> None:
         found = self._rules.find(name)
         if found is not None and found[1].scheme:
             try:

@@ -67,7 +67,7 @@ class Cache:
         with self._locked():
             for entry in entries:
                 entry.index.unlink(missing_ok=True)
-            self.content.remove_unused([entry.path for entry in self.entries()])
+            self.content.remove_unused(lambda _: [entry.path for entry in self.entries()])
 
     def excess(self) -> int:
         """Bytes to remove."""
