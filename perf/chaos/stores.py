@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import shutil
 import socket
 import sys
@@ -20,7 +21,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -96,11 +97,11 @@ def first_token_seconds(client: httpx.Client, due: float) -> float:
 
 def run_round(url: str, prefix: str, hung: int, args: argparse.Namespace) -> list[float]:
     """Times to first token while `hung` requests wait for a store."""
-    took: list[float] = []
-    stop = threading.Event()
     limits = httpx.Limits(max_connections=None)
-    with httpx.Client(base_url=url, limits=limits, timeout=60) as client, ThreadPoolExecutor(hung + 32) as threads:
-        waiting = [threads.submit(_ask_hung, url, f"{prefix}{index}", stop) for index in range(hung)]
+    with ExitStack() as stack:
+        waiting = [stack.enter_context(_ask_hung(url, f"{prefix}{index}")) for index in range(hung)]
+        client = stack.enter_context(httpx.Client(base_url=url, limits=limits, timeout=60))
+        threads = stack.enter_context(ThreadPoolExecutor(32))
         first_token_seconds(client, time.perf_counter())
         time.sleep(1.0)  # until all of them wait
         asked = []
@@ -110,27 +111,19 @@ def run_round(url: str, prefix: str, hung: int, args: argparse.Namespace) -> lis
             asked.append(threads.submit(first_token_seconds, client, due))
             due += 1 / args.rate
         took = [one.result() for one in asked]
-        ended = sum(one.done() for one in waiting)
-        stop.set()
-        if ended:
+        if ended := len(select.select(waiting, [], [], 0)[0]):
             raise RuntimeError(f"{ended} of {hung} requests did not hang for as long as the round")
     return took
 
 
-def _ask_hung(url: str, name: str, stop: threading.Event) -> None:
-    """Be a client that waits for an adapter until the round is over."""
+def _ask_hung(url: str, name: str) -> socket.socket:
+    """The connection of a request that waits for an adapter; no thread does, so that it costs the client nothing."""
     host, _, port = url.removeprefix("http://").partition(":")
     body = json.dumps({"model": f"hung/{name}", "prompt": "x", "max_tokens": 1}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-        connection.settimeout(0.1)
-        while not stop.is_set():
-            try:
-                connection.recv(4096)
-            except TimeoutError:
-                continue
-            return
+    connection = socket.create_connection((host, int(port)))
+    connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+    return connection
 
 
 def cpu_seconds(pid: int) -> float:
@@ -165,16 +158,18 @@ def _measure(where: Path, args: argparse.Namespace) -> int:
             served, aside = len(listed["data"]), len(listed["quarantined"])
             table.add(args.adapters, served, aside, *took.values())
             table.show()
-            seen = run_rounds(server.url, args)
+            seen, spent = run_rounds(server, args)
     found = {kind: spread(1e3 * seconds for seconds in took) for kind, took in seen.items()}
-    times = Table("TTFT of the base model, ms", ["hung reads", "requests", "p50", "p99", "max"])
+    columns = ["hung reads", "requests", "p50", "p99", "max", "server's CPU seconds"]
+    times = Table("TTFT of the base model, ms", columns)
     for kind, ms in found.items():
-        times.add(kind, len(seen[kind]), ms["p50"], ms["p99"], ms["max"])
+        times.add(kind, len(seen[kind]), ms["p50"], ms["p99"], ms["max"], spent[kind])
     times.show()
     ratio = found["with"]["p99"] / found["without"]["p99"]
     result = {
         "served": served, "set_aside": aside, "hung": args.hung, "p99_ratio": round(ratio, 3),
         "start": {name: [round(alone[name], 1), round(took[name], 1)] for name in took},
+        "cpu_seconds": {kind: round(seconds, 1) for kind, seconds in spent.items()},
         "ttft_p99_ms": {kind: round(ms["p99"], 1) for kind, ms in found.items()},
     }  # fmt: skip
     good = args.adapters - args.broken
@@ -182,15 +177,18 @@ def _measure(where: Path, args: argparse.Namespace) -> int:
     return judge(result, goals)
 
 
-def run_rounds(url: str, args: argparse.Namespace) -> dict[str, list[float]]:
-    """Times to first token of rounds without and with hung reads."""
+def run_rounds(server: LaunchedServer, args: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Times to first token of rounds without and with hung reads, and the server's CPU seconds in these rounds."""
     seen: dict[str, list[float]] = {"without": [], "with": []}
-    run_round(url, "warm", 0, args)
+    spent = dict.fromkeys(seen, 0.0)
+    run_round(server.url, "warm", 0, args)
     for index in range(args.rounds):
         for kind in ("without", "with") if index % 2 == 0 else ("with", "without"):
             say(f"round {index + 1} {kind} hung reads")
-            seen[kind] += run_round(url, f"{index}-", args.hung if kind == "with" else 0, args)
-    return seen
+            before = cpu_seconds(server.pid)
+            seen[kind] += run_round(server.url, f"{index}-", args.hung if kind == "with" else 0, args)
+            spent[kind] += cpu_seconds(server.pid) - before
+    return seen, spent
 
 
 def main(argv: list[str] | None = None) -> int:

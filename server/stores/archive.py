@@ -76,7 +76,7 @@ def _tar_members(
     archive: BinaryIO, kind: str, max_bytes: int, deadline: Deadline
 ) -> Iterator[tuple[str, IO[bytes] | None]]:
     archive.seek(0)
-    plain = archive if kind == ".tar" else gzip.GzipFile(fileobj=archive)
+    plain: Any = archive if kind == ".tar" else gzip.GzipFile(fileobj=archive)
     reader: Any = _BoundedReader(plain, max_bytes, deadline)
     with tarfile.open(fileobj=reader, mode="r|", tarinfo=_BoundedHeader) as tar:
         for member in tar:
