@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -33,6 +33,8 @@ from ..report.table import Goal, Table, spread
 from ..serving.server_process import LaunchedServer, launched
 
 ANSWER_TOKENS = 4
+TRICKLE_SECONDS = 3.0
+IDLE_SECONDS, IDLE_SHARE = 0.5, 0.1
 BREAKS = 5
 """Kinds of broken adapters."""
 
@@ -58,28 +60,41 @@ def _size(path: Path) -> int:
     return (path / WEIGHTS_FILE).stat().st_size
 
 
-@contextmanager
-def hanging_store() -> Iterator[str]:
-    """URL of a web server on loopback that takes connections and never answers."""
-    with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
-        kept: list[socket.socket] = []
+class HangingStore:
+    """A web server on loopback that begins answers and never ends them: a byte every few seconds."""
 
-        def keep() -> None:
-            try:
-                while True:
-                    kept.append(listener.accept()[0])
-            except OSError:
-                return
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._kept: list[socket.socket] = []
+        self._over = threading.Event()
+        for work in (self._accept, self._trickle):
+            threading.Thread(target=work, daemon=True).start()
 
-        thread = threading.Thread(target=keep, daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            listener.shutdown(socket.SHUT_RDWR)
-            thread.join()
-            for one in kept:
-                one.close()
+    def break_off(self) -> None:
+        """End all answers, so that the next round begins as the first did."""
+        kept, self._kept = self._kept, []
+        for one in kept:
+            one.close()
+
+    def close(self) -> None:
+        self._over.set()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.break_off()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                one = self._listener.accept()[0]
+                one.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n")
+                self._kept.append(one)
+
+    def _trickle(self) -> None:
+        while not self._over.wait(TRICKLE_SECONDS):
+            for one in list(self._kept):
+                with suppress(OSError):
+                    one.sendall(b" ")
 
 
 def first_token_seconds(client: httpx.Client, due: float) -> float:
@@ -95,25 +110,37 @@ def first_token_seconds(client: httpx.Client, due: float) -> float:
     return took
 
 
-def run_round(url: str, prefix: str, hung: int, args: argparse.Namespace) -> list[float]:
-    """Times to first token while `hung` requests wait for a store."""
+def wait_until_idle(pid: int) -> None:
+    """Wait until a process has used next to no CPU for a while."""
+    for _ in range(40):
+        before = cpu_seconds(pid)
+        time.sleep(IDLE_SECONDS)
+        if cpu_seconds(pid) - before <= IDLE_SHARE * IDLE_SECONDS:
+            return
+
+
+def run_round(server: LaunchedServer, prefix: str, hung: int, args: argparse.Namespace) -> tuple[list[float], float]:
+    """Times to first token while `hung` requests wait for a store, and the server's CPU seconds meanwhile."""
+    url = server.url
     limits = httpx.Limits(max_connections=None)
     with ExitStack() as stack:
         waiting = [stack.enter_context(_ask_hung(url, f"{prefix}{index}")) for index in range(hung)]
         client = stack.enter_context(httpx.Client(base_url=url, limits=limits, timeout=60))
         threads = stack.enter_context(ThreadPoolExecutor(32))
         first_token_seconds(client, time.perf_counter())
-        time.sleep(1.0)  # until all of them wait
+        wait_until_idle(server.pid)  # all of them wait then
         asked = []
+        before = cpu_seconds(server.pid)
         due = time.perf_counter()
         for _ in range(round(args.rate * args.seconds)):
             time.sleep(max(0.0, due - time.perf_counter()))
             asked.append(threads.submit(first_token_seconds, client, due))
             due += 1 / args.rate
         took = [one.result() for one in asked]
+        spent = cpu_seconds(server.pid) - before
         if ended := len(select.select(waiting, [], [], 0)[0]):
             raise RuntimeError(f"{ended} of {hung} requests did not hang for as long as the round")
-    return took
+    return took, spent
 
 
 def _ask_hung(url: str, name: str) -> socket.socket:
@@ -150,15 +177,16 @@ def _measure(where: Path, args: argparse.Namespace) -> int:
     table = Table("start", ["adapters", "served", "set aside", "seconds", "CPU seconds", "memory, MiB"])
     with serving(["--adapters", str(empty)]) as (_, alone):
         table.add(0, 0, 0, *alone.values())
-    with hanging_store() as store:
-        flags = ["--adapter-source", f"hung/*={store}/*", "--adapter-source-hosts", store]
+    with closing(HangingStore()) as store:
+        flags = ["--adapter-source", f"hung/*={store.url}/*", "--adapter-source-hosts", store.url]
+        flags += ["--adapter-source-seconds", "600"]
         flags += ["--adapter-cache", str(where / "cache"), "--adapters", str(directory)]
         with serving(flags) as (server, took):
             listed = httpx.get(f"{server.url}/v1/adapters", timeout=60).json()
             served, aside = len(listed["data"]), len(listed["quarantined"])
             table.add(args.adapters, served, aside, *took.values())
             table.show()
-            seen, spent = run_rounds(server, args)
+            seen, spent = run_rounds(server, store, args)
     found = {kind: spread(1e3 * seconds for seconds in took) for kind, took in seen.items()}
     columns = ["hung reads", "requests", "p50", "p99", "max", "server's CPU seconds"]
     times = Table("TTFT of the base model, ms", columns)
@@ -177,17 +205,20 @@ def _measure(where: Path, args: argparse.Namespace) -> int:
     return judge(result, goals)
 
 
-def run_rounds(server: LaunchedServer, args: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, float]]:
+def run_rounds(
+    server: LaunchedServer, store: HangingStore, args: argparse.Namespace
+) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Times to first token of rounds without and with hung reads, and the server's CPU seconds in these rounds."""
     seen: dict[str, list[float]] = {"without": [], "with": []}
     spent = dict.fromkeys(seen, 0.0)
-    run_round(server.url, "warm", 0, args)
+    run_round(server, "warm", 0, args)
     for index in range(args.rounds):
         for kind in ("without", "with") if index % 2 == 0 else ("with", "without"):
             say(f"round {index + 1} {kind} hung reads")
-            before = cpu_seconds(server.pid)
-            seen[kind] += run_round(server.url, f"{index}-", args.hung if kind == "with" else 0, args)
-            spent[kind] += cpu_seconds(server.pid) - before
+            took, seconds = run_round(server, f"{index}-", args.hung if kind == "with" else 0, args)
+            seen[kind] += took
+            spent[kind] += seconds
+            store.break_off()
     return seen, spent
 
 
