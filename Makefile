@@ -1,11 +1,13 @@
 # What a change must pass, step by step; `.ci/run` runs all of it in an environment of its own.
-.PHONY: check format style types imports spelling words test sanitize demo kernels gate lives bench
+.PHONY: check format style types imports spelling words test sanitize demo kernels gate lives bench rest \
+    results timed studies compare levels plain
 .DEFAULT_GOAL := check
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 
 RESULTS := build/results
 SEEDS := 10000
+JOBS := 2
 STUDIES := $(patsubst perf/gate/baselines/simulate/%.any.json,%,$(wildcard perf/gate/baselines/simulate/*))
 NATIVE := $(wildcard ops/native/*.cpp ops/native/*.h)
 
@@ -48,20 +50,43 @@ sanitize: ## the native decoder at every level that this processor runs, watched
 demo:
 	chorus demo
 
-kernels: ## compiled for GPUs that need not be there
-	rm -rf $(RESULTS) && mkdir -p $(RESULTS)
-	python -m chorus.perf.kernels --compile sm_80,sm_90 | tee $(RESULTS)/kernels
+results:
+	mkdir -p $(RESULTS)
 
-gate: kernels ## against the baselines of this kind of machine
+kernels: results ## compiled for GPUs that need not be there; after a change, with KEEP=--keep, the file is written anew
+	python -m chorus.perf.kernels --compile sm_80,sm_90 --known perf/kernels/known.json $(KEEP) --workers $(JOBS) \
+	    | tee $(RESULTS)/kernels
+
+studies: results
+	python -m chorus.perf.simulate $(STUDIES) --quick --seeds 1 --jobs $(JOBS) --out $(RESULTS) > /dev/null
+
+timed: results ## with nothing beside it
 	python -m chorus.perf.cpu.allocator > $(RESULTS)/allocator
 	python -m chorus.perf.gate.cpu_suite > $(RESULTS)/cpu
 	python -m chorus.perf.serving.decision_time --policies least-delay --decisions 400 --limit 500 > $(RESULTS)/decision_time
-	python -m chorus.perf.simulate $(STUDIES) --quick --seeds 1 --jobs 2 --out $(RESULTS) > /dev/null
+
+compare: ## what is in $(RESULTS) with the baselines of this kind of machine
 	python -m chorus.perf.gate --skip-unknown $(RESULTS)/*
 
+gate: ## all of it, one after another
+	rm -rf $(RESULTS)
+	$(MAKE) --no-print-directory kernels studies timed compare
+
 lives: ## seeded lives and histories of the engine
-	python -m chorus.perf.chaos.seeds --seeds $(SEEDS)
+	python -m chorus.perf.chaos.seeds --seeds $(SEEDS) --jobs $(JOBS)
 	python -m chorus.perf.chaos.history --questions 60
+
+level-%: ## native tests on a lesser instruction set that the processor has
+	CHORUS_CPU_ISA=$* pytest -q -n 0 -m native
+
+plain: ## tests of numbers with the package that was installed without a compiler in $(PLAIN)
+	export PYTHONPATH="$(PLAIN)"; \
+	python -c "from chorus.ops import native_library as it; assert not any(map(it.built, it.LEVELS)), 'a native library'"; \
+	pytest -q -n 0 -m numerics
+
+levels: $(addprefix level-,$(LEVELS))
+
+rest: studies lives types plain levels kernels check ## what .ci/run does after README's commands, two at a time
 
 bench: ## beside the peers that are installed
 	python -m chorus.perf.cpu

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from statistics import mean, median, median_low
 
@@ -250,17 +251,15 @@ class StepProfiler:
         block = self._executor.layout.block_tokens
         limit = self._executor.model.max_model_len
         adapter_pages = sum(adapter.num_pages for adapter in self.adapters)
-        free = list(range(1 + adapter_pages, self._executor.num_pages))
-        self._random.shuffle(free)
+        free = range(1 + adapter_pages, self._executor.num_pages)
         most = int(len(free) * _KV_SHARE / len(counts)) * block
         fill = self._random.random()
-        for count in counts:
-            room = max(0, min(most, limit) - count)
-            start = int(room * fill * self._random.random())
-            needed = -(-(start + count) // block)
-            if needed > len(free):
-                raise MeasureError("a step of max_num_batched_tokens does not fit the arena; raise memory_bytes")
-            yield [free.pop() for _ in range(needed)], start
+        starts = [int(max(0, min(most, limit) - count) * fill * self._random.random()) for count in counts]
+        needed = [-(-(start + count) // block) for start, count in zip(starts, counts, strict=True)]
+        if sum(needed) > len(free):
+            raise MeasureError("a step of max_num_batched_tokens does not fit the arena; raise memory_bytes")
+        pages = iter(self._random.sample(free, sum(needed)))
+        return ((list(islice(pages, number)), start) for number, start in zip(needed, starts, strict=True))
 
 
 def typical(times: Sequence[float]) -> float:

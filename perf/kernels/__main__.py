@@ -1,21 +1,24 @@
 """Resources that the Triton kernels take, without a GPU: `python -m chorus.perf.kernels --compile sm_80,sm_90`.
 
 Compiles every variant that serving launches for the newest architecture that is named, for the others the widest one of
-each kernel and group. Fails on a register spill, on too much shared memory, and where loads are narrow or a matrix
-instruction is missing. `loads`: loads one after the other that one of weights waits for; `bars`:
-barriers of all warps; `KiB/SM`: asked of memory at once by the programs that fit on a multiprocessor. The last line is
-one JSON object.
+each kernel and group; with `--known`, those alone that are not in the file, by all that goes into them (source,
+constants, compiler), and one of each kernel, which must come out as known. Fails on a register spill, on too much
+shared memory, and where loads are narrow or a matrix instruction is missing. `loads`: loads one after the other that
+one of weights waits for; `bars`: barriers of all warps; `KiB/SM`: asked of memory at once by the programs that fit on a
+multiprocessor. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
 import time
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 
 from ..report.command import conclude, parser
 from .variants import SHARED_LIMIT, compile_all, plain_variants, variants
@@ -36,7 +39,11 @@ def main(argv: list[str] | None = None) -> int:
     begin = time.perf_counter()
     every = [*variants(), *plain_variants()]
     chosen = [variant for variant in every if re.search(args.only, f"{variant.kernel} {variant.group}")]
-    lines = compile_all(args.compile, args.workers, chosen)
+    known = json.loads(args.known.read_text("utf-8")) if args.known and args.known.is_file() else {}
+    lines = compile_all(args.compile, args.workers, chosen, known)
+    if args.keep:
+        rows = (f"{json.dumps(key)}: {json.dumps(fields)}" for key, fields in sorted(known.items()))
+        args.known.write_text("{\n" + ",\n".join(rows) + "\n}\n", "utf-8")
     print(_COLUMNS.format(*_TITLES))
     for line in lines:
         variant = line.variant
@@ -72,6 +79,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add = command.add_argument
     add("--compile", type=_archs, required=True, metavar="ARCHS", help="such as sm_80,sm_90")
     add("--only", default="", metavar="REGEX", help="compile kernels and groups that match")
+    add("--known", type=Path, metavar="FILE", help="what was compiled before, and is not compiled again")
+    add("--keep", action="store_true", help="write what is known in the end to the file")
     add("--workers", type=int, default=min(4, len(os.sched_getaffinity(0))))
     return command.parse_args(argv)
 

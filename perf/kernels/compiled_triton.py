@@ -5,18 +5,22 @@ A process that interprets kernels cannot compile them. Import this module lazily
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Collection, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
+from triton.compiler.compiler import get_cache_invalidating_env_vars, get_cache_key
 
+from . import ptx as reader
 from .ptx import Ptx
 
 _MATRIX = re.compile(r"\b(wgmma\.mma_async\S*?\.m\d+n\d+k\d+|mma\.sync\S*?\.m\d+n\d+k\d+|tcgen05\.mma)")
@@ -44,54 +48,77 @@ class Compiled:
     is_early: bool
 
 
-def compile_kernel(
-    kernel: Any,
-    signature: Mapping[str, str],
-    constants: Mapping[str, int],
-    capability: int,
-    options: Mapping[str, int | bool],
-    pointer: str = "",
-    ready: Collection[str] = (),
-) -> Compiled:
-    """Compile for `capability` (90: Hopper) as a launch would with pointers and strides that 16 divides.
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A kernel that is compiled for `capability` (90: Hopper) as a launch would with pointers and strides that 16
+    divides.
 
     signature: Triton's type per argument that is no constant, `*bf16`, `i32`; names ending in `_stride` are strides.
     pointer: the argument that `loads_before` is for. ready: pointers to what no launch before this one writes.
     """
-    names = kernel.arg_names
-    types = {name: signature.get(name, "constexpr") for name in names}
-    aligned = [name for name, kind in signature.items() if kind.startswith("*") or name.endswith("_stride")]
-    source = ASTSource(
-        kernel,
-        types,
-        {(names.index(name),): value for name, value in constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    target = GPUTarget("cuda", capability, 32)
-    log = StringIO()
-    with knobs.nvidia.scope(), knobs.compilation.scope(), redirect_stdout(log):
-        knobs.nvidia.dump_ptxas_log = True  # of the very assembly that a launch would load
-        knobs.compilation.always_compile = True
-        compiled = triton.compile(source, target=target, options=dict(options))
-    registers, spilled = _usage(log.getvalue())
-    ptx = compiled.asm["ptx"]
-    matrix = _MATRIX.search(ptx)
-    code, shared = Ptx.parse(ptx), compiled.metadata.shared
-    threads = 32 * compiled.metadata.num_warps
-    given = [name for name in names if types[name] != "constexpr"]
-    return Compiled(
-        registers=registers,
-        spill_bytes=spilled,
-        shared_bytes=shared,
-        matrix=matrix[1].replace("mma_async.sync.aligned.", "").replace("mma.sync.aligned.", "mma.") if matrix else "",
-        wide_loads=len(_WIDE_LOAD.findall(ptx)),
-        loads_before=(code.loads_before(given.index(pointer)) or 0) if pointer else 0,
-        barriers=code.barriers,
-        bytes_in_flight=code.bytes_at_once * threads * _resident(capability, threads, registers, shared),
-        is_early=code.is_early(
-            index for index, name in enumerate(given) if types[name].startswith("*") and name not in ready
-        ),
-    )
+
+    kernel: Any
+    signature: Mapping[str, str]
+    constants: Mapping[str, int]
+    capability: int
+    options: Mapping[str, int | bool]
+    pointer: str = ""
+    ready: Collection[str] = ()
+
+    @property
+    def _types(self) -> dict[str, str]:
+        return {name: self.signature.get(name, "constexpr") for name in self.kernel.arg_names}
+
+    @property
+    def _source(self) -> ASTSource:
+        names = self.kernel.arg_names
+        aligned = [name for name, kind in self.signature.items() if kind.startswith("*") or name.endswith("_stride")]
+        return ASTSource(
+            self.kernel,
+            self._types,
+            {(names.index(name),): value for name, value in self.constants.items()},
+            attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+        )
+
+    @property
+    def _target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def key(self) -> str:
+        """Hash of all that decides on the result: what Triton knows a compiled kernel by, which the compiler's own
+        bytes are part of, and the code that reads the assembly.
+        """
+        source, backend = self._source, make_backend(self._target)
+        options = backend.parse_options(dict(self.options, **source.parse_options()))
+        read = [Path(module).read_text("utf-8") for module in (__file__, reader.__file__)]
+        parts = get_cache_key(source, backend, options, get_cache_invalidating_env_vars()), self.pointer, *read
+        return hashlib.sha256("\0".join((*parts, *sorted(self.ready))).encode()).hexdigest()[:20]
+
+    def compile(self) -> Compiled:
+        log = StringIO()
+        with knobs.nvidia.scope(), knobs.compilation.scope(), redirect_stdout(log):
+            knobs.nvidia.dump_ptxas_log = True  # of the very assembly that a launch would load
+            knobs.compilation.always_compile = True
+            compiled = triton.compile(self._source, target=self._target, options=dict(self.options))
+        registers, spilled = _usage(log.getvalue())
+        ptx = compiled.asm["ptx"]
+        matrix = _MATRIX.search(ptx)
+        named = matrix[1].replace("mma_async.sync.aligned.", "").replace("mma.sync.aligned.", "mma.") if matrix else ""
+        code, shared = Ptx.parse(ptx), compiled.metadata.shared
+        threads = 32 * compiled.metadata.num_warps
+        given = {name: kind for name, kind in self._types.items() if kind != "constexpr"}
+        written = [kind.startswith("*") and name not in self.ready for name, kind in given.items()]
+        return Compiled(
+            registers=registers,
+            spill_bytes=spilled,
+            shared_bytes=shared,
+            matrix=named,
+            wide_loads=len(_WIDE_LOAD.findall(ptx)),
+            loads_before=(code.loads_before([*given].index(self.pointer)) or 0) if self.pointer else 0,
+            barriers=code.barriers,
+            bytes_in_flight=code.bytes_at_once * threads * _resident(self.capability, threads, registers, shared),
+            is_early=code.is_early(index for index, writes in enumerate(written) if writes),
+        )
 
 
 def _resident(capability: int, threads: int, registers: int, shared_bytes: int) -> int:

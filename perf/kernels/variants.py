@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from multiprocessing import get_context
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...ops import elementwise_schedule, sampling_schedule
 from ...ops.attention_schedule import attention_constants, attention_options, largest_head
@@ -27,6 +27,9 @@ from .cost import (
     shrink_cost,
     silu_cost,
 )
+
+if TYPE_CHECKING:
+    from .compiled_triton import Job
 
 #: Llama-3.1-8B: inputs, and (module id, first column, width) of projections that share them.
 GROUPS = SIZES["llama-3.1-8b"].groups()
@@ -349,37 +352,47 @@ def plain_variants() -> Iterator[Variant]:
         yield Variant(launch.kernel, group, "fp32", 64)
 
 
-def compile_variant(job: tuple[Variant, str]) -> Line:
-    from .compiled_triton import compile_kernel
+def job_of(variant: Variant, arch: str) -> Job:
+    from .compiled_triton import Job
 
-    variant, arch = job
     capability, constants, options = int(arch.removeprefix("sm_")), variant.constants(), variant.options()
     if "PDL" in constants and capability // 10 == 9:  # as serving launches it there
         constants, options = constants | {"PDL": 1}, options | {"launch_pdl": True}
-    compiled = compile_kernel(
-        getattr(import_module(f"...ops.{variant.module}", __package__), variant.kernel),
-        variant.signature(),
-        constants,
-        capability,
-        options,
-        pointer=variant.pointer,
-        ready=_READY,
-    )
-    return Line(variant, arch, **asdict(compiled), cost=variant.cost())
+    kernel = getattr(import_module(f"...ops.{variant.module}", __package__), variant.kernel)
+    return Job(kernel, variant.signature(), constants, capability, options, variant.pointer, _READY)
 
 
-def compile_all(archs: Sequence[str], workers: int, chosen: Sequence[Variant]) -> list[Line]:
-    """Compile what differs, once: some variants are the same launch, for other tokens."""
+def compile_variant(wanted: tuple[Variant, str]) -> dict[str, Any]:
+    """Fields of `Compiled`."""
+    return asdict(job_of(*wanted).compile())
+
+
+def compile_all(
+    archs: Sequence[str], workers: int, chosen: Sequence[Variant], known: dict[str, dict[str, Any]] | None = None
+) -> list[Line]:
+    """Compile what differs, once: some variants are the same launch, for other tokens.
+
+    known: what was compiled before, by `Job.key`, and is not compiled again but for one variant of each kernel; in the
+    end it is what the lines are of. Raises ValueError where that variant is not what is known of it.
+    """
     newest = max(archs, key=lambda arch: int(arch.removeprefix("sm_")))
     wanted = [(variant, arch) for arch in archs for variant in (chosen if arch == newest else widest(chosen))]
     jobs = {(arch, variant.launched): (variant, arch) for variant, arch in wanted}
+    known = {} if known is None else known
+    keys = {each: job_of(*job).key() for each, job in jobs.items()}
+    samples = {variant.kernel: (arch, variant.launched) for variant, arch in wanted if arch == newest}.values()
+    todo = {keys[each]: job for each, job in jobs.items() if each in samples or keys[each] not in known}
     if workers == 1:
-        lines = map(compile_variant, jobs.values())
+        made = list(map(compile_variant, todo.values()))
     else:
         with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-            lines = list(pool.map(compile_variant, jobs.values(), chunksize=4))
-    made = dict(zip(jobs, lines, strict=True))
-    return [replace(made[arch, variant.launched], variant=variant, cost=variant.cost()) for variant, arch in wanted]
+            made = list(pool.map(compile_variant, todo.values(), chunksize=4))
+    for (key, (variant, arch)), fields in zip(todo.items(), made, strict=True):
+        if known.setdefault(key, fields) != fields:
+            raise ValueError(f"{arch} {variant}: known as {known[key]}, but compiled it is {fields}")
+    for key in known.keys() - keys.values():
+        del known[key]
+    return [Line(variant, arch, **known[keys[arch, variant.launched]], cost=variant.cost()) for variant, arch in wanted]
 
 
 def widest(chosen: Sequence[Variant]) -> list[Variant]:

@@ -1314,7 +1314,7 @@ def test_lives_keep_every_promise_and_go_everywhere():
     everywhere |= {"merged step", "shadow kept", "shadow gone", "ended by force"}
     everywhere |= {"num_swaps_out", "num_swaps_in", "num_swaps_dropped", "waited for a copy"}
     everywhere |= {f"state {state}" for state in RequestState if state is not RequestState.DONE}
-    for attempt, number in enumerate([16, 8, 6, *range(30)]):  # the first ones have been where few others are
+    for attempt, number in enumerate([14, 2, 17, 8, 16, *range(30)]):  # the first ones have been where few others are
         lives = seed(number)(type("Lives", (EngineMachine,), {}))  # without a seed they are the same again
         run_state_machine_as_test(lives, settings=settings(max_examples=30, stateful_step_count=40))
         missing = {place for place in everywhere | reached.keys() if not reached[place]}

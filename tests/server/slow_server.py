@@ -1,12 +1,16 @@
-"""`chorus serve` over an engine that does what a test wants: hang, be slow, or keep wrong books. Run as a process."""
+"""`chorus serve` over an engine that does what a test wants: hang, be slow, or keep wrong books. Run as a process,
+forked from one that has imported all of this.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 
 from transformers import PreTrainedTokenizerFast
 
@@ -19,6 +23,8 @@ from chorus.server.text.tokenizer import Tokenizer
 from tests.server.conftest import BOS, CHAT_TEMPLATE, FakeEngine, byte_level_backend
 
 assert BOS == 256
+
+MODE = ""
 
 
 def load(settings):
@@ -54,7 +60,7 @@ class StuckServer(http_server.HttpServer):
                         pool.submit(threading.Event().wait)
                     except Exception:  # it is full, as it is meant to be
                         break
-            OTHERS.submit(threading.Event().wait)
+            ThreadPoolExecutor(1).submit(threading.Event().wait)  # such a pool is joined at the interpreter's exit
         elif MODE == "loop":
             signal.signal(signal.SIGUSR1, _hang)  # not by the loop, which would take the deadline's wakeup descriptor
 
@@ -64,8 +70,13 @@ def _hang(*_):
     time.sleep(10**6)
 
 
-MODE = sys.argv[1]
-OTHERS = ThreadPoolExecutor(1)  # such a pool is joined at the interpreter's exit
-launch.load = load
-launch.HttpServer = StuckServer
-leave(main(["serve", "--port", "0", "--served-model-name", "base", *sys.argv[2:]]))
+def run(mode: str, flags: list[str], errors: Connection) -> None:
+    global MODE
+    MODE = mode
+    os.dup2(errors.fileno(), 2)
+    errors.close()
+    for name in [name for name in os.environ if name.startswith("CHORUS_")]:
+        del os.environ[name]
+    launch.load = load
+    launch.HttpServer = StuckServer
+    leave(main(["serve", "--port", "0", "--served-model-name", "base", *flags]))

@@ -23,19 +23,22 @@ ROOT = Path(chorus.__file__).resolve().parent
 PATIENCE = 120
 
 
-@pytest.fixture
-def adapters(tmp_path):
-    for name in ("reverse", "upper"):
-        shutil.copytree(BUILTIN_ADAPTERS / name, tmp_path / name)
-    return tmp_path
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory):
+    """The adapters of every test, which begins with its own unread, and removes them."""
+    directory = tmp_path_factory.mktemp("adapters")
+    for test in ("failing", "changed", "stopped"):
+        for name in ("reverse", "upper"):
+            shutil.copytree(BUILTIN_ADAPTERS / name, directory / f"{test}-{name}")
+    return directory
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def disk(adapters):
     return FailingDisk(adapters)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(adapters, disk):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("CHORUS_")}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
@@ -66,40 +69,45 @@ def ask(client, model, **more):
     return client.post("/v1/completions", json={"model": model, "prompt": "abcdef\n", "temperature": 0, **more})
 
 
+def remove(client, test):
+    for name in ("reverse", "upper"):
+        assert client.delete(f"/v1/adapters/{test}-{name}").status_code == 200
+
+
 def test_a_disk_that_fails_is_told_and_nothing_is_lost(client, disk, adapters):
     body = {"prompt": "abcdef\n", "max_tokens": 400, "ignore_eos": True, "stream": True, "return_token_ids": True}
     with client.stream("POST", "/v1/completions", json=body) as stream:
         events = stream.iter_lines()
         assert next(events).startswith("data: {"), "the neighbour has begun"
         disk.fails = True
-        refused = ask(client, "reverse")
+        refused = ask(client, "failing-reverse")
         error = refused.json()["error"]
         assert refused.status_code == 503 and "retry-after" in refused.headers
         assert error["code"] == "adapter_unreadable" and error["param"] == "model"
         assert "Input/output error" in error["message"] and str(adapters) not in error["message"]
-        streamed = ask(client, "upper", stream=True).text.split("\n\n")
+        streamed = ask(client, "failing-upper", stream=True).text.split("\n\n")
         assert json.loads(streamed[-3].removeprefix("data: "))["error"]["code"] == "adapter_unreadable"
         assert disk.num_failed >= 2
-        loaded = client.post("/v1/adapters", json={"name": "more", "path": str(adapters / "upper")})
+        loaded = client.post("/v1/adapters", json={"name": "more", "path": str(adapters / "failing-upper")})
         assert loaded.status_code == 503 and loaded.json()["error"]["code"] == "adapter_unreadable"
         tokens = [token for line in events if line.startswith("data: {")
                   for token in json.loads(line[6:])["choices"][0]["token_ids"]]  # fmt: skip
     assert len(tokens) >= 398, "the neighbour's stream went on to its end"
     disk.fails = False
-    assert ask(client, "reverse").json()["choices"][0]["text"] == "fedcba"
-    assert ask(client, "upper").json()["choices"][0]["text"] == "ABCDEF"
-    for name in ("reverse", "upper"):
-        assert client.delete(f"/v1/adapters/{name}").status_code == 200
+    assert ask(client, "failing-reverse").json()["choices"][0]["text"] == "fedcba"
+    assert ask(client, "failing-upper").json()["choices"][0]["text"] == "ABCDEF"
+    remove(client, "failing")
     stats = client.get("/health").json()["stats"]
     assert (stats["num_running"], stats["num_waiting"], stats["num_kv_pages"], stats["num_adapter_pages"]) == (0,) * 4
     assert stats["num_free_pages"] + stats["num_cached_pages"] == stats["num_pages"]
 
 
 def test_files_that_were_written_over_are_told(client, adapters):
-    shutil.copy(adapters / "upper" / "adapter_model.safetensors", adapters / "reverse")
-    refused = ask(client, "reverse")
+    shutil.copy(adapters / "changed-upper" / "adapter_model.safetensors", adapters / "changed-reverse")
+    refused = ask(client, "changed-reverse")
     assert refused.status_code == 424 and refused.json()["error"]["code"] == "adapter_changed"
-    assert ask(client, "upper").json()["choices"][0]["text"] == "ABCDEF"
+    assert ask(client, "changed-upper").json()["choices"][0]["text"] == "ABCDEF"
+    remove(client, "changed")
 
 
 def test_a_server_that_is_stopped_in_the_middle_of_a_read_reads_on(client, disk, monkeypatch):
@@ -118,8 +126,9 @@ def test_a_server_that_is_stopped_in_the_middle_of_a_read_reads_on(client, disk,
 
     monkeypatch.setattr(os, "readlink", stop_once)
     disk.fails = True
-    refused = ask(client, "reverse")
+    refused = ask(client, "stopped-reverse")
     assert stopped
     assert "Input/output error" in refused.json()["error"]["message"]
     disk.fails = False
-    assert ask(client, "reverse").json()["choices"][0]["text"] == "fedcba"
+    assert ask(client, "stopped-reverse").json()["choices"][0]["text"] == "fedcba"
+    remove(client, "stopped")

@@ -1,11 +1,11 @@
 """The end of a server: what runs may end, what is cut is told, and nothing that hangs keeps the process."""
 
 import json
+import multiprocessing
 import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -16,6 +16,8 @@ import httpx
 import pytest
 
 import chorus
+
+from . import slow_server
 
 ROOT = Path(chorus.__file__).resolve().parent
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -30,17 +32,17 @@ class Server:
         self.process, self.url, self.lines = process, url, lines
 
     def signal(self, number):
-        self.process.send_signal(number)
+        os.kill(self.process.pid, number)
         return time.monotonic()
 
     def post(self, **body):
         return httpx.post(f"{self.url}/v1/completions", json=body, timeout=2 * BUSY)
 
     def ended(self):
-        code = self.process.wait(2 * BUSY)
+        self.process.join(2 * BUSY)
         self.reader.join(BUSY)
         assert not any("Traceback" in line for line in self.lines), "".join(self.lines)
-        return code
+        return self.process.exitcode
 
     def wait_for(self, text):
         deadline = time.monotonic() + BUSY
@@ -49,27 +51,40 @@ class Server:
             time.sleep(0.02)
 
 
-@contextmanager
-def server(mode, *flags):
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("CHORUS_")}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "tests.server.slow_server", mode, *flags]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as process:
-        lines: list[str] = []
-        try:
-            for line in process.stderr:
-                lines.append(line)
-                if found := re.search(r"listening on (\S+)", line):
-                    break
-            else:
-                pytest.fail("".join(lines))
-            made = Server(process, found[1], lines)
-            made.reader = threading.Thread(target=lambda: lines.extend(process.stderr), daemon=True)
-            made.reader.start()
-            httpx.get(f"{made.url}/health", timeout=BUSY)
-            yield made
-        finally:
-            process.kill()
+@pytest.fixture(scope="module")
+def server():
+    """Begins servers, each a fork of a process that has imported what they need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([slow_server.__name__])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT))
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+
+        @contextmanager
+        def begin(mode, *flags):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=slow_server.run, args=(mode, list(flags), theirs))
+            process.start()
+            theirs.close()
+            with os.fdopen(os.dup(ours.fileno()), encoding="utf-8") as said, ours:
+                lines: list[str] = []
+                try:
+                    for line in said:
+                        lines.append(line)
+                        if found := re.search(r"listening on (\S+)", line):
+                            break
+                    else:
+                        pytest.fail("".join(lines))
+                    made = Server(process, found[1], lines)
+                    made.reader = threading.Thread(target=lambda: lines.extend(said), daemon=True)
+                    made.reader.start()
+                    httpx.get(f"{made.url}/health", timeout=BUSY)
+                    yield made
+                finally:
+                    process.kill()
+                    process.join()
+
+        yield begin
 
 
 def in_background(function):
@@ -97,7 +112,7 @@ def wait_until_running(made, count=1):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_what_runs_may_end_and_new_work_is_refused(number):
+def test_what_runs_may_end_and_new_work_is_refused(server, number):
     with server("well", "--grace-seconds", "50") as made:
         long = in_background(lambda: made.post(model="base", prompt="abc", max_tokens=300, ignore_eos=True))
         wait_until_running(made)
@@ -111,7 +126,7 @@ def test_what_runs_may_end_and_new_work_is_refused(number):
         assert made.ended() == 0
 
 
-def test_what_is_cut_is_told():
+def test_what_is_cut_is_told(server):
     with server("well", "--grace-seconds", "0.5") as made:
         endless = {"model": "base", "prompt": "abc", "max_tokens": 10**6, "ignore_eos": True}
         plain = in_background(lambda: made.post(**endless))
@@ -125,7 +140,7 @@ def test_what_is_cut_is_told():
         assert made.ended() == 0
 
 
-def test_a_second_ctrl_c_ends_at_once():
+def test_a_second_ctrl_c_ends_at_once(server):
     with server("well", "--grace-seconds", "500") as made:
         in_background(lambda: made.post(model="base", prompt="abc", max_tokens=10**6, ignore_eos=True))
         wait_until_running(made)
@@ -135,7 +150,7 @@ def test_a_second_ctrl_c_ends_at_once():
         assert made.ended() == 130
 
 
-def test_slow_clients_do_not_delay_it():
+def test_slow_clients_do_not_delay_it(server):
     with server("well", "--grace-seconds", "1", "--send-seconds", "500", "--body-seconds", "500") as made:
         host, port = made.url.removeprefix("http://").split(":")
         body = (
@@ -160,7 +175,7 @@ def test_slow_clients_do_not_delay_it():
 
 
 @pytest.mark.parametrize("mode", ["engine", "pools", "loop"])
-def test_nothing_that_hangs_keeps_the_process(mode):
+def test_nothing_that_hangs_keeps_the_process(server, mode):
     """The engine's thread, every pool's threads, or the event loop itself: the deadline counts from the signal."""
     with server(mode, "--grace-seconds", "1") as made:
         if mode == "engine":
@@ -174,7 +189,7 @@ def test_nothing_that_hangs_keeps_the_process(mode):
         assert time.monotonic() - began < 1 + 5 + BUSY
 
 
-def test_books_that_do_not_match_end_the_process_with_an_error():
+def test_books_that_do_not_match_end_the_process_with_an_error(server):
     with server("books") as made:
         answer = made.post(model="base", prompt="abc")
         assert answer.json()["choices"][0]["text"] == "abc", "nobody's answer is lost"

@@ -102,6 +102,12 @@ def test_prefill_steps_are_mixed(profiler, executor):
     assert max(plan.num_tokens for plan in plans) > TOKENS / 2
 
 
+def test_a_plan_draws_the_pages_that_it_has_and_not_those_of_the_arena(profiler, executor, monkeypatch):
+    monkeypatch.setattr(executor, "num_pages", 1 << 40)
+    for plan in profiler.decode_plans(10) + profiler.prefill_plans(10):
+        check_plan(plan, executor)
+
+
 @pytest.mark.parametrize("seqs", [1, SEQS])
 def test_no_step_is_longer_than_the_model(gqa, seqs):
     """A step may have more tokens than a request: then it has several prompts, as far as it has rows."""

@@ -258,8 +258,7 @@ def generate(engine, adapter, prompt=(5, 6, 7, 8), count=6):
     return tokens, error
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_refused_version_leaves_the_old_one_serving(adapter_draft, tiny_engine, tmp_path, case):
+def test_a_refused_version_leaves_the_old_one_serving(adapter_draft, tiny_engine, tmp_path):
     engine = tiny_engine()
     store = engine.store
     old = store.register("it", adapter_draft(rank=3, seed=5).write(tmp_path / "old"))
@@ -267,15 +266,16 @@ def test_a_refused_version_leaves_the_old_one_serving(adapter_draft, tiny_engine
     assert expected[1] is None
     assert expected != generate(engine, None)
     free = engine.stats().num_free_pages
-    it = adapter_draft()
-    REFUSED[case][0](it)
-    with pytest.raises(AdapterFormatError):
-        engine.check_adapter(it.write(tmp_path / "new"))
-    assert store.get("it") is old
-    assert store.names() == ["it"]
-    engine.check_integrity()
-    assert engine.stats().num_free_pages == free
-    assert generate(engine, "it") == expected
+    for number, (case, (damage, *_)) in enumerate(REFUSED.items()):
+        it = adapter_draft()
+        damage(it)
+        with pytest.raises(AdapterFormatError):
+            engine.check_adapter(it.write(tmp_path / str(number)))
+        assert store.get("it") is old, case
+        assert store.names() == ["it"], case
+        engine.check_integrity()
+        assert engine.stats().num_free_pages == free, case
+        assert generate(engine, "it") == expected, case
 
 
 def test_unreadable_weights_fail_their_request_only(adapter_draft, tiny_engine, tmp_path):

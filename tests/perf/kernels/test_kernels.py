@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 
@@ -77,14 +78,28 @@ def test_signatures_name_the_kernels_arguments():
         assert given == set(getattr(module, variant.kernel).arg_names)
 
 
-def test_what_is_one_launch_is_compiled_once_and_older_architectures_get_the_widest(monkeypatch):
-    compiled = []
+COMPILED = {"registers": 128, "spill_bytes": 0, "shared_bytes": 4096, "matrix": "wgmma.m64n64k16", "wide_loads": 8,
+            "loads_before": 2, "barriers": 1, "bytes_in_flight": 1 << 16, "is_early": False}  # fmt: skip
 
-    def compile_variant(job):
-        compiled.append(job)
-        return replace(GOOD, variant=job[0], arch=job[1])
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The variants that are compiled, without a compiler."""
+    found = []
+
+    def compile_variant(wanted):
+        found.append(wanted)
+        return dict(COMPILED)
+
+    def job_of(variant, arch):
+        return SimpleNamespace(key=lambda: f"{arch} {variant.launched}")
 
     monkeypatch.setattr("chorus.perf.kernels.variants.compile_variant", compile_variant)
+    monkeypatch.setattr("chorus.perf.kernels.variants.job_of", job_of)
+    return found
+
+
+def test_what_is_one_launch_is_compiled_once_and_older_architectures_get_the_widest(compiled):
     chosen = [*variants(), *plain_variants()]
     lines = compile_all(["sm_80", "sm_90"], 1, chosen)
     newest, older = ([line.variant for line in lines if line.arch == arch] for arch in ("sm_90", "sm_80"))
@@ -96,3 +111,45 @@ def test_what_is_one_launch_is_compiled_once_and_older_architectures_get_the_wid
     assert same <= set(newest)
     assert len(same & {variant for variant, _ in compiled}) == 1
     assert all(line.cost == line.variant.cost() for line in lines)
+
+
+def test_what_is_known_is_not_compiled_again_but_for_one_of_each_kernel(compiled):
+    chosen, known = [*variants(), *plain_variants()], {}
+    lines = compile_all(["sm_80", "sm_90"], 1, chosen, known)
+    every = list(compiled)
+    assert len(known) == len(every) > 100
+    compiled.clear()
+    gone = next(key for key in known if key.startswith("sm_80 ('shrink_decode'"))
+    del known[gone]
+    known["of a kernel as it was"] = COMPILED
+    assert compile_all(["sm_80", "sm_90"], 1, chosen, known) == lines
+    kernels_of = [variant.kernel for variant, arch in compiled if arch == "sm_90"]
+    assert sorted(kernels_of) == sorted({variant.kernel for variant in chosen})
+    assert len(compiled) == len(kernels_of) + 1 and len(known) == len(every) and gone in known
+    known.update(dict.fromkeys(known, COMPILED | {"registers": 127}))
+    with pytest.raises(ValueError, match="known as"):
+        compile_all(["sm_80", "sm_90"], 1, chosen, known)
+
+
+def test_a_key_is_of_all_that_decides_on_what_is_compiled():
+    pytest.importorskip("triton")
+    from chorus.perf.kernels.variants import job_of
+
+    job = job_of(Variant("multiply_rows", "base.o", "bf16", 16), "sm_90")
+    changes = [
+        {}, {"capability": 80}, {"pointer": "x"}, {"ready": {"weight"}}, {"options": {**job.options, "num_warps": 1}},
+        {"constants": {**job.constants, next(iter(job.constants)): 1 << 20}}, {"kernel": other_kernel()},
+        {"signature": {**job.signature, "y": "*fp16"}},
+    ]  # fmt: skip
+    assert len({replace(job, **change).key() for change in changes}) == len(changes)
+    assert job.key() == replace(job).key()
+
+
+def other_kernel():
+    """The same text with another line."""
+    from triton import JITFunction
+
+    module = import_module("chorus.ops.small_gemm_triton")
+    kernel = JITFunction(module.multiply_rows.fn)
+    kernel._unsafe_update_src(kernel.src + "\n    tl.device_assert(True)")  # noqa: SLF001 - as another file would
+    return kernel

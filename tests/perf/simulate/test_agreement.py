@@ -147,6 +147,8 @@ def test_a_repeat_that_says_nothing_is_made_again(subject, monkeypatch, capsys):
     model = subject("gqa").model
     found = iter([["noise"], [], [], ["noise"], ["noise"], [], ["noise"]])
     monkeypatch.setattr(agreement, "unrest", lambda fits, num_held_up, others: next(found))
+    both = records(*((float(number), number + 1.0, number + 5.0, 0.1, 0.0, 5) for number in range(3)))
+    monkeypatch.setattr(agreement, "serve_both", lambda config, profile, load, refit: (both, both))
     flags = ["--model", str(model), "--adapters", str(model.parent / "adapters"), "--threads", "1", "--json"]
     flags += ["--profile", "a100-llama2-7b", "--repeats", "2", "--requests", "3", "--limit", "1e9", "--load", "900"]
     assert main(flags) == 0

@@ -2,7 +2,7 @@
 
 import json
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chorus.server.api.json_text import PLAIN_SLICE, SLICE, Sliced, dumps, encode, pieces
@@ -22,6 +22,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(VALUES)
 def test_pieces_join_to_the_whole(value):
     assert b"".join(pieces(value)) == dumps(value)

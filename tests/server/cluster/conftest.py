@@ -101,7 +101,7 @@ def cluster_up(replicas: int, *flags: str, command: tuple[str, ...] = ("cluster"
                     assert not running(pid), "a child outlived its parent"
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def roots(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory from which adapters may be loaded, with two of the built-in ones."""
     root = tmp_path_factory.mktemp("roots")
@@ -131,7 +131,7 @@ def flags_of(store: StoreServer, cache: Path) -> tuple[str, ...]:
     return (*rule, *hosts, "--adapter-cache", str(cache))
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def up(roots: Path, store: StoreServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     # replicas may take long to start again on a busy machine, and requests wait for them
     flags = "--slo-tpot", "0.5", "--give-up-seconds", str(SECONDS), *flags_of(store, tmp_path_factory.mktemp("cache"))

@@ -362,7 +362,9 @@ def test_keys_are_read_anew_when_their_file_changes(tmp_path, caplog):
     assert KEY not in caplog.text and OTHER not in caplog.text
 
 
-def test_health_shows_traffic_to_keys_alone(guarded, start, fake_engine):
+def test_health_shows_traffic_to_keys_alone(monkeypatch, start, fake_engine):
+    monkeypatch.setattr("chorus.server.engine.watchdog.POLL_SECONDS", 1e6)  # or it would see that nothing hangs
+    guarded = start(fake_engine, settings={"api_key": [KEY], "admin_key": [ADMIN]})
     for headers in ({}, bearer("sk-wrong-key")):
         assert guarded.client.get("/health", headers=headers).json() == {"status": "ok"}
     assert "stats" in guarded.client.get("/health", headers=bearer(KEY)).json()

@@ -94,7 +94,7 @@ def token_ids(draw, tokenizer: Tokenizer) -> list[int]:
     return draw(st.lists(st.integers(0, size + 2), max_size=30))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_stream_equals_whole_text_up_to_first_stop(any_tokenizer, data):
     ids = token_ids(data.draw, any_tokenizer)
@@ -109,7 +109,7 @@ def test_stream_equals_whole_text_up_to_first_stop(any_tokenizer, data):
         assert text == whole
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_pushing_many_at_once_is_pushing_one_by_one(any_tokenizer, data):
     ids = token_ids(data.draw, any_tokenizer)
@@ -132,7 +132,7 @@ def nested_byte_level(tokenizer: Tokenizer) -> Tokenizer:
 INVALID = [0x80, 0xBF, 0xC0, 0xE2, 0x82, 0xAC, 0xED, 0xA0, 0xF0, 0x9F, 0x98, 0xF4, 0xFF]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(data=st.data())
 def test_bytes_of_any_kind_stream_as_the_whole_text(tokenizer, data):
     """Valid and invalid bytes, in runs of every length, in all three kinds of vocabulary that have bytes."""
