@@ -37,8 +37,7 @@ class Servable:
             bad = next(token for token in request.token_ids if not 0 <= token < vocab)
             raise InvalidRequest("prompt", f"token id {bad} is outside the vocabulary of {vocab}")
         params = request.params
-        if params.logit_bias or params.stop_token_ids or params.bad_words or params.allowed_token_ids:
-            _check_ids(params, vocab)
+        _check_ids(params, vocab)
 
     def limit_output(self, request: Request) -> None:
         """Set `max_tokens` and `max_length` to what the request asks for, or to all that there is room for.
@@ -115,8 +114,9 @@ def _check_ids(params: SamplingParams, vocab: int) -> None:
     for field, ids in (
         ("logit_bias", params.logit_bias),
         ("stop_token_ids", params.stop_token_ids),
+        ("logprob_token_ids", params.logprob_token_ids),
         ("bad_words", [token for word in params.bad_words for token in word]),
         ("allowed_token_ids", params.allowed_token_ids or ()),
     ):
-        if bad := [token for token in ids if not 0 <= token < vocab]:
+        if ids and (bad := [token for token in ids if not 0 <= token < vocab]):
             raise InvalidRequest(field, f"token id {bad[0]} is outside the vocabulary of {vocab}")

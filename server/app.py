@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -28,6 +29,7 @@ from .engine.backend import Backend
 from .engine.kv_publisher import KvPublisher
 from .engine.recorder import Recorder
 from .engine.sourced_adapters import SourcedAdapters
+from .engine.tracing import Tracer
 from .engine.watchdog import Watchdog
 from .errors import (
     ApiError,
@@ -43,6 +45,8 @@ from .http.doors import Doors, GuardedRoute, RequestId
 from .http.gate import Gate
 from .settings import Settings
 from .text.tokenizer import Tokenizer
+from .ui.page import FILES, static
+from .ui.watchers import Watchers
 
 log = logging.getLogger(__name__)
 
@@ -56,11 +60,12 @@ def create_app(
     defaults: SamplingDefaults,
     kv_publisher: KvPublisher | None = None,
     recorder: Recorder | None = None,
+    tracer: Tracer | None = None,
 ) -> Starlette:
     """An app over a started worker, which it stops at its own end. Its state has `gate`, `worker`, `executors`
     and `key_watch`.
 
-    defaults: what requests sample with where they say nothing. kv_publisher, recorder: run as long as the app.
+    defaults: what requests sample with where they say nothing. kv_publisher, recorder, tracer: run as long as the app.
     RuntimeError when no more threads can be started.
     """
     gate, executors = Gate(max(settings.max_held_body_bytes, 2 * settings.max_body_bytes)), Executors()
@@ -74,9 +79,12 @@ def create_app(
     api = Api(worker, settings, gate, executors.scrapes)
     loads = AdapterLoads(worker, settings.adapter_load_seconds, settings.adapter_places)
     sourced = SourcedAdapters(settings, worker.adapters, loads)
-    generation = GenerationApi(worker, tokenizer, settings, defaults, api.metrics, executors.text, sourced, recorder)
+    generation = GenerationApi(
+        worker, tokenizer, settings, defaults, api.metrics, executors.text, sourced, recorder, tracer
+    )
     texts = TextApi(worker, tokenizer, generation)
     adapters = AdapterApi(worker, settings, loads, sourced)
+    watchers = Watchers(worker, api.metrics, executors.page, gate, settings.base_name)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -95,6 +103,9 @@ def create_app(
                 await executors.stop.run(worker.stop, STOP_SECONDS)
             except Exception as error:
                 log.warning("the engine was not stopped (%r); the process ends all the same", error)
+            if tracer is not None:
+                with suppress(Exception):
+                    await asyncio.wait_for(executors.stop.run(tracer.stop), STOP_SECONDS)
             executors.shutdown()
 
     routes = [
@@ -113,7 +124,7 @@ def create_app(
         GuardedRoute("GET", "/ping", api.ping, Right.OPEN),
         GuardedRoute("POST", "/ping", api.ping, Right.KEY),
         GuardedRoute("GET", "/load", api.load, Right.KEY),
-        GuardedRoute("GET", "/server_info", api.server_info, Right.KEY),
+        GuardedRoute("GET", "/server_info", api.server_info, Right.ADMIN),
         GuardedRoute("GET", "/model_info", api.model_info, Right.KEY),
         GuardedRoute("GET", "/v1/adapters", adapters.list_all, Right.KEY),
         GuardedRoute("POST", "/v1/adapters", adapters.add, Right.ADMIN),
@@ -127,6 +138,8 @@ def create_app(
             for path, (methods, _) in ABSENT.items()
             for method in methods
         ),
+        *(GuardedRoute("GET", path, static(path), Right.OPEN) for path in FILES if settings.ui),
+        *([GuardedRoute("GET", "/ui/events", watchers.events, Right.OPERATOR)] if settings.ui else []),
     ]
     app = Starlette(
         routes=routes,
@@ -151,6 +164,7 @@ def create_app(
         lifespan=lifespan,
     )  # fmt: skip
     app.state.gate, app.state.worker, app.state.executors, app.state.key_watch = gate, worker, executors, key_watch
+    app.state.watchers = watchers
     app.state.private_paths = private
     try:  # not in the lifespan: the command line would show its errors as tracebacks
         watchdog.start()

@@ -173,11 +173,22 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     kv_events_topic: str = Field(
         default="", max_length=256, description="topic of the KV events; llm-d reads kv@ADDRESS:PORT@MODEL"
     )
+    ui: bool = Field(
+        default=True,
+        description="serve the operator's page at /ui; where there are keys, its data need an admin key",
+    )
     record: Path | None = Field(
         default=None,
         description="file that gets a row for each request when it ends, for `chorus plan`: arrival, adapter and rank, "
         "prompt and output tokens, and a hash of the tenant. Never a prompt or an answer; but tenants with names that "
         "can be guessed can be told from their hashes. An existing trace is gone on with; default: none",
+    )
+    otlp_traces_endpoint: str | None = Field(
+        default=None,
+        pattern=r"^https?://\S+$",
+        description="where to send a span for each request, over OTLP, such as http://127.0.0.1:4318/v1/traces; "
+        "OpenTelemetry's own variables say all else, and the endpoint, too. Default: no spans without "
+        "OTEL_EXPORTER_OTLP_ENDPOINT",
     )
     max_connections: int | None = Field(
         default=None, ge=16, description="most open connections; default: what the limit of descriptors leaves room for"

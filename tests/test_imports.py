@@ -46,8 +46,8 @@ ROOMS = {
     ),
     "memory": ("adapters", "transfers", "host", "files", "pages"),
     "server": (
-        "cli", "cluster", "llm", "start", "app", "api", "http", "engine", "text", "settings", "stores", "checkpoints",
-        "access", "errors", "executors",
+        "cli", "cluster", "llm", "start", "app", "ui", "api", "http", "engine", "text", "settings", "stores",
+        "checkpoints", "access", "errors", "executors",
     ),
 }  # fmt: skip
 

@@ -13,6 +13,7 @@ from ...ops.sampling import (
     Chances,
     Scores,
     draw_into,
+    on_device,
     pick,
     score,
     score_rows,
@@ -76,7 +77,7 @@ def draw(
     if logits is None:
         return _result(rows, likeliest, likeliest)
     asked = _Asked(rows, at, chosen)
-    tokens, scores = list(likeliest), None
+    tokens, scores, named = list(likeliest), None, None
     if asked.drawn:
         with asked.edits(logits, at, eos_token_ids, grammars):
             drawn = sampling.sample(logits, [at[index] for index in asked.drawn], asked.chances)
@@ -84,8 +85,10 @@ def draw(
             tokens[index] = token
     if asked.scored:
         own = [max(0, tokens[index]) for index in asked.scored]
-        scores = sampling.score(logits, [at[index] for index in asked.scored], own, asked.counts)
-    return asked.result(likeliest, tokens, scores)
+        places = [at[index] for index in asked.scored]
+        scores = sampling.score(logits, places, own, asked.counts)
+        named = asked.named_logits(logits, places, torch.tensor(own)).tolist() if asked.width else None
+    return asked.result(likeliest, tokens, scores, named)
 
 
 class DeviceDraw:
@@ -116,7 +119,10 @@ class DeviceDraw:
         values, self.tokens = found[:3], found[3]
         self._count = values.numel()
         if asked.scored:
-            scores = score(pick(logits, asked.scored), pick(self.tokens, asked.scored), max(asked.counts))
+            own = pick(self.tokens, asked.scored)
+            scores = score(pick(logits, asked.scored), own, max(asked.counts))
+            if asked.width:
+                scores = torch.cat((scores, asked.named_logits(logits, asked.scored, own)), -1)
             values = torch.cat((values.double().flatten(), scores.flatten()))
         self._values = fetch(values)
 
@@ -127,11 +133,13 @@ class DeviceDraw:
         count = self._count // 3
         likeliest, can_tell, tokens = ([int(value) for value in values[part * count :][:count]] for part in range(3))
         likeliest = [token if good else -1 for token, good in zip(likeliest, can_tell, strict=True)]
-        flat, scores = values[self._count :], None
+        flat, scores, named = values[self._count :], None, None
         if asked.scored:
             each = len(flat) // len(asked.scored)
-            scores = scores_of([flat[begin : begin + each] for begin in range(0, len(flat), each)])
-        return asked.result(likeliest, tokens, scores)
+            ends = range(each, len(flat) + 1, each)
+            scores = scores_of([flat[end - each : end - asked.width] for end in ends])
+            named = [flat[end - asked.width : end] for end in ends]
+        return asked.result(likeliest, tokens, scores, named)
 
 
 def most_drawn_values(rows: int) -> int:
@@ -151,7 +159,9 @@ class _Asked:
         self.drawn = [i for i, it in params.items() if i not in chosen and (it.temperature or _reshapes_logits(it))]
         self.chances = [_chances(rows[index]) for index in self.drawn]
         self.scored = [index for index, it in params.items() if it.logprobs is not None]
-        self.counts = [params[index].logprobs or 0 for index in self.scored]
+        self.named = [params[index].logprob_token_ids for index in self.scored]
+        self.width = max(map(len, self.named), default=0)
+        self.counts = [0 if params[index].logprob_token_ids else params[index].logprobs or 0 for index in self.scored]
 
     def edits(
         self,
@@ -164,11 +174,33 @@ class _Asked:
         reshaped = [(at[i], self._rows[i]) for i in self.drawn if _reshapes_logits(self._rows[i].params)]
         return edited(logits, reshaped, eos_token_ids, grammars) if reshaped else nullcontext()
 
-    def result(self, likeliest: Sequence[int], tokens: Sequence[int], scores: Scores | None) -> StepResult:
-        """Return the step's result, see `_result`."""
+    def named_logits(self, logits: torch.Tensor, places: Sequence[int], tokens: torch.Tensor) -> torch.Tensor:
+        """Logits of the tokens that each scored row names, less its own token's: `[scored, width]` float64.
+
+        places: the rows of the logits. tokens: `[scored]` int64, on their device.
+        """
+        padded = [ids + (0,) * (self.width - len(ids)) for ids in self.named]
+        rows, ids = (on_device(torch.tensor(each), logits.device) for each in (places, padded))
+        return logits[rows[:, None], ids].double() - logits[rows, tokens].double()[:, None]
+
+    def result(
+        self,
+        likeliest: Sequence[int],
+        tokens: Sequence[int],
+        scores: Scores | None,
+        named: Sequence[Sequence[float]] | None,
+    ) -> StepResult:
+        """Return the step's result, see `_result`. named: what `named_logits` gave."""
         result = _result(self._rows, likeliest, tokens)
         if scores is not None:
             found = _logprobs(scores, [tokens[index] for index in self.scored], self.counts)
+            for place, (ids, less) in enumerate(zip(self.named, named or (), strict=False)):
+                if ids:
+                    one = found[place]
+                    by_id = {one.token_id: one.logprob}
+                    by_id |= {token: one.logprob + by for token, by in zip(ids, less, strict=False)}
+                    best_first = sorted(by_id.items(), key=lambda pair: -pair[1])
+                    found[place] = TokenLogprobs(one.token_id, one.logprob, tuple(best_first))
             names = [self._rows[index].request_id for index in self.scored]
             result.logprobs = {name: it for name, it in zip(names, found, strict=True) if name in result.tokens}
         return result

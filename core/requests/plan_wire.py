@@ -65,6 +65,7 @@ def params_to_wire(params: SamplingParams) -> dict[str, Any]:
     data = asdict(params)
     data["logit_bias"] = [[token, bias] for token, bias in params.logit_bias.items()]
     data["stop_token_ids"] = list(params.stop_token_ids)
+    data["logprob_token_ids"] = list(params.logprob_token_ids)
     data["bad_words"] = [list(word) for word in params.bad_words]
     data["allowed_token_ids"] = None if params.allowed_token_ids is None else list(params.allowed_token_ids)
     return data
@@ -75,6 +76,7 @@ def params_from_wire(data: Mapping[str, Any]) -> SamplingParams:
     lists = {
         "logit_bias": {int(token): bias for token, bias in data["logit_bias"]},
         "stop_token_ids": tuple(data["stop_token_ids"]),
+        "logprob_token_ids": tuple(data["logprob_token_ids"]),
         "bad_words": tuple(tuple(word) for word in data["bad_words"]),
         "allowed_token_ids": None if data["allowed_token_ids"] is None else tuple(data["allowed_token_ids"]),
         "grammar": None if data["grammar"] is None else Grammar(**data["grammar"]),

@@ -61,6 +61,7 @@ class Request:
     charged: float = 0.0  # cost that its account has been charged for what it runs now
     num_paid_tokens: int = 0  # tokens that its account has paid for in runs before
     start_time: float | None = None  # of its first admission
+    num_preemptions: int = 0
     seed: int = 0  # its parameters'
     adapter: Adapter | None = None
     block_table: BlockTable = field(init=False)  # while it runs

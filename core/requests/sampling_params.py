@@ -47,6 +47,7 @@ class SamplingParams:
     grammar: what the answer matches; an end of sequence comes only where it may end, and ends it despite `ignore_eos`,
     which lets it come only where nothing else can.
     logprobs, prompt_logprobs: report log-probabilities of generated or prompt tokens with that many alternatives.
+    logprob_token_ids: the alternatives to report with generated tokens, instead of the likeliest; needs `logprobs`.
     """
 
     max_tokens: int | None = 16
@@ -67,6 +68,7 @@ class SamplingParams:
     grammar: Grammar | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
 
     @property
     def looks_back(self) -> bool:
@@ -100,6 +102,9 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _require(name, value, value is None or 0 <= value <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}")
+        _at_most("logprob_token_ids", len(self.logprob_token_ids), MAX_LOGPROBS, "entries")
+        scored = self.logprobs is not None or not self.logprob_token_ids
+        _require("logprob_token_ids", "given", scored, "left out, or logprobs given")
 
 
 class Seeds:

@@ -111,7 +111,9 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probability of a token under the model's raw distribution, and the most likely alternatives, best first."""
+    """Log-probability of a token under the model's raw distribution, and the most likely alternatives, best first; or
+    the ones that `logprob_token_ids` names, and the token among them.
+    """
 
     token_id: int
     logprob: float
@@ -175,7 +177,8 @@ class RequestOutput(NamedTuple):
     num_cached_tokens: prompt tokens with KV from the prefix cache.
     logprobs: one per new token, when asked for. prompt_logprobs: one per prompt token but the first, with the first
     output, when asked for. failure: what its adapter, or pinned ones, have to do with the error. queue_seconds: from
-    its arrival to its first admission, with the first output.
+    its arrival to its first admission, with the first output. num_preemptions: of the request, with
+    its last output at the latest.
     """
 
     request_id: str
@@ -189,3 +192,4 @@ class RequestOutput(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     failure: LoadFailure | None = None
     queue_seconds: float | None = None
+    num_preemptions: int = 0

@@ -482,6 +482,7 @@ class Scheduler:
         Sampling depends on (seed, position) only, so the tokens it has already returned stay valid.
         """
         self._send_back(request, RequestState.SWAPPED)
+        request.num_preemptions += 1
         self.num_preemptions += 1
 
     def _send_back(self, request: Request, state: RequestState) -> None:
@@ -562,7 +563,7 @@ class Scheduler:
             self._finish(request, reason)
         return RequestOutput(
             row.request_id, (token,), reason, stop_token, None, info, request.num_cached_tokens,
-            (logprobs,) if logprobs else (), prompt_logprobs, None, queue_seconds,
+            (logprobs,) if logprobs else (), prompt_logprobs, None, queue_seconds, request.num_preemptions,
         )  # fmt: skip
 
     # -- finishing

@@ -130,6 +130,14 @@ class AdapterStore:
     def names(self) -> list[str]:
         return sorted(self._current)
 
+    def registered(self) -> Iterable[Adapter]:
+        """The current versions of all names."""
+        return self._current.values()
+
+    def resident(self) -> Iterable[Adapter]:
+        """Versions with pages."""
+        return self._resident
+
     def describe(self) -> list[AdapterInfo]:
         return [
             AdapterInfo(a.name, a.version, a.rank, a.manifest.targets, a.manifest.path, self.tier(a).value,

@@ -2,8 +2,10 @@
 chorus.perf.chaos.grammars`.
 
 Of each random JSON schema a random text is drawn over the built-in model's vocabulary, each token among the tokens that
-the grammar allows; the text must parse and be valid by the `jsonschema` package. A hostile grammar within the API's
-limits must be refused or compiled, and give its masks, within the bars; seconds are of the CPU.
+the grammar allows; the text must parse and be valid by the `jsonschema` package. The schemas of the
+JSON-Schema-Test-Suite (`--suite DIR`) are tried in the same way, and their grammars must not let an invalid instance of
+the suite pass. A hostile grammar within the API's limits must be refused or compiled, and give its masks, within the
+bars; seconds are of the CPU.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import random
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -108,7 +111,47 @@ class Tally:
     schemas: int = 0
     refused: int = 0
     cut: int = 0
+    unchecked: int = 0
     invalid: list[str] = field(default_factory=list)
+
+    def try_schema(self, grammars: Grammars, schema: Any, draw: random.Random, name: str) -> bool:
+        """Draw a text that a schema allows and validate it. False: the schema is refused."""
+        import jsonschema
+
+        self.schemas += 1
+        try:
+            text, _ = answer(grammars, Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)), draw, MOST_TOKENS)
+        except InvalidGrammar:
+            self.refused += 1
+            return False
+        if text is None:
+            self.cut += 1
+            return True
+        try:
+            jsonschema.validate(json.loads(text), schema)
+        except jsonschema.SchemaError:  # such as a pattern that Python's `re` does not have
+            self.unchecked += 1
+        except ValueError as error:
+            self.invalid.append(f"{name}: {error!r:.200}")
+        except jsonschema.ValidationError as error:
+            self.invalid.append(f"{name}: {text!r:.200} by {json.dumps(schema):.300}: {error.message:.100}")
+        return True
+
+    def try_suite(self, grammars: Grammars, suite: Path, draws: int) -> None:
+        """Do so with all schemas of the suite's latest draft, and refuse its invalid instances."""
+        for path in sorted((suite / "tests" / "draft2020-12").rglob("*.json")):
+            formats = "format" in path.parts  # annotations, unless a validator is told to look at these
+            if path.stem == "ecmascript-regex":  # optional; patterns are Rust's here, in which U+FEFF is no blank
+                continue
+            for group in json.loads(path.read_text(encoding="utf-8")):
+                name, schema = f"{path.stem}: {group['description']}", group["schema"]
+                tried = (self.try_schema(grammars, schema, random.Random(seed), name) for seed in range(draws))
+                if not all(tried) or formats:
+                    continue
+                for test in group["tests"]:
+                    text = json.dumps(test["data"], ensure_ascii=False)
+                    if not test["valid"] and accepts(grammars, schema, text.encode("utf-8", "surrogatepass")):
+                        self.invalid.append(f"{name}: takes {text:.100} ({test['description']})")
 
 
 def answer(grammars: Grammars, grammar: Grammar, draw: random.Random, most: int) -> tuple[bytes | None, float]:
@@ -130,12 +173,18 @@ def answer(grammars: Grammars, grammar: Grammar, draw: random.Random, most: int)
     return None, worst
 
 
+def accepts(grammars: Grammars, schema: Any, text: bytes) -> bool:
+    """Whether an answer may be the text."""
+    matcher = grammars.compile(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
+    tokens = [_TOKENS.index(bytes([byte])) for byte in text]
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
 def spelt(token: int) -> bytes:
     return bytes(_TOKENS[token])
 
 
 def main() -> int:
-    import jsonschema
     from tokenizers import Tokenizer
 
     from ...server.text.vocabulary import Vocabulary
@@ -143,29 +192,18 @@ def main() -> int:
     command = parser(__spec__, __doc__)
     command.add_argument("--schemas", type=int, default=10_000, help="how many to draw")
     command.add_argument("--seed", type=int, default=0, help="of the first")
+    command.add_argument("--suite", type=Path, help="a copy of the JSON-Schema-Test-Suite")
+    command.add_argument("--draws", type=int, default=3, help="texts of each of its schemas")
     args = command.parse_args()
     vocabulary = Vocabulary(Tokenizer.from_file(str(BUILTIN_MODEL / "tokenizer.json")))
     _TOKENS.extend(vocabulary.bytes_of(token) for token in range(VOCAB))
     grammars, tally = Grammars(BUILTIN_MODEL, VOCAB, (EOS,)), Tally()
     for seed in range(args.seed, args.seed + args.schemas):
         draw = random.Random(seed)
-        schema = random_schema(draw)
-        tally.schemas += 1
-        try:
-            text, _ = answer(grammars, Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)), draw, MOST_TOKENS)
-        except InvalidGrammar:
-            tally.refused += 1
-            continue
-        if text is None:
-            tally.cut += 1
-            continue
-        try:
-            jsonschema.validate(json.loads(text), schema)
-        except ValueError as error:
-            tally.invalid.append(f"seed {seed}: {error!r:.200}")
-        except jsonschema.ValidationError as error:
-            tally.invalid.append(f"seed {seed}: {text!r:.200} by {json.dumps(schema):.300}: {error.message:.100}")
-    print(*tally.invalid[:10], sep="\n")
+        tally.try_schema(grammars, random_schema(draw), draw, f"seed {seed}")
+    if args.suite is not None:
+        tally.try_suite(grammars, args.suite, args.draws)
+    print(*tally.invalid[:40], sep="\n")
     costs, late = {}, []
     for name, body in hostile().items():
         began, worst, said = time.process_time(), 0.0, ""

@@ -39,11 +39,14 @@ HASHED = re.compile(r"sha256:[0-9a-f]{16}:[0-9a-f]{64}")
 
 
 class Right(StrEnum):
-    """Right that a route asks for. ADMIN: an admin key where the server has any, else a key."""
+    """Right that a route asks for. ADMIN: an admin key where the server has any, else a key. OPERATOR: an admin key
+    where the server has any key at all.
+    """
 
     OPEN = "open"
     KEY = "key"
     ADMIN = "admin"
+    OPERATOR = "operator"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,10 @@ class Identity:
     may_change_adapters: bool = True
     sees_tenants: bool = True
     grant: Grant = ALL
+
+    def has(self, right: Right) -> bool:
+        """True if it may use routes that ask for a right."""
+        return {Right.ADMIN: self.may_change_adapters, Right.OPERATOR: self.sees_tenants}.get(right, True)
 
 
 class NamedKey(NamedTuple):

@@ -19,6 +19,7 @@ COUNTED = {
     "logit_bias": "max_logit_bias",
     "allowed_token_ids": "max_allowed_tokens",
     "stop_token_ids": "max_logit_bias",
+    "logprob_token_ids": "max_logprobs",
     "tools": "max_tools",
 }
 """Fields that hold several, with the limit to their number."""

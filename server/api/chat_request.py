@@ -98,7 +98,7 @@ class ChatCompletionRequest(ToolFields, GenerationRequest):
                 raise ApiError(400, message, param="chat_template_kwargs")
 
     @property
-    def num_logprobs(self) -> int | None:
+    def asked_logprobs(self) -> int | None:
         return self.top_logprobs if self.logprobs else None
 
     @property

@@ -44,7 +44,7 @@ class CompletionRequest(GenerationRequest):
             )
 
     @property
-    def num_logprobs(self) -> int | None:
+    def asked_logprobs(self) -> int | None:
         return self.logprobs
 
     @property

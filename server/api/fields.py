@@ -78,8 +78,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
             chat_template_kwargs custom_params ec_transfer_params images_config kv_transfer_params
             media_io_kwargs merged_adapters mm_processor_kwargs reasoning session_params vllm_xargs"""),
         (([],), """
-            documents functions input_ids logits_processors logprob_token_ids lora response_fields samplers
-            tools"""),
+            documents functions input_ids logits_processors lora response_fields samplers tools"""),
         (("",), "extra_key suffix"),
         ((-1,), "id_slot repeat_last_n sse_ping_interval thinking_token_budget top_n_sigma"),
         ((True,), "add_generation_prompt cache_prompt do_sample include_reasoning"),
@@ -103,7 +102,6 @@ INSTEAD = {
     "guided_decoding_backend": "there is one, llguidance",
     "guided_whitespace_pattern": "JSON has one blank at most between its tokens",
     "do_sample": "use temperature 0 to take the likeliest tokens",
-    "logprob_token_ids": "use logprobs: only the likeliest tokens' are computed",
     "lora": "name one adapter in lora_path",
     "merged_adapters": "name one adapter in lora_path",
     "n_probs": "use logprobs",

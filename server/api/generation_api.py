@@ -6,7 +6,8 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from ...core.requests.grammar import Grammar
 from ...core.requests.grammars import InvalidGrammar, grammars_of
 from ...core.requests.request import Request as EngineRequest
 from ...core.requests.sampling_params import InvalidRequest, NotServed, Seeds
+from ...core.scheduling.overload import Overloaded
 from ..access.grants import NOWHERE
 from ..access.limits import RequestLimits
 from ..engine.backend import Backend
@@ -24,6 +26,7 @@ from ..engine.generation import Choice, Generation
 from ..engine.metrics import Metrics
 from ..engine.recorder import Recorder
 from ..engine.sourced_adapters import SourcedAdapters
+from ..engine.tracing import Tracer
 from ..errors import ApiError, as_api_error, client_gone, no_model, read_body, too_long
 from ..executors import DaemonPool
 from ..settings import Settings
@@ -82,9 +85,10 @@ class GenerationApi:
         threads: DaemonPool,
         sourced: SourcedAdapters,
         recorder: Recorder | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         """threads: read long bodies and write long answers. sourced: brings adapters that are not registered.
-        recorder: records requests that end.
+        recorder, tracer: record requests that end.
         """
         self._worker = worker
         self._tokenizer = tokenizer
@@ -94,6 +98,7 @@ class GenerationApi:
         self._threads = threads
         self._sourced = sourced
         self._recorder = recorder
+        self._tracer = tracer
         self._seeds = Seeds(settings.seed)
 
     async def completions(self, request: Request) -> Response:
@@ -162,7 +167,16 @@ class GenerationApi:
             raise InvalidRequest("n", f"at most {limit} answers are given in one call, {count}")
         check_steering(asked, num_prompts * asked.n, self._settings)
         _, adapter = self._names(request, asked)
-        self._worker.check_room(request.state.tenant, adapter, num_prompts * asked.n)
+        with self._counting_rejections():
+            self._worker.check_room(request.state.tenant, adapter, num_prompts * asked.n)
+
+    @contextmanager
+    def _counting_rejections(self) -> Iterator[None]:
+        try:
+            yield
+        except Overloaded:
+            self._metrics.rejected()
+            raise
 
     def _names(self, request: Request, asked: GenerationRequest) -> tuple[str, str | None]:
         """The name that the answer goes by, and the adapter's; `NOWHERE` for what the request's key may not use: the
@@ -237,6 +251,7 @@ class GenerationApi:
             model=model,
             metrics=self._metrics,
             recorder=self._recorder,
+            trace=None if self._tracer is None else self._tracer.call(request.headers, model, asked.n),
             per_prompt=asked.n,
             in_bulk=not asked.stream and not asked.stop,
             spend=request.state.spend,
@@ -283,7 +298,8 @@ class GenerationApi:
         echoed: Sequence[str | list[int]] = (),
     ) -> Response:
         try:
-            await self._start(request, generation)
+            with self._counting_rejections():
+                await self._start(request, generation)
         except ClientDisconnect:
             return client_gone()
         except NotServed as error:

@@ -76,6 +76,7 @@ class GenerationRequest(GrammarFields):
     min_tokens: int = 0
     bad_words: list[str] = []
     allowed_token_ids: list[int] = []
+    logprob_token_ids: list[int] = []
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     prompt_logprobs: LogprobCount | None = None
@@ -153,6 +154,9 @@ class GenerationRequest(GrammarFields):
             count = getattr(request, name, None)
             if count is not None and count > limits.max_logprobs:
                 raise ApiError(400, f"{name} is {count}, this server gives {limits.max_logprobs}", param=name)
+        if request.logprob_token_ids and (request.num_logprobs is None or request.prompt_only):
+            message = "logprob_token_ids need logprobs, and tokens to generate"
+            raise ApiError(400, message, param="logprob_token_ids")
         request.check(limits)
         return request
 
@@ -202,8 +206,14 @@ class GenerationRequest(GrammarFields):
 
     @property
     @abstractmethod
+    def asked_logprobs(self) -> int | None:
+        """Number of likeliest tokens that the client asks for with each generated token; None: no log-probabilities."""
+
+    @property
     def num_logprobs(self) -> int | None:
         """Number of alternatives to report with each generated token; None: no log-probabilities."""
+        asked, named = self.asked_logprobs, len(self.logprob_token_ids)
+        return asked if asked is None or not named else named + 1  # the token itself is one of them
 
     @property
     def num_prompt_scores(self) -> int | None:
@@ -266,9 +276,10 @@ class GenerationRequest(GrammarFields):
             logit_bias={int(token): bias for token, bias in self.logit_bias.items()},
             stop_token_ids=tuple(self.stop_token_ids),
             bad_words=bad_words,
-            logprobs=self.num_logprobs,
+            logprobs=self.asked_logprobs,
             prompt_logprobs=self.num_prompt_scores,
             allowed_token_ids=tuple(self.allowed_token_ids) or None,
+            logprob_token_ids=tuple(self.logprob_token_ids),
             grammar=grammar,
         )
         if self.seed is None:

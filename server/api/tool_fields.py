@@ -102,10 +102,11 @@ class ToolFields(BaseModel):
 
     def syntax(self, tokenizer: Tokenizer) -> AnswerSyntax:
         """What the answer is to be read for."""
-        template = tokenizer.chat_template
+        template, own = tokenizer.chat_template, tokenizer.declared_syntax
+        reasoning = own.reasoning or reasoning_format_of(template, tokenizer.is_token)
         return AnswerSyntax(
-            call_format_of(template) if self._may_call else None,
-            reasoning_format_of(template, tokenizer.is_token) if self.separate_reasoning else None,
+            own.calls or call_format_of(template) if self._may_call else None,
+            reasoning if self.separate_reasoning else None,
         )
 
     def reader(self, syntax: AnswerSyntax, *, reasons_already: bool) -> AnswerReader:

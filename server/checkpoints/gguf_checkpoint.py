@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...core.model.load_progress import progress
+
 if TYPE_CHECKING:
     import torch
 
@@ -54,14 +56,17 @@ def convert(source: Path, target: Path, config: Mapping[str, Any]) -> None:
 
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     weights = {}
-    for tensor in GGUFReader(source).tensors:
-        if tensor.name == "rope_freqs.weight":  # a table that config.json describes
-            continue
-        weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).astype("float32"))
-        kind = tensor.name.split(".")[-2]
-        if kind in heads:
-            weight = half_split(weight, heads[kind])
-        weights[checkpoint_name(tensor.name)] = weight.to(torch.bfloat16).contiguous()
+    tensors = GGUFReader(source).tensors
+    with progress("converting", len(tensors)) as advance:
+        for tensor in tensors:
+            advance(1)
+            if tensor.name == "rope_freqs.weight":  # a table that config.json describes
+                continue
+            weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).astype("float32"))
+            kind = tensor.name.split(".")[-2]
+            if kind in heads:
+                weight = half_split(weight, heads[kind])
+            weights[checkpoint_name(tensor.name)] = weight.to(torch.bfloat16).contiguous()
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     _write_json(target / "config.json", config)
     generation = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}

@@ -183,9 +183,11 @@ def _fetch(recipe: Recipe, work: Path, echo: Callable[[str], None]) -> Path:
 
 def download(package: str, into: Path) -> None:
     """Download `package` alone with pip, from whatever index it is configured for."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    command += ["--only-binary", ":all:", "--dest", str(into), package]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    shown = sys.stderr.isatty()  # then pip draws its own bar
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
+    command += [*(() if shown else ("--quiet",)), "--only-binary", ":all:", "--dest", str(into), package]
+    out = sys.stderr if shown else subprocess.DEVNULL
+    result = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, check=False)
     if result.returncode:
         reason = next((line for line in reversed(result.stderr.splitlines()) if line.strip()), "no reason given")
         raise PullError(f"pip could not download {package}: {reason.strip()}")

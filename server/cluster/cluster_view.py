@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ...memory.adapters.adapter import Tier
 from ..engine.engine_view import MAX_TIER_SERIES, AdapterView, EngineView
+from ..engine.picture import AdapterRow, Phase, Picture, ReplicaRow
 from . import totals
 from .catalog import Catalog
+from .ledger import OpenRequest
 from .link import Link
 
 _NEAREST = (Tier.DEVICE, Tier.LOADING, Tier.HOST, Tier.FAILED)
@@ -46,3 +48,33 @@ def view_of(links: Sequence[Link], catalog: Catalog) -> EngineView:
         num_quarantined=len(catalog.quarantine),
         accounts=totals.accounts(links),
     )
+
+
+def picture_of(links: Sequence[Link], catalog: Catalog, requests: Iterable[OpenRequest]) -> Picture:
+    """A snapshot for the operator's page, without pages: which is whose is known to the replicas alone.
+
+    requests: open ones. A request counts as running from its first token on.
+    """
+    nearest: dict[str, Tier] = {}
+    for link in links:
+        for content, text in link.report.tiers.items() if link.report is not None else ():
+            tier, known = Tier(text), nearest.get(content, Tier.FAILED)
+            if tier in _NEAREST and _NEAREST.index(tier) <= _NEAREST.index(known):
+                nearest[content] = tier
+    entries = catalog.entries()
+
+    def rows() -> list[AdapterRow]:
+        return [
+            (one.name, nearest.get(one.manifest.content_hash or "", Tier.DISK), one.manifest.rank, 0, None, False)
+            for one in entries
+        ]
+
+    phases = Counter(
+        (one.record["adapter"] or "", one.record["tenant"], Phase.RUNNING if one.num_output_tokens else Phase.WAITING)
+        for one in requests
+    )
+    replicas = [
+        ReplicaRow(link.name, "draining" if link.draining else "up" if link.is_up else "down", link.stats)
+        for link in links
+    ]
+    return Picture(rows, phases, replicas=replicas)

@@ -24,6 +24,7 @@ from ...memory.files.format import AdapterManifest, inspect_adapter
 from ...memory.files.identity import with_content
 from ..engine.backend import SHUTTING_DOWN, OnOutput
 from ..engine.engine_view import EngineView
+from ..engine.picture import Picture
 from ..engine.subscribers import Subscribers
 from ..errors import EngineUnavailable
 from ..executors import DaemonPool, PoolFull
@@ -31,7 +32,7 @@ from . import totals
 from .address import Address
 from .catalog import Catalog, Cluster, Entry, done, failed
 from .cluster_metrics import ClusterCollector
-from .cluster_view import overflowing, tier_of, view_of
+from .cluster_view import overflowing, picture_of, tier_of, view_of
 from .dispatcher import Dispatcher
 from .link import Link
 from .registered_catalog import RegisteredCatalog
@@ -232,6 +233,10 @@ class ClusterWorker:
 
     def view(self) -> Future[EngineView]:
         return done(view_of(self.links, self.adapters))
+
+    def picture(self) -> Future[Picture]:
+        open_requests = self.dispatcher.ledger.open
+        return self._call(lambda: picture_of(self.links, self.adapters, open_requests()), otherwise=Picture())
 
     def check_adapter(self, path: Path, roots: Sequence[Path] = (), image: HostImage | None = None) -> AdapterManifest:
         """Have the replicas check the weights, too, and keep them under their hash."""

@@ -375,7 +375,7 @@ class Dispatcher:
     # --- ends ---
 
     def _all(self) -> list[OpenRequest]:
-        return [request for request_id in list(self._asked) if (request := self.ledger.get(request_id)) is not None]
+        return list(self.ledger.open())
 
     def _accept(self, request_id: str) -> None:
         accepted = self._asked[request_id].accepted

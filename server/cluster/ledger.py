@@ -8,7 +8,7 @@ prompt, tokens received, seed and parameters (`core.requests.record`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +84,10 @@ class Ledger:
 
     def get(self, request_id: str) -> OpenRequest | None:
         return self._open.get(request_id)
+
+    def open(self) -> Iterable[OpenRequest]:
+        """All requests that have not ended."""
+        return self._open.values()
 
     def waiting(self) -> list[OpenRequest]:
         """Requests that wait at the front. A request with tokens comes first: its client has begun to read."""

@@ -13,7 +13,7 @@ def to_row(output: RequestOutput, life: int) -> list[Any]:
     """An output as a row. What is as in most outputs is left out."""
     rest: dict[str, Any] = {}
     if output.finish_reason is not None:
-        rest["finish"] = output.finish_reason.value
+        rest["finish"], rest["preempted"] = output.finish_reason.value, output.num_preemptions
     if output.stop_token_id is not None:
         rest["stop"] = output.stop_token_id
     if output.error is not None:
@@ -55,6 +55,7 @@ def from_row(row: Any, step: StepInfo | None) -> tuple[RequestOutput, int]:
             None if prompt is None else _read_scores(prompt),
             None if failure is None else LoadFailure(failure),
             None if queued is None else float(queued),
+            int(rest.get("preempted", 0)),
         )
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise Malformed(f"a row of an out frame can't be read: {error}") from None

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ...memory.files.format import AdapterManifest
     from ...memory.host.image import HostImage
     from .engine_view import EngineView
+    from .picture import Picture
 
 OnOutput = Callable[[RequestOutput], None]
 
@@ -156,6 +157,10 @@ class Backend(Protocol):
 
     def view(self) -> Future[EngineView]:
         """A snapshot for metrics."""
+        ...
+
+    def picture(self) -> Future[Picture]:
+        """A snapshot for the operator's page."""
         ...
 
     def check_adapter(self, path: Path, roots: Sequence[Path] = (), image: HostImage | None = None) -> AdapterManifest:

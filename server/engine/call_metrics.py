@@ -35,6 +35,7 @@ class Ended:
     num_cached_tokens: int
     num_generated_tokens: int
     max_tokens: int | None
+    num_preemptions: int = 0
 
 
 class CallMetrics:
@@ -54,6 +55,7 @@ class CallMetrics:
         self._most = histogram(
             "request_max_num_generation_tokens", "Tokens of the longest answer of a call", TOKEN_BUCKETS
         )
+        self._preemptions = histogram("request_num_preemptions", "Preemptions of a request", N_BUCKETS)
         self._max_tokens = histogram("request_params_max_tokens", "Most tokens that were asked for", TOKEN_BUCKETS)
         self._n = histogram("request_params_n", "Answers that were asked for", N_BUCKETS)
         self._queue = histogram("request_queue_time_seconds", "From arrival to admission", SECONDS_BUCKETS)
@@ -69,6 +71,7 @@ class CallMetrics:
     def ended(self, one: Ended) -> None:
         self._prompt.observe(one.num_prompt_tokens)
         self._generated.observe(one.num_generated_tokens)
+        self._preemptions.observe(one.num_preemptions)
         if one.max_tokens is not None:
             self._max_tokens.observe(one.max_tokens)
         if one.first_seconds is None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .backend import Backend
     from .metrics import Metrics
     from .recorder import Recorder
+    from .tracing import CallTrace
 
 
 TURN_SECONDS = 0.0005
@@ -83,6 +84,7 @@ class Choice:
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         self.num_cached_tokens: int | None = None
+        self.num_preemptions = 0
         self.queue_seconds: float | None = None
         self.first_seconds: float | None = None
         """From arrival to the first token."""
@@ -100,6 +102,7 @@ class Choice:
         if self.num_cached_tokens is None:
             self.num_cached_tokens = output.num_cached_tokens
             self.queue_seconds = output.queue_seconds
+        self.num_preemptions = max(self.num_preemptions, output.num_preemptions)
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         if self._prompt_only:
@@ -172,6 +175,7 @@ class Generation:
         model: str,
         metrics: Metrics | None = None,
         recorder: Recorder | None = None,
+        trace: CallTrace | None = None,
         per_prompt: int = 1,
         in_bulk: bool = False,
         spend: Callable[[int], None] | None = None,
@@ -187,6 +191,7 @@ class Generation:
         self._metrics = metrics
         self._spend = spend
         self._recorder = recorder
+        self._trace = trace
         self._arrival = choices[0].request.arrival_time
         self._per_prompt = per_prompt
         self._latest = [self._arrival] * len(choices)
@@ -316,12 +321,14 @@ class Generation:
 
     def _end(self, request_id: str, finish_reason: str) -> None:
         self._open.discard(request_id)
+        choice = self._by_request[request_id]
+        if self._trace is not None:
+            self._trace.ended(choice.request, self._ended(choice), finish_reason)
         if self._metrics is not None:
-            self._metrics.ended(self.model, finish_reason, self._ended(self._by_request[request_id]))
+            self._metrics.ended(self.model, finish_reason, self._ended(choice))
             if not self._open:
                 self._metrics.call_ended(self._per_prompt, max(len(choice.token_ids) for choice in self.choices))
         if self._recorder is not None:
-            choice = self._by_request[request_id]
             self._recorder.note(choice.request, len(choice.prompt_token_ids), len(choice.token_ids))
 
     def _ended(self, choice: Choice) -> Ended:
@@ -334,6 +341,7 @@ class Generation:
             choice.num_cached_tokens or 0,
             len(choice.token_ids),
             choice.request.params.max_tokens,
+            choice.num_preemptions,
         )
 
     def _observe_tokens(self, delta: Delta, now: float) -> None:

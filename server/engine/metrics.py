@@ -96,6 +96,8 @@ class Metrics:
     def __init__(self, stats: Callable[[], EngineStats], view: Callable[[], EngineView], base: str) -> None:
         self.registry = registry = CollectorRegistry()
         registry.register(_EngineCollector(stats, view, base))
+        self.first_tokens: list[float] | None = None
+        """Seconds to first tokens since the operator's page last took them; None while none is open."""
         self._base = base
         self._models: set[str] = set()
         self._finish_reasons: dict[str, set[str]] = {}
@@ -105,6 +107,11 @@ class Metrics:
         self._all_requests = Counter(
             "vllm:request_success", "Requests ended", (*MODEL_LABELS, "finished_reason"), registry=registry
         )
+        self.rejected = Counter(
+            "vllm:admission_rejections", "Calls refused with a 429: the queue is full", ("model_name", "reason"),
+            registry=registry,
+        ).labels(label(base), "max_num_queued_reqs").inc  # fmt: skip
+        """Counts a call that finds the queue full."""
         self._prompt_tokens = _Tokens("prompt_tokens", "prompt_tokens", "Prompt tokens of accepted requests", self)
         self._generated_tokens = _Tokens("generated_tokens", "generation_tokens", "Tokens generated", self)
         self._ttft = _Seconds("time_to_first_token", "From arrival to the first token", TTFT_BUCKETS, self)
@@ -127,6 +134,8 @@ class Metrics:
         self._generated_tokens.add(self._series(model), tokens)
         if first:
             self._ttft.observe(seconds)
+            if self.first_tokens is not None:
+                self.first_tokens.append(seconds)
         else:
             self._itl.observe(seconds / tokens, tokens)
 

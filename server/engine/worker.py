@@ -22,6 +22,7 @@ from ..errors import EngineUnavailable
 from .backend import SHUTTING_DOWN, OnOutput
 from .engine_adapters import EngineAdapters
 from .engine_view import EngineView
+from .picture import Picture
 from .subscribers import Subscribers
 
 if TYPE_CHECKING:
@@ -157,6 +158,9 @@ class EngineWorker:
 
     def view(self) -> Future[EngineView]:
         return self.call(EngineView.of)
+
+    def picture(self) -> Future[Picture]:
+        return self.call(Picture.of)
 
     def check_adapter(self, path: Path, roots: Sequence[Path] = (), image: HostImage | None = None) -> AdapterManifest:
         """Reads and checks an adapter on the caller's thread, beside the steps. Raises AdapterFormatError.

@@ -180,8 +180,8 @@ class Doors:
             if right is not Right.OPEN:
                 raise
             identity = None
-        if right is Right.ADMIN and identity is not None and not identity.may_change_adapters:
-            raise ApiError(403, "changing adapters needs an admin key of this server", code="admin_key_required")
+        if identity is not None and not identity.has(right):
+            raise ApiError(403, "this needs an admin key of this server", code="admin_key_required")
         reads_json = route is None or route.reads_json
         if method in ("POST", "PATCH") and reads_json and not _is_json(headers.get("content-type", "")):
             given = clipped(headers.get("content-type", "")) or "nothing"

@@ -25,6 +25,7 @@ from ..app import create_app
 from ..engine.backend import Backend
 from ..engine.kv_publisher import kv_publisher_of
 from ..engine.recorder import Recorder
+from ..engine.tracing import Tracer
 from ..engine.worker import EngineWorker
 from ..http.connections import Connections
 from ..http.protocol import HttpConnection
@@ -111,7 +112,8 @@ def build_app(settings: Settings, open_backend: OpenBackend | None = None) -> St
     try:
         defaults = SamplingDefaults.read(settings.model) if settings.generation_config == "auto" else SamplingDefaults()
         recorder = None if settings.record is None else Recorder(settings.record)
-    except ValueError as error:  # NoTrace among them
+        tracer = Tracer.of(settings.otlp_traces_endpoint)
+    except ValueError as error:  # NoTrace and NoTracing among them
         raise LaunchError(str(error)) from None
     worker, tokenizer = (open_backend or load)(settings)
     names = [one.name for one in worker.adapters.listing().result().adapters]
@@ -122,7 +124,7 @@ def build_app(settings: Settings, open_backend: OpenBackend | None = None) -> St
         )
     log.info("serving %s and %d adapters", settings.base_name, len(names))
     try:
-        return create_app(worker, tokenizer, settings, defaults, kv_publisher_of(worker, settings), recorder)
+        return create_app(worker, tokenizer, settings, defaults, kv_publisher_of(worker, settings), recorder, tracer)
     except RuntimeError as error:
         worker.stop()
         raise LaunchError(f"can't serve {settings.model}: {error}") from error

@@ -280,7 +280,7 @@ class AnswerReader:
         if rest is None:
             return False
         self._ends = JsonEnd(1)
-        self._step = self._wrapping if self._format.wrapped else self._close
+        self._step = self._wrapping if self._format.wrapped else self._close if self._format.xml else self._end
         return True
 
     def _wrapping(self) -> bool:
@@ -290,6 +290,16 @@ class AnswerReader:
         self._held = self._held[end:] if end >= 0 else ""
         self._step = self._close if end >= 0 else self._wrapping
         return end >= 0
+
+    def _end(self) -> bool:
+        """Behind arguments that are no part of a JSON object, in front of what ends the call, if anything."""
+        assert self._format is not None
+        text, mark = self._held.lstrip(SPACE), self._format.end.strip(SPACE)
+        if len(text) < len(mark) and mark.startswith(text) and not self._final:
+            return False
+        self._held = text.removeprefix(mark)
+        self._step = self._close
+        return True
 
     def _close(self) -> bool:
         """Behind a call, in front of what closes it or separates it from the next."""

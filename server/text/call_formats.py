@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 _NAMED = r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 
@@ -69,7 +70,28 @@ _XML_HEAD = re.compile(r"\s*<function=(?P<name>[^>\n]{1,64})>")
 
 _MISTRAL_IDS = {"id_begins": "", "id_characters": 9}  # their templates take no other
 
+
+def wide(text: str) -> str:
+    """A text with DeepSeek's characters for the bars and blanks in its marks."""
+    return text.replace("|", "\uff5c").replace("_", "\u2581")
+
+
+_DEEPSEEK: dict[str, Any] = {
+    "open": wide("<|tool_calls_begin|>"), "separator": wide("<|tool_call_begin|>"), "close": wide("<|tool_calls_end|>"),
+}  # fmt: skip
+_DEEPSEEK_NAME = wide(r"\s*(?:<|tool_call_begin|>)?%s(?P<name>[^\s<`{]{1,64})%s\s*(?=\{)")
+
 CALL_FORMATS = (
+    CallFormat(
+        "deepseek_v3", (wide("<|tool_calls_begin|>"), "```json"), **_DEEPSEEK,
+        head=re.compile(_DEEPSEEK_NAME % (wide("function<|tool_sep|>"), r"\s*```json")), between="\n",
+        begin=wide("<|tool_call_begin|>function<|tool_sep|>{name}\n```json\n"), end=wide("\n```<|tool_call_end|>"),
+    ),
+    CallFormat(
+        "deepseek_v31", (wide("<|tool_calls_begin|>"),), **_DEEPSEEK,
+        head=re.compile(_DEEPSEEK_NAME % ("", wide("<|tool_sep|>"))),
+        begin=wide("<|tool_call_begin|>{name}<|tool_sep|>"), end=wide("<|tool_call_end|>"),
+    ),
     CallFormat(
         "seed_oss", ("<seed:tool_call>",), "<seed:tool_call>", _XML_HEAD, xml=True,
         begin="\n<function={name}>\n", end="</function>\n", close="</seed:tool_call>", between="\n",
@@ -103,6 +125,36 @@ REASONING_FORMATS = (
     ReasoningFormat("[THINK]", "[/THINK]"),
     ReasoningFormat("<think>", "</think>"),
 )
+
+
+_REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+
+_CALL = {"content": "json", "transform": {"type": "function", "function": "{content}"}}
+
+_LITERAL = re.compile(r"(?:\\s\*)?((?:[^\\.^$*+?{}\[\]|()]|\\\W)+)")
+"""A regular expression that matches one text, with blanks in front of it or not."""
+
+
+def declared(template: Any) -> AnswerSyntax:
+    """What a checkpoint's own `response_template` (transformers') says of reasoning between marks, and of calls as
+    JSON of a name and arguments between marks. The chat template tells of what else there is.
+    """
+    fields = template.get("fields") if isinstance(template, dict) else None
+    known = {name: field for name, field in (fields or {}).items() if isinstance(field, dict)}
+    marks = {name: pair for name, field in known.items() if all(pair := (_mark(field, "open"), _mark(field, "close")))}
+    reasoning = next((ReasoningFormat(*marks[name]) for name in _REASONING_FIELDS if name in marks), None)
+    calls, how = marks.get("tool_calls"), known.get("tool_calls", {})
+    if calls is None or not _CALL.items() <= how.items() or how.get("content_args"):
+        return AnswerSyntax(None, reasoning)
+    return AnswerSyntax(replace(HERMES, name="declared", open=calls[0], close=calls[1]), reasoning)
+
+
+def _mark(field: Mapping[str, Any], name: str) -> str:
+    text, pattern = field.get(name), field.get(f"{name}_pattern")
+    if isinstance(text, str):
+        return text
+    found = _LITERAL.fullmatch(pattern) if isinstance(pattern, str) else None
+    return "" if found is None else re.sub(r"\\(.)", r"\1", found[1])
 
 
 def call_format_of(template: str) -> CallFormat:

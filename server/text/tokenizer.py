@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.requests.sampling_params import InvalidRequest
 from ..errors import clipped, too_long
 from ..executors import DaemonPool
+from .call_formats import AnswerSyntax, declared
 from .detokenizer import ByteDetokenizer, Decoder, Detokenizer, TextStream
 from .spelt_specials import SpeltSpecials, new_mark
 from .vocabulary import Vocabulary
@@ -119,6 +120,11 @@ class Tokenizer:
         """The text of the model's chat template, or of all if it has several."""
         template = self._tokenizer.chat_template or ""
         return template if isinstance(template, str) else "\n".join(map(str, template.values()))
+
+    @cached_property
+    def declared_syntax(self) -> AnswerSyntax:
+        """What the checkpoint itself declares of answers."""
+        return declared(getattr(self._tokenizer, "response_template", None))
 
     def is_token(self, text: str) -> bool:
         return self.backend.token_to_id(text) is not None

@@ -67,6 +67,7 @@ class Answer:
     error: str | None = None
     failure: str | None = None
     num_cached_tokens: int = 0
+    num_preemptions: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
@@ -106,6 +107,7 @@ class Driver:
             if len(answer.tokens) == len(output.token_ids):
                 answer.num_cached_tokens = output.num_cached_tokens
             answer.logprobs += output.logprobs
+            answer.num_preemptions = max(answer.num_preemptions, output.num_preemptions)
             if output.prompt_logprobs is not None:
                 assert answer.prompt_logprobs is None, f"{output.request_id}'s prompt is scored twice"
                 answer.prompt_logprobs = output.prompt_logprobs

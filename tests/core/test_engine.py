@@ -317,6 +317,8 @@ def test_an_id_can_be_used_again_after_its_end(gqa, drive):
         ("logprobs", {"logprobs": -1}),
         ("logprobs", {"logprobs": 101}),
         ("prompt_logprobs", {"prompt_logprobs": 101}),
+        ("logprob_token_ids", {"logprob_token_ids": (1,)}),
+        ("logprob_token_ids", {"logprobs": 0, "logprob_token_ids": (1,) * 101}),
     ],
 )
 def test_wrong_sampling_parameters_name_their_field(field, params):
@@ -335,6 +337,7 @@ def test_wrong_sampling_parameters_name_their_field(field, params):
         ("prompt", "token id -1 is outside", ("a", None, [-1]), {}),
         ("stop_token_ids", "token id 160 is outside", ("a", None, [5], {"stop_token_ids": (5, 160)}), {}),
         ("stop_token_ids", "token id -1 is outside", ("a", None, [5], {"stop_token_ids": (-1,)}), {}),
+        ("logprob_token_ids", "token id 160", ("a", None, [5], {"logprobs": 0, "logprob_token_ids": (5, 160)}), {}),
         ("logit_bias", "token id 160 is outside", ("a", None, [5], {"logit_bias": {160: 1.0}}), {}),
         ("bad_words", "token id 999999 is outside", ("a", None, [5], {"bad_words": ((5,), (6, 999_999))}), {}),
         ("min_tokens", "between 0 and max_tokens", ("a", None, [5], {"min_tokens": 9}), {}),

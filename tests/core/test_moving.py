@@ -32,7 +32,7 @@ def gqa(subject):
 
 def test_a_plan_that_went_over_the_wire_gives_the_same_tokens(gqa, drive):
     def run(driver):
-        driver.add("base", None, PROMPT, max_tokens=6, logprobs=2)
+        driver.add("base", None, PROMPT, max_tokens=6, logprobs=2, logprob_token_ids=(7,))
         driver.add("sampled", "r1-all", PROMPT, max_tokens=6, temperature=1.0, seed=5, logit_bias={7: 3.0})
         driver.add("other", "r2-qv", PROMPT[:5], max_tokens=6, bad_words=((9, 9),), repetition_penalty=1.2)
         return driver.drain()

@@ -117,7 +117,7 @@ def test_a_short_arena_changes_no_token(subject, drive, preemption, chunked, pre
     add_all(driver, cases)
     check(driver, cases)
     stats = driver.engine.stats()
-    assert stats.num_preemptions > 3
+    assert stats.num_preemptions == sum(answer.num_preemptions for answer in driver.answers.values()) > 3
     assert (stats.num_swaps_out > 3) == (stats.num_swaps_in > 3) == (preemption != "recompute")
     assert stats.num_swapped == stats.swapped_bytes == 0
     if preemption != "recompute":

@@ -22,16 +22,18 @@ from transformers import PreTrainedTokenizerFast
 
 from chorus.core.engine_stats import AccountStats, EngineStats
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import InvalidRequest
+from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams
 from chorus.core.requests.types import FinishReason, RequestOutput, StepInfo, TokenLogprobs
 from chorus.core.scheduling.overload import Overloaded
+from chorus.core.scheduling.running import Running
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.adapters.store import UnknownAdapter
-from chorus.memory.pages.pool import IntegrityError
+from chorus.memory.pages.pool import IntegrityError, PagePool
 from chorus.server.api.sampling_defaults import SamplingDefaults
 from chorus.server.app import create_app
 from chorus.server.engine.kv_publisher import kv_publisher_of
 from chorus.server.engine.recorder import Recorder
+from chorus.server.engine.tracing import Tracer
 from chorus.server.engine.worker import EngineWorker
 from chorus.server.http.server import HttpServer
 from chorus.server.settings import Settings
@@ -53,6 +55,7 @@ class FakeStore:
         self.tiers = dict.fromkeys(sorted(names), Tier.DISK)
         self.pinned: set[str] = set()
         self.num_loadable = 7
+        self.images = SimpleNamespace(keys=list)
 
     def names(self) -> list[str]:
         return list(self.tiers)
@@ -69,10 +72,18 @@ class FakeStore:
             rank=4,
             manifest=manifest,
             pages=[],
+            layout=SimpleNamespace(num_pages=2),
+            uses=3,
             references=0,
             load_seconds=0.25,
             num_overflows=None,
         )
+
+    def registered(self) -> list[SimpleNamespace]:
+        return [self.get(name) for name in self.tiers]
+
+    def resident(self) -> list[SimpleNamespace]:
+        return []
 
     def is_pinned(self, adapter: SimpleNamespace) -> bool:
         return adapter.name in self.pinned
@@ -98,6 +109,7 @@ class FakeEngine:
         self.store = FakeStore(adapters)
         self.quarantine: dict[str, Any] = {}
         self.modes = None
+        self.pool = PagePool(101)
         self.last_decode = None, 0.0
         self.gate = threading.Event()
         self.gate.set()
@@ -202,14 +214,20 @@ class FakeEngine:
             stop,
             step=self._last,
             num_cached_tokens=self.num_cached_tokens,
-            logprobs=() if params.logprobs is None else (self.score(token, params.logprobs),),
+            logprobs=() if params.logprobs is None else (self.scored(token, params),),
             prompt_logprobs=prompt,
             queue_seconds=2.0**-20 if done == 0 else None,
+            num_preemptions=min(done, 2),
         )
 
     def limit(self, request: Request) -> int:
         room = self.model.max_model_len - request.num_prompt_tokens
         return room if request.params.max_tokens is None else min(request.params.max_tokens, room)
+
+    def scored(self, token: int, params: SamplingParams) -> TokenLogprobs:
+        if not (named := params.logprob_token_ids):
+            return self.score(token, params.logprobs or 0)
+        return TokenLogprobs(token, -0.5, ((token, -0.5), *((one, -7.0) for one in named if one != token)))
 
     @staticmethod
     def score(token: int, count: int) -> TokenLogprobs:
@@ -217,6 +235,14 @@ class FakeEngine:
 
     def accounts(self) -> list[AccountStats]:
         return []
+
+    @property
+    def scheduler(self) -> SimpleNamespace:
+        """Its running requests, without pages of their own."""
+        running = Running()
+        for request, _ in list(self.running.values()):
+            running.append(request)
+        return SimpleNamespace(running=running, waiting=[], only=None)
 
     def adapter_load(self) -> tuple[list[str], list[str]]:
         return sorted({request.adapter_name for request, _ in self.running.values()} - {None}), []
@@ -328,6 +354,7 @@ def live_server(
     wrap: Callable[[Any], Any] = lambda app: app,
     settings: dict[str, Any] | None = None,
     defaults: SamplingDefaults | None = None,
+    tracer: Tracer | None = None,
 ) -> Iterator[Live]:
     """settings: those of the server that are not the default. defaults: what requests sample with."""
     worker = EngineWorker(lambda: engine)
@@ -337,7 +364,7 @@ def live_server(
     chosen = Settings(**{**usual, **named, **(settings or {})})
     recorder = None if chosen.record is None else Recorder(chosen.record)
     publisher = kv_publisher_of(worker, chosen)
-    app = create_app(worker, tokenizer, chosen, defaults or SamplingDefaults(), publisher, recorder)
+    app = create_app(worker, tokenizer, chosen, defaults or SamplingDefaults(), publisher, recorder, tracer)
     with bind("127.0.0.1", 0, chosen.send_seconds) as bound:
         server = http_server(app, chosen)
         served, loops = wrap(app), []

@@ -1,4 +1,5 @@
-"""Requests of `vllm bench serve`, `genai-perf` and `aiperf` are taken as they are, and answered as they read it.
+"""Requests of `vllm bench serve`, `genai-perf`, `aiperf` and Open WebUI are taken as they are, and answered as they
+read it.
 
 The bodies are theirs, field for field.
 """
@@ -83,3 +84,16 @@ def test_models_and_metrics_are_where_they_look(shared):
     assert (first["id"], first["root"]) == ("base", "base")
     assert "vllm:spec_decode" not in shared.client.get("/metrics").text
     assert json.loads(shared.client.get("/health").text)["status"] == "ok"
+
+
+def test_open_webui_lists_models_chats_and_asks_for_a_title(shared, read_events):
+    models = shared.client.get("/v1/models", headers={"authorization": "Bearer x"}).json()
+    assert models["object"] == "list" and {"id", "object", "created", "owned_by"} <= models["data"][0].keys()
+    messages = [{"role": "user", "content": "abc"}]
+    body = {"model": "alice", "messages": messages, **USAGE}
+    *chunks, last = read_events(shared.post("/v1/chat/completions", **body, user="1", metadata={"chat_id": "1"}))
+    assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) and last["usage"]
+    title = {"model": "alice", "messages": messages, "stream": False, "max_completion_tokens": 1000}
+    for limit in (title, {**title, "max_tokens": 50, "max_completion_tokens": None}):
+        assert shared.post("/v1/chat/completions", **limit).json()["choices"][0]["message"]["content"]
+    assert shared.client.get("/api/tags").status_code == 404, "Ollama's, which it asks where that is set up"

@@ -279,3 +279,5 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(start, fake_engine, s
     fake_engine.gate.set()
     live.wait_until(lambda: not fake_engine.running)
     assert fake_engine.asked == [], "the room for all is looked at before any is made"
+    counted = 'vllm:admission_rejections_total{model_name="base",reason="max_num_queued_reqs"} 1.0'
+    assert counted in live.client.get("/metrics").text.splitlines()

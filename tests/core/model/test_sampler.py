@@ -242,6 +242,19 @@ def test_logprobs_are_of_the_raw_distribution(seed, count):
     assert [value for _, value in found.top] == pytest.approx(want[order].tolist(), abs=1e-5)
 
 
+@given(seed=st.integers(0, 1000), ids=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=2 * VOCAB))
+def test_named_tokens_are_scored_instead_of_the_likeliest(seed, ids):
+    logits = logits_of(seed, 3)
+    asking = row("a", [2], [3], logprobs=4, temperature=2.0, seed=seed, logprob_token_ids=tuple(ids), bad_words=((5,),))
+    result = draw([row("most", [2], logprobs=2), asking, row("one", [2], logprobs=0, logprob_token_ids=(7,))], logits)
+    assert len(result.logprobs["most"].top) == 2
+    for index, name, named in ((1, "a", ids), (2, "one", [7])):
+        found, want = result.logprobs[name], logits[index].log_softmax(-1)
+        assert {token for token, _ in found.top} == {*named, result.tokens[name]}
+        assert list(found.top) == sorted(found.top, key=lambda pair: -pair[1])
+        assert dict(found.top) == pytest.approx({token: float(want[token]) for token, _ in found.top}, abs=1e-5)
+
+
 def test_prompt_tokens_are_scored_by_the_logits_before_them(monkeypatch):
     """In slices, whatever the rows that they belong to; a row that asks for none has none."""
     monkeypatch.setattr(sampler, "score_rows", lambda vocab: 3)

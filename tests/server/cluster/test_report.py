@@ -21,6 +21,7 @@ def test_rows():
     for output in (
         RequestOutput("a", (5,)),
         RequestOutput("a", (5,), queue_seconds=0.25),
+        RequestOutput("a", (5,), FinishReason.LENGTH, num_preemptions=2),
         RequestOutput("a", (), FinishReason.ERROR, error="broken"),
         RequestOutput("a", (5,), FinishReason.STOP, 5, None, None, 3, (score,), (score, score), None, 1.5),
     ):

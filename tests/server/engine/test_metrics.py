@@ -1,8 +1,10 @@
 """GET /metrics."""
 
 import json
+import re
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -56,6 +58,7 @@ def test_what_vllms_boards_read_of_requests(start, fake_engine):
         "request_max_num_generation_tokens": (3, 4 + 2 + 2),
         "request_params_max_tokens": (4, 8 + 8 + 2 + 16),
         "request_params_n": (3, 2 + 1 + 1),
+        "request_num_preemptions": (4, 2 + 2 + 1 + 1),
         "request_queue_time_seconds": (4, 2.0**-18),
     }
     for name, (count, total) in counted.items():
@@ -64,6 +67,29 @@ def test_what_vllms_boards_read_of_requests(start, fake_engine):
         assert value(f"request_{name}_seconds_count") == 4
     parts = value("request_prefill_time_seconds_sum") + value("request_decode_time_seconds_sum")
     assert value("request_inference_time_seconds_sum") == pytest.approx(parts)
+
+
+BOARDS = (
+    "cache_config_info", "e2e_request_latency_seconds", "generation_tokens_total", "inter_token_latency_seconds",
+    "iteration_tokens_total", "kv_cache_usage_perc", "num_requests_running", "num_requests_waiting",
+    "prompt_tokens_total", "request_decode_time_seconds", "request_generation_tokens",
+    "request_max_num_generation_tokens", "request_prefill_time_seconds", "request_prompt_tokens",
+    "request_queue_time_seconds", "request_success_total", "request_time_per_output_token_seconds",
+    "time_to_first_token_seconds",
+)  # fmt: skip
+"""What the 43 panels of the Grafana boards in vLLM 0.33's examples read."""
+
+
+def test_every_panel_of_every_board_has_its_metrics(start, fake_engine):
+    live = start(fake_engine)
+    live.post(model="alice", prompt="abc")
+    text = live.client.get("/metrics").text
+    families = set(re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE))
+    assert {f"vllm:{name}" for name in BOARDS} <= families
+    board = json.loads((Path(__file__).parents[3] / "docs" / "deploy" / "grafana.json").read_text())
+    asked = " ".join(target["expr"] for panel in board["panels"] for target in panel.get("targets", ()))
+    names = {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"\b(?:chorus_|vllm:)\w+", asked)}
+    assert len(names) > 25 and names <= families
 
 
 def test_sizes_of_steps(start, fake_engine):

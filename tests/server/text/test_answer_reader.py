@@ -14,8 +14,11 @@ from chorus.server.text.call_formats import (
     CALL_FORMATS,
     HERMES,
     REASONING_FORMATS,
+    AnswerSyntax,
     call_format_of,
+    declared,
     reasoning_format_of,
+    wide,
 )
 
 FORMATS = {each.name: each for each in CALL_FORMATS}
@@ -55,6 +58,12 @@ JSON = json.dumps(F[1])
         ("mistral_list", f'[TOOL_CALLS] [{{"name": "f", "arguments": {JSON}, "id": "a}}]"}}, {{"name": "g", '
                          '"arguments": {}}]'),
         ("mistral", f"[TOOL_CALLS]f[ARGS]{JSON}[TOOL_CALLS]g[ARGS] {{}}"),
+        ("deepseek_v3", wide("<|tool_calls_begin|><|tool_call_begin|>function<|tool_sep|>f\n```json\n"
+                             "JSON\n```<|tool_call_end|>\n<|tool_call_begin|>function<|tool_sep|>g\n```json\n"
+                             "{}\n```<|tool_call_end|><|tool_calls_end|>").replace("JSON", JSON)),
+        ("deepseek_v31", wide("<|tool_calls_begin|><|tool_call_begin|>f<|tool_sep|>JSON<|tool_call_end|>"
+                              "<|tool_call_begin|>g<|tool_sep|>{}<|tool_call_end|><|tool_calls_end|>")
+                         .replace("JSON", JSON)),
     ],
 )  # fmt: skip
 def test_calls_of_families(name, text):
@@ -144,7 +153,8 @@ WORDS = st.sampled_from(
      '{"name": "f", "arguments": ', '{"name": "g", "parameters": {', "}", "{",
      '"', "\\", "f[ARGS]", "[TOOL_CALLS]", "[", "]", ",", ";", "\n", " ", "a", "é", "<function=f>", "<parameter=a>",
      "<parameter=b>", "</parameter>", "</function>", "<seed:tool_call>", "</seed:tool_call>", "<think>", "</think>",
-     "<|python_tag|>", "1", "</"]
+     "<|python_tag|>", "1", "</", "function", "```json\n{", "```",
+     *map(wide, ("<|tool_calls_begin|>", "<|tool_call_begin|>", "<|tool_sep|>f", "<|tool_call_end|>"))]
 )  # fmt: skip
 
 
@@ -176,11 +186,36 @@ def test_any_split_gives_the_same_and_nothing_raises(data):
         ("[AVAILABLE_TOOLS][TOOL_CALLS]", "mistral_list"),
         ("[TOOL_CALLS]{{ name }}[ARGS]", "mistral"),
         ("<|python_tag|>", "llama3"),
+        (
+            wide("{{ '<|tool_calls_begin|><|tool_call_begin|>' + type + '<|tool_sep|>' + name + '```json' }}"),
+            "deepseek_v3",
+        ),
+        (wide("<|tool_calls_begin|><|tool_call_begin|>"), "deepseek_v31"),
         ('{"name": function name, "parameters": dictionary of argument name and its value}', "llama3"),
     ],
 )
 def test_a_template_tells_the_family(template, name):
     assert call_format_of(template).name == name
+
+
+def test_a_checkpoint_declares_its_own_marks():
+    call = {"content": "json", "transform": {"type": "function", "function": "{content}"}}
+    own = declared({"fields": {
+        "thinking": {"open": "<r>", "close": "</r>"},
+        "tool_calls": {"open_pattern": r"\s*<call\|>", "close": "</call>", **call}, "content": {"close": "<end>"},
+    }})  # fmt: skip
+    text = '<r>So</r><call|>{"name": "g", "arguments": {}}</call> Done.'
+    whole, called = message(text, list(text), calls=own.calls, reasoning=own.reasoning)
+    assert (whole.reasoning, whole.content, [one.name for one in whole.calls], called) == ("So", "Done.", ["g"], True)
+    for other in (
+        {"open_pattern": "<tool_call>call:(?P<name>)", "close": "</call>", **call},
+        {"open": "<call>", "close": ["</call>"], **call},
+        {"open": "<call>", "close": "</call>", **call, "content_args": {"unquoted_keys": True}},
+        {"open": "<call>", "close": "</call>", "content": "xml-inline", "transform": {"function": {"name": "{name}"}}},
+        "<call>",
+    ):
+        assert declared({"fields": {"tool_calls": other}}) == AnswerSyntax()
+    assert declared(None) == declared({}) == declared({"fields": {"thinking": 1}}) == AnswerSyntax()
 
 
 def test_a_template_or_a_token_tells_of_reasoning():

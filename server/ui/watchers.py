@@ -1,0 +1,174 @@
+"""The stream of the operator's page: one picture a second for all browsers that watch, none while none does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from statistics import quantiles
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ... import __version__
+from ..api.sse import EventStream
+from ..engine.backend import Backend
+from ..engine.metrics import Metrics
+from ..errors import ApiError, EngineUnavailable
+from ..executors import DaemonPool
+from ..http.gate import Gate
+from .frames import Frames, event
+
+log = logging.getLogger(__name__)
+
+MAX_WATCHERS = 16
+
+TICK_SECONDS = 1.0
+"""Seconds between two events."""
+
+REST = 9
+"""A tick is followed by a rest of at least so many times as long, whatever `TICK_SECONDS` says."""
+
+MAX_BEHIND = 4
+"""Events that a watcher may be behind; one that does not read as fast is dropped."""
+
+PICTURE_SECONDS = 2.0
+"""Seconds that a tick waits for the engine before it reports that the engine does not answer."""
+
+FIRST_SECONDS = 10.0
+"""Seconds that percentiles of the time to the first token are over."""
+
+MAX_FIRST = 4096
+"""Most of these times, the latest ones."""
+
+POINTS = 300
+"""Points of the charts that a new watcher gets."""
+
+
+class Watcher:
+    """A browser that watches."""
+
+    def __init__(self) -> None:
+        self.events: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_BEHIND)
+        self.is_new = True
+        """True until it has been sent everything."""
+        self.is_dropped = False
+
+    def send(self, data: bytes) -> None:
+        """Queue an event; a watcher that is too far behind is dropped."""
+        try:
+            self.events.put_nowait(data)
+        except asyncio.QueueFull:
+            self.end()
+
+    def end(self) -> None:
+        """End its stream; events that it has not been sent are dropped."""
+        self.is_dropped = True
+        while not self.events.empty():
+            self.events.get_nowait()
+        self.events.put_nowait(None)
+
+    async def read(self) -> AsyncIterator[bytes]:
+        while (data := await self.events.get()) is not None:
+            yield data
+
+
+class Watchers:
+    """Watchers of one server; used on its event loop."""
+
+    def __init__(self, worker: Backend, metrics: Metrics, pool: DaemonPool, gate: Gate, base: str) -> None:
+        self._worker = worker
+        self._metrics = metrics
+        self._pool = pool
+        self._gate = gate
+        self._base = base
+        self._frames = Frames()
+        self._points: deque[tuple[Any, ...]] = deque(maxlen=POINTS)
+        self._first: deque[tuple[float, float]] = deque(maxlen=MAX_FIRST)  # first tokens: when a tick saw them, seconds
+        self._counted = 0, 0.0  # tokens generated, and when
+        self._ticking: asyncio.Task[None] | None = None
+        self.watchers: set[Watcher] = set()
+        self.num_ticks = 0
+
+    @property
+    def is_ticking(self) -> bool:
+        return self._ticking is not None
+
+    async def events(self, _: Request) -> Response:
+        """Everything at once, then once a second what has changed."""
+        if self._gate.draining:
+            raise ApiError(503, "the server is shutting down", code="draining", retry_after=5)
+        if len(self.watchers) >= MAX_WATCHERS:
+            message = f"{MAX_WATCHERS} pages are open, which is all this server serves; close one"
+            raise ApiError(503, message, code="overloaded", retry_after=10)
+        watcher = Watcher()
+        self.watchers.add(watcher)
+        if not self.is_ticking:
+            self._ticking = asyncio.create_task(self._tick_on())
+        return EventStream(watcher.read(), lambda: self.watchers.discard(watcher), {})
+
+    async def _tick_on(self) -> None:
+        self._metrics.first_tokens = []
+        self._counted = self._worker.stats.num_generated_tokens, time.monotonic()
+        try:
+            while self.watchers:
+                began = time.monotonic()
+                await self._tick()
+                took = time.monotonic() - began
+                await asyncio.sleep(max(TICK_SECONDS - took, REST * took))
+        except Exception:
+            log.exception("the operator's page can't be shown")
+        finally:
+            for watcher in self.watchers:
+                watcher.end()
+            self._ticking = self._metrics.first_tokens = None
+            self._frames.forget()
+
+    async def _tick(self) -> None:
+        watchers = [one for one in self.watchers if not one.is_dropped]
+        if self._gate.draining:
+            for watcher in watchers:
+                watcher.end()
+            return
+        self.num_ticks += 1
+        facts = {"point": self._point(), "trouble": self._worker.trouble, "watchers": len(watchers)}
+        whole = None
+        if any(one.is_new for one in watchers):
+            whole = {"version": __version__, "model": self._base, "points": [*self._points], "tick": TICK_SECONDS}
+        try:
+            picture = await asyncio.wait_for(asyncio.wrap_future(self._worker.picture()), PICTURE_SECONDS)
+        except (TimeoutError, EngineUnavailable) as error:
+            trouble = self._worker.trouble or str(error) or "the engine does not answer"
+            for watcher in watchers:
+                watcher.send(event("trouble", {"trouble": trouble}))
+            return
+        data, everything = await self._pool.run(self._frames.encode, picture, self._worker.stats, facts, whole)
+        for watcher in watchers:
+            watcher.send(everything if watcher.is_new else data)
+            watcher.is_new = False
+
+    def _point(self) -> tuple[Any, ...]:
+        """Time, tokens/s, median and 95th percentile of the time to the first token, running and waiting requests."""
+        stats, now = self._worker.stats, time.monotonic()
+        tokens, then = self._counted
+        self._counted = stats.num_generated_tokens, now
+        rate = max(0, stats.num_generated_tokens - tokens) / (now - then) if now > then else 0.0
+        self._first.extend((now, seconds) for seconds in self._metrics.first_tokens or ())
+        self._metrics.first_tokens = []
+        while self._first and self._first[0][0] < now - FIRST_SECONDS:
+            self._first.popleft()
+        first = _percentiles([seconds for _, seconds in self._first])
+        point = (round(time.time(), 1), round(rate, 1), *first, stats.num_running, stats.num_waiting)
+        self._points.append(point)
+        return point
+
+
+def _percentiles(seconds: list[float]) -> tuple[float | None, float | None]:
+    """Median and 95th percentile; None without any."""
+    if not seconds:
+        return None, None
+    cuts = quantiles([*seconds, seconds[0]] if len(seconds) == 1 else seconds, n=20, method="inclusive")
+    return round(cuts[9], 4), round(cuts[18], 4)

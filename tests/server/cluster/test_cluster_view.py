@@ -1,0 +1,43 @@
+"""What a front knows for the operator's page: the nearest tiers, its own requests, each replica's counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+from chorus.memory.adapters.adapter import Tier
+from chorus.server.cluster.address import UnixSocket
+from chorus.server.cluster.cluster_view import picture_of
+from chorus.server.cluster.ledger import Ledger
+from chorus.server.cluster.link import Link
+from chorus.server.cluster.report import Report
+from chorus.server.cluster.totals import NOTHING
+from chorus.server.engine.picture import Phase
+
+
+def entry(name, content):
+    return SimpleNamespace(name=name, manifest=SimpleNamespace(content_hash=content, rank=8))
+
+
+def test_a_front_s_picture():
+    links = [Link(f"r{index}", UnixSocket(Path("nowhere")), b"", 1.0) for index in range(3)]
+    links[0].note_report(Report(NOTHING, tiers={"h1": "host", "h2": "failed", "h3": "loading"}))
+    links[1].note_report(Report(NOTHING, tiers={"h1": "device", "h3": "host"}, draining=True))
+    catalog = SimpleNamespace(
+        entries=lambda: [entry(f"a{one}", f"h{one}") for one in (1, 2, 3, 4)] + [entry("n", None)]
+    )
+    ledger = Ledger()
+    for number, (adapter, tokens) in enumerate([("a1", [1]), (None, []), ("a1", [])]):
+        record = {"id": str(number), "tokens": [7], "num_prompt_tokens": 1, "content_hash": None, "tenant": "acme"}
+        request = ledger.add({**record, "adapter": adapter})
+        ledger.receive(request.id, ledger.place(request, "r0", "kind"), tokens, last=False)
+    picture = picture_of(links, catalog, ledger.open())
+    tiers = {row[0]: row[1] for row in picture.adapters()}
+    assert tiers == {"a1": Tier.DEVICE, "a2": Tier.FAILED, "a3": Tier.LOADING, "a4": Tier.DISK, "n": Tier.DISK}
+    assert all(row[2:] == (8, 0, None, False) for row in picture.adapters()) and not picture.kinds
+    assert picture.phases == {
+        ("a1", "acme", Phase.RUNNING): 1, ("", "acme", Phase.WAITING): 1, ("a1", "acme", Phase.WAITING): 1,
+    }  # fmt: skip
+    assert [(one.name, one.state, one.stats) for one in picture.replicas] == [
+        ("r0", "down", NOTHING), ("r1", "draining", NOTHING), ("r2", "down", None),
+    ]  # fmt: skip

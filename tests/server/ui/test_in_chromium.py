@@ -1,0 +1,236 @@
+"""The operator's page in a browser: at 100,000 pages and 5,000 adapters, light and dark, narrow and wide."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from chorus.memory.adapters.adapter import Tier
+from chorus.memory.pages.pool import PageKind
+from chorus.server.engine.picture import Holding, Phase, Picture
+from chorus.server.ui import watchers
+
+from .chromium import BROWSER, DRIVER, chromium
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(BROWSER is None or DRIVER is None, reason="needs chromium and chromedriver"),
+]
+
+KEY, ADMIN = "sk-an-api-key", "sk-the-admin-key"
+HOSTILE = '<img src=x onerror="document.title=1"><script>document.title=2</script>'
+NUM_PAGES, NUM_ADAPTERS = 100_000, 5_000
+NAMES = ["alice", "bob", HOSTILE, *(f"tenant{one % 40}/adapter-{one:04}" for one in range(NUM_ADAPTERS - 3))]
+
+
+class Scene:
+    """Pictures of a large server at work, each a little different from the one before."""
+
+    def __init__(self):
+        self.random = random.Random(0)
+        self.kinds = bytearray(NUM_PAGES)
+        self.kinds[0] = PageKind.RESERVED
+        self.pages = {}  # by owner
+        free = list(range(1, NUM_PAGES))
+        self.random.shuffle(free)
+        self.free = [*sorted(free[60_000:], reverse=True), *free[:60_000]]
+        for name in NAMES[:1500]:
+            self.take((PageKind.ADAPTER, name, ""), 16)
+        for number in range(600):
+            self.take(self.holder(number), self.random.randint(1, 60))
+        for page in self.free[:9000]:
+            self.kinds[page] = PageKind.CACHED
+        self.running = range(256)
+        self.uses = [int(5000 / (1 + index)) for index in range(NUM_ADAPTERS)]
+
+    def holder(self, number):
+        return (
+            PageKind.KV,
+            NAMES[min(NUM_ADAPTERS - 1, int(self.random.paretovariate(0.6)) + 1)],
+            f"tenant{number % 40}",
+        )
+
+    def take(self, key, count):
+        pages, self.free = self.free[-count:], self.free[:-count]
+        for page in pages:
+            self.kinds[page] = key[0]
+        self.pages.setdefault(key, []).extend(pages)
+
+    def picture(self):
+        rng = self.random
+        for key in rng.sample([key for key in self.pages if key[0] is PageKind.KV], 20):
+            for page in self.pages.pop(key):
+                self.kinds[page] = PageKind.FREE
+                self.free.append(page)
+        for number in range(24):
+            self.take(self.holder(number), rng.randint(1, 40))
+        phases = Counter()
+        for kind, adapter, tenant in self.pages:
+            if kind is PageKind.KV:
+                phases[adapter, tenant, rng.choice([*[Phase.RUNNING] * 8, Phase.WAITING, Phase.PAUSED])] += 1
+        adapters = []
+        for index, name in enumerate(NAMES):
+            self.uses[index] += (PageKind.ADAPTER, name, "") in self.pages and rng.random() < 0.02
+            tier = Tier.DEVICE if index < 1500 else Tier.HOST if index < 3500 else Tier.DISK
+            adapters.append((name, tier, 2 << index % 6, 16, self.uses[index], index == 0))
+        holdings = [Holding(*key, pages) for key, pages in self.pages.items()]
+        done = Future()
+        done.set_result(Picture(lambda: adapters, phases, bytes(self.kinds), holdings))
+        return done
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with chromium(tmp_path_factory.mktemp("profile")) as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(watchers, "TICK_SECONDS", 0.2)
+
+
+@pytest.fixture(scope="module")
+def large(start_one, make_engine):
+    """A server that holds much."""
+    engine = make_engine(["alice", "bob"])
+    live = start_one(engine)
+    live.worker.picture = Scene().picture
+    return live
+
+
+def opened(browser, live, width=1600):
+    browser.run("sessionStorage.clear(); localStorage.clear()") if browser.run("return location.host") else None
+    browser.resize(width)
+    browser.prefer("light")
+    browser.open(f"{live.url}/ui")
+
+
+def drawn(browser, more=1):
+    """Wait until as many more events were drawn."""
+    count = browser.run("return Number(document.documentElement.dataset.events || 0)")
+    browser.wait("return Number(document.documentElement.dataset.events || 0) >= arguments[0]", count + more)
+
+
+LAYOUT_SHIFT = """window.shifts = []; new PerformanceObserver((list) => window.shifts.push(...list.getEntries().map(
+    (one) => one.value))).observe({type: 'layout-shift', buffered: false});"""
+
+
+def test_light_and_dark_narrow_and_wide(browser, large, tmp_path):
+    """CHORUS_PICTURES names a directory that keeps the pictures."""
+    out = Path(os.environ.get("CHORUS_PICTURES", tmp_path))
+    opened(browser, large)
+    drawn(browser, 2)
+    assert browser.text("#status") == "Live" and browser.text("#model") == "base"
+    assert browser.text("#arena-size") == "100 pages, 100 free", "the fake engine's own"
+    backs, frames = [], []
+    for scheme in ("light", "dark"):
+        browser.prefer(scheme)
+        for width in (1600, 400):
+            browser.resize(width)
+            drawn(browser, 2)
+            browser.run(LAYOUT_SHIFT)
+            drawn(browser, 2)
+            assert sum(browser.run("return window.shifts")) < 1e-3, "nothing moves while numbers change"
+            assert browser.run("return document.documentElement.scrollWidth <= innerWidth"), "nothing is cut off"
+            frames.append(float(browser.run("return document.documentElement.dataset.frame")))
+            backs.append(browser.run("return getComputedStyle(document.body).backgroundColor"))
+            assert len(browser.picture(out / f"{scheme}-{width}.png")) > 20_000
+    assert backs[0] == backs[1] != backs[2] == backs[3]
+    print(f"milliseconds of a frame: {frames}; {browser.text('#foot')}")
+    browser.click("#theme")
+    assert browser.run("return document.documentElement.dataset.theme") == "light", (
+        "chosen, whatever the system prefers"
+    )
+    assert not browser.problems()
+
+
+def test_names_are_text(browser, large):
+    opened(browser, large)
+    drawn(browser)
+    browser.fill("#search", "<img")
+    browser.wait("return document.querySelectorAll('#space .row').length === 1")
+    assert browser.text("#space .row :first-child") == HOSTILE
+    browser.click("#space .row")
+    browser.click("input[value=adapter]")
+    drawn(browser, 2)
+    assert not browser.run("return document.querySelectorAll('img, script:not([src])').length")
+    assert browser.run("return document.title") == "base · Chorus"
+    assert (
+        HOSTILE in browser.text("#page") and browser.run("return document.getElementById('ask-model').value") == HOSTILE
+    )
+    refused = browser.run("try { document.body.innerHTML = '<b>'; return 'set' } catch (error) { return error.name }")
+    assert refused == "TypeError", "the browser itself makes no HTML of text"
+
+
+def test_the_list_holds_the_rows_in_sight(browser, large):
+    opened(browser, large)
+    drawn(browser)
+    rows = "return document.querySelectorAll('#space .row').length"
+    assert 5 < browser.run(rows) < 30 and browser.run("return document.querySelector('#scroll').ariaRowCount") == "5001"
+    browser.click("#columns [data-sort=name] button")
+    first = "return document.querySelector('#space .row').firstChild.textContent"
+    browser.wait(f"{first} === arguments[0]", sorted(NAMES)[0])
+    browser.run("document.querySelector('#scroll').scrollTop = 1e6")
+    last = "return [...document.querySelectorAll('#space .row')].some((it) => it.textContent.startsWith(arguments[0]))"
+    browser.wait(last, sorted(NAMES)[-1])
+    assert browser.run(rows) < 30
+    browser.fill("#search", "adapter-0041")
+    browser.wait(f"{rows} === 1")
+    browser.press("#scroll", "Home", "Enter")
+    chosen = "return document.querySelector('#space .row').ariaSelected === 'true'"
+    browser.wait(chosen)
+    assert browser.run("return document.querySelector('#ask-model').value") == "tenant1/adapter-0041"
+    browser.fill("#search", "none such")
+    browser.wait("return document.querySelector('#space').textContent === 'No adapter matches.'")
+
+
+def test_each_page_has_an_owner(browser, large):
+    opened(browser, large)
+    drawn(browser)
+    browser.press("#map", "ArrowRight")
+    assert browser.text("#page") == "Page 0: Reserved"
+    for by in ("adapter", "tenant", "kind"):
+        browser.click(f"input[value={by}]")
+        drawn(browser)
+        entries = browser.run("return [...document.querySelectorAll('#legend em')].map((one) => one.textContent)")
+        assert sum(int(one.split(" ")[0].replace(",", "")) for one in entries) == NUM_PAGES
+
+
+def test_an_adapter_can_be_tried_with_the_key_typed_in(browser, start, fake_engine):
+    live = start(fake_engine, settings={"api_key": [KEY], "admin_key": [ADMIN]})
+    opened(browser, live)
+    browser.wait("return document.querySelector('#status').textContent === 'An admin key is needed'")
+    for key, said in ((KEY, "This key"), (ADMIN, "Live")):
+        browser.fill("#key", key)
+        browser.click("#key-form [type=submit]")
+        browser.wait("return document.querySelector('#status').textContent.startsWith(arguments[0])", said)
+    for mode, text in (("text", "olleh"), ("chat", " :tnatsissa\nolleh :resu")):
+        browser.fill("#ask-model", "alice")
+        browser.fill("#ask-as", mode)
+        browser.fill("#ask-prompt", "hello")
+        browser.click("#ask-send")
+        browser.wait("return document.querySelector('#ask-state').textContent.startsWith('First token')")
+        assert browser.text("#answer") == text
+    browser.fill("#ask-model", "none")
+    browser.click("#ask-send")
+    browser.wait("return document.querySelector('#ask-state').textContent === 'It failed.'")
+    assert "none" in browser.text("#answer")
+
+
+def test_it_connects_again(browser, start, fake_engine):
+    live = start(fake_engine)
+    opened(browser, live)
+    browser.wait("return document.querySelector('#status').textContent === 'Live'")
+    browser.run("""window.seen = []; const status = document.querySelector('#status');
+        new MutationObserver(() => seen.push(status.textContent + document.body.classList.contains('stale'))).observe(
+            status, {childList: true});""")
+    (watcher,) = live.app.state.watchers.watchers
+    live.loop.call_soon_threadsafe(watcher.end)
+    browser.wait("return window.seen.length === 2")
+    assert browser.run("return window.seen") == ["The connection was lost; connecting again …true", "Livefalse"]
