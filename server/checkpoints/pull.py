@@ -110,8 +110,8 @@ def resolve_model(value: str | Path) -> Path:
 
 def hub_name(model: Path) -> str | None:
     """ORG/MODEL, for a directory of the Hub's cache."""
-    kind, _, rest = model.parts[-3].partition("--") if len(model.parts) > 3 else ("", "", "")
-    return rest.replace("--", "/", 1) if kind == "models" and model.parts[-2] == "snapshots" else None
+    kind, _, rest = model.parent.parent.name.partition("--")
+    return rest.replace("--", "/", 1) if kind == "models" and model.parent.name == "snapshots" else None
 
 
 def _in_hub_cache(name: str) -> Path:
