@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -102,13 +103,22 @@ def register_directories(
             store.unregister(given)
         name = given if given.isprintable() else shown(given)
         quarantine[name] = Quarantined(name, path, reason, stamp, can_mend=name == given)
-        logger.warning("adapter %s is not served: %s", name, reason)
     if quarantine:
-        logger.warning(
-            "%d adapters are not served; GET /v1/adapters says why. They are tried again when they change",
-            len(quarantine),
-        )
+        _log(list(quarantine.values()))
     return quarantine
+
+
+def _log(quarantined: list[Quarantined]) -> None:
+    """Log each adapter that is not served, with all others of the same reason."""
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for one in quarantined:
+        by_reason[one.reason.replace(f"{one.path}/", "")].append(one.name)
+    for reason, names in by_reason.items():
+        are = ("adapter", "is") if len(names) == 1 else ("adapters", "are")
+        logger.warning("%s %s %s not served: %s", are[0], ", ".join(names), are[1], reason)
+    logger.warning(
+        "%d adapters are not served; GET /v1/adapters says why. They are tried again when they change", len(quarantined)
+    )
 
 
 def report(name: str, manifest: AdapterManifest) -> None:

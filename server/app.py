@@ -29,6 +29,7 @@ from .engine.backend import Backend
 from .engine.kv_publisher import KvPublisher
 from .engine.loaded_adapters import LoadedAdapters
 from .engine.recorder import Recorder
+from .engine.sourced_adapters import SourcedAdapters
 from .engine.tracing import Tracer
 from .engine.watchdog import Watchdog
 from .errors import (
@@ -77,11 +78,14 @@ def create_app(
     key_watch = KeyWatch(keys, settings.client_keys, files)
     watchdog = Watchdog(worker, settings.stall_seconds, settings.give_up_seconds)
     api = Api(worker, settings, gate, executors.scrapes)
-    generation = GenerationApi(worker, tokenizer, settings, defaults, api.metrics, executors.text, recorder, tracer)
-    texts = TextApi(worker, tokenizer, generation)
     loaded = LoadedAdapters.of(settings, has_registry=worker.adapters.has_registry)
     loads = AdapterLoads(worker, settings.adapter_load_seconds, settings.adapter_places, loaded)
-    adapters = AdapterApi(worker, settings, loads)
+    sourced = SourcedAdapters(settings, worker.adapters, loads)
+    generation = GenerationApi(
+        worker, tokenizer, settings, defaults, api.metrics, executors.text, sourced, recorder, tracer
+    )
+    texts = TextApi(worker, tokenizer, generation)
+    adapters = AdapterApi(worker, settings, loads, sourced)
     watchers = Watchers(worker, api.metrics, executors.page, gate, settings.base_name)
 
     @asynccontextmanager
@@ -89,6 +93,7 @@ def create_app(
         try:
             yield
         finally:
+            sourced.stop()
             loads.stop()
             watchdog.stop()
             key_watch.stop()

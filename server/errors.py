@@ -105,7 +105,7 @@ _GENERATES_TYPES = {
     424: "generation",
     **dict.fromkeys((429, 503), "overloaded"),
 }
-"""TGI's types of errors by their status; an error about keys, routes or models has none, and is told by its status."""
+"""TGI's types of errors by their status; an error about keys, routes or models has none: its status says it."""
 
 _ANTHROPICS_TYPES = {
     401: "authentication_error",

@@ -21,8 +21,10 @@ from ..memory.adapters.adapter import MAX_NAME_CHARACTERS, check_name
 from .access.addresses import Networks
 from .access.keys import Keys, NamedKey, check_key, read_keys
 from .access.limits import RequestLimits
-from .checkpoints.pull import PullError, resolve_model
+from .checkpoints.pull import PullError, cache_dir, hub_name, resolve_model
 from .demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL, BUILTIN_NAME
+from .stores.allowed import Allowed
+from .stores.rules import Rule, Rules
 
 Texts = Annotated[list[str] | None, NoDecode]
 Secrets = Annotated[list[SecretStr], NoDecode]
@@ -54,8 +56,8 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
 
     model: Path = Field(
         default=BUILTIN_MODEL,
-        description="directory of a Hugging Face checkpoint (config.json, *.safetensors), or a model that "
-        "`chorus pull` fetched, such as smollm2; default: the built-in model",
+        description="directory of a Hugging Face checkpoint (config.json, *.safetensors), ORG/MODEL in the Hub's cache "
+        "on this machine, or a model that `chorus pull` fetched, such as smollm2; default: the built-in model",
     )
     config: Path | None = Field(default=None, description="TOML file with any of these settings")
     host: str = Field(default="127.0.0.1", description="address to listen on")
@@ -94,6 +96,28 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         le=1000,
         description="versions of an adapter that can be asked for as NAME@VERSION, the newest counted, where a load "
         "does not say",
+    )
+    adapter_source: Annotated[list[str], NoDecode] = Field(
+        default=[],
+        json_schema_extra=REPEATABLE,
+        description="where adapters that are not registered come from when a request names them, as PATTERN=URL with a "
+        "* in both, such as 'acme/*=https://adapters.acme.example/*.tar.gz' or 'hf/*=hf://*': a directory, or hf://, "
+        "https://, s3:// or gs://, which must be in --adapter-source-hosts; repeatable; default: nowhere",
+    )
+    adapter_source_hosts: Annotated[list[str], NoDecode] = Field(
+        default=[],
+        description="hosts, with commas between, that adapters may be fetched from, also by redirects: store.example, "
+        "*.store.example, http://minio:9000, s3://BUCKET, gs://BUCKET, and addresses or networks that are not of the "
+        "internet, such as 10.1.0.0/16; default: none",
+    )
+    adapter_source_bytes: int = Field(default=2 << 30, ge=1, description="most bytes of a fetched adapter")
+    adapter_source_seconds: float = Field(default=60, gt=0, description="how long fetching an adapter may take")
+    adapter_cache: Path | None = Field(
+        default=None,
+        description="directory of fetched adapters, which no other server uses; default: below the user's cache",
+    )
+    adapter_cache_bytes: int = Field(
+        default=20 << 30, ge=1, description="most bytes of fetched adapters, of which the least recently used go first"
     )
     lora_modules: Annotated[list[LoraModule], NoDecode] = Field(
         default=[],
@@ -219,14 +243,16 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     access_log: bool = Field(default=False, description="log every HTTP request")
 
     @field_validator(
-        "memory_bytes", "host_cache_bytes", "max_body_bytes", "max_held_body_bytes", "max_adapter_bytes",
-        "max_uploaded_bytes", mode="before",
+        "memory_bytes", "host_cache_bytes", "max_body_bytes", "max_held_body_bytes", "adapter_source_bytes",
+        "adapter_cache_bytes", "max_adapter_bytes", "max_uploaded_bytes", mode="before",
     )  # fmt: skip
     @classmethod
     def _sizes_have_units(cls, size: Any) -> Any:
         return read_size(size) if isinstance(size, str) else size
 
-    @field_validator("allowed_hosts", "cors_origins", "trusted_proxies", "tenant_gateways", mode="before")
+    @field_validator(
+        "allowed_hosts", "cors_origins", "trusted_proxies", "tenant_gateways", "adapter_source_hosts", mode="before"
+    )
     @classmethod
     def _split_commas(cls, texts: Any) -> Any:
         return [part.strip() for part in texts.split(",") if part.strip()] if isinstance(texts, str) else texts
@@ -256,6 +282,20 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     def _read_lora_modules(cls, modules: Any) -> Any:
         given = modules.split() if isinstance(modules, str) else modules
         return [read_lora_module(module) for module in given]
+
+    @field_validator("adapter_source", mode="before")
+    @classmethod
+    def _sources_are_rules(cls, sources: Any) -> Any:
+        given = sources.split() if isinstance(sources, str) else sources
+        for source in given:
+            Rule.parse(source)
+        return given
+
+    @field_validator("adapter_source_hosts")
+    @classmethod
+    def _sources_hosts_are_hosts(cls, hosts: list[str]) -> list[str]:
+        Allowed(hosts)
+        return hosts
 
     @field_validator("weights", mode="before")
     @classmethod
@@ -315,7 +355,7 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         """The base model's name in the API."""
         if self.served_model_name is not None:
             return self.served_model_name
-        return BUILTIN_NAME if self.is_builtin else self.model.resolve().name
+        return BUILTIN_NAME if self.is_builtin else hub_name(self.model) or self.model.resolve().name
 
     @property
     def loadable_from(self) -> tuple[Path, ...]:
@@ -328,8 +368,19 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     def adapter_places(self) -> tuple[Path, ...]:
         """The directories that adapters come from: below these a broken one may be mended."""
         start = () if self.adapters is None else (self.adapters,)
+        fetched = (self.fetched_adapters,) if self.adapter_source else ()
         uploads = () if self.adapter_uploads is None else (self.adapter_uploads,)
-        return (*self.loadable_from, *start, *(path for _, path in self.lora_modules), *uploads)
+        return (*self.loadable_from, *start, *(path for _, path in self.lora_modules), *fetched, *uploads)
+
+    @property
+    def fetched_adapters(self) -> Path:
+        """The directory of adapters that came from stores."""
+        return cache_dir() / "adapters" if self.adapter_cache is None else self.adapter_cache
+
+    @property
+    def adapter_rules(self) -> Rules:
+        """Where adapters that are not registered come from."""
+        return Rules(map(Rule.parse, self.adapter_source))
 
     def is_reserved(self, name: str) -> bool:
         """True if a request that names this model means the base model, or an adapter of another name."""

@@ -46,15 +46,15 @@ ROOMS = {
     ),
     "memory": ("adapters", "transfers", "host", "files", "pages"),
     "server": (
-        "cli", "cluster", "llm", "start", "app", "ui", "api", "http", "engine", "text", "settings", "checkpoints",
-        "access", "errors", "executors",
+        "cli", "cluster", "llm", "start", "app", "ui", "api", "http", "engine", "text", "settings", "stores",
+        "checkpoints", "access", "errors", "executors",
     ),
 }  # fmt: skip
 
 #: Optional dependency → the only packages (path prefixes) that may import it.
 HOMES = {
     "triton": ("ops", "perf/kernels"), "flashinfer": ("ops",), "cupy": ("memory",), "ray": ("server/cluster",),
-    "highspy": ("server/cluster",),
+    "highspy": ("server/cluster",), "fsspec": ("server/stores",),
 }  # fmt: skip
 
 NOT_SOURCE = {"tests", "examples", "build", "dist", "node_modules"}

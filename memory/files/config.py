@@ -214,13 +214,7 @@ class _Matcher:
         """The ends of all names that match."""
         if self._pattern is not None:
             return self._pattern.whole(names)
-        return names.places(name for name in names.names if not self._names.isdisjoint(_tails(name)))
-
-
-def _tails(name: str) -> list[str]:
-    """The name, and what is behind each of its dots."""
-    parts = name.split(".")
-    return [".".join(parts[index:]) for index in range(len(parts))]
+        return names.places(name for tail in self._names for name in names.with_tail(tail))
 
 
 def _first_matches(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 _MAX_RUNS = 64  # kept: files of one model mostly repeat the same few kinds of characters
@@ -21,8 +22,12 @@ class ModuleNames:
         self.longest = max(map(len, names), default=0)
         self._end_of: dict[str, int] = {}
         self._name_at: dict[int, str] = {}
+        self._with_tail: dict[str, list[str]] = defaultdict(list)
         starts, place = [], 0
         for name in names:
+            parts = name.split(".")
+            for index in range(len(parts)):
+                self._with_tail[".".join(parts[index:])].append(name)
             starts.append(place)
             place += len(name)
             self._end_of[name], self._name_at[place] = place, name
@@ -67,6 +72,10 @@ class ModuleNames:
     def places(self, names: Iterable[str]) -> int:
         """The ends of some of the names."""
         return _number([self._end_of[name] for name in names], len(self.text))
+
+    def with_tail(self, tail: str) -> Sequence[str]:
+        """The names that are `tail`, or end with it behind a dot."""
+        return self._with_tail.get(tail, ())
 
     def at(self, ends: int) -> list[str]:
         """The names that end in a set of places, in order."""

@@ -18,13 +18,14 @@ from ...memory.adapters.adapter import MAX_NAME_CHARACTERS
 from ...memory.adapters.store import UnknownAdapter
 from ...memory.adapters.versions import LABEL, split_version
 from ...memory.files.content_store import Draft
-from ...memory.files.directory import MAX_PATH_BYTES
+from ...memory.files.directory import MAX_PATH_BYTES, NO_GGUF
 from ...memory.files.error import AdapterFormatError, shown
 from ...memory.files.format import STEM
 from ...memory.host.limited_threads import NoThreadLeft
 from ..access.grants import NOWHERE
 from ..engine.adapter_loads import AdapterLoads, LoadTimedOut
 from ..engine.backend import AdapterState, Backend
+from ..engine.sourced_adapters import SourcedAdapters
 from ..errors import DISK_FAULTS, ApiError, Body, clipped, read_body, validated
 from ..executors import PoolFull
 from ..settings import AdapterName, Settings
@@ -136,6 +137,8 @@ class AdapterRoots:
                 param=field,
                 code="path_not_allowed",
             )
+        if path.endswith(".gguf"):
+            raise ApiError(400, f"{field} {path!r} is {NO_GGUF}", param=field, code="invalid_adapter")
         raise ApiError(
             404,
             f"No adapter found for {field} {path!r}: there is no such directory on the server",
@@ -147,11 +150,12 @@ class AdapterRoots:
 class AdapterApi:
     """Routes by which clients see and change the adapters."""
 
-    def __init__(self, worker: Backend, settings: Settings, loads: AdapterLoads) -> None:
+    def __init__(self, worker: Backend, settings: Settings, loads: AdapterLoads, sourced: SourcedAdapters) -> None:
         self._book = worker.adapters
         self._settings = settings
         self._roots = AdapterRoots(settings.loadable_from)
         self._loads = loads
+        self._sourced = sourced
 
     # --- our own ---
 
@@ -345,6 +349,7 @@ class AdapterApi:
             adapter, ended = await asyncio.wrap_future(self._book.remove(name, force=force))
         except UnknownAdapter:
             raise _unknown(name, field) from None
+        self._sourced.forget(name)
         await self._loads.beside(self._loads.remember, name)
         audit.info(
             "%s removed adapter %s: version %s, content %s; %d requests were ended",

@@ -1,4 +1,4 @@
-"""Adapters that are sent as bytes: JSON with base64, or a form, whose files are written as they come."""
+"""Adapters that are sent as bytes: in JSON with base64, or in a form that is written to disk as it comes."""
 
 from __future__ import annotations
 

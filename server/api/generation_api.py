@@ -27,6 +27,7 @@ from ..engine.backend import Backend
 from ..engine.generation import Choice, Generation
 from ..engine.metrics import Metrics
 from ..engine.recorder import Recorder
+from ..engine.sourced_adapters import SourcedAdapters
 from ..engine.tracing import Tracer
 from ..errors import ApiError, as_api_error, client_gone, no_model, read_body, too_long
 from ..executors import DaemonPool
@@ -88,16 +89,20 @@ class GenerationApi:
         defaults: SamplingDefaults,
         metrics: Metrics,
         threads: DaemonPool,
+        sourced: SourcedAdapters,
         recorder: Recorder | None = None,
         tracer: Tracer | None = None,
     ) -> None:
-        """threads: read long bodies and write long answers. recorder, tracer: record requests that end."""
+        """threads: read long bodies and write long answers. sourced: brings adapters that are not registered.
+        recorder, tracer: record requests that end.
+        """
         self._worker = worker
         self._tokenizer = tokenizer
         self._settings = settings
         self._defaults = defaults
         self._metrics = metrics
         self._threads = threads
+        self._sourced = sourced
         self._recorder = recorder
         self._tracer = tracer
         self._seeds = Seeds(settings.seed)
@@ -338,7 +343,9 @@ class GenerationApi:
     ) -> Response:
         try:
             with self._counting_rejections():
-                await generation.start()
+                await self._start(request, generation)
+        except ClientDisconnect:
+            return client_gone()
         except NotServed as error:
             raise _not_served(str(error)) from None
         except AdapterPaused as error:
@@ -378,6 +385,21 @@ class GenerationApi:
         finally:
             generation.close()
         return Response(body, media_type="application/json", headers=headers)
+
+    async def _start(self, request: Request, generation: Generation) -> None:
+        """Have the engine accept a call, once its adapter has been brought if it is not registered."""
+        name = generation.choices[0].request.adapter_name
+        try:
+            await generation.start()
+        except (NotServed, AdapterPaused):
+            raise
+        except InvalidRequest as error:
+            if error.field != "model" or name is None:
+                raise
+            if not await while_connected(request.receive, self._sourced.bring(name)):
+                raise
+            await generation.start()
+        self._sourced.note_use(name)
 
     def _load_report(self, form: str) -> dict[str, str]:
         """The server's load as a header in ORCA's form, under vLLM's names; nothing unless the client asks for one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from .gguf_checkpoint import MissingGguf, convert, require_gguf
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*/[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
 class PullError(Exception):
@@ -70,27 +73,57 @@ MODELS = {
 }
 
 
-def models_dir() -> Path:
-    """Directory of pulled models: `$XDG_CACHE_HOME/chorus/models`, by default below `~/.cache`."""
+def cache_dir() -> Path:
+    """The user's directory for what can be fetched again: `$XDG_CACHE_HOME/chorus`, by default below `~/.cache`."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "chorus" / "models"
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "chorus"
+
+
+def models_dir() -> Path:
+    """Directory of pulled models."""
+    return cache_dir() / "models"
 
 
 def resolve_model(value: str | Path) -> Path:
-    """The directory that a `--model` value means: itself if it is one, or that of a pulled model's name.
+    """The directory that a `--model` value means: itself if it is one, that of a pulled model's name, or for ORG/MODEL
+    the one in the Hugging Face Hub's cache on this machine.
 
-    Raises PullError when there is neither.
+    Raises PullError when there is none.
     """
-    path = Path(value)
+    path, name = Path(value), str(value)
     if path.is_dir():
         return path
-    name = str(value)
-    if name not in MODELS:
-        raise PullError(f"there is no model directory {name}, and no model of that name; known: {', '.join(MODELS)}")
-    path = models_dir() / name
-    if not path.is_dir():
-        raise PullError(f"model {name} is not here yet; run: chorus pull {name}")
-    return path
+    if path.suffix == ".gguf":
+        raise PullError(
+            f"{name} is a GGUF file; what is served are checkpoints in safetensors: take the repository that it was "
+            "made from, or convert it with transformers: AutoModelForCausalLM.from_pretrained(DIR, gguf_file=FILE)"
+        )
+    if name in MODELS:
+        path = models_dir() / name
+        if not path.is_dir():
+            raise PullError(f"model {name} is not here yet; run: chorus pull {name}")
+        return path
+    if _HUB_NAME.fullmatch(name):
+        return _in_hub_cache(name)
+    raise PullError(f"there is no model directory {name}, and no model of that name; known: {', '.join(MODELS)}")
+
+
+def hub_name(model: Path) -> str | None:
+    """ORG/MODEL, for a directory of the Hub's cache."""
+    kind, _, rest = model.parent.parent.name.partition("--")
+    return rest.replace("--", "/", 1) if kind == "models" and model.parent.name == "snapshots" else None
+
+
+def _in_hub_cache(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (OSError, ValueError):  # the library's errors are of these
+        raise PullError(
+            f"there is no model directory {name}, and the Hugging Face Hub's cache on this machine does not have it "
+            f"(HF_HOME); run: hf download {name}"
+        ) from None
 
 
 def pull(name: str, cache: Path | None = None, echo: Callable[[str], None] = print) -> Path:

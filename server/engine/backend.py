@@ -90,7 +90,7 @@ class AdapterBook(Protocol):
         ...
 
     def num_requests(self, name: str) -> Future[int]:
-        """Requests in progress of all versions of a name, those that are registered no more included."""
+        """Requests in progress of all versions of a name, also of retired ones."""
         ...
 
     def paths_in_use(self) -> Future[set[Path]]:

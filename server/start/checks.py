@@ -6,6 +6,7 @@ from ..access.hosts import is_loopback
 from ..access.keys import InvalidKey
 from ..checkpoints.pull import PullError, resolve_model
 from ..settings import Settings
+from ..stores.download import missing_package
 
 
 class LaunchError(Exception):
@@ -25,6 +26,10 @@ def check_model(settings: Settings) -> None:
     for root in settings.adapter_roots or ():
         if not root.is_dir():
             raise LaunchError(f"there is no directory {root}, which adapter_roots names")
+    for rule in settings.adapter_rules:
+        if (package := missing_package(rule.location)) is not None:
+            command = "pip install 'chorus-lora[stores]'"
+            raise LaunchError(f"{rule.location.url} needs the package {package}; run: {command}")
     names = set()
     for name, _ in settings.lora_modules:
         if name in names or settings.is_reserved(name):

@@ -27,7 +27,8 @@ GROUPS = {
     "what is served, and where": FIRST,
     "access": (
         "api_key", "api_key_file", "admin_key", "admin_key_file", "allow_unauthenticated", "allowed_hosts",
-        "cors_origins", "adapter_roots", "trusted_proxies", "tenant_header", "tenant_gateways", "weights", "fair_by",
+        "cors_origins", "adapter_roots", "adapter_source", "adapter_source_hosts", "trusted_proxies", "tenant_header",
+        "tenant_gateways", "weights", "fair_by",
     ),
 }  # fmt: skip
 """Settings that the help shows first; others follow by where they belong."""
@@ -130,6 +131,7 @@ def _metavar(name: str, field: FieldInfo) -> str:
         return "{" + ",".join(choices) + "}"
     special = {
         "model": "DIR", "adapters": "DIR", "adapter_roots": "DIRS", "config": "FILE", "lora_modules": "NAME=DIR",
+        "adapter_source": "PATTERN=URL", "adapter_cache": "DIR",
     }  # fmt: skip
     return special.get(name, name.rsplit("_", 1)[-1].upper())
 

@@ -75,7 +75,7 @@ def test_the_rest_is_served_and_the_broken_are_listed(build, gqa, directory, cap
         assert name.isprintable()
         assert one.reason.isprintable()
         assert len(one.reason) < 1500
-        assert f"adapter {name} is not served" in caplog.text
+        assert f"adapter {name} is not served: " in caplog.text
     assert "cut off" in engine.quarantine["cut"].reason
     assert "UTF-8" in engine.quarantine["'not-utf8-\\udcff'"].reason
     assert "'no-config'" in caplog.text
@@ -86,6 +86,29 @@ def test_the_rest_is_served_and_the_broken_are_listed(build, gqa, directory, cap
         for output in engine.step():
             tokens += output.token_ids
     assert tokens == gqa.greedy("r3-mlp", prompt, 5)
+
+
+def test_of_a_hundred_adapters_the_broken_ones_are_named_once_with_all_of_the_same_reason(
+    build, gqa, directory, caplog
+):
+    shutil.rmtree(directory)
+    for index in range(100):
+        path = directory / f"a{index:02}"
+        path.mkdir(parents=True)
+        for file in (CONFIG, WEIGHTS):
+            os.link(gqa.adapters["r2-qv"] / file, path / file)
+    broken = [f"a{index:02}" for index in range(7, 100, 20)]
+    for name in broken:
+        (directory / name / WEIGHTS).unlink()
+    with caplog.at_level(logging.WARNING):
+        engine = build()
+    assert len(engine.store.names()) == 95
+    assert sorted(engine.quarantine) == broken
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line for line in lines if "a27" in line] == [
+        f"adapters {', '.join(broken)} are not served: {WEIGHTS}: not found; a safetensors file is needed"
+    ]
+    assert len(lines) == 2
 
 
 def test_strictly_the_first_broken_one_stops_the_start(build):

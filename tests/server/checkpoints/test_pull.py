@@ -15,6 +15,7 @@ import torch
 
 from chorus.server.checkpoints import gguf_checkpoint, pull
 from chorus.server.checkpoints.pull import MODELS, PullError, Recipe, models_dir, resolve_model
+from chorus.server.settings import Settings
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 260, "hidden_size": 32,
@@ -297,3 +298,35 @@ def test_unknown_tensors_are_named():
     with pytest.raises(ValueError, match=r"tensor blk\.0\.attn_sinks\.weight has no place"):
         gguf_checkpoint.checkpoint_name("blk.0.attn_sinks.weight")
     assert gguf_checkpoint.checkpoint_name("output.weight") == "lm_head.weight"
+
+
+@pytest.fixture
+def in_hub_cache(tmp_path, monkeypatch) -> Path:
+    """The directory of `org/model` in the Hub's cache; the Hub itself must not be asked."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    repo = tmp_path / "hub" / "models--org--model"
+    snapshot = repo / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("a" * 40)
+    return snapshot
+
+
+def test_a_model_of_the_hub_is_found_in_its_cache_and_goes_by_its_name(in_hub_cache, monkeypatch, tmp_path):
+    assert resolve_model("org/model") == in_hub_cache
+    settings = Settings(model="org/model")
+    assert (settings.model, settings.base_name) == (in_hub_cache, "org/model")
+    assert Settings(model="org/model", served_model_name="other").base_name == "other"
+    with pytest.raises(PullError, match="hf download org/none"):
+        resolve_model("org/none")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    assert resolve_model("org/model") == Path("org/model"), "a directory goes first"
+
+
+def test_a_gguf_file_is_explained(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(PullError, match="GGUF file; what is served are checkpoints in safetensors"):
+        resolve_model(tmp_path / "model.gguf")

@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS
+from tests.server.stores.store_server import StoreServer, store_server
 
 SECONDS = 120
 """For what must happen, on a machine however busy."""
@@ -112,7 +113,28 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def up(roots: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+def store() -> Iterator[StoreServer]:
+    """A web server that has the adapters `upper` and `reverse`."""
+    with store_server() as server:
+        for name in ("upper", "reverse"):
+            for file in (BUILTIN_ADAPTERS / name).iterdir():
+                server.paths[f"/{name}/{file.name}"] = file.read_bytes()
+        yield server
+
+
+@pytest.fixture
+def source_flags(store: StoreServer, tmp_path: Path) -> tuple[str, ...]:
+    """Flags by which `stored/NAME` comes from the store."""
+    return flags_of(store, tmp_path / "cache")
+
+
+def flags_of(store: StoreServer, cache: Path) -> tuple[str, ...]:
+    rule, hosts = ("--adapter-source", f"stored/*={store.url}/*"), ("--adapter-source-hosts", store.url)
+    return (*rule, *hosts, "--adapter-cache", str(cache))
+
+
+@pytest.fixture(scope="module")
+def up(roots: Path, store: StoreServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(
         "sk-operator-key ops admin=yes\n"
@@ -122,6 +144,7 @@ def up(roots: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     # replicas may take long to start again on a busy machine, and requests wait for them
     flags = "--slo-tpot", "0.5", "--give-up-seconds", str(SECONDS)
     flags = *flags, "--adapter-roots", str(roots), "--api-key-file", str(keys)
+    flags = *flags, *flags_of(store, tmp_path_factory.mktemp("cache"))
     with cluster_up(2, *flags, key="sk-operator-key") as running:
         yield running
 

@@ -173,6 +173,20 @@ def test_a_limited_key_knows_no_adapter_but_its_own_and_its_bounds_hold(up):
     assert [ask("upper", "frugal").status_code for _ in range(2)] == [200, 429]
 
 
+def test_an_adapter_that_a_request_names_comes_from_its_store_to_all_replicas(up, store):
+    def ask(name: str) -> str:
+        body = {"model": name, "prompt": "abc\n", "max_tokens": 8, "temperature": 0}
+        return up.client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+
+    before = store.asked["/upper/adapter_model.safetensors"]  # other clusters fetch it, too
+    with ThreadPoolExecutor(8) as threads:
+        assert set(threads.map(ask, ["stored/upper"] * 16)) == {"ABC"}
+    assert store.asked["/upper/adapter_model.safetensors"] == before + 1
+    assert "stored/upper" in [one["name"] for one in up.client.get("/v1/adapters").json()["data"]]
+    body = {"model": "stored/none", "prompt": "abc\n", "max_tokens": 8}
+    assert up.client.post("/v1/completions", json=body).status_code == 404
+
+
 def test_a_path_outside_the_roots_and_a_broken_adapter_are_refused_as_by_one_server(up, roots):
     (roots / "broken").mkdir()
     (roots / "broken" / "adapter_config.json").write_text("{}")
@@ -202,13 +216,13 @@ def test_calls_of_tools_are_forced_by_replicas_and_read_by_the_front(up):
 
 
 @pytest.mark.long
-def test_several_fronts_on_one_port_know_the_same_adapters_and_outlive_each_other(roots):
-    def ask() -> tuple[int, str]:
-        body = {"model": "mine", "prompt": "abc\n", "max_tokens": 8, "temperature": 0}
+def test_several_fronts_on_one_port_know_the_same_adapters_and_outlive_each_other(roots, store, source_flags):
+    def ask(name: str = "mine") -> tuple[int, str]:
+        body = {"model": name, "prompt": "abc\n", "max_tokens": 8, "temperature": 0}
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=SECONDS)  # a connection of its own
         return answer.status_code, answer.json()["choices"][0]["text"]
 
-    with cluster_up(2, "--fronts", "2", "--adapter-roots", str(roots)) as several:
+    with cluster_up(2, "--fronts", "2", "--adapter-roots", str(roots), *source_flags) as several:
         url, fronts = str(several.client.base_url), several.children("front")
         assert len(fronts) == 2 and len(several.replicas) == 2
         for name, answer in (("upper", "ABC"), ("reverse", "cba")):
@@ -216,6 +230,8 @@ def test_several_fronts_on_one_port_know_the_same_adapters_and_outlive_each_othe
             assert several.client.post("/v1/load_lora_adapter", json=body).status_code == 200
             with ThreadPoolExecutor(4) as threads:
                 assert set(threads.map(lambda _: ask(), range(12))) == {(200, answer)}
+                assert set(threads.map(ask, [f"stored/{name}"] * 12)) == {(200, answer)}
+                assert 1 <= store.asked[f"/{name}/adapter_model.safetensors"] <= 3
         os.kill(fronts[0], signal.SIGKILL)
         several.wait_until(lambda: not running(fronts[0]))
         assert {ask() for _ in range(4)} == {(200, "cba")}

@@ -1,0 +1,269 @@
+"""Adapters that are not registered when a request names them: fetched from their store by rule, then loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...memory.adapters.store import UnknownAdapter
+from ...memory.files.error import AdapterFormatError
+from ...memory.host.limited_threads import NoThreadLeft
+from ..errors import DISK_FAULTS, ApiError, clipped
+from ..executors import DaemonPool, PoolFull
+from ..settings import Settings
+from ..stores.allowed import Allowed
+from ..stores.cache import Cache
+from ..stores.download import download
+from ..stores.errors import CacheFull, NotInStore, StoreAway, StoreError, StoreRefused
+from ..stores.rules import Location
+from .adapter_loads import AdapterLoads, LoadTimedOut
+from .backend import AdapterBook
+
+log = logging.getLogger(__name__)
+
+FETCH_THREADS = 16
+"""Adapters that are fetched at once by one rule, so that a store that hangs holds up no other rule's."""
+
+MAX_FETCHES = 128
+"""Adapters of one rule that are fetched or wait for it."""
+
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, ABSENT_SECONDS = 10.0, 600.0, 30.0
+"""How long a store is not asked again for an adapter that it failed to give: twice as long each time, up to the second;
+for one that it does not have at most the third.
+"""
+
+MAX_FAILURES = 4096
+"""Failures that are remembered; clients choose the names."""
+
+TOUCH_SECONDS = 60.0
+"""The time of an adapter's last use is as exact as this."""
+
+BY = "a request"
+"""Name in the log for the loads of requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """Why an adapter could not be had, and until when its store is not asked again."""
+
+    error: StoreError
+    pause: float
+    until: float
+
+    def answer(self, name: str) -> ApiError:
+        if isinstance(self.error, StoreRefused):
+            message = f"adapter {clipped(name)!r} is not served: {self.error}"
+            return ApiError(424, message, param="model", code="adapter_quarantined")
+        message = f"adapter {clipped(name)!r} can't be had just now: {self.error}"
+        wait = max(1.0, self.until - time.monotonic())
+        return ApiError(503, message, param="model", code="adapter_source_unavailable", retry_after=wait)
+
+
+class SourcedAdapters:
+    """Adapters by rule. Its coroutines run on one event loop; all that asks a disk or a store runs on threads."""
+
+    def __init__(self, settings: Settings, book: AdapterBook, loads: AdapterLoads) -> None:
+        self._settings = settings
+        self._book = book
+        self._loads = loads
+        self._rules = settings.adapter_rules
+        self._allowed = Allowed(settings.adapter_source_hosts)
+        self._pools: dict[int, DaemonPool] = defaultdict(
+            lambda: DaemonPool("fetch", FETCH_THREADS, MAX_FETCHES - FETCH_THREADS)
+        )
+        self._care = DaemonPool("adapter-cache", threads=1)
+        self._opening = threading.Lock()
+        self._making_room = threading.Lock()
+        self._opened: Cache | None = None
+        self._coming: dict[str, asyncio.Task[bool]] = {}
+        self._waiting: Counter[str] = Counter()
+        self._fetches: dict[str, Future[Path]] = {}
+        self._failures: dict[str, _Failure] = {}
+        self._used: dict[str, float] = {}
+
+    def stop(self) -> None:
+        """Begin nothing more; waits for nothing."""
+        for pool in (*self._pools.values(), self._care):
+            pool.shutdown()
+
+    async def bring(self, name: str) -> bool:
+        """True once the adapter `name` can be asked for; False where no rule or no store has it. Raises ApiError.
+
+        All requests for one name wait for the same load. It goes on without them, unless it has not begun.
+        """
+        found = self._rules.find(name)
+        if found is None or self._settings.is_reserved(name):
+            return False
+        failure = self._failures.get(name)
+        if failure is not None and time.monotonic() < failure.until:
+            return self._fail(name, failure)
+        coming = self._coming.get(name)
+        if coming is None:
+            coming = self._coming[name] = asyncio.ensure_future(self._bring(name, *found))
+            coming.add_done_callback(lambda done: self._arrived(name, done))
+        self._waiting[name] += 1
+        try:
+            return await asyncio.shield(coming)
+        finally:
+            self._waiting[name] -= 1
+            if not self._waiting[name]:
+                del self._waiting[name]
+                if (fetch := self._fetches.get(name)) is not None:
+                    fetch.cancel()
+
+    def note_use(self, name: str | None) -> None:
+        """Note that a request uses an adapter, which may be one of a store."""
+        if name is not None and self._used.get(name, math.inf) + TOUCH_SECONDS < time.monotonic():
+            self._used[name] = time.monotonic()
+            self._tell_cache(name, Cache.touch)
+
+    def forget(self, name: str) -> None:
+        """Have a removed adapter fetched anew when it is asked for again."""
+        self._used.pop(name, None)
+        self._failures.pop(name, None)
+        self._tell_cache(name, Cache.forget)
+
+    # --- on the event loop ---
+
+    def _arrived(self, name: str, done: asyncio.Task[bool]) -> None:
+        del self._coming[name]
+        if not done.cancelled():
+            done.exception()  # every request that waited for it may have gone
+
+    def _fail(self, name: str, failure: _Failure) -> bool:
+        if isinstance(failure.error, NotInStore):
+            return False
+        raise failure.answer(name)
+
+    async def _bring(self, name: str, number: int, location: Location) -> bool:
+        try:
+            if location.scheme:
+                path = await self._fetched(number, name, location)
+                roots = (self._cache.directory,)
+            else:
+                path = Path(location.url)
+                roots = tuple(root.resolve() for root in self._settings.loadable_from)
+            await self._load(name, path, roots)
+        except (PoolFull, NoThreadLeft) as error:
+            raise ApiError(503, f"{error}; try again later", code="loads_busy", retry_after=1) from None
+        except StoreError as error:
+            if isinstance(error, StoreRefused):
+                self._tell_cache(name, Cache.forget)
+            return self._fail(name, self._remember(name, location, error))
+        self._failures.pop(name, None)
+        self._used[name] = time.monotonic()
+        return True
+
+    async def _fetched(self, number: int, name: str, location: Location) -> Path:
+        """The directory of an adapter in the cache. Raises StoreError, and PoolFull if it could not begin in time."""
+        seconds = self._settings.adapter_source_seconds
+        fetch = self._fetches[name] = self._pools[number].submit(self._fetch, name, location)
+        try:
+            async with asyncio.timeout(seconds + 1):
+                return await asyncio.wrap_future(fetch)
+        except TimeoutError:
+            if fetch.cancelled():
+                raise PoolFull(f"{FETCH_THREADS} adapters of its store are being fetched") from None
+            raise StoreAway(f"its store took longer than {seconds:g} seconds (adapter_source_seconds)") from None
+        except OSError as error:
+            raise StoreAway("the server has no room for it, or its disk fails", str(error)) from None
+        finally:
+            del self._fetches[name]
+
+    async def _load(self, name: str, path: Path, roots: tuple[Path, ...]) -> None:
+        def find() -> Path:
+            if not path.is_dir():
+                raise NotInStore("its store does not have it", f"there is no directory {path}")
+            return path
+
+        try:
+            await asyncio.wrap_future(self._loads.load(name, find, roots, replace=False, by=BY))
+        except FileExistsError:  # another front, or an operator, was faster
+            pass
+        except AdapterFormatError as error:
+            reason = str(error).replace(f"{path}/", "").replace(str(path), "its directory")
+            kind = StoreAway if getattr(error.__cause__, "errno", None) in DISK_FAULTS else StoreRefused
+            raise kind(reason, str(error)) from None
+        except LoadTimedOut as error:
+            raise StoreAway(str(error)) from None
+
+    def _remember(self, name: str, location: Location, error: StoreError) -> _Failure:
+        before = self._failures.pop(name, None)
+        pause = FIRST_PAUSE_SECONDS if before is None else 2 * before.pause
+        pause = min(pause, ABSENT_SECONDS if isinstance(error, NotInStore) else LONGEST_PAUSE_SECONDS)
+        failure = self._failures[name] = _Failure(error, pause, time.monotonic() + pause)
+        if len(self._failures) > MAX_FAILURES:
+            del self._failures[next(iter(self._failures))]
+        level = logging.DEBUG if isinstance(error, NotInStore) else logging.WARNING
+        log.log(level, "adapter %s of %s is not served: %s; asked again after %g s", name, location.url, error.detail,
+                pause)  # fmt: skip
+        return failure
+
+    def _tell_cache(self, name: str, what: Callable[[Cache, str, Location], None]) -> None:
+        found = self._rules.find(name)
+        if found is not None and found[1].scheme:
+            try:
+                self._care.submit(lambda: what(self._cache, name, found[1]))
+            except PoolFull:
+                log.warning("the cache of adapters is busy; %s keeps its place there", name)
+
+    # --- on threads ---
+
+    @property
+    def _cache(self) -> Cache:
+        with self._opening:
+            if self._opened is None:
+                settings = self._settings
+                self._opened = Cache(
+                    settings.fetched_adapters, settings.adapter_cache_bytes, settings.adapter_source_bytes
+                )
+            return self._opened
+
+    def _fetch(self, name: str, location: Location) -> Path:
+        cache = self._cache
+        if (path := cache.find(name, location)) is not None:
+            cache.touch(name, location)
+            return path
+        began = time.monotonic()
+        with cache.content.draft() as draft:
+            download(location, cache.content, draft, self._allowed, self._settings.adapter_source_seconds)
+            path = cache.publish(draft, name, location)
+            log.info("adapter %s: %d bytes from %s in %.1f s", name, draft.num_bytes, location.url,
+                     time.monotonic() - began)  # fmt: skip
+        self._make_room(cache, name)
+        return path
+
+    def _make_room(self, cache: Cache, newest: str) -> None:
+        """Remove the least recently used adapters from the cache, and from the engine, until the rest has room."""
+        with self._making_room:
+            if cache.excess() <= 0:
+                return
+            cache.remove([])
+            for entry in cache.entries():
+                if cache.excess() <= 0:
+                    return
+                if entry.name not in self._coming and self._let_go(entry.name, cache.directory):
+                    cache.remove([entry])
+            if cache.excess() > 0:
+                cache.remove([entry for entry in cache.entries() if entry.name == newest])
+                raise CacheFull("the adapters in use leave no room for it (adapter_cache_bytes)")
+
+    def _let_go(self, name: str, directory: Path) -> bool:
+        """Unregister a fetched adapter; False while requests run with it."""
+        try:
+            state = self._book.state(name).result()
+            if state.manifest.path.is_relative_to(directory):
+                if state.references:
+                    return False
+                self._book.remove(name, force=False).result()
+        except UnknownAdapter:
+            pass
+        return True

@@ -1,0 +1,129 @@
+"""Taking an adapter's two files out of an archive that is not trusted.
+
+Nothing is written by a name of the archive: the contents of the two files go into a draft, and every other member is
+read over. So paths and links in the archive lead nowhere; an archive that has such paths is refused all the
+same, and so is one that unpacks to more than allowed.
+"""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import os
+import stat
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from typing import IO, Any, BinaryIO
+
+from ...memory.files.content_store import Draft, TooLarge
+from .deadline import Deadline
+from .errors import StoreRefused
+
+SUFFIXES = (".tar.gz", ".tgz", ".tar", ".zip")
+MAX_MEMBERS = 4096
+MAX_TAR_HEADER_BYTES = 64 << 10
+"""Extended headers of a tar file are read whole, and by default may be of any size."""
+MAX_ZIP_DIRECTORY_BYTES = 1 << 20
+"""A zip file's directory is read whole, too."""
+
+_DISK_ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT)
+_CHUNK_BYTES = 1 << 20
+_ZIP_END, _ZIP_END_BYTES = b"PK\5\6", 22
+
+
+def unpack(
+    archive: BinaryIO, kind: str, names: tuple[str, ...], draft: Draft, max_bytes: int, deadline: Deadline
+) -> None:
+    """Write the files `names` of an archive, all from one of its directories, into a draft. Raises StoreRefused.
+
+    kind: the archive's suffix. max_bytes: most that is unpacked, other members included.
+    """
+    places: dict[str, str] = {}
+    members = _zip_members(archive) if kind == ".zip" else _tar_members(archive, kind, max_bytes, deadline)
+    try:
+        for count, (path, content) in enumerate(members, 1):
+            if count > MAX_MEMBERS:
+                raise StoreRefused(f"its archive has more than {MAX_MEMBERS} members")
+            parent, name = _split(path)
+            if name in names:
+                if content is None or name in places:
+                    why = "no regular file" if content is None else "there twice"
+                    raise StoreRefused(f"{name} in its archive is {why}")
+                places[name] = parent
+                while chunk := content.read(_CHUNK_BYTES):
+                    deadline.left()
+                    draft.write(name, chunk)
+    except TooLarge:
+        raise
+    except (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, RuntimeError, ValueError, OSError) as error:
+        if getattr(error, "errno", None) in _DISK_ERRORS:
+            raise
+        raise StoreRefused("its archive is broken", f"the archive can't be read: {error}") from None
+    if len(places) < len(names) or len(set(places.values())) > 1:
+        raise StoreRefused(f"its archive does not have {' and '.join(names)} in one directory")
+
+
+def _split(path: str) -> tuple[str, str]:
+    """Directory and name of a member. Raises StoreRefused for a path that leads out of the archive."""
+    if path.startswith("/") or "\\" in path or ".." in path.split("/"):
+        raise StoreRefused("its archive has a path that leads out of it")
+    return os.path.split(os.path.normpath(path))
+
+
+def _tar_members(
+    archive: BinaryIO, kind: str, max_bytes: int, deadline: Deadline
+) -> Iterator[tuple[str, IO[bytes] | None]]:
+    archive.seek(0)
+    plain: Any = archive if kind == ".tar" else gzip.GzipFile(fileobj=archive)
+    reader: Any = _BoundedReader(plain, max_bytes, deadline)
+    with tarfile.open(fileobj=reader, mode="r|", tarinfo=_BoundedHeader) as tar:
+        for member in tar:
+            is_file = member.type in (tarfile.REGTYPE, tarfile.AREGTYPE)
+            yield member.name, tar.extractfile(member) if is_file else None
+
+
+def _zip_members(archive: BinaryIO) -> Iterator[tuple[str, IO[bytes] | None]]:
+    size = archive.seek(0, os.SEEK_END)
+    archive.seek(max(0, size - (1 << 16) - _ZIP_END_BYTES))
+    tail = archive.read()
+    end = tail.rfind(_ZIP_END)
+    if end < 0 or int.from_bytes(tail[end + 12 : end + 16], "little") > MAX_ZIP_DIRECTORY_BYTES:
+        raise StoreRefused("its archive has no directory, or one that is too long")
+    with zipfile.ZipFile(archive) as file:
+        for member in file.infolist():
+            if member.is_dir() or stat.S_IFMT(member.external_attr >> 16) not in (0, stat.S_IFREG):
+                yield member.filename, None
+                continue
+            with file.open(member) as content:
+                yield member.filename, content
+
+
+class _BoundedHeader(tarfile.TarInfo):
+    """A member of a tar file. Extended headers must be short: they are read whole before anything is known of them."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _BoundedHeader:
+        found = super().frombuf(buf, encoding, errors)
+        plain = (*tarfile.REGULAR_TYPES, tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.DIRTYPE)
+        if found.type not in plain and found.size > MAX_TAR_HEADER_BYTES:
+            raise StoreRefused("its archive has a header that is too long")
+        return found
+
+
+class _BoundedReader:
+    """What a compressed stream holds, as far as `max_bytes`, and until the deadline."""
+
+    def __init__(self, inner: BinaryIO | IO[bytes], max_bytes: int, deadline: Deadline) -> None:
+        self._inner = inner
+        self._left = max_bytes + (MAX_MEMBERS << 10)
+        self._deadline = deadline
+
+    def read(self, size: int) -> bytes:
+        self._deadline.left()
+        data = self._inner.read(size)
+        self._left -= len(data)
+        if self._left < 0:
+            raise StoreRefused("its archive unpacks to more than an adapter may have (adapter_source_bytes)")
+        return data

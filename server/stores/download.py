@@ -1,0 +1,276 @@
+"""Downloads of an adapter's two files from a web server, the Hugging Face Hub or a bucket."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import httpx
+
+from ...memory.files.content_store import ContentStore, Draft, TooLarge
+from ...memory.files.format import CONFIG_FILE, WEIGHTS_FILE
+from .allowed import Allowed
+from .archive import SUFFIXES, unpack
+from .deadline import Deadline
+from .errors import NotInStore, StoreAway, StoreError, StoreRefused
+from .guarded_http import guarded_client
+from .rules import Location
+
+MAX_CONFIG_BYTES = 1 << 20
+"""Most bytes of a configuration that are read here; what is served has fewer (docs/adapters.md)."""
+
+_FILES = (CONFIG_FILE, WEIGHTS_FILE)
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
+_CHUNK_BYTES = 4 << 20
+_TOO_LONG = "it is larger than an adapter may be (adapter_source_bytes)"
+
+
+class Store(Protocol):
+    """A place with an adapter's files."""
+
+    def read(self, name: str) -> Iterable[bytes]:
+        """The bytes of the file `name`, or of the location itself for an empty name. Raises StoreError."""
+        ...
+
+
+def missing_package(location: Location) -> str | None:
+    """Name of the optional package that a location needs and that is not installed."""
+    package = _PACKAGES.get(location.scheme)
+    return package if package is not None and importlib.util.find_spec(package) is None else None
+
+
+def download(location: Location, content: ContentStore, draft: Draft, allowed: Allowed, seconds: float) -> None:
+    """Write an adapter's two files into an empty draft of a content store. Raises StoreError."""
+    deadline = Deadline(seconds)
+    try:
+        if location.scheme == "hf":
+            _download_from_hub(location, draft, allowed, deadline)
+            return
+        with _store(location, allowed, deadline) as store:
+            kind = next((suffix for suffix in SUFFIXES if urlsplit(location.url).path.endswith(suffix)), None)
+            if kind is None:
+                _write_files(store, location, draft)
+                return
+            with tempfile.TemporaryFile(dir=content.root) as archive:
+                digest = hashlib.sha256()
+                for chunk in _bounded(store.read(""), content.max_bytes):
+                    digest.update(chunk)
+                    archive.write(chunk)
+                _check_sum(location, digest.hexdigest())
+                unpack(archive, kind, _FILES, draft, content.max_bytes, deadline)
+    except TooLarge:
+        raise StoreRefused(_TOO_LONG) from None
+
+
+def _write_files(store: Store, location: Location, draft: Draft, otherwise: Store | None = None) -> None:
+    """Write the two files. The configuration is read before and after the weights: if it is still the same, the two
+    belong together. otherwise: asked instead if the store is away.
+    """
+    try:
+        config = _config(store)
+    except StoreAway:
+        if otherwise is None:
+            raise
+        store, config = otherwise, _config(otherwise)
+    digest = hashlib.sha256()
+    for chunk in store.read(WEIGHTS_FILE):
+        digest.update(chunk)
+        draft.write(WEIGHTS_FILE, chunk)
+    _check_sum(location, digest.hexdigest())
+    if _config(store) != config:
+        raise StoreAway("its files changed in the store while they were read")
+    draft.write(CONFIG_FILE, config)
+
+
+def _config(store: Store) -> bytes:
+    return b"".join(_bounded(store.read(CONFIG_FILE), MAX_CONFIG_BYTES))
+
+
+def _bounded(content: Iterable[bytes], limit: int) -> Iterator[bytes]:
+    size = 0
+    for chunk in content:
+        size += len(chunk)
+        if size > limit:
+            raise StoreRefused(_TOO_LONG)
+        yield chunk
+
+
+def _check_sum(location: Location, sha256: str) -> None:
+    if location.sha256 is not None and sha256 != location.sha256:
+        raise StoreRefused("its files in the store have another checksum than configured", f"SHA-256 is {sha256}")
+
+
+@contextmanager
+def _store(location: Location, allowed: Allowed, deadline: Deadline) -> Iterator[Store]:
+    if location.scheme in _PACKAGES:
+        allowed.check_bucket(location.scheme, urlsplit(location.url).netloc)
+        yield _Bucket(location, deadline)
+        return
+    with guarded_client(allowed, deadline) as client:
+        yield _Web(client, location.url)
+
+
+# --- web servers ---
+
+
+class _Web:
+    """A directory, or one file, on a web server."""
+
+    def __init__(self, client: httpx.Client, url: str) -> None:
+        self._client = client
+        self._url = url
+
+    def read(self, name: str) -> Iterator[bytes]:
+        with _answer(self._client, f"{self._url.rstrip('/')}/{name}" if name else self._url) as response:
+            yield from response.iter_raw(_CHUNK_BYTES)
+
+
+@contextmanager
+def _answer(client: httpx.Client, url: str) -> Iterator[httpx.Response]:
+    """A successful answer of which the body is still to be read. Raises StoreError for any other, and for a body that
+    breaks off.
+    """
+    try:
+        with client.stream("GET", url) as response:
+            status = response.status_code
+            if status in (404, 410):
+                raise NotInStore("its store does not have it", f"{response.url} is {status}")
+            if status == 429 or status >= 500:
+                raise StoreAway(f"its store answers {status}", f"{response.url} is {status}")
+            if status != 200:
+                raise StoreRefused(f"its store answers {status}", f"{response.url} is {status}")
+            if response.headers.get("content-encoding", "identity") != "identity":
+                raise StoreRefused("its store sends it in a compressed form, which was not asked for")
+            yield response
+    except httpx.TooManyRedirects:
+        raise StoreRefused("its store redirects too often") from None
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise StoreAway("its store does not answer, or breaks off", f"{type(error).__name__}: {error}") from None
+
+
+# --- the Hugging Face Hub ---
+
+
+class _Hub:
+    """A repository of the Hub. All files come from the commit of the first."""
+
+    def __init__(self, client: httpx.Client, repo: str, revision: str) -> None:
+        self._client = client
+        self._repo = repo
+        self._revision = revision
+
+    def read(self, name: str) -> Iterator[bytes]:
+        from huggingface_hub import constants, hf_hub_url
+
+        url = hf_hub_url(self._repo, name, revision=self._revision, endpoint=constants.ENDPOINT)
+        with _answer(self._client, url) as response:
+            for one in (*response.history, response):  # the Hub's own answer, before it redirects to its storage
+                self._revision = one.headers.get("x-repo-commit", self._revision)
+            yield from response.iter_raw(_CHUNK_BYTES)
+
+
+class _HubCache:
+    """A repository in the cache that `huggingface_hub` keeps on this machine."""
+
+    def __init__(self, paths: dict[str, Path]) -> None:
+        self._paths = paths
+
+    @classmethod
+    def find(cls, repo: str, revision: str) -> _HubCache | None:
+        """The repository, if both files are there."""
+        from huggingface_hub import try_to_load_from_cache
+
+        found = {name: try_to_load_from_cache(repo, name, revision=revision) for name in _FILES}
+        paths = {name: Path(path) for name, path in found.items() if isinstance(path, str)}
+        return cls(paths) if len(paths) == len(_FILES) else None
+
+    def read(self, name: str) -> Iterator[bytes]:
+        with self._paths[name].open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                yield chunk
+
+
+def _download_from_hub(location: Location, draft: Draft, allowed: Allowed, deadline: Deadline) -> None:
+    """Write the files of `hf://ORG/REPO[@REVISION]`; from the Hub's cache on this machine if the Hub is away."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import build_hf_headers
+
+    repo, _, revision = location.url.removeprefix("hf://").partition("@")
+    revision = revision or "main"
+    endpoint = urlsplit(constants.ENDPOINT)
+    allowed.check_url(endpoint.scheme, endpoint.hostname or "", endpoint.port)
+    try:
+        cached = _HubCache.find(repo, revision)
+        if constants.HF_HUB_OFFLINE:
+            if cached is None:
+                raise StoreAway("the Hub is not asked (HF_HUB_OFFLINE), and its cache here does not have it")
+            _write_files(cached, location, draft)
+            return
+        headers = {name: value for name, value in build_hf_headers().items() if value}
+        with guarded_client(allowed, deadline, headers) as client:
+            _write_files(_Hub(client, repo, revision), location, draft, cached)
+    except ValueError as error:  # the library's, for what is no repository's name
+        raise NotInStore("its store does not have it", str(error)) from None
+
+
+# --- buckets ---
+
+
+class _Bucket:
+    """A directory, or one file, in a bucket, by fsspec. Credentials and endpoints are the environment's."""
+
+    def __init__(self, location: Location, deadline: Deadline) -> None:
+        import fsspec
+
+        self._url = location.url.rstrip("/")
+        self._deadline = deadline
+        options: dict[str, Any] = {"use_listings_cache": False}
+        if location.scheme == "s3":
+            seconds = round(deadline.left()) or 1
+            options["config_kwargs"] = {
+                "connect_timeout": seconds, "read_timeout": seconds, "retries": {"max_attempts": 1}
+            }  # fmt: skip
+        try:
+            self._files: Any = fsspec.filesystem(location.scheme, **options)
+        except ImportError as error:
+            reason = f"the server lacks the package that reads {location.scheme}://"
+            raise StoreRefused(reason, f"{error}; run: pip install 'chorus-lora[stores]'") from None
+
+    def read(self, name: str) -> Iterator[bytes]:
+        path = f"{self._url}/{name}" if name else self._url
+        before = self._ask("info", path)
+        for start in range(0, before["size"], _CHUNK_BYTES):
+            yield self._ask("cat_file", path, start=start, end=min(start + _CHUNK_BYTES, before["size"]))
+        if _version(self._ask("info", path)) != _version(before):
+            raise StoreAway("its files changed in the store while they were read")
+
+    def _ask(self, method: str, path: str, **options: Any) -> Any:
+        """The answer of the file system's method. fsspec runs those of stores on a loop of its own, which a store that
+        hangs does not hold up.
+        """
+        from fsspec.asyn import AsyncFileSystem, sync
+
+        call = getattr(self._files, method)
+        if isinstance(self._files, AsyncFileSystem):
+            call = partial(sync, self._files.loop, getattr(self._files, f"_{method}"), timeout=self._deadline.left(60))
+        try:
+            return call(path, **options)
+        except FileNotFoundError as error:
+            raise NotInStore("its store does not have it", str(error)) from None
+        except PermissionError as error:
+            raise StoreRefused("its store refuses access", str(error)) from None
+        except StoreError:
+            raise
+        except Exception as error:  # each kind of store has errors of its own
+            raise StoreAway("its store does not answer, or breaks off", f"{type(error).__name__}: {error}") from None
+
+
+def _version(info: dict[str, Any]) -> list[Any]:
+    return [info.get(key) for key in ("size", "ETag", "etag", "generation", "LastModified", "mtime")]

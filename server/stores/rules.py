@@ -1,0 +1,95 @@
+"""Rules by which the name of an adapter that is not registered says where its files are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+_CAPTURED = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(?:/[A-Za-z0-9_][A-Za-z0-9._-]*)*(?:@[A-Za-z0-9_][A-Za-z0-9._-]*)?")
+"""What a name may have in the place of `*`: parts of a path, none of which begins with a dot, and a revision."""
+
+_SCHEMES = ("https", "http", "hf", "s3", "gs")
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A place where an adapter's files are. url: a URL, or the path of a directory. sha256: of the archive or of the
+    weights file, if the rule says so.
+    """
+
+    url: str
+    sha256: str | None = None
+
+    @property
+    def scheme(self) -> str:
+        """`https`, `http`, `hf`, `s3` or `gs`; empty for a directory."""
+        return urlsplit(self.url).scheme if "://" in self.url else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """PATTERN=URL: a `*` in the URL stands for what the `*` in the pattern stands for."""
+
+    pattern: str
+    location: Location
+
+    def find(self, name: str) -> Location | None:
+        """Where the adapter `name` is by this rule; None if the rule says nothing about it."""
+        before, star, after = self.pattern.partition("*")
+        if not star:
+            return self.location if name == self.pattern else None
+        if len(name) < len(before) + len(after) or not (name.startswith(before) and name.endswith(after)):
+            return None
+        captured = name[len(before) : len(name) - len(after)]
+        if not _CAPTURED.fullmatch(captured):
+            return None
+        return Location(self.location.url.replace("*", captured), self.location.sha256)
+
+    @classmethod
+    def parse(cls, text: str) -> Rule:
+        """Raises ValueError for what is no rule."""
+        pattern, equals, url = text.partition("=")
+        if not pattern or not equals or not url:
+            raise ValueError("a source is given as PATTERN=URL, such as acme/*=https://adapters.acme.example/*.tar.gz")
+        if pattern.count("*") > 1 or url.count("*") != pattern.count("*"):
+            raise ValueError("a source's pattern and its URL have one * each, or none")
+        url, _, checksum = url.partition("#")
+        sha256 = checksum.removeprefix("sha256=").lower() if checksum else None
+        if sha256 is not None and not re.fullmatch("[0-9a-f]{64}", sha256):
+            raise ValueError("behind a source's # stands sha256= and 64 hexadecimal digits")
+        location = Location(url, sha256)
+        _check_url(location)
+        return cls(pattern, location)
+
+
+class Rules:
+    """Rules in order; the first that fits a name counts."""
+
+    def __init__(self, rules: Iterable[Rule]) -> None:
+        self._rules = tuple(rules)
+
+    def __iter__(self) -> Iterator[Rule]:
+        return iter(self._rules)
+
+    def find(self, name: str) -> tuple[int, Location] | None:
+        """The rule's number and the location of the adapter `name`; None if no rule fits."""
+        for number, rule in enumerate(self._rules):
+            if (location := rule.find(name)) is not None:
+                return number, location
+        return None
+
+
+def _check_url(location: Location) -> None:
+    if not location.scheme:
+        if not location.url.startswith("/"):
+            raise ValueError("a source that is a directory is given by its whole path")
+        return
+    parts = urlsplit(location.url)
+    if location.scheme not in _SCHEMES:
+        raise ValueError(f"a source is a directory, or a URL of {', '.join(_SCHEMES)}, not of {location.scheme}")
+    if parts.username is not None or "*" in parts.netloc.partition(":")[2]:
+        raise ValueError("a source's URL has neither a user nor a * in its port")
+    if location.scheme != "hf" and "*" in parts.netloc:
+        raise ValueError("a source's URL names its host or bucket; the * stands behind it")

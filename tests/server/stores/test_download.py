@@ -1,0 +1,454 @@
+"""Downloads from stores of which some are hostile: what they lead to, how much they send and how long it takes."""
+
+import gzip
+import hashlib
+import io
+import json
+import socket
+import struct
+import tarfile
+import time
+import zipfile
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from huggingface_hub import constants
+
+from chorus.memory.files.content_store import ContentStore
+from chorus.server.stores import guarded_http
+from chorus.server.stores.allowed import Allowed
+from chorus.server.stores.deadline import Deadline
+from chorus.server.stores.download import download, missing_package
+from chorus.server.stores.errors import NotInStore, StoreAway, StoreRefused
+from chorus.server.stores.rules import Location
+
+from .store_server import hang, redirect, send, store_server
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+FILES = {CONFIG: b'{"r": 4}', WEIGHTS: bytes(range(256)) * 64}
+MAX_BYTES = 1 << 20
+AWAY = pytest.raises(StoreAway)
+
+
+@pytest.fixture
+def content(tmp_path):
+    return ContentStore(tmp_path / "cache", MAX_BYTES, 1 << 30)
+
+
+@pytest.fixture
+def get(content, store):
+    """Download a location; returns its files by name."""
+
+    def run(url, sha256=None, hosts=None, seconds=20):
+        allowed = Allowed([store.url] if hosts is None else hosts)
+        with content.draft() as draft:
+            download(Location(url, sha256), content, draft, allowed, seconds)
+            path = draft.seal()
+        return {file.name: file.read_bytes() for file in path.iterdir()}
+
+    yield run
+    assert not [path for path in content.root.iterdir() if path.name.startswith(".")], "nothing half done is left"
+
+
+def tar(files=FILES, parent="x/", mode="w:gz", extra=()):
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode=mode) as archive:
+        for info, body in [*extra, *((tarfile.TarInfo(parent + name), body) for name, body in files.items())]:
+            info.size = len(body or b"")
+            archive.addfile(info, io.BytesIO(body or b""))
+    return data.getvalue()
+
+
+def zipped(files=FILES, parent="x/", infos=()):
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, body in [*infos, *((parent + name, body) for name, body in files.items())]:
+            archive.writestr(name, body)
+    return data.getvalue()
+
+
+def serve(store, files=FILES, at="/one"):
+    store.paths.update({f"{at}/{name}": body for name, body in files.items()})
+    return f"{store.url}{at}"
+
+
+# --- honest stores
+
+
+def test_a_directory_and_archives_hold_the_two_files(store, get):
+    assert get(serve(store)) == FILES
+    for suffix, data in (("tar.gz", tar()), ("tgz", tar(parent="")), ("tar", tar(mode="w")), ("zip", zipped())):
+        store.paths[f"/a.{suffix}"] = data
+        assert get(f"{store.url}/a.{suffix}", hashlib.sha256(data).hexdigest()) == FILES
+    assert get(f"{store.url}/one/", hashlib.sha256(FILES[WEIGHTS]).hexdigest()) == FILES
+
+
+def test_another_checksum_is_refused(store, get):
+    store.paths["/a.tar.gz"] = tar()
+    for url in (serve(store), f"{store.url}/a.tar.gz"):
+        with pytest.raises(StoreRefused, match="checksum"):
+            get(url, "0" * 64)
+
+
+def test_answers_other_than_a_file(store, get):
+    with pytest.raises(NotInStore):
+        get(f"{store.url}/none")
+    for status, error in ((403, StoreRefused), (500, StoreAway), (429, StoreAway), (204, StoreRefused)):
+        store.paths[f"/one/{CONFIG}"] = lambda handler, status=status: handler.send_error(status)
+        with pytest.raises(error, match=str(status)):
+            get(f"{store.url}/one")
+    packed = gzip.compress(FILES[CONFIG])
+    store.paths[f"/one/{CONFIG}"] = lambda handler: send(handler, packed, content_encoding="gzip")
+    with pytest.raises(StoreRefused, match="compressed"):
+        get(f"{store.url}/one")
+
+
+# --- where it leads
+
+
+def test_nothing_is_asked_that_is_not_listed(store, get):
+    url = serve(store)
+    for hosts in ((), ["store.example"], [store.host], ["127.0.0.0/8"], [f"http://localhost:{store.server_port}"]):
+        with pytest.raises(StoreRefused):
+            get(url, hosts=hosts)
+    assert not store.asked
+
+
+def test_a_redirect_is_followed_to_listed_hosts_only(store, get):
+    url = serve(store, at="/real")
+    for name in FILES:
+        store.paths[f"/one/{name}"] = redirect(f"{url}/{name}")
+    assert get(f"{store.url}/one") == FILES
+    with store_server() as inner:
+        for target in (f"{inner.url}/{CONFIG}", f"https://{store.host}/x", "file:///etc/passwd", "ftp://127.0.0.1/x",
+                       f"http://localhost:{store.server_port}/real/{CONFIG}", f"http://[::ffff:127.0.0.1]:{inner.server_port}/x",
+                       "http://169.254.169.254/latest/meta-data"):  # fmt: skip
+            store.paths[f"/one/{CONFIG}"] = redirect(target)
+            with pytest.raises(StoreRefused, match="allow"):
+                get(f"{store.url}/one")
+        assert not inner.asked
+    store.paths[f"/one/{CONFIG}"] = redirect(f"{store.url}/one/{CONFIG}")
+    with pytest.raises(StoreRefused, match="redirects"):
+        get(f"{store.url}/one")
+
+
+def test_a_listed_name_that_leads_to_a_private_address_is_not_connected_to(store, get, monkeypatch):
+    serve(store)
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda *args, **options: [(socket.AF_INET, 1, 6, "", ("127.0.0.1", args[1]))]
+    )
+    name = f"http://store.example:{store.server_port}"
+    with pytest.raises(StoreRefused, match="address"):
+        get(f"{name}/one", hosts=[name])
+    assert not store.asked
+    assert get(f"{name}/one", hosts=[name, "127.0.0.1/32"]) == FILES
+
+
+def test_the_address_that_was_checked_is_the_one_that_is_connected_to(store, get, monkeypatch):
+    """A name is resolved once for each connection, which then goes to an address: what the name leads to a moment later
+    (rebinding) does not matter.
+    """
+    serve(store)
+    resolve, connect, asked, connected = socket.getaddrinfo, socket.create_connection, [], []
+
+    def resolve_once(host, port, *args, **options):
+        if host != "store.example":
+            return resolve(host, port, *args, **options)
+        asked.append(host)
+        return [(socket.AF_INET, 1, 6, "", ("127.0.0.1", port))]
+
+    def note(address, *args, **options):
+        connected.append(address)
+        return connect(address, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve_once)
+    monkeypatch.setattr(socket, "create_connection", note)
+    name = f"http://store.example:{store.server_port}"
+    assert get(f"{name}/one", hosts=[name, "127.0.0.1/32"]) == FILES
+    assert connected == [("127.0.0.1", store.server_port)] * len(asked)
+
+
+def test_proxies_of_the_environment_are_not_used(store, get, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
+    assert get(serve(store)) == FILES
+
+
+# --- how much it sends, and how long it takes
+
+
+def endless(handler):
+    handler.send_response(200)
+    handler.end_headers()
+    while not handler.server.over.is_set():
+        handler.wfile.write(bytes(1 << 16))
+
+
+def trickle(handler):
+    handler.send_response(200)
+    handler.send_header("content-length", "1000000")
+    handler.end_headers()
+    while not handler.server.over.wait(0.05):
+        handler.wfile.write(b" ")
+
+
+def trickled_headers(handler):
+    while not handler.server.over.wait(0.05):
+        handler.wfile.write(b"H" if handler.server.asked["sent"] else b"HTTP/1.1 200 OK\r\nx: ")
+        handler.server.asked["sent"] += 1
+
+
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS, "archive"])
+def test_an_endless_body_is_refused(store, get, name):
+    serve(store)
+    store.paths[f"/one/{name}"] = store.paths["/a.tar"] = endless
+    with pytest.raises(StoreRefused, match="larger"):
+        get(f"{store.url}/a.tar" if name == "archive" else f"{store.url}/one")
+
+
+@pytest.mark.parametrize("answer", [trickle, trickled_headers, hang])
+def test_a_store_that_sends_slowly_is_given_up_at_the_deadline(store, get, answer):
+    serve(store)
+    store.paths[f"/one/{WEIGHTS}"] = answer
+    with AWAY:
+        get(f"{store.url}/one", seconds=0.5)
+
+
+def test_a_store_that_falls_silent_is_given_up(store, get, monkeypatch):
+    monkeypatch.setattr("chorus.server.stores.deadline.SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(guarded_http, "SILENT_SECONDS", 0.2)
+    serve(store)
+    store.paths[f"/one/{WEIGHTS}"] = hang
+    with AWAY:
+        get(f"{store.url}/one", seconds=3600)
+
+
+def test_a_body_of_another_length_than_announced_is_not_taken(store, get):
+    serve(store)
+    store.paths[f"/one/{WEIGHTS}"] = lambda handler: send(handler, FILES[WEIGHTS], len(FILES[WEIGHTS]) + 1)
+    with AWAY:
+        get(f"{store.url}/one", seconds=5)
+    store.paths[f"/one/{WEIGHTS}"] = lambda handler: send(handler, FILES[WEIGHTS], 10)
+    assert get(f"{store.url}/one")[WEIGHTS] == FILES[WEIGHTS][:10]  # such weights the engine refuses
+
+
+def test_files_that_change_between_two_reads_are_not_taken(store, get):
+    serve(store)
+    store.paths[f"/one/{CONFIG}"] = lambda handler: send(handler, json.dumps({"r": time.monotonic()}).encode())
+    with pytest.raises(StoreAway, match="changed"):
+        get(f"{store.url}/one")
+
+
+# --- archives
+
+
+def member(name, kind=tarfile.REGTYPE, target=""):
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, target
+    return info
+
+
+def long_header():
+    """A tar file of which an extended header says that it is of a gigabyte."""
+    info = member("pax", tarfile.XHDTYPE)
+    info.size = 1 << 30
+    return info.tobuf()
+
+
+ZEROS = bytes(MAX_BYTES + 1)
+ARCHIVES = {
+    "out.tar": (tar(extra=[(member(f"../{CONFIG}"), b"{}")], mode="w"), "leads out"),
+    "deep.tar": (tar(extra=[(member(f"x/../../{CONFIG}"), b"{}")], mode="w"), "leads out"),
+    "absolute.tar": (tar(extra=[(member("/etc/cron.d/x"), b"x")], mode="w"), "leads out"),
+    "link.tar": (tar({WEIGHTS: b"x"}, extra=[(member(f"x/{CONFIG}", tarfile.SYMTYPE, "/etc/passwd"), b"")], mode="w"),
+                 "no regular file"),
+    "hard.tar": (tar({WEIGHTS: b"x"}, extra=[(member(f"x/{CONFIG}", tarfile.LNKTYPE, "/etc/passwd"), b"")], mode="w"),
+                 "no regular file"),
+    "pipe.tar": (tar({WEIGHTS: b"x"}, extra=[(member(f"x/{CONFIG}", tarfile.FIFOTYPE), b"")], mode="w"), "no regular"),
+    "bomb.tar.gz": (tar({**FILES, WEIGHTS: ZEROS}), "larger|more than"),
+    "beside.tar.gz": (tar(extra=[(member("x/readme"), bytes(8 * MAX_BYTES))]), "more than"),
+    "header.tar": (long_header() + bytes(1024), "header"),
+    "twice.tar": (tar(extra=[(member(f"y/{CONFIG}"), b"{}")], mode="w"), "twice"),
+    "apart.tar": (tar({CONFIG: b"{}"}, extra=[(member(f"y/{WEIGHTS}"), b"x")], mode="w"), "one directory"),
+    "half.tar": (tar({CONFIG: b"{}"}, mode="w"), "one directory"),
+    "cut.tar.gz": (tar()[:200], "broken"),
+    "none.tar.gz": (b"hello", "broken"),
+    "none.zip": (b"hello", "directory"),
+    "out.zip": (zipped(infos=[(f"../{CONFIG}", b"{}")]), "leads out"),
+    "windows.zip": (zipped(infos=[("..\\x", b"{}")]), "leads out"),
+    "bomb.zip": (zipped({**FILES, WEIGHTS: ZEROS}), "larger"),
+    "cut.zip": (zipped()[20:], "broken"),
+    "directory.zip": (b"PK\5\6" + struct.pack("<4H2LH", 0, 0, 1, 1, 1 << 30, 0, 0), "too long"),
+    "many.tar.gz": (tar(extra=[(member(str(index)), b"") for index in range(5000)]), "members"),
+}  # fmt: skip
+
+
+def symlink_zip():
+    info = zipfile.ZipInfo(f"x/{CONFIG}")
+    info.external_attr = 0o120777 << 16
+    return zipped({WEIGHTS: b"x"}, infos=[(info, b"/etc/passwd")])
+
+
+ARCHIVES["link.zip"] = (symlink_zip(), "no regular file")
+
+
+@pytest.mark.parametrize("name", ARCHIVES)
+def test_an_archive_that_is_hostile_or_broken_is_refused(store, get, name):
+    data, reason = ARCHIVES[name]
+    store.paths[f"/{name}"] = data
+    with pytest.raises(StoreRefused, match=reason):
+        get(f"{store.url}/{name}")
+
+
+# --- the Hub
+
+
+@pytest.fixture
+def hub(store, monkeypatch, tmp_path):
+    """A Hub on loopback: `main` is the commit of `a`s, whose files are kept by another host, as the real one's are."""
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template.replace(constants.ENDPOINT, store.url))
+    monkeypatch.setattr(constants, "ENDPOINT", store.url)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    commit, seen = "a" * 40, []
+
+    def answer(name):
+        def run(handler):
+            seen.append(handler.headers.get("authorization"))
+            send(handler, FILES[name], x_repo_commit=commit)
+
+        return run
+
+    for name in FILES:
+        store.paths[f"/org/repo/resolve/{commit}/{name}"] = answer(name)
+    store.paths[f"/org/repo/resolve/main/{CONFIG}"] = answer(CONFIG)
+    return seen
+
+
+def keep_in_hub_cache(root, files=FILES, revision="main"):
+    repo = root / "hub" / "models--org--repo"
+    snapshot = repo / "snapshots" / ("b" * 40)
+    snapshot.mkdir(parents=True)
+    (repo / "refs").mkdir()
+    (repo / "refs" / revision).write_text("b" * 40)
+    for name, body in files.items():
+        (snapshot / name).write_bytes(body)
+
+
+def test_all_files_of_a_repository_come_from_one_commit(store, get, hub):
+    assert get("hf://org/repo") == FILES
+    assert get("hf://org/repo@" + "a" * 40) == FILES
+    assert set(hub) == {"Bearer hf_secret"}
+    for name in ("org/none", "../x", "org"):
+        with pytest.raises(NotInStore):
+            get(f"hf://{name}")
+
+
+def test_the_token_stays_with_the_hub(store, get, hub):
+    with store_server() as other:
+        seen = []
+
+        def answer(handler):
+            seen.append(handler.headers.get("authorization"))
+            send(handler, FILES[WEIGHTS])
+
+        other.paths["/blob"] = answer
+        store.paths[f"/org/repo/resolve/{'a' * 40}/{WEIGHTS}"] = redirect(f"{other.url}/blob")
+        with pytest.raises(StoreRefused):
+            get("hf://org/repo")
+        assert get("hf://org/repo", hosts=[store.url, other.url]) == FILES
+        assert seen == [None]
+
+
+def test_the_hub_has_to_be_listed(store, get, hub):
+    with pytest.raises(StoreRefused):
+        get("hf://org/repo", hosts=["store.example"])
+    assert not store.asked
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_the_hubs_cache_serves_while_the_hub_is_away(store, get, hub, monkeypatch, tmp_path, offline):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    store.paths[f"/org/repo/resolve/main/{CONFIG}"] = lambda handler: handler.send_error(503)
+    with AWAY:
+        get("hf://org/repo")
+    keep_in_hub_cache(tmp_path)
+    asked = store.asked.total()
+    assert get("hf://org/repo") == FILES
+    assert (store.asked.total() == asked) == offline
+
+
+# --- buckets
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    """A bucket in memory, in the place of S3."""
+    files = MemoryFileSystem()
+    monkeypatch.setattr(fsspec, "filesystem", lambda *args, **options: files)
+    for name, body in FILES.items():
+        files.pipe_file(f"s3://bucket/one/{name}", body)
+    files.pipe_file("s3://bucket/a.tar.gz", tar())
+    yield files
+    MemoryFileSystem.store.clear()
+
+
+def test_a_bucket_that_is_listed(get, bucket):
+    for path in ("one", "one/", "a.tar.gz"):
+        assert get(f"s3://bucket/{path}", hosts=["s3://bucket"]) == FILES
+    with pytest.raises(NotInStore):
+        get("s3://bucket/none", hosts=["s3://bucket"])
+    with pytest.raises(StoreRefused, match="bucket"):
+        get("s3://bucket/one", hosts=["s3://other", "gs://bucket"])
+
+
+def test_a_bucket_whose_files_change_or_are_too_large(get, bucket, monkeypatch):
+    infos = iter(range(100))
+    real = bucket.info
+    with monkeypatch.context() as changing, pytest.raises(StoreAway, match="changed"):
+        changing.setattr(bucket, "info", lambda path: real(path) | {"ETag": next(infos)})
+        get("s3://bucket/one", hosts=["s3://bucket"])
+    bucket.pipe_file(f"s3://bucket/one/{WEIGHTS}", ZEROS)
+    with pytest.raises(StoreRefused, match="larger"):
+        get("s3://bucket/one", hosts=["s3://bucket"])
+
+
+def test_a_package_that_a_bucket_needs_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert [missing_package(Location(url)) for url in ("s3://b/x", "gs://b/x", "hf://x/y", "/x")] == [
+        "s3fs", "gcsfs", None, None,
+    ]  # fmt: skip
+
+
+@pytest.mark.s3
+def test_an_s3_server(get, monkeypatch):
+    """moto's, over the network as any other."""
+    moto_server = pytest.importorskip("moto.server")
+    pytest.importorskip("s3fs")
+    import boto3
+
+    server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        for name, value in {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1",
+                            "AWS_ENDPOINT_URL": f"http://{host}:{port}"}.items():  # fmt: skip
+            monkeypatch.setenv(name, value)
+        client = boto3.client("s3")
+        client.create_bucket(Bucket="bucket")
+        for name, body in {**{f"one/{name}": body for name, body in FILES.items()}, "a.tar.gz": tar()}.items():
+            client.put_object(Bucket="bucket", Key=name, Body=body)
+        for path in ("one", "a.tar.gz"):
+            assert get(f"s3://bucket/{path}", hosts=["s3://bucket"]) == FILES
+        with pytest.raises(NotInStore):
+            get("s3://bucket/none", hosts=["s3://bucket"])
+    finally:
+        server.stop()
+
+
+def test_a_deadline_ends():
+    with AWAY:
+        Deadline(0.0).left()
