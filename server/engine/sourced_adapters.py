@@ -257,13 +257,14 @@ class SourcedAdapters:
                 raise CacheFull("the adapters in use leave no room for it (adapter_cache_bytes)")
 
     def _let_go(self, name: str, directory: Path) -> bool:
-        """Unregister a fetched adapter; False while requests run with it."""
+        """Unregister a fetched adapter; False while there are requests for it."""
         try:
             state = self._book.state(name).result()
             if state.manifest.path.is_relative_to(directory):
-                if state.references:
+                if self._book.num_requests(name).result():
                     return False
                 self._book.remove(name, force=False).result()
+                self._loads.remember(name)
         except UnknownAdapter:
             pass
         return True
