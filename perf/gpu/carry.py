@@ -37,7 +37,7 @@ PACKAGES = (
 )  # fmt: skip
 
 #: Of the project's own needs: these stand on a machine with torch and transformers.
-WITH_TORCH = {"torch", "transformers", "tokenizers", "safetensors", "numpy"}
+WITH_TORCH = {"torch", "transformers", "huggingface-hub", "tokenizers", "safetensors", "numpy"}
 
 #: Newest first: pip takes a wheel of any of them, and none of another number.
 PLATFORMS = tuple(

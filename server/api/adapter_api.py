@@ -223,8 +223,9 @@ class AdapterApi:
             seen = await asyncio.wrap_future(self._book.state(name))
         except UnknownAdapter:
             raise _unknown(name, None) from None
-        changes = asked.model_dump(exclude_none=True)
-        audit.info("%s changed adapter %s: %s", request.state.caller, name, changes)
+        changes = [("unpinned", "pinned")[asked.pinned]] if asked.pinned is not None else []
+        changes += [("resumed", "paused")[asked.paused]] if asked.paused is not None else []
+        audit.info("%s %s adapter %s", request.state.caller, " and ".join(changes), name)
         return JSONResponse(_body(seen, request))
 
     async def drain(self, request: Request) -> Response:

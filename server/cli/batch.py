@@ -20,6 +20,9 @@ from ..settings import Settings
 from ..start.flags import UsageError
 from ..start.launch import OpenBackend, build_app
 
+ROUTES = tuple(sorted(route for route in GENERATING if route.startswith("/v1/")))
+"""Where a line's request may go: TGI's and LoRAX's routes have no batches."""
+
 IN_FLIGHT = 256
 """Requests that the engine is given at once; the others follow as these end."""
 
@@ -78,8 +81,8 @@ def _read(path: Path) -> Iterator[Asked]:
                 raise _wrong(path, number, f"no JSON object with custom_id, url and body ({error!r:.80})") from None
             if not isinstance(asked.custom_id, str) or not isinstance(asked.body, dict):
                 raise _wrong(path, number, "custom_id must be a string, and body an object")
-            if asked.url not in GENERATING or line.get("method", "POST") != "POST":
-                raise _wrong(path, number, f"a request may be a POST to {', '.join(sorted(GENERATING))}")
+            if asked.url not in ROUTES or line.get("method", "POST") != "POST":
+                raise _wrong(path, number, f"a request may be a POST to {', '.join(ROUTES)}")
             if asked.body.get("stream"):
                 raise _wrong(path, number, "an answer in a file can't be a stream")
             if (first := lines.setdefault(asked.custom_id, number)) != number:

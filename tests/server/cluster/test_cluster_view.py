@@ -16,7 +16,7 @@ from chorus.server.engine.picture import Phase
 
 
 def entry(name, content):
-    return SimpleNamespace(name=name, manifest=SimpleNamespace(content_hash=content, rank=8))
+    return SimpleNamespace(name=name, manifest=SimpleNamespace(content_hash=content, rank=8), pinned=name == "a1")
 
 
 def test_a_front_s_picture():
