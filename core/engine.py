@@ -439,22 +439,26 @@ class Engine:
             raise InvalidRequest("request_id", f"request id {request.id!r} is in use; choose another")
         self._servable.check_tokens(request)
         if request.adapter_name is not None and request.adapter is None:
-            sibling = request.sibling and request.sibling.adapter
-            try:
-                is_held = sibling is not None and sibling.requests > 0
-                request.adapter = sibling if is_held else self.store.get(request.adapter_name)
-            except UnknownAdapter as error:
-                if (one := self.quarantine.get(request.adapter_name)) is not None:
-                    raise NotServed("model", f"adapter {one.name!r} is not served: {one.reason}") from None
-                raise InvalidRequest("model", str(error)) from None
-            if request.adapter.name in self.paused:
-                raise AdapterPaused(request.adapter.name)
-            request.bound = request.adapter
+            request.adapter = request.bound = self._adapter_of(request.adapter_name, request.sibling)
         name = request.adapter_name if request.bound is None else request.bound.name
         request.account = self._account(request.tenant, name)
         self._servable.limit_output(request)
         self._servable.check_grammar(request.params.grammar)
         self._servable.set_ends(request)
+
+    def _adapter_of(self, name: str, sibling: Request | None) -> Adapter:
+        """The version of a name that a new request is bound to: its call's, while that is held."""
+        adapter = None if sibling is None else sibling.adapter
+        if adapter is None or not adapter.requests:
+            try:
+                adapter = self.store.get(name)
+            except UnknownAdapter as error:
+                if (one := self.quarantine.get(name)) is not None:
+                    raise NotServed("model", f"adapter {one.name!r} is not served: {one.reason}") from None
+                raise InvalidRequest("model", str(error)) from None
+        if adapter.name in self.paused:
+            raise AdapterPaused(adapter.name)
+        return adapter
 
     def _foresee(self, plan: StepPlan) -> StepPlan | None:
         """Return the plan after one under way; None where the plan may depend on its tokens."""
