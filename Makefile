@@ -1,6 +1,6 @@
 # What a change must pass, step by step; `.ci/run` runs all of it in an environment of its own.
 .PHONY: check format style types imports spelling words test sanitize demo kernels gate lives bench rest \
-    results timed studies compare levels plain
+    timed studies compare levels plain
 .DEFAULT_GOAL := check
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -50,17 +50,17 @@ sanitize: ## the native decoder at every level that this processor runs, watched
 demo:
 	chorus demo
 
-results:
+kernels: ## compiled for GPUs that need not be there; after a change, with KEEP=--keep, the file is written anew
 	mkdir -p $(RESULTS)
-
-kernels: results ## compiled for GPUs that need not be there; after a change, with KEEP=--keep, the file is written anew
 	python -m chorus.perf.kernels --compile sm_80,sm_90 --known perf/kernels/known.json $(KEEP) --workers $(JOBS) \
 	    | tee $(RESULTS)/kernels
 
-studies: results
+studies:
+	mkdir -p $(RESULTS)
 	python -m chorus.perf.simulate $(STUDIES) --quick --seeds 1 --jobs $(JOBS) --out $(RESULTS) > /dev/null
 
-timed: results ## with nothing beside it
+timed: ## with nothing beside it
+	mkdir -p $(RESULTS)
 	python -m chorus.perf.cpu.allocator > $(RESULTS)/allocator
 	python -m chorus.perf.gate.cpu_suite > $(RESULTS)/cpu
 	python -m chorus.perf.serving.decision_time --policies least-delay --decisions 400 --limit 500 > $(RESULTS)/decision_time
