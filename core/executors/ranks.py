@@ -130,7 +130,7 @@ class RanksExecutor:
         self.first.close()
 
     def _introduce(self, adapters: Sequence[Adapter]) -> None:
-        """Tell the other ranks of adapters that they don't know, and of those that are gone."""
+        """Tell the other ranks of new adapters, and of adapters that are gone."""
         new = {adapter.version: adapter.manifest.parts for adapter in adapters if adapter not in self._known}
         if not new and not self._gone:
             return
@@ -147,7 +147,7 @@ class RanksExecutor:
 
 
 class RankSwaps:
-    """Copies pages of all arenas. An image is those of all ranks; a CPU's copies are complete when they have begun."""
+    """Copies pages of all arenas. An image is all ranks' pages; a CPU's copies are complete at once."""
 
     def __init__(self, arenas: Sequence[Arena]) -> None:
         self._swaps = [PageSwaps(arena, open_dma(arena.pages, 0)) for arena in arenas]

@@ -117,7 +117,7 @@ class RegisteredCatalog(Catalog):
             if manifest is None:
                 manifest = await asyncio.get_running_loop().run_in_executor(None, self._check, Path(now.path))
             if manifest.content_hash != now.content_hash:
-                raise AdapterFormatError(f"{now.path}: the files are not those that were registered in the cluster")
+                raise AdapterFormatError(f"{now.path}: the files have changed since in the cluster")
             self.register(name, manifest, label=now.label, pinned=now.pinned)
         except Exception as error:  # whatever it is: the old content must not be served under this name
             log.warning("adapter %s of the cluster can't be served by this front: %s", name, error)

@@ -85,7 +85,7 @@ class LoadedAdapters:
         try:
             manifest = with_content(worker.check_adapter(Path(entry.path), (), image))
             if manifest.content_hash != entry.content_hash:
-                raise AdapterFormatError(f"{entry.path}: the files are not those that were registered")
+                raise AdapterFormatError(f"{entry.path}: the files have changed since")
             put = worker.adapters.put(name, manifest, image, replace=True, label=entry.label, keep=keep)
             put.result()
             worker.adapters.pause(name, paused=entry.paused).result()

@@ -252,7 +252,7 @@ class _Bucket:
             raise StoreAway("its files changed in the store while they were read")
 
     def _ask(self, method: str, path: str, **options: Any) -> Any:
-        """The answer of the file system's method. fsspec runs those of stores on a loop of its own, which a store that
+        """The answer of the file system's method. fsspec runs stores' methods on a loop of its own, which a store that
         hangs does not hold up.
         """
         from fsspec.asyn import AsyncFileSystem, sync

@@ -1,4 +1,4 @@
-"""TGI's and LoRAX's routes: the same answers as those of completions, in their clients' shapes."""
+"""TGI's and LoRAX's routes: the same answers as completions, in their clients' shapes."""
 
 import json
 
@@ -84,8 +84,8 @@ def test_what_cannot_be_obeyed_is_refused_by_name(shared, parameters, param):
 
 
 def test_errors_have_their_clients_shape(shared):
-    response = ask(shared, adapter_id="nobody")
-    assert response.status_code == 404 and "error_type" not in response.json() and "nobody" in response.json()["error"]
+    response = ask(shared, adapter_id="absent")
+    assert response.status_code == 404 and "error_type" not in response.json() and "absent" in response.json()["error"]
     assert shared.post("/generate", parameters={}).json()["param"] == "inputs"
     assert shared.post("/", inputs="a", other=1).status_code == 422
     assert (

@@ -1,4 +1,4 @@
-"""Adapters that nobody registered: a request names one, a rule says where it is, and it is fetched, loaded and kept."""
+"""Adapters that are not registered: a rule says where one that a request names is, and it is fetched and kept."""
 
 import json
 import logging
