@@ -11,7 +11,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-LEVELS = {"x86_64": {"avx2", "avx512", "avx512bf16"}, "aarch64": {"neon"}}
+LEVELS = {"x86_64": {"avx2", "avx512", "avx512bf16", "amx"}, "aarch64": {"neon"}}
 
 
 def faults(wheel: Path) -> list[str]:

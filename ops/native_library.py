@@ -19,7 +19,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-LEVELS = ("avx512bf16", "avx512", "avx2", "neon")
+LEVELS = ("amx", "avx512bf16", "avx512", "avx2", "neon")
 """Levels of instructions that the library is compiled for, the best first."""
 
 ISA = "CHORUS_CPU_ISA"

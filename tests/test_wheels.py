@@ -12,15 +12,15 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CHECK = ROOT / ".github" / "wheel_levels.py"
-X86 = ("avx2", "avx512", "avx512bf16")
+X86 = ("amx", "avx2", "avx512", "avx512bf16")
 
 
 @pytest.mark.parametrize(
     ("levels", "more", "architecture", "said"),
     [
         (X86, [], "x86_64", ""),
-        (X86[:2], [], "x86_64", "has no library for avx512bf16"),
-        ((), [], "x86_64", "has no library for avx2"),
+        (X86[:3], [], "x86_64", "has no library for avx512bf16"),
+        ((), [], "x86_64", "has no library for amx"),
         (("neon", *X86), [], "aarch64", ""),
         (X86, [], "aarch64", "has no library for neon"),
         (X86, ["tests/test_imports.py"], "x86_64", "ships tests/test_imports.py"),

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <vector>
 #include "simd.h"
+#include "tiles.h"
 
 namespace chorus {
 
@@ -153,6 +154,23 @@ inline void panel_product(const Act<T>* x, long ldx, int rows, const T* panel, i
     }
 }
 
+// The same against a panel of the model's weights, in bf16 by tiles where the level has them. What is `extra`, an adapter's,
+// is added as where it comes by itself.
+template <class T>
+inline void weights_product(const Act<T>* x, long ldx, int rows, const T* panel, int k, float* y, long ldy, int columns,
+                            bool accumulate, const float* bias, const Extra<Act<T>>* extra = nullptr,
+                            bool more = false) {
+#ifdef CHORUS_AMX
+    if constexpr (std::is_same_v<T, bf16>) {
+        tiles_product<AmxTiles>(x, ldx, rows, panel, k, y, ldy, columns, accumulate, bias, kPrefetchBytes);
+        if (extra)
+            panel_product<bf16>(extra->x, extra->ldx, rows, extra->panel, extra->k, y, ldy, columns, true, nullptr);
+        return;
+    }
+#endif
+    panel_product<T>(x, ldx, rows, panel, k, y, ldy, columns, accumulate, bias, extra, more);
+}
+
 struct Tile {
     int row, rows, column, columns;
 };
@@ -190,8 +208,8 @@ struct Product {
     // Some rows of a tile, to `out`.
     void run(const Tile& t, int row, int rows, float* out, long ldo, const Extra<Act<T>>* extra,
              bool more = false) const {
-        panel_product<T>(x + row * ldx, ldx, rows, w + (long)t.column / kPanel * panel_elems<T>(k), k, out, ldo,
-                         t.columns, accumulate, bias ? bias + t.column : nullptr, extra, more);
+        weights_product<T>(x + row * ldx, ldx, rows, w + (long)t.column / kPanel * panel_elems<T>(k), k, out, ldo,
+                           t.columns, accumulate, bias ? bias + t.column : nullptr, extra, more);
     }
 };
 

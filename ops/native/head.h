@@ -42,8 +42,9 @@ class OutputHead {
                 const bool direct = logits && !kept;
                 float* y = direct ? logits + (long)t.row * vocab + t.column : scratch_[thread].logits.data();
                 const int ldy = direct ? vocab : kPanel;
-                panel_product<T>(head.x + t.row * head.ldx, head.ldx, t.rows, head.w + (long)t.column / kPanel * panel,
-                                 head.k, y, ldy, t.columns, false, nullptr, nullptr, more);
+                weights_product<T>(head.x + t.row * head.ldx, head.ldx, t.rows,
+                                   head.w + (long)t.column / kPanel * panel, head.k, y, ldy, t.columns, false, nullptr,
+                                   nullptr, more);
                 for (int r = 0; r < t.rows; r++) {
                     const float* row = y + (long)r * ldy;
                     best[t.row + r].see(row, t.columns, t.column);
@@ -69,8 +70,8 @@ class OutputHead {
                 if (kept >= 0) return step.logits + (long)kept * m_.vocab + panel * kPanel;
                 const long ldn = spread<X>(m_.hidden);
                 float* y = scratch_[thread].logits.data();
-                panel_product<T>(x + row * ldn, ldn, 1, (const T*)m_.lm_head + panel * panel_elems<T>(m_.hidden),
-                                 m_.hidden, y, kPanel, std::min(kPanel, m_.vocab - panel * kPanel), false, nullptr);
+                weights_product<T>(x + row * ldn, ldn, 1, (const T*)m_.lm_head + panel * panel_elems<T>(m_.hidden),
+                                   m_.hidden, y, kPanel, std::min(kPanel, m_.vocab - panel * kPanel), false, nullptr);
                 return y;
             });
     }

@@ -32,9 +32,30 @@ inline double read_rate(Team& team, const char* memory, int64_t bytes) {
     return part * team.size() / seconds;
 }
 
+#ifdef CHORUS_AMX
+// The same of tiles.
+inline double tiles_rate(Team& team, int64_t rounds) {
+    const double seconds = seconds_of(team, [&](int) {
+        alignas(64) static const bf16 zeros[kTileRows * kTileDepth] = {};
+        AmxTiles::configure(kTileRows, kTileRows);
+        AmxTiles::load<4>(zeros, 64), AmxTiles::load<5>(zeros, 64), AmxTiles::load<6>(zeros, 64);
+        AmxTiles::load<7>(zeros, 64);
+        for (int64_t n = 0; n < rounds; n++) {
+            AmxTiles::multiply<0, 4, 6>(), AmxTiles::multiply<1, 4, 7>();
+            AmxTiles::multiply<2, 5, 6>(), AmxTiles::multiply<3, 5, 7>();
+        }
+        AmxTiles::release();
+    });
+    return 4.0 * 2 * kTileRows * kTileColumns * kTileDepth * rounds * team.size() / seconds;
+}
+#endif
+
 // Floating-point operations per second of products of T with operands in registers.
 template <class T>
 inline double product_rate(Team& team, int64_t rounds) {
+#ifdef CHORUS_AMX
+    if constexpr (std::is_same_v<T, bf16>) return tiles_rate(team, rounds);
+#endif
     using A = Kind<Act<T>>;
     const double seconds = seconds_of(team, [&](int) {
         alignas(64) Act<T> operands[64] = {};

@@ -13,7 +13,7 @@ import pytest
 from chorus.ops import native_library
 
 ROOT = Path(__file__).parents[2]
-LEVELS = {"x86_64": ("avx512bf16", "avx512", "avx2"), "aarch64": ("neon",)}.get(platform.machine(), ())
+LEVELS = {"x86_64": ("amx", "avx512bf16", "avx512", "avx2"), "aarch64": ("neon",)}.get(platform.machine(), ())
 
 
 pytestmark = pytest.mark.skipif(

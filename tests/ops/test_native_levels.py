@@ -10,7 +10,7 @@ import torch
 from chorus.ops import native, native_library
 from chorus.perf.chaos.invariance import Row, build, compute
 
-WITHOUT_BF16 = [level for level in native_library.levels() if level != "avx512bf16"]
+WITHOUT_BF16 = [level for level in native_library.levels() if level not in ("amx", "avx512bf16")]
 
 
 class Library:
@@ -49,7 +49,7 @@ def test_a_level_that_is_not_there_is_refused_by_name(installed, monkeypatch, wa
     monkeypatch.setenv("CHORUS_CPU_ISA", wanted)
     with pytest.raises(ValueError, match=rf"CHORUS_CPU_ISA is '{wanted}'.* this build have avx512, avx2") as error:
         native_library.available(torch.float32)
-    assert ("not one of avx512bf16, avx512, avx2, neon, none" in str(error.value)) == (wanted == "sse2")
+    assert ("not one of amx, avx512bf16, avx512, avx2, neon, none" in str(error.value)) == (wanted == "sse2")
 
 
 @pytest.mark.skipif(len(native_library.levels()) < 2, reason="this processor has one level at most")
