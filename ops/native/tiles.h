@@ -32,10 +32,17 @@ struct AmxTiles {
         _tile_loadconfig(&shape);
     }
     static void release() { _tile_release(); }
-    template <int TILE> static void zero() { _tile_zero(TILE); }
-    template <int TILE> static void load(const void* from, long row_bytes) { _tile_loadd(TILE, from, row_bytes); }
-    template <int TILE> static void store(void* to, long row_bytes) { _tile_stored(TILE, to, row_bytes); }
-    template <int SUMS, int ROWS, int COLUMNS> static void multiply() { _tile_dpbf16ps(SUMS, ROWS, COLUMNS); }
+    // By asm: the intrinsics are macros that take a register's number as they are written.
+    template <int TILE> static void zero() { asm volatile("tilezero %%tmm%c0" : : "i"(TILE)); }
+    template <int TILE> static void load(const void* from, long row_bytes) {
+        asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(row_bytes), "i"(TILE) : "memory");
+    }
+    template <int TILE> static void store(void* to, long row_bytes) {
+        asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(row_bytes), "i"(TILE) : "memory");
+    }
+    template <int SUMS, int ROWS, int COLUMNS> static void multiply() {
+        asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(ROWS), "i"(COLUMNS));
+    }
 };
 #endif
 
