@@ -32,7 +32,6 @@ from .engine_stats import AccountStats, EngineStats
 from .executors.alone import run_rows_alone
 from .executors.base import Executor, ModelInfo, Watchable
 from .kv_events import KvEvents
-from .merging.learned_prices import LearnedPrices
 from .merging.merging import Merging
 from .merging.modes import Modes, mode_policy
 from .policies import Policies
@@ -84,12 +83,12 @@ class Engine:
         )
         self.store = AdapterStore(self.pool, executor.adapters, images, order, costs, executor.layout.page_bytes, clock)
         self.prefix = PrefixCache(self.pool, order, costs, self.block_tokens)
-        self.store.on_gone = self.prefix.drop_version
         self.kv_events: KvEvents | None = None
         shadow = ShadowPages(self.pool, order)
         self._servable = Servable(self.model, config, self.pool, self.store, self.block_tokens)
         self.reclaimer = Reclaimer(self.pool, order, self.store, self.prefix, shadow)
         self.merging = Merging(executor.shadow, self.reclaimer, self.store, clock)
+        self.store.on_leaving = self._leave
         if executor.swaps is not None:
             costs.swapped_page = executor.swaps.page_seconds
         elif config.preemption == "swap":
@@ -136,14 +135,19 @@ class Engine:
 
     def _modes(self, policies: Policies | None) -> Modes | None:
         """Return the chooser of step modes, None if only `merge` and `unmerge` change the mode."""
-        prices = (policies and policies.prices) or LearnedPrices()
-        policy = (policies and policies.mode) or mode_policy(self.config.mode_policy, prices)
+        policy = (policies and policies.mode) or mode_policy(self.config.mode_policy)
         if policy is None:
             return None
         if self.executor.shadow is None:
             logger.warning("mode_policy has no effect: this device has no merged mode")
             return None
-        return Modes(policy, prices, self.merging, self.scheduler, self.config, self._clock)
+        return Modes(policy, self.merging, self.scheduler, self.config, self._clock)
+
+    def _leave(self, adapter: Adapter, is_gone: bool) -> None:
+        """Give up what is made of an adapter: its shadow, and the cached prefixes of a version that is gone."""
+        self.merging.leave(adapter)
+        if is_gone:
+            self.prefix.drop_version(adapter.version)
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequest, naming the field, when it can't be served as asked, and Overloaded

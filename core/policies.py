@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .merging.mode_policy import ModePolicy, ModePrices
+from .merging.mode_policy import ModePolicy
 from .scheduling.policies import SchedulerPolicies
 
 
 @dataclass(frozen=True)
 class Policies(SchedulerPolicies):
-    """One of each. mode: by default as configured. prices: the costs by which `mode` compares modes; by default
-    learned.
-    """
+    """One of each. mode: by default as configured."""
 
     mode: ModePolicy | None = None
-    prices: ModePrices | None = None

@@ -35,6 +35,9 @@ adapter starves after 10,000 steps in which others had all of its rows: in no ex
 class Batching(Protocol):
     """A policy that can be held to a set of adapters, L of Algorithm 1."""
 
+    @property
+    def prices(self) -> ModePrices | None: ...
+
     def choose(self, state: ModeState, legal: Collection[Adapter] | None = None) -> ModeChoice: ...
 
 
@@ -44,6 +47,8 @@ class DynamicBatching:
     alpha: α_switch, above which |R_merge| / |B_fcfs| makes it merge. beta: β_switch, below which it unmerges.
     type: S.type in merged mode, None in unmerged mode, S.state.
     """
+
+    prices = None
 
     def __init__(self, alpha: float = ALPHA, beta: float = BETA) -> None:
         self.alpha = alpha
@@ -103,7 +108,7 @@ class AdaptiveThresholds:
 
     def __init__(self, batching: DynamicBatching, prices: ModePrices, period: int = PERIOD) -> None:
         self.batching = batching
-        self._prices = prices
+        self.prices = prices
         self._length = period
         self._period: list[Iteration] = []
         self._of: tuple[Adapter | None, Adapter | None] = None, None  # S.type and R_merge's adapter in the period
@@ -126,12 +131,12 @@ class AdaptiveThresholds:
 
     def _iteration(self, state: ModeState, candidate: Adapter) -> Iteration:
         count = min(state.requests.get(candidate, 0), state.max_batch)
-        merged = self._prices.step_seconds({candidate: count}, candidate, state.context)
-        fcfs = self._prices.step_seconds(state.fcfs, None, state.context)
+        merged = self.prices.step_seconds({candidate: count}, candidate, state.context)
+        fcfs = self.prices.step_seconds(state.fcfs, None, state.context)
         return Iteration(count, merged, sum(state.fcfs.values()), fcfs)
 
     def _tune(self, merged: Adapter | None, candidate: Adapter | None) -> None:
-        switch = 0.0 if candidate is None else self._prices.merge_seconds(candidate)
+        switch = 0.0 if candidate is None else self.prices.merge_seconds(candidate)
         if merged is None:
             self._tune_alpha(*throughputs(self._period, switch, 0.0))
         else:
@@ -165,10 +170,10 @@ class ArtifactThresholds(AdaptiveThresholds):
         found = super()._iteration(state, candidate)
         if self.batching.type is not None or (self._period and candidate is self._of[1]):
             return found
-        return found._replace(merged_seconds=found.merged_seconds + self._prices.merge_seconds(candidate))
+        return found._replace(merged_seconds=found.merged_seconds + self.prices.merge_seconds(candidate))
 
     def _tune(self, merged: Adapter | None, candidate: Adapter | None) -> None:
-        switch = 0.0 if candidate is None else self._prices.merge_seconds(candidate)
+        switch = 0.0 if candidate is None else self.prices.merge_seconds(candidate)
         if merged is None:
             self._tune_beta(*throughputs(self._period, 0.0, switch))
         else:
@@ -198,6 +203,7 @@ class Credits:
         normal: float = NORMAL_CREDIT,
     ) -> None:
         self._batching = batching
+        self.prices = batching.prices
         self._starve, self._normal = starve, normal
         self._initial = initial
         self._base = _Account(initial)

@@ -31,7 +31,7 @@ class FastestMode:
     """
 
     def __init__(self, prices: ModePrices) -> None:
-        self._prices = prices
+        self.prices = prices
         self._lost: dict[Adapter, float] = {}  # tokens lost without the merged weights of each
         self._earned = math.inf  # tokens, lost before the merge under way was begun
         self._num_alone, self._probe = 0, PROBE  # steps in a row, and after how many one has all requests
@@ -74,7 +74,7 @@ class FastestMode:
         return together, ModeChoice(merged)
 
     def _rate(self, state: ModeState, batch: Batch, merged: Adapter | None) -> float:
-        return sum(batch.values()) / self._prices.step_seconds(batch, merged, state.context)
+        return sum(batch.values()) / self.prices.step_seconds(batch, merged, state.context)
 
     def _wanted(self, state: ModeState, rate: float) -> Adapter | None:
         """Return an adapter for which enough has been lost without merged weights. rate: without them."""
@@ -82,7 +82,7 @@ class FastestMode:
         for adapter in self._candidates(state):
             gain = self._best(state, adapter)[0] - rate * (1 + MARGIN)
             tokens = max(0.0, self._lost.get(adapter, 0.0) + gain * state.step_seconds)
-            if tokens > EARNED * self._prices.merge_seconds(adapter) * rate:
+            if tokens > EARNED * self.prices.merge_seconds(adapter) * rate:
                 self._lost, self._earned = {}, tokens
                 return adapter
             if tokens:
@@ -96,7 +96,7 @@ class FastestMode:
         Before the first merge its cost is a guess; the first matrices give the real one. A merge begun on too low a
         guess is given up, and begun again when enough has been lost to pay for it.
         """
-        rest = self._prices.merge_seconds(adapter) * (1 - state.share_made)
+        rest = self.prices.merge_seconds(adapter) * (1 - state.share_made)
         if not state.fcfs or self._earned >= rest * self._rate(state, state.fcfs, None):
             return ModeChoice(adapter)
         self._lost[adapter] = self._earned

@@ -58,7 +58,6 @@ class Merging:
         self.longest_pause = 0.0
         """Seconds of the longest time that a step was kept waiting for merging."""
         self._pages.on_gone = self._forget
-        store.on_leaving = self._leave
 
     def merge(self, adapter: Adapter) -> None:
         """Have steps use the adapter's shadow weights: at once if they are made, else once they are.
@@ -189,7 +188,8 @@ class Merging:
         self._uses += 1
         self.num_switches += 1
 
-    def _leave(self, adapter: Adapter) -> None:
+    def leave(self, adapter: Adapter) -> None:
+        """Give the shadow up if it is of an adapter that is about to lose its pages or its name."""
         if adapter is self.shadowed:
             self._pages.give_up()
 

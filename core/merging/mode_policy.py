@@ -62,7 +62,11 @@ class ModePolicy(Protocol):
     """Chooses between unmerged mode and merged mode with one adapter, and may exclude other requests from steps.
 
     An adapter is served unmerged, beside all others, if it can't be merged or until its merged weights are made.
+    prices: the costs by which it compares modes, which learn from steps; None if it compares none.
     """
+
+    @property
+    def prices(self) -> ModePrices | None: ...
 
     def choose(self, state: ModeState) -> ModeChoice: ...
 

@@ -13,12 +13,14 @@ from ..requests.types import CannotMerge, ScheduledRow, StepPlan
 from ..scheduling.scheduler import Scheduler
 from .dlora import AdaptiveThresholds, ArtifactThresholds, Credits, DynamicBatching
 from .fastest_mode import FastestMode
+from .learned_prices import LearnedPrices
 from .merging import Merging
 from .mode_policy import Batch, ModeChoice, ModePolicy, ModePrices, ModeState
 
 
-def mode_policy(name: str, prices: ModePrices) -> ModePolicy | None:
-    """Return the policy of `EngineConfig.mode_policy`; None for "manual"."""
+def mode_policy(name: str, prices: ModePrices | None = None) -> ModePolicy | None:
+    """Return the policy of `EngineConfig.mode_policy`; None for "manual". prices: by default learned."""
+    prices = prices or LearnedPrices()
     match name:
         case "dlora-1":
             return DynamicBatching()
@@ -72,14 +74,13 @@ class Modes:
     def __init__(
         self,
         policy: ModePolicy,
-        prices: ModePrices,
         merging: Merging,
         scheduler: Scheduler,
         config: EngineConfig,
         clock: Callable[[], float],
     ) -> None:
         self.policy = policy
-        self._prices = prices
+        self._prices = policy.prices
         self._merging = merging
         self._scheduler = scheduler
         self.max_batch = config.max_num_seqs
@@ -108,8 +109,7 @@ class Modes:
         if self._began == self._began and scheduler.has_work():
             self._patience.pass_by(now - self._began, self._leaves_out, self._leaves_out and scheduler.has_late_turn())
         self._began = now
-        if merging.shadowed is not None and (seconds := merging.expected_seconds) is not None:
-            self._prices.observe_merge(merging.shadowed, seconds)
+        self._observe_merge(merging.expected_seconds)
         choice = self.policy.choose(
             ModeState(
                 requests, fcfs, [each for each in requests if each is not None and merging.may_merge(each)],
@@ -156,18 +156,29 @@ class Modes:
         """Record the time of a decode step."""
         if plan.rows is not self._rows:
             self._rows, self._batch = plan.rows, batch_of(plan)
-        batch, context = self._batch, context_of(plan)
-        if self._step_seconds:
-            predicted = self._prices.step_seconds(batch, plan.merged, context)
-            self.predicted_seconds += predicted
-            self.measured_seconds += seconds
-            self.wrong_seconds += abs(predicted - seconds)
-        self._prices.observe(batch, plan.merged, context, seconds)
+        context = context_of(plan)
+        if self._prices is not None:
+            self._observe(self._prices, plan.merged, context, seconds)
         self._context, self._step_seconds = context, seconds
         merging = self._merging
         if merging.num_merges > self._num_merges and merging.shadowed is not None:
             self._num_merges = merging.num_merges
-            self._prices.observe_merge(merging.shadowed, merging.merge_seconds)
+            self._observe_merge(merging.merge_seconds)
+
+    def _observe(self, prices: ModePrices, merged: Adapter | None, context: float, seconds: float) -> None:
+        """Compare a decode step's time with what was predicted, and have the prices learn it."""
+        if self._step_seconds:
+            predicted = prices.step_seconds(self._batch, merged, context)
+            self.predicted_seconds += predicted
+            self.measured_seconds += seconds
+            self.wrong_seconds += abs(predicted - seconds)
+        prices.observe(self._batch, merged, context, seconds)
+
+    def _observe_merge(self, seconds: float | None) -> None:
+        """Have the prices learn the time of the shadow weights' merge; None: nothing is known of it yet."""
+        adapter = self._merging.shadowed
+        if self._prices is not None and adapter is not None and seconds is not None:
+            self._prices.observe_merge(adapter, seconds)
 
 
 def batch_of(plan: StepPlan) -> Batch:

@@ -57,9 +57,10 @@ class AdapterStore:
         self._pinned: set[Adapter] = set()
         self._resident: dict[Adapter, None] = {}
         self._versions = itertools.count(1)
-        self.on_gone: Callable[[int], None] = lambda version: None
-        self.on_leaving: Callable[[Adapter], None] = lambda adapter: None
-        """Called before an adapter loses its pages or ceases to be its name's current version."""
+        self.on_leaving: Callable[[Adapter, bool], None] = lambda adapter, is_gone: None
+        """Called before an adapter loses its pages or ceases to be its name's current version; and with True once
+        nothing is left of the version.
+        """
         self.num_idle_pages = 0
         self.num_hits = 0
         self.num_loads = 0
@@ -100,7 +101,7 @@ class AdapterStore:
             self._retire(each)
             self.unpin(each)
         if previous is not None and previous not in gone:
-            self.on_leaving(previous)
+            self.on_leaving(previous, False)
             self.unpin(previous)
         return adapter
 
@@ -296,7 +297,7 @@ class AdapterStore:
 
         If requests hold it and there is none, one is made: its directory may hold something else by now.
         """
-        self.on_leaving(adapter)
+        self.on_leaving(adapter, False)
         self._withdraw(adapter)
         if adapter.requests and adapter.transfer is None:
             self.loads.save(adapter)
@@ -354,7 +355,7 @@ class AdapterStore:
     def _retire(self, adapter: Adapter | None) -> None:
         if adapter is None:
             return
-        self.on_leaving(adapter)
+        self.on_leaving(adapter, False)
         if adapter.requests:
             self._retired[adapter] = None
             if not adapter.pages or adapter.transfer is not None:
@@ -367,4 +368,4 @@ class AdapterStore:
         if adapter.pages:
             self.evict(adapter)
         self.images.drop(adapter)
-        self.on_gone(adapter.version)
+        self.on_leaving(adapter, True)

@@ -106,7 +106,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{line['merges']:8.0f}", flush=True)
         modes = engine.modes
         assert modes is not None
-        print(f"decode steps differ by {modes.wrong_seconds / modes.measured_seconds:.1%} from what was predicted")
+        if modes.measured_seconds:
+            print(f"decode steps differ by {modes.wrong_seconds / modes.measured_seconds:.1%} from what was predicted")
         for each in clients.values():
             each.bench.engine.close()
     print(json.dumps({"mode_policies": found}))

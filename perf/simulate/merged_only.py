@@ -13,6 +13,8 @@ class MergedOnly:
     from these (`SimScheduler.limit_rows`).
     """
 
+    prices = None
+
     def __init__(self, *, oldest: bool = False) -> None:
         self._oldest = oldest
 

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from ...core.config import EngineConfig
 from ...core.costs.profile import Number, Profile, Terms, load_profile
+from ...core.merging.modes import mode_policy
 from ...core.policies import Policies
 from ...core.scheduling.policies import TokenCounters
 from ...server.cluster.placement.plan import NEED_HIGHS, has_highs
@@ -158,10 +159,12 @@ def _crowded(
 
 def _policies(setup: Setup, config: EngineConfig, profile: Profile) -> Policies:
     """Each replica has its own: they have states."""
-    mode = MergedOnly(oldest=setup.most_rows is not None) if setup.mode else None
-    exact = setup.mode_prices == "profile" or mode is not None  # merged only compares none, and needs none learned
-    prices = ProfilePrices(profile.costs()) if exact else None
-    return Policies(TokenCounters(config.weights), mode=mode, prices=prices)
+    if setup.mode:
+        mode = MergedOnly(oldest=setup.most_rows is not None)
+    else:
+        prices = ProfilePrices(profile.costs()) if setup.mode_prices == "profile" else None
+        mode = mode_policy(config.mode_policy, prices)
+    return Policies(TokenCounters(config.weights), mode=mode)
 
 
 def changed_profile(name: str, terms: Mapping[str, float]) -> Profile:

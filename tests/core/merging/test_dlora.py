@@ -236,6 +236,8 @@ def test_thresholds_keep_their_order(kind, steps, merged, unmerged, period):
 class Always:
     """Merges one adapter if it may."""
 
+    prices = None
+
     def __init__(self, adapter):
         self.adapter = adapter
         self.legal = None

@@ -315,8 +315,9 @@ def test_an_adapter_that_outweighs_the_weights_is_served_unmerged(subject, drive
 class MostRequests:
     """The adapter with most requests."""
 
-    def __init__(self):
+    def __init__(self, prices=None):
         self.states = []
+        self.prices = prices
 
     def choose(self, state):
         self.states.append(state)
@@ -352,8 +353,8 @@ class MergesAreSeen(LearnedPrices):
 def test_the_first_matrix_tells_what_the_merge_takes(subject, drive):
     """Each pause makes one of six matrices, the larger one of each layer first, and takes a tick of the clock."""
     it = subject("gqa")
-    policy, prices = MostRequests(), MergesAreSeen()
-    driver = drive(it, policies=Policies(mode=policy, prices=prices), clock=ticking(1e-9))
+    policy = MostRequests(prices := MergesAreSeen())
+    driver = drive(it, policies=Policies(mode=policy), clock=ticking(1e-9))
     driver.add("one", "r3-mlp", [5, 6, 7], max_tokens=20)
     driver.drain()
     made = [state.share_made for state in policy.states if state.is_under_way]
@@ -365,6 +366,8 @@ def test_the_first_matrix_tells_what_the_merge_takes(subject, drive):
 
 class Drawn:
     """Any mode of any adapter, and any of them left out, before every step."""
+
+    prices = None
 
     def __init__(self, rng):
         self.rng = rng
@@ -427,6 +430,8 @@ def test_prompts_run_merged_if_most_of_their_tokens_are_the_merged_adapters(subj
 
 class OnlyOne:
     """Runs one adapter's requests alone."""
+
+    prices = None
 
     def choose(self, state):
         return ModeChoice(None, frozenset(a for a in state.requests if a is not None and a.name == "r8-attention"))

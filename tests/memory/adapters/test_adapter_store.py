@@ -585,7 +585,7 @@ def test_retired_version_can_be_taken_again_by_who_holds_it(store, pool, memory)
 def test_gone_versions_are_told(store, use):
     """Things that are kept by version, such as cached prefixes, are dropped then and not before."""
     gone = []
-    store.on_gone = gone.append
+    store.on_leaving = lambda adapter, is_gone: gone.append(adapter.version) if is_gone else None
     a, b = register(store, a="four", b="one")
     store.hold(a)
     register(store, a="two")

@@ -64,6 +64,8 @@ def test_every_step_of_a_parallel_replica_charges_its_all_reduces():
 class Always:
     """Merges an adapter as soon as it can be."""
 
+    prices = None
+
     def __init__(self, name):
         self._name = name
 
