@@ -33,6 +33,7 @@ from .executors.alone import run_rows_alone
 from .executors.base import Executor, ModelInfo, Watchable
 from .kv_events import KvEvents
 from .merging.merging import Merging
+from .merging.mode_policy import ModePolicy
 from .merging.modes import Modes, mode_policy
 from .policies import Policies
 from .quarantine import Quarantined, adapter_directories, register_directories
@@ -99,8 +100,9 @@ class Engine:
             config.share_prefix_cache, self.swapped, lambda: swaps(config.preemption, costs),
         )  # fmt: skip
         loads = LoadPolicy(self.store, costs, self.block_tokens, config.max_load_stall_seconds)
-        self.scheduler = self.scheduler_type(config, self.store, memory, loads, clock, policies)
-        self.modes = self._modes(policies)
+        policies = policies or Policies()
+        self.scheduler = self.scheduler_type(config, self.store, memory, loads, clock, policies.queue)
+        self.modes = self._modes(policies.mode)
         start = executor.start if config.async_scheduling else None
         self._ahead = None if start is None else StepAhead(start, executor, self._foresee)
         self.last_decode: tuple[StepPlan | None, float] = None, 0.0
@@ -133,9 +135,9 @@ class Engine:
         )  # fmt: skip
         return engine
 
-    def _modes(self, policies: Policies | None) -> Modes | None:
+    def _modes(self, policy: ModePolicy | None) -> Modes | None:
         """Return the chooser of step modes, None if only `merge` and `unmerge` change the mode."""
-        policy = (policies and policies.mode) or mode_policy(self.config.mode_policy)
+        policy = policy or mode_policy(self.config.mode_policy)
         if policy is None:
             return None
         if self.executor.shadow is None:

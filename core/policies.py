@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .merging.mode_policy import ModePolicy
-from .scheduling.policies import SchedulerPolicies
+from .scheduling.policies import QueuePolicy
 
 
 @dataclass(frozen=True)
-class Policies(SchedulerPolicies):
-    """One of each. mode: by default as configured."""
+class Policies:
+    """One of each; by default as configured."""
 
+    queue: QueuePolicy | None = None
     mode: ModePolicy | None = None

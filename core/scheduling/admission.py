@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice, zip_longest
 
-from ...memory.adapters.adapter import Adapter
+from ...memory.adapters.adapter import Adapter, Tier
 from ...memory.adapters.store import AdapterStore
 from ...memory.files.error import AdapterFormatError, LoadFailure
 from ...memory.pages.prefix import Block
 from ...memory.transfers.transfer import ExecutorLost
 from ..config import EngineConfig
 from ..requests.request import Request, RequestState
+from .draft import Draft, Place
 from .load_ahead import LoadPolicy
 from .output_lengths import Growth, OutputLengths
 from .page_shares import PageShares
-from .policies import QueuePolicy, VictimPolicy
+from .policies import QueuePolicy
 from .queue_order import QueueOrder, Turns
 from .request_memory import RequestMemory
-from .running import Running
-from .seat_shares import SeatShares
-from .step_admission import Place, StepAdmission, is_read
+from .service import Service
 from .waiting import Group, WaitingQueue
 
 logger = logging.getLogger(__name__)
@@ -51,8 +51,7 @@ class Admission:
     _memory: RequestMemory
     _loads: LoadPolicy
     _lengths: OutputLengths
-    _shares: SeatShares
-    _victims: VictimPolicy
+    _service: Service
     _clock: Callable[[], float]
     _num_steps: Callable[[], int]
     _fail: Callable[[Request, str, LoadFailure | None], None]
@@ -63,9 +62,8 @@ class Admission:
         self._seats = self._limits.max_num_seqs
         self._turns = Turns(self._limits, self._waiting, self._policy)
         self.late: set[Adapter] = set()  # missed their deadline: requests start only once they have been read
-        self.only: Collection[Adapter | None] | None = None  # adapters eligible for admission; None: all
         self._doubt_until = 0.0
-        self._pages = PageShares(self._limits, self._waiting, self._memory, self._loads.costs, self._shares)
+        self._pages = PageShares(self._limits, self._waiting, self._memory, self._loads.costs)
 
     def arrive(self, account: str) -> None:
         """If a tenant's queue was empty, enter the tenant with the policy and in the order of turns."""
@@ -79,7 +77,7 @@ class Admission:
         """Charge the tenant of a request that has left the running ones for what it has computed."""
         expected = request.charged
         self._policy.settle(request)
-        self._shares.end(request, expected)
+        self._service.end(request, expected)
         self._turns.note(request.account)
 
     def coming(self) -> Iterator[Request]:
@@ -122,197 +120,194 @@ class Admission:
         self.late.add(adapter)
         self._doubt_until = self._clock() + DOUBT_SECONDS
 
-    def admit(self, running: Running, budget: int, rows: int) -> dict[Request, int]:
-        """Move waiting requests to `running`, in queue order; return how many tokens of `budget` each computes: 0 while
-        its KV is copied back from host memory.
+    def admit(self, draft: Draft) -> None:
+        """Move waiting requests to the running ones, in queue order.
 
-        rows: number of running requests in the step. Requests for adapters not yet available are skipped. Admission
-        stops at the first request that lacks tokens. Once one lacks pages, only tenants within their share of the pages
-        begin more, and none if it is overdue for its turn, so that small requests don't starve a large one. With
-        every slot taken, two kinds of request may still begin. A tenant without a row, or that was served less, takes
-        over a row of another (`SeatShares`). A call with no running answer takes a row while the step has one; answers
-        of calls with n > 1 then take turns.
+        Requests for adapters not yet available are skipped. Admission stops at the first request that lacks tokens.
+        Once one lacks pages, only tenants within their share of the pages begin more, and none if it is overdue for its
+        turn, so that small requests don't starve a large one. With every slot taken, two kinds of request may still
+        begin. A tenant without a row, or that was served less, takes over a row of another (`Draft.may_begin`). A call
+        with no running answer takes a row while the step has one; answers of calls with n > 1 then take turns.
         """
-        return self._admit(running, budget, rows)
+        for request, blocks, count in self._candidates(draft):
+            if self._has_room(request, blocks, draft):
+                self._start(request, blocks, count, draft)
+            elif not self._find_room(request, draft):
+                return
 
-    def would_admit(self, running: Running, budget: int) -> bool:
-        """True if `admit` would admit a request, or might preempt another for it. All of `running` have rows."""
-        return bool(self._admit(running, budget, len(running), only_look=True))
+    def would_admit(self, draft: Draft) -> bool:
+        """True if `admit` would admit a request, or might preempt another for it."""
+        for request, blocks, _ in self._candidates(draft):
+            if self._has_room(request, blocks, draft) or draft.may_begin(request.account):
+                return True
+            if self._beyond_shares(request, draft):
+                return True
+            if not self._find_room(request, draft):
+                return False
+        return False
 
-    def _admit(self, running: Running, budget: int, rows: int, *, only_look: bool = False) -> dict[Request, int]:
-        """See `admit`. only_look: return the first request that would run, and leave it in the queue."""
-        admitted: dict[Request, int] = {}
-        if budget <= 0 or (place := self._place(running, rows)) is None:
-            return admitted
-        step = StepAdmission(self._limits, self._store, running, self.late, self._clock(), self._doubt_until, self.only)
-        step.held |= self._pages.givers(step.now)
-        self._open(step, place)
-        while budget > 0 and (found := self._candidate(step, budget, rows + len(admitted))) is not None:
-            request, blocks, count = found
-            has_room = self._has_room(request, blocks, step)
-            if only_look and (
-                has_room or self._shares.may_begin(request.account) or self._beyond_shares(request, step)
-            ):
-                return {request: 0}
-            if has_room:
-                if (started := self._start(request, blocks, count, step)) is not None:
-                    admitted[request] = started
-                    budget -= started
-            elif not self._find_room(request, step):
-                break
-        return admitted
-
-    def _candidate(self, step: StepAdmission, budget: int, rows: int) -> tuple[Request, list[Block], int] | None:
-        """Return the next request that may begin if it gets pages, its cached prefix and its tokens of `budget`; None
-        if there is none.
+    def _candidates(self, draft: Draft) -> Iterator[tuple[Request, list[Block], int]]:
+        """Yield the requests that may begin if they get pages, each with its cached prefix and its tokens of the
+        budget. After each, the caller begins or passes over it.
         """
-        while (request := step.next()) is not None:
-            place = self._place(step.running, rows)
-            if place is None or step.has_row_of_call(place, request):
-                return None
-            if place is not step.place:
-                self._open(step, place)
-            elif not self._may_join(request, step, budget):
-                step.order.pass_over()
-            elif self._has_share(request, step):
+        if draft.budget <= 0 or (place := self._place(draft)) is None:
+            return
+        draft.held |= self._pages.givers(draft.now)
+        self._open(draft, place)
+        while draft.budget > 0 and (request := draft.next()) is not None:
+            place = self._place(draft)
+            if place is None or draft.has_row_of_call(place, request):
+                return
+            if place is not draft.place:
+                self._open(draft, place)
+            elif not self._may_join(request, draft):
+                draft.order.pass_over()
+            elif self._has_share(request, draft):
                 blocks = self._memory.match(request)
                 kept = self._memory.kept_tokens(request, blocks)
                 count = request.num_tokens - kept
-                if count > budget and not self._limits.chunked_prefill:
-                    return None
-                if not self._prefills.wait(request, kept):
-                    return request, blocks, min(count, budget)
-                step.order.go_on()
-        return None
+                if count > draft.budget and not self._limits.chunked_prefill:
+                    return
+                if self._prefills.wait(request, kept):
+                    draft.order.go_on()
+                else:
+                    yield request, blocks, min(count, draft.budget)
 
-    def _has_share(self, request: Request, step: StepAdmission) -> bool:
+    def _has_share(self, request: Request, draft: Draft) -> bool:
         """True unless pages are short, and its tenant would go beyond its share of them and is passed over."""
-        if not step.num_short or self._pages.allow(request, step.running, self._growth(step)):
+        if not draft.num_short or self._pages.allow(request, draft.running, self._growth(draft)):
             return True
-        step.pass_over_tenant(request.account)
+        draft.pass_over_tenant(request.account)
         return False
 
-    def _place(self, running: Running, rows: int) -> Place | None:
+    def _place(self, draft: Draft) -> Place | None:
         """Return the kind of slot that one more request may take; None if there is none. While a mode policy excludes
         requests, up to `max_num_seqs` others may run; the excluded keep their pages.
         """
-        seats = self._seats
-        if len(running) < seats or (self.only is not None and rows < seats):
+        seats, running, waiting = self._seats, draft.running, self._waiting
+        if len(running) < seats or (draft.only is not None and draft.num_rows < seats):
             return Place.SEAT
-        if self._shares.is_open_to(self._waiting.accounts.keys()):
+        if draft.is_open_to(waiting.accounts.keys()):
             return Place.ACCOUNT
-        if rows < seats and running.num_calls < seats and self._waiting.has_firsts():
+        if draft.num_rows < seats and running.num_calls < seats and waiting.has_firsts():
             return Place.CALL
         return None
 
-    def _find_room(self, request: Request, step: StepAdmission) -> bool:
+    def _find_room(self, request: Request, draft: Draft) -> bool:
         """Free pages for a request that lacks them, or skip or fail it; False ends the step's admission."""
         if self._store.give_up_loads():
             return True
-        if self._make_way(request, step):
+        if victims := self._find_victims(request, draft):
+            for victim in victims:
+                self._preempt(victim)
+                draft.lose(victim)
             return not self._memory.swapped.frees_pages  # if so, the pages are free only after the copy
-        if step.running or self._store.loads.under_way:
-            step.pass_over_tenant(request.account)
-            return request.account in step.running.accounts or not step.order.is_late()
+        if draft.running or self._store.loads.under_way:
+            draft.pass_over_tenant(request.account)
+            return request.account in draft.running.accounts or not draft.order.is_late()
         self._waiting.remove(request)
-        step.order.go_on()
+        draft.order.go_on()
         message = "the arena has too few pages left beside pinned adapters; unpin some"
         self._fail(request, message, LoadFailure.NO_ROOM)
         return True
 
-    def _make_way(self, request: Request, step: StepAdmission) -> bool:
-        """Preempt requests for one that lacks pages; False if none may be preempted."""
-        victims = self._find_victims(request, step)
-        for victim in victims:
-            step.growth = None
-            step.held.add(victim.account)
-            self._preempt(victim)
-        return bool(victims)
-
-    def _find_victims(self, request: Request, step: StepAdmission) -> list[Request]:
+    def _find_victims(self, request: Request, draft: Draft) -> list[Request]:
         """Return the requests to preempt for one that lacks pages.
 
-        First a paused request, for any tenant that may take over a row (`SeatShares.may_begin`); then running ones, for
+        First a paused request, for any tenant that may take over a row (`Draft.may_begin`); then running ones, for
         a tenant below its share of the pages; then one, for an overdue tenant with no running request.
         """
-        account, shares, running = request.account, self._shares, step.running
-        paused = shares.sitting_out(account)
-        if paused is not None and shares.may_begin(account):
+        account, may_begin = request.account, draft.may_begin(request.account)
+        if may_begin and (paused := draft.paused(account)) is not None:
             return [paused]
-        victims = self._beyond_shares(request, step)
-        if victims:
-            self._pages.take(request, victims, step.now)
-        elif account not in running.accounts and step.order.is_late() and shares.may_begin(account):
-            earlier = shares.earlier()
-            victim = self._victims.choose(earlier) if len(earlier) > 1 else running[0]
-            victims = [victim] if victim is not running[0] and running.accounts[victim.account] > 1 else []
-        for victim in victims:
-            shares.free_row(victim)
-        return victims
+        if victims := self._beyond_shares(request, draft):
+            self._pages.take(request, victims, draft.now)
+            return victims
+        is_late = may_begin and account not in draft.running.accounts and draft.order.is_late()
+        return [victim] if is_late and (victim := draft.last()) is not None else []
 
-    def _beyond_shares(self, request: Request, step: StepAdmission) -> list[Request]:
+    def _beyond_shares(self, request: Request, draft: Draft) -> list[Request]:
         """Return the requests to preempt for one that lacks pages within its tenant's share."""
-        return self._pages.find_victims(request, step.running, self._growth(step), step.now)
+        return self._pages.find_victims(request, draft, self._growth(draft))
 
-    def _open(self, step: StepAdmission, place: Place) -> None:
+    def _open(self, draft: Draft, place: Place) -> None:
         """Restart the step's candidates: the requests that may take this kind of slot."""
-        self._turns.restart(step.now, self._num_steps())
-        step.place, step.order = place, QueueOrder(
-            self._waiting, self._turns, self._store, step.overdue_before, step.may_come if step.is_limited else None,
-            place is Place.CALL, self._shares.may_begin if place is Place.ACCOUNT else None, step.held,
+        self._turns.restart(draft.now, self._num_steps())
+        doubts = draft.now < self._doubt_until
+        is_limited = self._limits.max_adapters_per_step is not None or doubts or self.late or draft.only is not None
+        draft.place, draft.order = place, QueueOrder(
+            self._waiting, self._turns, self._store, draft.overdue_before,
+            partial(self._may_come, draft, doubts) if is_limited else None, place is Place.CALL,
+            draft.may_begin if place is Place.ACCOUNT else None, draft.held,
         )  # fmt: skip
 
-    def _may_join(self, request: Request, step: StepAdmission, budget: int) -> bool:
+    def _may_come(self, draft: Draft, doubts: bool, adapter: Adapter | None, head: Request | None) -> bool:
+        """True if an adapter, or the base model, may join the step.
+
+        doubts: no estimate of a read is trusted. head: a tenant's first request that waits for it; an overdue head gets
+        a slot reserved.
+        """
+        if draft.only is not None and adapter not in draft.only:
+            return False
+        if adapter is None:
+            return True
+        if draft.is_barred(adapter):
+            if head is not None and head.arrival_time < draft.overdue_before and is_read(self._store, adapter):
+                draft.reserve(head)
+            return False
+        if adapter in self.late or (doubts and not adapter.pages):
+            return is_read(self._store, adapter)
+        return True
+
+    def _may_join(self, request: Request, draft: Draft) -> bool:
         """True unless a request must wait for its adapter or for a free adapter slot in the step."""
         adapter = request.adapter
-        if adapter is not None and step.is_barred(adapter):
-            if step.order.is_overdue():
-                step.reserve(request)
+        if adapter is not None and draft.is_barred(adapter):
+            if draft.order.is_overdue():
+                draft.reserve(request)
             return False
-        if step.is_reserved(request):
+        if draft.is_reserved(request):
             return False
-        return adapter is None or self._loads.may_start(adapter, min(request.num_tokens, budget))
+        return adapter is None or self._loads.may_start(adapter, min(request.num_tokens, draft.budget))
 
-    def _has_room(self, request: Request, blocks: list[Block], step: StepAdmission) -> bool:
+    def _has_room(self, request: Request, blocks: list[Block], draft: Draft) -> bool:
         """True if there are pages for a request's known tokens and for the expected growth of all running requests.
 
         blocks: its prefix in the prefix cache.
         """
         if not self._memory.fits(request, blocks):
             return False
-        if not step.running:
+        if not draft.running:
             return True
-        fits, growth = self._memory.fits, self._growth(step)
+        fits, growth = self._memory.fits, self._growth(draft)
         return fits(request, blocks, growth.total_with(request)) or fits(request, blocks, growth.peak_with(request))
 
-    def _growth(self, step: StepAdmission) -> Growth:
+    def _growth(self, draft: Draft) -> Growth:
         """Return the pages that the step's running requests are expected to grow by."""
-        if step.growth is None:
-            step.growth = Growth(self._lengths, self._memory.block_tokens, step.running)
-        return step.growth
+        if draft.growth is None:
+            draft.growth = Growth(self._lengths, self._memory.block_tokens, draft.running)
+        return draft.growth
 
-    def _start(self, request: Request, blocks: list[Block], count: int, step: StepAdmission) -> int | None:
-        """Start a waiting request with `count` tokens; return how many it computes, 0 while its KV is copied back.
+    def _start(self, request: Request, blocks: list[Block], count: int, draft: Draft) -> None:
+        """Start a waiting request with `count` tokens; none while its KV is copied back from host memory.
 
-        None if its adapter can't be loaded, which fails this request only.
+        An adapter that can't be loaded fails this request only.
         """
         self._waiting.remove(request)
-        step.order.go_on()
+        draft.order.go_on()
         if request.start_time is None:
             request.start_time = self._clock()
         try:
             self._memory.start(request, blocks, count)
         except Exception as error:
             self._fail(request, *load_error(request, error))
-            return None
+            return
         request.state = RequestState.LOADING if is_loading(request) else RequestState.RUNNING
         request.began_at = len(blocks) * self._memory.block_tokens
         self._policy.charge(request, self._lengths.final_length(request) - 1)
         self._turns.take(request.account, self._clock(), self._num_steps())
         self._prefills.begin(request)
-        step.add(request)
-        self._shares.begin(request)
-        return 0 if request.coming is not None else count
+        draft.begin(request, 0 if request.coming is not None else count)
 
 
 @dataclass(eq=False)
@@ -395,3 +390,8 @@ def load_error(request: Request, error: BaseException) -> tuple[str, LoadFailure
     logger.error("loading %r failed", request.adapter, exc_info=error)
     failure = LoadFailure.UNREADABLE if isinstance(error, OSError) else None
     return f"adapter {request.adapter_name!r} was not loaded: {type(error).__name__}: {error}", failure
+
+
+def is_read(store: AdapterStore, adapter: Adapter) -> bool:
+    """True if nothing of an adapter is still to be read from disk."""
+    return store.tier(adapter) not in (Tier.DISK, Tier.LOADING)

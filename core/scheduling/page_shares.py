@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from ...memory.pages.eviction import RestoreCosts
 from ..config import EngineConfig
 from ..requests.request import Request
+from .draft import Draft
 from .output_lengths import Growth
 from .request_memory import RequestMemory
 from .running import Running
-from .seat_shares import SeatShares
 from .waiting import WaitingQueue
 
 TAKEN_SHARE = 0.04
@@ -25,19 +25,16 @@ class PageShares:
     """Divides the pages for KV by weight among the tenants with requests in progress.
 
     A running request counts with the pages that it is expected to end with. A request that lacks pages, and with which
-    its tenant stays within its share, takes them from the requests that come last in the order in which rows are kept
-    (`SeatShares.order`). Each tenant keeps a request, and its share; the oldest request of all is no victim. Pages that
-    no tenant needs for its share are for any tenant.
+    its tenant stays within its share, takes them from the requests at the end of the order (`Service.order`). Each
+    tenant keeps a request, and its share; the oldest request of all is no victim. Pages that no tenant needs for its
+    share are for any tenant.
     """
 
-    def __init__(
-        self, limits: EngineConfig, waiting: WaitingQueue, memory: RequestMemory, costs: RestoreCosts, rows: SeatShares
-    ) -> None:
+    def __init__(self, limits: EngineConfig, waiting: WaitingQueue, memory: RequestMemory, costs: RestoreCosts) -> None:
         self._weights, self._patience = limits.weights, limits.max_overtake_seconds
         self._waiting = waiting
         self._memory = memory
         self._costs = costs
-        self._rows = rows
         self._of: Growth | None = None
         self._unit = 0.0  # pages of a tenant of weight 1 in the step of that growth
         self._taker: Request | None = None  # the last request that pages were taken for
@@ -55,11 +52,12 @@ class PageShares:
         pages = growth.by_tenant[request.account] + growth.final_pages(request)
         return pages <= self._share(request.account)
 
-    def find_victims(self, request: Request, running: Running, growth: Growth, now: float) -> list[Request]:
+    def find_victims(self, request: Request, draft: Draft, growth: Growth) -> list[Request]:
         """Return the requests to preempt for a request, all with a row since before the step; none if others need their
         pages, if it would go beyond its tenant's share, or if restoring the latest victims costs too much.
         """
-        if now < self._next_taking or not self.allow(request, running, growth):
+        running = draft.running
+        if draft.now < self._next_taking or not self.allow(request, running, growth):
             return []
         pages, left = growth.by_tenant.copy(), dict(running.accounts)
         givers = {
@@ -72,7 +70,7 @@ class PageShares:
         lacking = growth.final_pages(request) + growth.total - self._memory.num_available_pages
         victims: list[Request] = []
         own_pages = growth.of_running()
-        for victim in reversed(self._rows.order([each for each in self._rows.earlier() if each.account in givers])):
+        for victim in draft.from_end(givers):
             account, own = victim.account, own_pages[victim]
             if victim is running[0] or left[account] < 2 or pages[account] - own < self._share(account):
                 continue

@@ -1,10 +1,9 @@
-"""Policies that a scheduler takes from outside: turns among tenants, and the victim of a preemption."""
+"""The policy that a scheduler takes from outside: the service that tenants received, which orders them."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
@@ -107,40 +106,3 @@ class TokenCounters(QueuePolicy):
             account, counter = self._counters.popitem(last=False)
             if account in waiting:
                 self._counters[account] = counter
-
-
-class VictimPolicy(Protocol):
-    """Chooses the request to preempt when running requests need more pages than there are."""
-
-    def choose(self, running: Sequence[Request]) -> Request:
-        """Return one of `running`, which is in order of admission and not empty."""
-        ...
-
-
-class MostServed(VictimPolicy):
-    """The newest request of the most served tenant: of the requests above a fair share, it loses the least work.
-
-    Never the oldest running request, as long as there is another, so that preemptions can't cycle.
-    """
-
-    def __init__(self, queue: QueuePolicy) -> None:
-        self._queue = queue
-
-    def choose(self, running: Sequence[Request]) -> Request:
-        standing = {account: self._queue.standing(account) for account in {request.account for request in running}}
-        if len(standing) == 1:
-            return running[-1]
-        newest = max(range(1, len(running)), key=lambda index: (standing[running[index].account], index))
-        return running[newest]
-
-
-@dataclass(frozen=True)
-class SchedulerPolicies:
-    """One of each. victim: by default `MostServed` by the queue policy."""
-
-    queue: QueuePolicy = field(default_factory=TokenCounters)
-    victim: VictimPolicy = field(default=None)  # pyright: ignore[reportAssignmentType] - see below
-
-    def __post_init__(self) -> None:
-        if self.victim is None:
-            object.__setattr__(self, "victim", MostServed(self.queue))

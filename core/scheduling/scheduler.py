@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain, islice
 
 from ...graphs.runner import DecodeBuckets
@@ -22,13 +22,14 @@ from ..engine_stats import STEP_SIZES, AccountStats
 from ..requests.request import Request, RequestState
 from ..requests.types import NOT_FINITE, FinishReason, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
 from .admission import Admission, is_loading, load_error
+from .draft import Draft
 from .load_ahead import LoadAhead, LoadPolicy
 from .output_lengths import Growth, OutputLengths
 from .overload import QueueRoom
-from .policies import SchedulerPolicies, TokenCounters
+from .policies import QueuePolicy, TokenCounters
 from .request_memory import RequestMemory
 from .running import Running, follow, group_by_adapter, plan_step
-from .seat_shares import SeatShares
+from .service import Service
 from .step_shares import StepShares, prompt_shares
 from .waiting import WaitingQueue
 
@@ -48,7 +49,7 @@ class Scheduler:
         memory: RequestMemory,
         loads: LoadPolicy,
         clock: Callable[[], float],
-        policies: SchedulerPolicies | None = None,
+        queue: QueuePolicy | None = None,
     ) -> None:
         self._limits = limits
         self._max_tokens = limits.max_num_batched_tokens  # read in every step; a pydantic attribute is slow
@@ -56,20 +57,26 @@ class Scheduler:
         self._memory = memory
         self._buckets = DecodeBuckets(limits.max_num_seqs)
         self._ahead = LoadAhead(limits, store, memory)
-        self._policies = policies or SchedulerPolicies(TokenCounters(limits.weights))
+        self._policy = queue or TokenCounters(limits.weights)
         self.waiting = WaitingQueue()
         self._lengths = OutputLengths()
         self.running = Running()
-        self._seats = SeatShares(limits.max_num_seqs, self.running, clock)
+        self._service = Service(limits.max_num_seqs, self.running, clock)
         self._admission = self.admission_type(
-            limits, self.waiting, self._policies.queue, store, memory, loads, self._lengths, self._seats,
-            self._policies.victim, clock, lambda: self.num_steps, self._fail, self.preempt,
+            limits, self.waiting, self._policy, store, memory, loads, self._lengths, self._service,
+            clock, lambda: self.num_steps, self._fail, self.preempt,
         )  # fmt: skip
+        self._clock = clock
         self._requests: dict[str, Request] = {}
         self._shares = StepShares(limits.max_num_seqs, clock)
         self._room = QueueRoom(limits.max_waiting, clock)
         self._failed: list[RequestOutput] = []
         self._loading: list[Request] = []  # running while their adapter is still being loaded
+        self.only: Collection[Adapter | None] | None = None
+        """Adapters (None: the base model) with requests that may run; excluded requests keep their pages. None: all.
+
+        `schedule` resets it to None if none of these requests can run.
+        """
         self.num_steps = 0
         self.step_sizes = [0] * (len(STEP_SIZES) + 1)
         self.num_step_tokens = 0
@@ -116,18 +123,6 @@ class Scheduler:
             self._end(request, error, failure)
         return len(users)
 
-    @property
-    def only(self) -> Collection[Adapter | None] | None:
-        """Adapters (None: the base model) with requests that may run; excluded requests keep their pages. None: all.
-
-        `schedule` resets it to None if none of these requests can run.
-        """
-        return self._admission.only
-
-    @only.setter
-    def only(self, adapters: Collection[Adapter | None] | None) -> None:
-        self._admission.only = adapters
-
     def has_late_turn(self) -> bool:
         """True if a tenant is overdue for its turn."""
         return self._admission.has_late_turn()
@@ -135,22 +130,25 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None when nothing can run. Its rows' block tables already cover their new tokens."""
         self._settle()
-        only = self._admission.only
-        sharing = self._choose_sharing(only)
-        all_decode, preempted = sharing is None and self._grow_decodes(), False
-        counts: dict[Request, int] = {}
-        cut: list[Request] = []
+        candidates = self._candidates()
+        all_decode = candidates is self.running and self._grow_decodes()
+        if all_decode and not self.waiting:
+            return self._plan({}, True)
+        draft = self._draft(candidates, all_decode)
         if not all_decode:
-            counts, cut, preempted = self._schedule_running(self.running if sharing is None else sharing)
+            self._take_running(draft, candidates)
         if self.waiting:
-            self._seats.begin_step(self.running if sharing is None else sharing, only)
-            counts, all_decode = self._schedule_waiting(counts, cut, all_decode, preempted)
-        plan = self._plan(counts, all_decode)
-        if plan is not None or only is None:
+            self._take_waiting(draft)
+        plan = self._plan(draft.counts | draft.admitted, draft.all_decode)
+        if plan is not None or self.only is None:
             return plan
         self._shares.forget()
-        self._admission.only = None
+        self.only = None
         return Scheduler.schedule(self)  # not a subclass's: it has had its part in this step
+
+    def _draft(self, taking: Sequence[Request], all_decode: bool) -> Draft:
+        running, now = self.running, self._clock()
+        return Draft(self._limits, self._service, running, taking, now, self.only, all_decode)
 
     def _plan(self, counts: dict[Request, int], all_decode: bool) -> StepPlan | None:
         """Return the plan of a step of `counts` and, if `all_decode`, of all other running requests; None if empty."""
@@ -174,7 +172,7 @@ class Scheduler:
         """
         running, memory = self.running, self._memory
         if (
-            plan.bucket is None or running.calls or running.num_looking_back or self._admission.only is not None
+            plan.bucket is None or running.calls or running.num_looking_back or self.only is not None
             or self._loading or memory.arriving or memory.swapped.is_under_way
             or len(running) > self._limits.max_num_seqs
         ):  # fmt: skip
@@ -195,8 +193,9 @@ class Scheduler:
         self._fail_hopeless()
         if self.waiting and len(staying) < len(running):  # their successors should not wait a step more
             return False
-        self._seats.begin_step(running)
-        if self._admission.would_admit(running, self._budget(self._max_tokens - len(running), len(running))):
+        draft = self._draft(running, True)
+        draft.begin_admission()
+        if self._admission.would_admit(draft):
             return False
         self._read_ahead()
         return True
@@ -279,7 +278,7 @@ class Scheduler:
     def accounts(self) -> list[AccountStats]:
         """Return the tenants with requests in progress, most requests first."""
         running, waiting = (Counter(request.account for request in queue) for queue in (self.running, self.waiting))
-        standing = self._policies.queue.standing
+        standing = self._policy.standing
         names = sorted(running | waiting, key=lambda name: (-running[name] - waiting[name], name))
         return [AccountStats(name, running[name], waiting[name], standing(name)) for name in names]
 
@@ -312,29 +311,32 @@ class Scheduler:
             self.waiting.remove(request)
             self._fail(request, *load_error(request, error))
 
-    def _choose_sharing(self, only: Collection[Adapter | None] | None) -> list[Request] | None:
-        """Return the running requests that share the next step, None for all of them.
+    def _candidates(self) -> list[Request]:
+        """Return the running requests that may have a row of the next step: `running` itself if all of them may.
 
-        only: eligible adapters; None: all. A request with KV still being copied back is left out.
+        A request with KV still being copied back is left out, and one that `only` excludes.
         """
-        running = self.running
+        running, only = self.running, self.only
         sharing: list[Request] = running
         if running.calls:
             sharing = self._shares.choose(running, self.waiting) or running
         if only is not None or self._memory.arriving:
             sharing = [each for each in sharing if each.coming is None and (only is None or each.adapter in only)]
         if len(sharing) <= self._limits.max_num_seqs:
-            return None if sharing is running else sharing
+            return sharing
         if sharing is not running:
-            return self._seats.deal(sharing)
+            return self._service.deal(sharing)
         if running.dealt is None:
-            running.dealt = self._seats.deal(running)
+            running.dealt = self._service.deal(running)
         return running.dealt
 
-    def _yield_rows(self, counts: dict[Request, int], admitted: Mapping[Request, int]) -> dict[Request, int]:
-        """Return the token counts of the requests that keep their row beside the admitted ones."""
-        taking = [r for r in self.running if (r in counts or r in admitted) and r.coming is None]
-        return {r: counts[r] for r in self._seats.deal(taking, admitted) if r not in admitted}
+    def _yield_rows(self, draft: Draft) -> None:
+        """Take the rows of running requests that don't keep theirs beside the admitted ones."""
+        counts, admitted = draft.counts, draft.admitted
+        taking = [r for r in self.running if r.coming is None and (draft.all_decode or r in counts or r in admitted)]
+        dealt = self._service.deal(taking, admitted)
+        draft.counts = {request: counts.get(request, 1) for request in dealt if request not in admitted}
+        draft.all_decode = False
 
     def _grow_decodes(self) -> bool:
         """Fast path: True if every running request decodes one token and has a page for it.
@@ -357,59 +359,47 @@ class Scheduler:
         """True if no running request must prefill."""
         return all(len(r.token_ids) - r.num_computed_tokens == 1 for r in [r for r in self.running if r.row is None])
 
-    def _schedule_running(self, sharing: Sequence[Request]) -> tuple[dict[Request, int], list[Request], bool]:
-        """Return the token counts of the running requests in the step, the prompts cut short by their tenant's share,
-        and True if any request had to be preempted.
+    def _take_running(self, draft: Draft, candidates: Sequence[Request]) -> None:
+        """Take running requests until the tokens are used up.
 
         Decoding requests come first, so that a long prompt's chunks never delay them; then in order of admission.
         """
-        prompts, decoding = _split(sharing)
-        chosen: dict[Request, int] = {}
-        if len(decoding) <= self._max_tokens and self._grow_by_one(decoding):
-            chosen, decoding = dict.fromkeys(decoding, 1), []
-        budget, preempted = self._max_tokens - len(chosen), False
-        cut: list[Request] = []
-        shares = self._prompt_shares(prompts, len(sharing) - len(prompts))
+        prompts, decoding = _split(candidates)
+        draft.budget = self._max_tokens
+        if len(decoding) <= draft.budget and self._grow_by_one(decoding):
+            draft.counts, decoding = dict.fromkeys(decoding, 1), []
+            draft.budget -= len(draft.counts)
+        shares = self._prompt_shares(prompts, len(candidates) - len(prompts))
         for request in (*decoding, *prompts):
-            if budget <= 0:
+            if draft.budget <= 0:
                 break
             if not request.is_running:  # preempted for an earlier request
                 continue
-            wanted = min(budget, _missing(request))
+            wanted = min(draft.budget, _missing(request))
             count = _take_share(request, wanted, shares)
             if count < wanted:
-                cut.append(request)
+                draft.cut.append(request)
             if count:
-                taken, has_preempted = self._choose(request, count, chosen)
-                budget, preempted = budget - taken, preempted or has_preempted
-        return chosen, cut, preempted
+                self._take(draft, request, count)
 
-    def _choose(self, request: Request, count: int, chosen: dict[Request, int]) -> tuple[int, bool]:
-        """Add a running request with `count` tokens to `chosen` if it gets pages. Return the tokens that it takes, less
-        those of the requests that were preempted for it, and whether any was preempted or pages are being copied out.
+    def _take(self, draft: Draft, request: Request, count: int) -> None:
+        """Take `count` tokens of a running request if it gets pages; others, or itself, are preempted for them. Pages
+        that have to be copied out first become free only later.
         """
-        fits, victims = self._find_pages(request, request.num_computed_tokens + count)
-        freed = sum([chosen.pop(victim, 0) for victim in victims])
-        if fits:
-            chosen[request] = count
-        return fits * count - freed, not fits or bool(victims)
-
-    def _find_pages(self, request: Request, end: int) -> tuple[bool, list[Request]]:
-        """Return whether a running request has pages up to `end` now, and the requests that were preempted for them.
-
-        False if it was preempted itself, or if pages become free only after they have been copied out.
-        """
-        victims: list[Request] = []
+        end = request.num_computed_tokens + count
         while request.room < end and not self._memory.grow(request, end):
             if self._store.give_up_loads():
                 continue
+            draft.was_short = True
             if self._memory.swapped.frees_pages:
-                return False, victims
-            victims.append(self._policies.victim.choose(self.running))
-            self.preempt(victims[-1])
-            if victims[-1] is request:
-                return False, victims
-        return True, victims
+                return
+            victim = self._service.last(self.running)
+            self.preempt(victim)
+            draft.budget += draft.counts.pop(victim, 0)
+            if victim is request:
+                return
+        draft.counts[request] = count
+        draft.budget -= count
 
     def _prompt_shares(self, prompts: Sequence[Request], num_decoding: int) -> dict[str, int] | None:
         """Split the step's tokens among the tenants with prompts under way; None where one tenant has them all."""
@@ -422,12 +412,11 @@ class Scheduler:
             return None
         return prompt_shares(wanted, self._max_tokens - num_decoding, others)
 
-    def _add_to_chunks(
-        self, cut: Sequence[Request], counts: dict[Request, int], admitted: Mapping[Request, int]
-    ) -> None:
+    def _add_to_chunks(self, draft: Draft) -> None:
         """Give prompts that were cut short the tokens left over, as far as there are rows and pages."""
+        counts, admitted = draft.counts, draft.admitted
         budget = self._max_tokens - sum(counts.values()) - sum(admitted.values())
-        for request in cut:
+        for request in draft.cut:
             count = counts.get(request, 0)
             if not request.is_running or (not count and len(counts) + len(admitted) >= self._limits.max_num_seqs):
                 continue
@@ -437,38 +426,20 @@ class Scheduler:
                 counts[request] = count + more
                 budget -= more
 
-    def _schedule_waiting(
-        self, counts: dict[Request, int], cut: Sequence[Request], all_decode: bool, preempted: bool
-    ) -> tuple[dict[Request, int], bool]:
-        """Admit waiting requests and prefetch adapters for the queue. Return the step's token counts, and whether every
-        other running request decodes in it; these then have no entry.
-
-        counts, cut, preempted: see `_schedule_running`; counts is empty if `all_decode`.
-        """
+    def _take_waiting(self, draft: Draft) -> None:
+        """Admit waiting requests and prefetch adapters for the queue."""
         self._fail_hopeless()
-        rows, used = (len(self.running),) * 2 if all_decode else (len(counts), sum(counts.values()))
         before = self.num_preemptions
-        admitted = {} if preempted else self._admit(self._budget(self._max_tokens - used, rows), rows)
+        if not draft.was_short and not self._memory.swapped.frees_pages:  # else pages are free only after a copy
+            draft.begin_admission()
+            self._admission.admit(draft)
+            self._loading += [request for request in draft.begun if request.state is RequestState.LOADING]
         self._read_ahead()
-        full = rows + len(admitted) > self._limits.max_num_seqs or self.num_preemptions > before
-        if full or (all_decode and self._memory.arriving):  # admitted just now, without a row
-            counts = self._yield_rows(dict.fromkeys(self.running, 1) if all_decode else counts, admitted)
-            all_decode = False
-        if cut and not preempted:
-            self._add_to_chunks(cut, counts, admitted)
-        return counts | admitted, all_decode
-
-    def _admit(self, budget: int, rows: int) -> dict[Request, int]:
-        """Admit waiting requests beside `rows` running ones; return the token counts of those with a row."""
-        if self._memory.swapped.frees_pages:  # pages are free only after they have been copied out
-            return {}
-        admitted = self._admission.admit(self.running, budget, rows)
-        self._loading += [request for request in admitted if request.state is RequestState.LOADING]
-        return {request: count for request, count in admitted.items() if count}
-
-    def _budget(self, tokens: int, rows: int) -> int:
-        """Token budget for newly admitted requests; at least 1, so that one that takes over a row can decode."""
-        return max(1, tokens) if rows == self._limits.max_num_seqs else tokens
+        full = draft.num_rows > self._limits.max_num_seqs or self.num_preemptions > before
+        if full or (draft.all_decode and self._memory.arriving):  # admitted just now, without a row
+            self._yield_rows(draft)
+        if draft.cut and not draft.was_short:
+            self._add_to_chunks(draft)
 
     def _read_ahead(self) -> None:
         """Read and load the adapters of the next candidates."""

@@ -13,10 +13,10 @@ from ...core.requests.request import Request, RequestState
 from ...core.requests.sampling_params import SamplingParams
 from ...core.requests.types import BASE_SLOT, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
 from ...core.scheduling.admission import Admission
+from ...core.scheduling.draft import Draft, Place
 from ...core.scheduling.queue_order import QueueOrder
 from ...core.scheduling.running import Running
 from ...core.scheduling.scheduler import Scheduler
-from ...core.scheduling.step_admission import Place, StepAdmission
 from ...memory.adapters.adapter import Adapter, Tier
 from ...memory.pages.prefix import Block
 from .executor import TOKEN
@@ -67,37 +67,36 @@ class SimAdmission(Admission):
         self._current_order: QueueOrder | None = None
         self._has_passed_over = False
 
-    def admit(self, running: Running, budget: int, rows: int) -> dict[Request, int]:
+    def admit(self, draft: Draft) -> None:
         self.awaits_growth = self._has_passed_over = False
         self._current_order = None
         self._most_rows = math.inf if self.most_rows is None else self.most_rows
         if self.most_prompts is not None:
-            prompts = sum(len(request.token_ids) - request.num_computed_tokens > 1 for request in running)
-            self._most_rows = min(self._most_rows, rows + self.most_prompts - prompts)
-        admitted = super().admit(running, budget, rows)
-        for request in admitted:
+            prompts = sum(len(request.token_ids) - request.num_computed_tokens > 1 for request in draft.running)
+            self._most_rows = min(self._most_rows, draft.num_rows + self.most_prompts - prompts)
+        super().admit(draft)
+        for request in draft.begun:
             self.unnoted.pop(request, None)
             if request.adapter is not None and request.adapter.transfer is not None:
                 self._count_cold(request)
         order = self._current_order
         if self.unnoted and order is not None and (self._has_passed_over or order.next() is None):
             self._note_cold()
-        return admitted
 
-    def _place(self, running: Running, rows: int) -> Place | None:
-        return super()._place(running, rows) if rows < self._most_rows else None
+    def _place(self, draft: Draft) -> Place | None:
+        return super()._place(draft) if draft.num_rows < self._most_rows else None
 
-    def _open(self, step: StepAdmission, place: Place) -> None:
-        super()._open(step, place)
-        self._current_order = step.order
+    def _open(self, draft: Draft, place: Place) -> None:
+        super()._open(draft, place)
+        self._current_order = draft.order
 
-    def _may_join(self, request: Request, step: StepAdmission, budget: int) -> bool:
-        may_join = super()._may_join(request, step, budget)
+    def _may_join(self, request: Request, draft: Draft) -> bool:
+        may_join = super()._may_join(request, draft)
         self._has_passed_over |= not may_join
         return may_join
 
-    def _has_room(self, request: Request, blocks: list[Block], step: StepAdmission) -> bool:
-        has_room = super()._has_room(request, blocks, step)
+    def _has_room(self, request: Request, blocks: list[Block], draft: Draft) -> bool:
+        has_room = super()._has_room(request, blocks, draft)
         self.awaits_growth = not has_room and self._memory.fits(request, blocks)
         return has_room
 
@@ -195,15 +194,15 @@ class SimScheduler(Scheduler):
     def _all_decode(self) -> bool:
         return self._all_drew or super()._all_decode()
 
-    def _schedule_running(self, sharing: Sequence[Request]) -> tuple[dict[Request, int], list[Request], bool]:
+    def _take_running(self, draft: Draft, candidates: Sequence[Request]) -> None:
         most, only = self._admission.most_rows, self.only
-        if most is not None and (self.waiting or len(sharing) > most):
+        if most is not None and (self.waiting or len(candidates) > most):
             waiting = self.waiting if only is None else (each for each in self.waiting if each.adapter in only)
             if len(self.running) >= self._limits.max_num_seqs:  # no waiting request may begin, however old
                 waiting = ()
-            oldest = set(self._oldest(sharing, waiting, most))
-            sharing = [request for request in sharing if request in oldest]
-        return super()._schedule_running(sharing)
+            oldest = set(self._oldest(candidates, waiting, most))
+            candidates = [request for request in candidates if request in oldest]
+        super()._take_running(draft, candidates)
 
     def _grow_decodes(self) -> bool:
         most = self._admission.most_rows

@@ -1,16 +1,15 @@
-"""Virtual token counters, and the victims of preemptions."""
+"""Virtual token counters."""
 
 from __future__ import annotations
 
 import random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
-from chorus.core.scheduling.policies import OUTPUT_COST, MostServed, TokenCounters
+from chorus.core.scheduling.policies import OUTPUT_COST, TokenCounters
 
 
 def request(account, prompt=10):
@@ -143,27 +142,3 @@ def test_the_counter_of_an_account_that_waits_is_never_forgotten():
         serve(policy, str(index))
     assert policy.standing("waits") == 700
     assert len(policy.counters) < 5000
-
-
-class TestVictim:
-    @pytest.fixture
-    def policy(self):
-        policy = TokenCounters()
-        for account, cost in (("most", 500), ("some", 300), ("least", 100)):
-            policy.arrive(account, (), None)
-            serve(policy, account, prompt=cost, length=cost)
-        return policy
-
-    @pytest.mark.parametrize(
-        ("running", "victim"),
-        [
-            (["most"], 0),
-            (["least", "least", "least"], 2),
-            (["least", "most", "some", "most", "least"], 3),
-            (["most", "least"], 1),
-            (["most", "some", "least"], 1),
-        ],
-    )
-    def test_is_the_newest_of_who_was_served_most_but_not_the_oldest_of_all(self, policy, running, victim):
-        requests = [request(account) for account in running]
-        assert MostServed(policy).choose(requests) is requests[victim]

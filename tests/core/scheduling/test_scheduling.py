@@ -391,23 +391,26 @@ def test_room_that_others_give_back_in_time_is_given_again():
     assert house.engine.stats().num_preemptions == 0
 
 
-class OldestFirst:
-    def choose(self, running):
-        return running[0]
+class Free(TokenCounters):
+    """One tenant's requests cost nothing."""
+
+    def charge(self, request, length):
+        super().charge(request, length)
+        request.charged *= request.account != "free"
+
+    def settle(self, request):
+        request.charged = 0.0
 
 
-def test_the_victim_is_a_policys_choice(monkeypatch):
-    house = House(num_pages=1 + 10, max_num_seqs=2, policies=Policies(TokenCounters(), OldestFirst()))
-    monkeypatch.setattr(OutputLengths, "final_lengths", lambda _, requests: [0 for _ in requests])  # admits too many
-    house.add("old", prompt=[5] * 12, max_tokens=20)
-    house.step()
-    house.add("new", prompt=[6] * 12, max_tokens=20)
-    for _ in range(40):
-        if house.engine.stats().num_preemptions:
-            break
+@pytest.mark.parametrize(("policy", "victim"), [(TokenCounters(), "a1"), (Free(), "b1")])
+def test_the_victim_is_of_who_was_served_most_by_the_queue_policy(monkeypatch, policy, victim):
+    house = House(num_pages=1 + 12, max_num_seqs=4, policies=Policies(policy))
+    monkeypatch.setattr(OutputLengths, "final_lengths", lambda _, some: [each.num_tokens for each in some])
+    for name, prompt, tenant in (("a0", 12, "free"), ("b0", 5, "b"), ("a1", 14, "free"), ("b1", 7, "b")):
+        house.add(name, prompt=[5] * prompt, max_tokens=20, tenant=tenant)
+    while not house.engine.stats().num_preemptions:
         house.step()
-    assert house.expected["old"].request.state is RequestState.SWAPPED
-    assert house.expected["new"].request.state is RequestState.RUNNING
+    assert [request.id for request in house.engine.scheduler.waiting] == [victim]
     house.drain()
 
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from chorus.core.config import EngineConfig
 from chorus.core.policies import Policies
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.scheduling.draft import Draft
 from chorus.core.scheduling.policies import TokenCounters
 from chorus.core.scheduling.running import Running
-from chorus.core.scheduling.seat_shares import WINDOW_SECONDS, SeatShares
+from chorus.core.scheduling.service import WINDOW_SECONDS, Service
 
 from .test_scheduling import HeldReads, House
 
@@ -286,23 +289,28 @@ def made(account, index, decodes=True, cost=1.0):
 
 
 def taken(seats, requests):
-    """Shares, and the running requests, of which nobody sits out."""
+    """What tenants were served, and a step of the requests, of which none is paused."""
     running = Running()
-    shares = SeatShares(seats, running, Clock())
-    shares.begin_step(running)
+    service = Service(seats, running, Clock())
     for request in requests:
         running.append(request)
-        shares.begin(request)
-    shares.begin_step(running)
-    return shares, running
+        service.begin(request)
+    return service, draft_of(service)
+
+
+def draft_of(service):
+    running = service._running  # noqa: SLF001
+    limits = EngineConfig(model=Path("fake"), max_num_seqs=service.max_rows)
+    draft = Draft(limits, service, running, list(running), 0.0, all_decode=True)
+    draft.begin_admission()
+    return draft
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 9)), min_size=1, max_size=24), st.integers(4, 12))
 def test_whoever_was_given_most_gives_first_and_the_oldest_keep_their_rows(asked, seats):
     requests = [made(account, index, cost=float(cost)) for index, (account, cost) in enumerate(asked)]
-    shares, _ = taken(100, requests)
-    shares._max_rows = seats  # noqa: SLF001 - all have begun before
-    dealt = shares.deal(requests)
+    service, _ = taken(seats, requests)
+    dealt = service.deal(requests)
     assert len(dealt) == min(seats, len(requests))
     had, have = (Counter(request.account for request in each) for each in (requests, dealt))
     assert have.keys() == had.keys(), "each keeps a row"
@@ -310,25 +318,26 @@ def test_whoever_was_given_most_gives_first_and_the_oldest_keep_their_rows(asked
         own = [request for request in requests if request.account == account]
         assert [request for request in dealt if request.account == account] == own[: have[account]]
         if have[account] < had[account]:
-            richer = [each for each in had if shares.given(each) > shares.given(account)]
+            richer = [each for each in had if service.of(each) > service.of(account)]
             assert all(have[each] == 1 for each in richer)
 
 
 def test_a_prompt_that_has_begun_is_computed_to_its_end():
     requests = [made("a", 0), made("a", 1), made("a", 2, decodes=False)]
-    assert [request.id for request in SeatShares(2, Running(), Clock()).deal(requests)] == ["a 0", "a 2"]
+    assert [request.id for request in Service(2, Running(), Clock()).deal(requests)] == ["a 0", "a 2"]
 
 
 def test_what_was_given_is_forgotten_once_it_has_ended():
-    shares, running = taken(4, [made("a", 0, cost=8.0), made("a", 1, cost=4.0)])
-    shares._clock.now = 1000.0  # noqa: SLF001
-    assert shares.given("a") == 12.0, "however long they run"
+    service, draft = taken(4, [made("a", 0, cost=8.0), made("a", 1, cost=4.0)])
+    running = draft.running
+    service._clock.now = 1000.0  # noqa: SLF001
+    assert service.of("a") == 12.0, "however long they run"
     ended = running[0]
     running.remove(ended)
-    shares.end(ended, ended.charged)
-    assert shares.given("a") == 12.0
-    shares._clock.now += WINDOW_SECONDS  # noqa: SLF001
-    assert shares.given("a") == pytest.approx(4.0 + 8.0 / math.e)
+    service.end(ended, ended.charged)
+    assert service.of("a") == 12.0
+    service._clock.now += WINDOW_SECONDS  # noqa: SLF001
+    assert service.of("a") == pytest.approx(4.0 + 8.0 / math.e)
 
 
 def test_a_burst_of_one_that_was_given_little_goes_before_what_another_has_beyond_a_row():
@@ -345,28 +354,26 @@ def test_a_burst_of_one_that_was_given_little_goes_before_what_another_has_beyon
 
 
 def test_accounts_that_were_given_something_are_forgotten():
-    shares, running = taken(4, [])
+    service, draft = taken(4, [])
+    running = draft.running
     for index in range(5000):
         request = made(f"{index}", index)
         running.append(request)
-        shares.begin_step(running)
-        shares.begin(request)
+        service.begin(request)
         running.remove(request)
-        shares.end(request, request.charged)
-        shares._clock.now += 1.0  # noqa: SLF001
-    assert shares.given("10") == 0
-    assert shares.given("4999") > 0
+        service.end(request, request.charged)
+        service._clock.now += 1.0  # noqa: SLF001
+    assert service.of("10") == 0
+    assert service.of("4999") > 0
 
 
 @given(st.lists(st.sampled_from("abcdef"), min_size=4, max_size=4), st.lists(st.sampled_from("abcdef"), max_size=30))
 def test_no_more_accounts_run_than_a_step_has_rows(holders, comers):
-    shares, running = taken(4, [made(account, index) for index, account in enumerate(holders)])
+    _, draft = taken(4, [made(account, index) for index, account in enumerate(holders)])
     for index, account in enumerate(comers):
-        if shares.may_begin(account):
-            request = made(account, 10 + index)
-            running.append(request)
-            shares.begin(request)
-    assert len(running.accounts) <= 4
+        if draft.may_begin(account):
+            draft.begin(made(account, 10 + index), 1)
+    assert len(draft.running.accounts) <= 4
 
 
 @given(
@@ -375,36 +382,52 @@ def test_no_more_accounts_run_than_a_step_has_rows(holders, comers):
 )
 @example(["a"] * 3, [("b", 1), ("b", 1), ("c", 1)])
 def test_whoever_begins_has_a_row_of_the_step_and_leaves_each_account_one(holders, comers):
-    shares, running = taken(len(holders), [made(account, index, cost=9.0) for index, account in enumerate(holders)])
+    service, draft = taken(len(holders), [made(account, index, cost=9.0) for index, account in enumerate(holders)])
     begun = []
     for index, (account, cost) in enumerate(comers):
-        if shares.may_begin(account):
+        if draft.may_begin(account):
             begun.append(made(account, 10 + index, cost=float(cost)))
-            running.append(begun[-1])
-            shares.begin(begun[-1])
+            draft.begin(begun[-1], 1)
     assert len(begun) < max(2, len(holders)), "the row of whoever has just begun is nobody's to take"
-    dealt = shares.deal(running, begun)
+    dealt = service.deal(draft.running, begun)
     assert len(dealt) == len(holders)
     assert {*begun} <= {*dealt}
-    assert {request.account for request in dealt} == running.accounts.keys()
+    assert {request.account for request in dealt} == draft.running.accounts.keys()
 
 
 def test_accounts_are_ranked_once_in_a_step_however_many_requests_begin(monkeypatch):
     """Those alone are ranked anew that begin a request or give a row for one."""
     ranked = []
-    lately = SeatShares._lately  # noqa: SLF001
+    lately = Service._lately  # noqa: SLF001
 
     def counted(self, account, now):
         ranked.append(account)
         return lately(self, account, now)
 
-    monkeypatch.setattr(SeatShares, "_lately", counted)
+    monkeypatch.setattr(Service, "_lately", counted)
     many, few = [f"many {index}" for index in range(50)], [f"few {index}" for index in range(20)]
-    shares, running = taken(100, [made(account, index) for index in range(2) for account in many])
+    service, draft = taken(100, [made(account, index) for index in range(2) for account in many])
     ranked.clear()
     for account in few:
-        assert shares.is_open_to({account: None}.keys())
-        running.append(made(account, 0))
-        shares.begin(running[-1])
-    assert len(shares.deal(running, set(running[100:]))) == 100
+        assert draft.is_open_to({account: None}.keys())
+        draft.begin(made(account, 0), 1)
+    assert len(service.deal(draft.running, draft.begun)) == 100
     assert len(ranked) <= len(many) + 2 * len(few) + len(many) + len(few), "once more by those who are dealt rows"
+
+
+@pytest.mark.parametrize(
+    ("running", "victim"),
+    [
+        (["most"], 0),
+        (["least", "least", "least"], 2),
+        (["least", "most", "some", "most", "least"], 3),
+        (["most", "least"], 1),
+        (["most", "some", "least"], 1),
+        (["most", "some", "least", "least"], 3),
+    ],
+)
+def test_the_victim_is_the_newest_of_who_was_served_most_but_neither_the_oldest_nor_an_only_one(running, victim):
+    costs = {"most": 500.0, "some": 300.0, "least": 100.0}
+    requests = [made(account, index, cost=costs[account]) for index, account in enumerate(running)]
+    service, _ = taken(4, requests)
+    assert service.last(requests) is requests[victim]

@@ -1,0 +1,220 @@
+"""A step being planned: it takes candidates in order until its rows, tokens, pages or adapters are used up."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Sequence, Set
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from ...memory.adapters.adapter import Adapter
+from ..config import EngineConfig
+from ..requests.request import Request
+from .output_lengths import Growth
+from .queue_order import QueueOrder
+from .running import Running
+from .service import Service
+
+MOST_SHORT = 2
+"""Tenants that may lack pages in a step before its admission ends. Chosen."""
+
+
+class Place(Enum):
+    """The slot that a request may take in a step: a free one, or the row of another tenant or call."""
+
+    SEAT = auto()
+    ACCOUNT = auto()  # from a tenant that was served more
+    CALL = auto()  # from a call with several answers, for a call with no running answer
+
+
+@dataclass(eq=False, slots=True)
+class Draft:
+    """A step being planned, first of running requests, then of waiting ones.
+
+    running: all running requests; admitted ones are added. taking: those that may have a row. only: eligible adapters
+    (None: the base model); None: all. all_decode: all of `taking` decode one token each; else `counts` has the tokens
+    of each. cut: prompts cut short by their tenant's share of the tokens. was_short: a running request lacked pages.
+
+    Of admission: `begun` requests; `admitted`: tokens of those with a row. num_rows, budget: rows taken, tokens left.
+    place, order: the kind of slot that the next request may take, and the candidates for it. growth: pages that
+    `running` is expected to grow by; None until counted. held: tenants that may begin no more requests: one lacked
+    pages, or pages were taken from them (they would take these back). num_short: how often a request lacked pages; from
+    the first on, tenants begin nothing beyond their share of the pages.
+
+    With every slot taken, a tenant may still begin a request if it has no row, or if its served cost is below that of
+    the giver: the tenant with the highest served cost among tenants with two or more rows. The giver's newest decoding
+    request is paused. A tenant with a paused request begins no new one.
+
+    A step has at most `max_adapters_per_step` adapters. An overdue request that waits for a free adapter slot reserves
+    it: requests behind it in the queue may neither add an adapter nor take the last slot.
+    """
+
+    _limits: EngineConfig
+    _service: Service
+    running: Running
+    taking: Sequence[Request]
+    now: float
+    only: Collection[Adapter | None] | None = None
+    all_decode: bool = False
+    counts: dict[Request, int] = field(default_factory=dict)
+    cut: list[Request] = field(default_factory=list)
+    was_short: bool = False
+    begun: set[Request] = field(default_factory=set)
+    admitted: dict[Request, int] = field(default_factory=dict)
+    num_rows: int = 0
+    budget: int = 0
+    place: Place = field(init=False)
+    order: QueueOrder = field(init=False)
+    growth: Growth | None = None
+    num_short: int = 0
+    held: set[str] = field(default_factory=set)
+    overdue_before: float = 0.0
+    _adapters: set[Adapter] = field(default_factory=set)
+    _reserved: float = math.inf  # queue position of the first request with a reserved slot
+    _rows: dict[str, int] = field(default_factory=dict)  # number of rows by tenant, with admitted requests
+    _new_rows: Counter[str] = field(default_factory=Counter)  # of these, rows of admitted requests
+    _served: dict[str, float] = field(default_factory=dict)  # cost of tenants, as of this step
+    _giver: tuple[str | None] | None = None  # None: unknown
+
+    def begin_admission(self) -> None:
+        """Count what running requests have taken, before waiting ones are admitted.
+
+        Where they have every row, a token at least is left, so that a request that takes over a row can decode.
+        """
+        limits, running = self._limits, self.running
+        self.overdue_before = self.now - limits.max_overtake_seconds
+        self.num_rows = len(self.taking) if self.all_decode else len(self.counts)
+        used = self.num_rows if self.all_decode else sum(self.counts.values())
+        self.budget = max(limits.max_num_batched_tokens - used, int(self.num_rows == limits.max_num_seqs))
+        if limits.max_adapters_per_step is not None:
+            self._adapters = {request.adapter for request in running if request.adapter is not None}
+        all_running = len(self.taking) == len(running)
+        self._rows = dict(running.accounts if all_running else Counter([request.account for request in self.taking]))
+
+    def next(self) -> Request | None:
+        """Return the next candidate; None if there is none, or too many have lacked pages."""
+        return self.order.next() if self.num_short <= MOST_SHORT else None
+
+    def begin(self, request: Request, count: int) -> None:
+        """Add an admitted request, already charged, with `count` tokens; 0: it has no row yet."""
+        account = request.account
+        self.running.append(request)
+        self.begun.add(request)
+        self._service.begin(request)
+        if self.growth is not None:
+            self.growth.add(request)
+        if request.adapter is not None:
+            self._adapters.add(request.adapter)
+        self.num_rows += 1
+        if count:
+            self.admitted[request] = count
+            self.budget -= count
+            self._new_rows[account] += 1
+        self._change(account, bool(count))
+        if count and sum(self._rows.values()) > self._limits.max_num_seqs and (giver := self._find_giver()) is not None:
+            self._change(giver, -1)
+
+    # -- adapters
+
+    def is_barred(self, adapter: Adapter) -> bool:
+        """True if the step has no slot for an adapter."""
+        most, adapters = self._limits.max_adapters_per_step, self._adapters
+        return most is not None and adapter not in adapters and len(adapters) >= most
+
+    def reserve(self, request: Request) -> None:
+        """Reserve a slot for an overdue request with a barred adapter."""
+        self._reserved = min(self._reserved, request.place)
+
+    def is_reserved(self, request: Request) -> bool:
+        """True if a request would take the slot reserved for an earlier one."""
+        if self._reserved >= request.place:
+            return False
+        return request.adapter is not None or len(self.running) >= self._limits.max_num_seqs - 1
+
+    # -- rows and pages of others
+
+    def has_row_of_call(self, place: Place, request: Request) -> bool:
+        """True if a request may only take the row of a call without a running answer, and its call has one."""
+        return place is self.place is Place.CALL and request.call in self.running.calls
+
+    def is_open_to(self, waiting: Set[str]) -> bool:
+        """True if one of the waiting tenants may begin a request although every slot is taken."""
+        running = self.running.accounts
+        if self._find_giver() is None:
+            return False
+        if len(running) < self._limits.max_num_seqs and not waiting <= running.keys():
+            return True
+        return len(running) > 1 and any(map(self.may_begin, running.keys() & waiting))
+
+    def may_begin(self, account: str) -> bool:
+        """True if a tenant may begin a request although every slot is taken: another can give it a row."""
+        own, accounts = self._rows.get(account, 0), self.running.accounts
+        giver = self._find_giver()
+        if giver is None or own < accounts.get(account, 0):  # some of its own are paused
+            return False
+        if not own:
+            return len(accounts) < self._limits.max_num_seqs  # each tenant keeps a row
+        return self._served_of(account) < self._served_of(giver)
+
+    def pass_over_tenant(self, account: str) -> None:
+        """Begin no more requests of a tenant that lacks pages."""
+        self.held.add(account)
+        self.num_short += 1
+
+    def paused(self, account: str) -> Request | None:
+        """Return the newest paused request of another tenant; None if there is none.
+
+        Requests with KV being copied back, and requests that `only` excludes, keep their pages and are not returned.
+        """
+        if len(self.taking) >= len(self.running):
+            return None
+        taking, only = self.begun.union(self.taking), self.only
+        for request in reversed(self.running):
+            may_run = request.coming is None and (only is None or request.adapter in only)
+            if may_run and request not in taking and request.account != account:
+                return request
+        return None
+
+    def earlier(self) -> list[Request]:
+        """Return the running requests that had a row of the step before requests were admitted to it."""
+        had = set(self.taking) - self.begun
+        return [request for request in self.running if request in had]
+
+    def from_end(self, accounts: Collection[str]) -> list[Request]:
+        """Return the `earlier` requests of some tenants, the last in the order first."""
+        return self._service.order([each for each in self.earlier() if each.account in accounts])[::-1]
+
+    def last(self) -> Request | None:
+        """Return the `earlier` request to preempt for another tenant; None if its tenant would keep none."""
+        earlier = self.earlier()
+        victim = self._service.last(earlier) if len(earlier) > 1 else None
+        if victim is self.running[0] or victim is None or self.running.accounts[victim.account] < 2:
+            return None
+        return victim
+
+    def lose(self, request: Request) -> None:
+        """Record that a running request was preempted for a waiting one; its tenant begins no more requests."""
+        self.growth = None
+        self.held.add(request.account)
+        self._change(request.account, -(self.taking is self.running or request in self.taking))
+
+    def _change(self, account: str, rows: int) -> None:
+        """Change a tenant's rows, whose served cost may have changed, too."""
+        self._rows[account] = self._rows.get(account, 0) + rows
+        self._served.pop(account, None)
+        self._giver = None
+
+    def _served_of(self, account: str) -> float:
+        cost = self._served.get(account)
+        if cost is None:
+            cost = self._served[account] = self._service.of(account)
+        return cost
+
+    def _find_giver(self) -> str | None:
+        """Return the tenant that gives a row to the next admitted request; None if no tenant has one to give."""
+        if self._giver is None:
+            rows, new = self._rows, self._new_rows
+            givers = [account for account, own in rows.items() if own > 1 and own > new[account]]
+            self._giver = (max(givers, key=lambda each: (self._served_of(each), rows[each]), default=None),)
+        return self._giver[0]

@@ -1,0 +1,95 @@
+"""What tenants were served lately, and the one order in which running requests keep their rows and pages."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Container, Sequence
+
+from ..requests.request import Request
+from .running import Running
+
+WINDOW_SECONDS = 10.0
+"""Time constant of the exponential decay of a tenant's served cost. Chosen: as long as a turn."""
+
+
+class Service:
+    """Served cost of each tenant: the queue policy's cost of its running and of its recently ended requests.
+
+    Where requests lack rows or pages, the first request of each tenant keeps its own, then the requests of the tenants
+    with the lowest served cost. A request that lacks a row is paused: it keeps its pages and state, nothing is
+    recomputed, and it resumes when a row is free. One that lacks pages is preempted.
+    """
+
+    def __init__(self, max_rows: int, running: Running, clock: Callable[[], float]) -> None:
+        """max_rows: of a step. running: the running requests; the scheduler changes it."""
+        self.max_rows = max_rows
+        self._running = running
+        self._clock = clock
+        self._held: dict[str, float] = {}  # cost of running requests, by tenant
+        self._ended: dict[str, tuple[float, float]] = {}  # decayed cost of ended requests, and its time
+
+    def begin(self, request: Request) -> None:
+        """Record an admitted request, already charged to its tenant."""
+        self._held[request.account] = self._held.get(request.account, 0.0) + request.charged
+
+    def end(self, request: Request, expected: float) -> None:
+        """Record that a request has left the running ones and was settled. expected: its cost when it began."""
+        account, now = request.account, self._clock()
+        self._held[account] -= expected
+        if account not in self._running.accounts:
+            del self._held[account]
+        self._ended[account] = self._lately(account, now) + request.charged, now
+        if len(self._ended) > 2 * self.max_rows + 64:  # drop the smallest costs
+            kept = sorted(self._ended, key=lambda each: self._lately(each, now))[-self.max_rows - 32 :]
+            self._ended = {each: self._ended[each] for each in kept}
+
+    def of(self, account: str) -> float:
+        """Return a tenant's served cost."""
+        return self._held.get(account, 0.0) + self._lately(account, self._clock())
+
+    def order(self, requests: Sequence[Request], begun: Container[Request] = ()) -> list[Request]:
+        """Return requests in the order in which they keep rows and pages: those of `begun`, the first of each tenant,
+        then those of the tenants with the lowest served cost. requests: in order of admission.
+
+        In a tenant prompts come first, so that a prompt that has begun is computed to its end; the newest is last.
+        """
+        served = self._of_each(requests)
+        counts: Counter[str] = Counter()
+        keys: dict[Request, tuple[bool, bool, float, int]] = {}
+        for request in sorted(requests, key=lambda each: (each not in begun, _decodes(each))):
+            account = request.account
+            keys[request] = request not in begun, counts[account] > 0, served[account], counts[account]
+            counts[account] += 1
+        return sorted(keys, key=keys.__getitem__)
+
+    def deal(self, requests: Sequence[Request], begun: Container[Request] = ()) -> list[Request]:
+        """Return the `max_rows` of `requests` that share a step. requests: in order of admission. begun: requests that
+        keep their row in any case.
+        """
+        kept = set(self.order(requests, begun)[: self.max_rows])
+        return [request for request in requests if request in kept]
+
+    def last(self, requests: Sequence[Request]) -> Request:
+        """Return the request to preempt: of the tenant at the end of the order the newest, which loses the least work.
+        requests: in order of admission.
+
+        Never the oldest, as long as there is another, so that preemptions can't cycle.
+        """
+        served = self._of_each(requests)
+        if len(served) == 1:
+            return requests[-1]
+        counts = Counter(request.account for request in requests)
+        keys = {account: (counts[account] > 1, cost) for account, cost in served.items()}
+        return requests[max(range(1, len(requests)), key=lambda index: (keys[requests[index].account], index))]
+
+    def _of_each(self, requests: Sequence[Request]) -> dict[str, float]:
+        return {account: self.of(account) for account in dict.fromkeys(request.account for request in requests)}
+
+    def _lately(self, account: str, now: float) -> float:
+        cost, then = self._ended.get(account, (0.0, now))
+        return cost * math.exp((then - now) / WINDOW_SECONDS)
+
+
+def _decodes(request: Request) -> bool:
+    return request.num_tokens - request.num_computed_tokens == 1
