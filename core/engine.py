@@ -42,8 +42,7 @@ from .requests.request import Request
 from .requests.sampling_params import AdapterPaused, InvalidRequest, NotServed
 from .requests.types import NOT_FINITE, RequestOutput, StepPlan, StepResult
 from .scheduling.load_ahead import LoadPolicy
-from .scheduling.preemption import swaps
-from .scheduling.request_memory import RequestMemory
+from .scheduling.request_memory import RequestMemory, swaps
 from .scheduling.scheduler import Scheduler
 from .servable import Servable
 

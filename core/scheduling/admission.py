@@ -152,7 +152,8 @@ class Admission:
         """
         if draft.budget <= 0 or (place := self._place(draft)) is None:
             return
-        draft.held |= self._pages.givers(draft.now)
+        if self._pages.taker in self._waiting:
+            draft.held |= self._pages.givers(draft.now)
         self._open(draft, place)
         while draft.budget > 0 and (request := draft.next()) is not None:
             place = self._place(draft)

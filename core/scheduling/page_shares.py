@@ -37,13 +37,14 @@ class PageShares:
         self._costs = costs
         self._of: Growth | None = None
         self._unit = 0.0  # pages of a tenant of weight 1 in the step of that growth
-        self._taker: Request | None = None  # the last request that pages were taken for
+        self.taker: Request | None = None
+        """The last request that pages were taken for."""
         self._givers: set[str] = set()  # tenants that it took them from
         self._taken_at = self._next_taking = -math.inf
 
     def givers(self, now: float) -> set[str]:
-        """Return the tenants that must begin nothing yet, since a request waits for the pages taken from them."""
-        return self._givers if self._taker in self._waiting and now < self._taken_at + self._patience else set()
+        """Return the tenants that must begin nothing yet: while `taker` waits, for the pages taken from them."""
+        return self._givers if now < self._taken_at + self._patience else set()
 
     def allow(self, request: Request, running: Running, growth: Growth) -> bool:
         """True if a tenant stays within its share when a request begins. growth: of `running`."""
@@ -87,7 +88,7 @@ class PageShares:
         costs, pages = self._costs, sum(victim.room for victim in victims) // self._memory.block_tokens
         seconds = pages * (costs.swapped_page if self._memory.may_swap() else costs.prefix_page)
         self._next_taking = max(self._next_taking, now - TAKING_SECONDS) + seconds / TAKEN_SHARE
-        self._taker, self._givers, self._taken_at = request, {victim.account for victim in victims}, now
+        self.taker, self._givers, self._taken_at = request, {victim.account for victim in victims}, now
 
     def _share(self, account: str) -> float:
         return self._unit * self._weights.get(account, 1.0)

@@ -107,10 +107,10 @@ class Turns:
                     line.drop(each)
 
     def note(self, account: str) -> None:
-        """Update a tenant's turn after its standing with the policy may have fallen."""
+        """Update a tenant's turn after its standing with the policy may have changed."""
         key = self._line.keys.get(account)
-        if key is not None:
-            self._line.put(account, (self._policy.standing(account), key[1]))
+        if key is not None and (standing := self._policy.standing(account)) != key[0]:
+            self._line.put(account, (standing, key[1]))
 
     def restart(self, now: float, step: int) -> None:
         """Begin with the first tenant again. now, step: the current time in seconds, and step number."""

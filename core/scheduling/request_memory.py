@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ...memory.adapters.adapter import Adapter
 from ...memory.adapters.reclaimer import Reclaimer
 from ...memory.adapters.store import AdapterStore
 from ...memory.pages.block_table import BlockTable
+from ...memory.pages.eviction import RestoreCosts
 from ...memory.pages.pool import PageKind, PagePool
 from ...memory.pages.prefix import BASE_VERSION, Block, PrefixCache
 from ...memory.transfers.swapped_kv import KvImage, SwappedKv
@@ -230,6 +232,16 @@ class RequestMemory:
         request.last_block = request.row = None
         if request.adapter is not None:
             self._store.release(request.adapter)
+
+
+def swaps(setting: Literal["auto", "swap", "recompute"], costs: RestoreCosts) -> bool:
+    """Return whether a request's KV is to be swapped; `auto` takes what is measured to take less time.
+
+    Both grow with the pages, so that a page of the one is compared with a page of the other. A copy is taken to cost
+    its whole time, though a GPU computes meanwhile: the estimate errs on the side of computing again. What the prefix
+    cache may keep by chance is not counted on.
+    """
+    return setting == "swap" or (setting == "auto" and costs.swapped_page < costs.prefix_page)
 
 
 def _version(adapter: Adapter | None) -> int:

@@ -26,10 +26,10 @@ from .draft import Draft
 from .load_ahead import LoadAhead, LoadPolicy
 from .output_lengths import Growth, OutputLengths
 from .overload import QueueRoom
-from .policies import QueuePolicy, TokenCounters
+from .policies import QueuePolicy
 from .request_memory import RequestMemory
 from .running import Running, follow, group_by_adapter, plan_step
-from .service import Service
+from .service import Service, TokenCounters
 from .step_shares import StepShares, prompt_shares
 from .waiting import WaitingQueue
 

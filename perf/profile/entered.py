@@ -1,12 +1,14 @@
-"""Files and functions of the engine that one decode step with LoRA enters: how much a reader must open to follow it.
+"""Files and functions of the engine that one step with LoRA enters: how much a reader must open to follow it.
 
-`python -m chorus.perf.profile.entered` counts them on torch's operators and, where they are there, the native ones;
-`--list` names them, and in each what is called. The CUDA path is counted where it runs without a GPU, in
+`python -m chorus.perf.profile.entered` counts them of a decode step and of one with an arrival, on torch's operators
+and, where they are there, the native ones; `--list` names them, and in each what is called. The CUDA path is counted
+where it runs without a GPU, in
 tests/core/executors/interpreted_cuda.py.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -48,8 +50,10 @@ def entered(step: Callable[[], object]) -> dict[str, list[str]]:
     return found
 
 
-def of_cpu(kernels: str) -> dict[str, list[str]]:
-    """One decode step of two requests, of which one uses an adapter. kernels: `native` or `torch`."""
+def of_cpu(kernels: str, arrives: bool = False) -> dict[str, list[str]]:
+    """One decode step of two requests, of which one uses an adapter. kernels: `native` or `torch`. arrives: another
+    request of the adapter begins in it.
+    """
     config = EngineConfig(model=str(BUILTIN_MODEL), device="cpu", cpu_kernels=kernels, adapters=BUILTIN_ADAPTERS)
     engine = Engine.from_config(config)
     try:
@@ -59,7 +63,11 @@ def of_cpu(kernels: str) -> dict[str, list[str]]:
             engine.add_request(request)
         while min(request.num_output_tokens for request in requests) < 4:  # the adapter has to be read
             engine.step()
-        steps = [entered(engine.step) for _ in range(3)]
+        steps = []
+        for index in range(3):
+            if arrives:
+                engine.add_request(Request(f"new {index}", [5, 6, 7], params, "reverse"))
+            steps.append(entered(engine.step))
         return min(steps, key=len)  # in two of them at most a request's block may become full
     finally:
         engine.close()
@@ -70,9 +78,10 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("--list", action="store_true", help="name the files and functions")
     args = command.parse_args(argv)
     native = ["native"] if native_library.available(torch.float32) else []
-    for kernels in [*native, "torch"]:
-        found = of_cpu(kernels)
-        print(f"{kernels}: {len(found)} files, {sum(map(len, found.values()))} functions")
+    for kernels, arrives in itertools.product([*native, "torch"], [False, True]):
+        found = of_cpu(kernels, arrives)
+        step = "step with an arrival" if arrives else "decode step"
+        print(f"{kernels}, {step}: {len(found)} files, {sum(map(len, found.values()))} functions")
         if args.list:
             for path, functions in sorted(found.items()):
                 print(f"  {path}: {', '.join(functions)}")

@@ -17,7 +17,6 @@ from ...core.config import EngineConfig
 from ...core.costs.profile import Number, Profile, Terms, load_profile
 from ...core.merging.modes import mode_policy
 from ...core.policies import Policies
-from ...core.scheduling.policies import TokenCounters
 from ...server.cluster.placement.plan import NEED_HIGHS, has_highs
 from ...server.cluster.placement.preloading import burst_tolerance
 from ...server.cluster.router import POLICIES, AnswerLengths, Estimates, Policy, Sampled
@@ -164,7 +163,7 @@ def _policies(setup: Setup, config: EngineConfig, profile: Profile) -> Policies:
     else:
         prices = ProfilePrices(profile.costs()) if setup.mode_prices == "profile" else None
         mode = mode_policy(config.mode_policy, prices)
-    return Policies(TokenCounters(config.weights), mode=mode)
+    return Policies(mode=mode)
 
 
 def changed_profile(name: str, terms: Mapping[str, float]) -> Profile:

@@ -16,7 +16,7 @@ from chorus.core.requests.record import NotHere
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams, Seeds
 from chorus.core.scheduling.overload import Overloaded
-from chorus.core.scheduling.policies import TokenCounters
+from chorus.core.scheduling.service import TokenCounters
 from chorus.graphs.runner import StepMode
 from chorus.memory.files.identity import with_content
 

@@ -11,7 +11,7 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.executors.swaps import PageSwaps
 from chorus.core.requests.request import RequestState
-from chorus.core.scheduling.preemption import swaps
+from chorus.core.scheduling.request_memory import swaps
 from chorus.memory.files.identity import with_content
 from chorus.memory.host.images import InlineReads
 from chorus.memory.pages.arena import Arena

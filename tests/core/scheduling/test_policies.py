@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
-from chorus.core.scheduling.policies import OUTPUT_COST, TokenCounters
+from chorus.core.scheduling.service import OUTPUT_COST, TokenCounters
 
 
 def request(account, prompt=10):

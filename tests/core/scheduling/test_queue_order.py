@@ -13,8 +13,8 @@ from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.scheduling import queue_order
-from chorus.core.scheduling.policies import TokenCounters
 from chorus.core.scheduling.queue_order import QueueOrder, Turns
+from chorus.core.scheduling.service import TokenCounters
 from chorus.core.scheduling.waiting import WaitingQueue
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.host.images import InlineReads

@@ -19,7 +19,7 @@ from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.scheduling.admission import DOUBT_SECONDS
 from chorus.core.scheduling.output_lengths import OutputLengths
 from chorus.core.scheduling.overload import Overloaded
-from chorus.core.scheduling.policies import TokenCounters
+from chorus.core.scheduling.service import TokenCounters
 from chorus.core.scheduling.step_shares import prompt_shares
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.host.images import InlineReads

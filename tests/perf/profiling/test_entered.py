@@ -17,9 +17,12 @@ def test_counts_functions_of_the_engine_alone():
     assert entered(lambda: None) == {}
 
 
-@pytest.mark.parametrize("kernels", ["native", "torch"])
-def test_a_decode_step_enters_few_files(kernels):
-    assert len(of_cpu(kernels)) <= {"native": 12, "torch": 16}[kernels]
+@pytest.mark.parametrize(
+    ("kernels", "arrives", "most"),
+    [("native", False, 12), ("torch", False, 16), ("native", True, 30), ("torch", True, 33)],
+)
+def test_a_step_enters_few_files(kernels, arrives, most):
+    assert len(of_cpu(kernels, arrives)) <= most
 
 
 def test_prints_the_files(capsys):

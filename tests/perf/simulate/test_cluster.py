@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from chorus.core.config import EngineConfig
 from chorus.core.costs.profile import Number, Terms, load_profile
 from chorus.core.policies import Policies
-from chorus.core.scheduling.policies import TokenCounters
+from chorus.core.scheduling.service import TokenCounters
 from chorus.perf.simulate.adapters import SimAdapters
 from chorus.perf.simulate.cluster import Happened, least_loaded, simulate, simulate_clients
 from chorus.perf.simulate.engine import MODEL
