@@ -155,24 +155,30 @@ class Admission:
         if self._pages.taker in self._waiting:
             draft.held |= self._pages.givers(draft.now)
         self._open(draft, place)
+        while (request := self._next(draft)) is not None:
+            blocks = self._memory.match(request)
+            kept = self._memory.kept_tokens(request, blocks)
+            count = request.num_tokens - kept
+            if count > draft.budget and not self._limits.chunked_prefill:
+                return
+            if self._prefills.wait(request, kept):
+                draft.order.go_on()
+            else:
+                yield request, blocks, min(count, draft.budget)
+
+    def _next(self, draft: Draft) -> Request | None:
+        """Return the next request with a slot, tokens, its adapter and a share of the pages; None if there is none."""
         while draft.budget > 0 and (request := draft.next()) is not None:
             place = self._place(draft)
             if place is None or draft.has_row_of_call(place, request):
-                return
+                return None
             if place is not draft.place:
                 self._open(draft, place)
             elif not self._may_join(request, draft):
                 draft.order.pass_over()
             elif self._has_share(request, draft):
-                blocks = self._memory.match(request)
-                kept = self._memory.kept_tokens(request, blocks)
-                count = request.num_tokens - kept
-                if count > draft.budget and not self._limits.chunked_prefill:
-                    return
-                if self._prefills.wait(request, kept):
-                    draft.order.go_on()
-                else:
-                    yield request, blocks, min(count, draft.budget)
+                return request
+        return None
 
     def _has_share(self, request: Request, draft: Draft) -> bool:
         """True unless pages are short, and its tenant would go beyond its share of them and is passed over."""
