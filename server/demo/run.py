@@ -90,27 +90,25 @@ async def _demo(
     url: str, settings: Settings, console: Console, inputs: int | None, check: int | None, skew: bool
 ) -> int:
     judged, seed = settings.is_builtin, settings.seed or 0
-    connections = MAX_LANES + 1 if check is None else 2 * settings.max_num_seqs  # enough to keep every step full
-    if skew:
-        connections = CLIENTS + 1
+    lanes_at_once = CLIENTS if skew else MAX_LANES
+    connections = lanes_at_once + 1 if check is None else 2 * settings.max_num_seqs  # enough to keep every step full
     async with DemoClient(url, connections) as client:
         cards = await client.models()
         names = [card["id"] for card in cards]
         ranks = {card["id"]: card.get("rank", 0) for card in cards}
-        if judged:
-            questions = _skill_questions(names, check or inputs or SKILL_INPUTS, seed)
-        else:
-            chat = await client.takes_chat(names[0])
-            questions = open_questions(names[:MAX_LANES], inputs or OPEN_INPUTS, chat=chat)
+        questions = (
+            _skill_questions(names, check or inputs or SKILL_INPUTS, seed)
+            if judged
+            else await _open_questions(client, names[:MAX_LANES], inputs or OPEN_INPUTS)
+        )
+        if skew and len(questions) < 2:
+            raise LaunchError("chorus demo --skew needs an adapter, and there is none; name some with --adapters")
         lanes = [Lane(name, ranks.get(name, 0), asked) for name, asked in questions.items()]
         totals, started = Totals({lane.name: lane.score for lane in lanes}), time.perf_counter()
         if skew:
-            if len(questions) < 2:
-                raise LaunchError("chorus demo --skew needs an adapter, and there is none; name some with --adapters")
             await Skew(client, questions, console, totals.judge, seed).run()
         elif check is None:
-            with LaneTable(console, lanes, judged=judged) as table:
-                await asyncio.gather(*(_run_lane(client, lane, table, totals) for lane in lanes))
+            await _run_side_by_side(client, lanes, totals, LaneTable(console, lanes, judged=judged))
         else:
             await _run_mixed(client, lanes, totals, connections, seed)
         totals.seconds = time.perf_counter() - started
@@ -120,6 +118,15 @@ async def _demo(
     if check is not None:
         print(json.dumps({"inputs_per_skill": check, "seed": seed, **totals.as_json()}))
     return 0 if totals.passed() or not judged else 1
+
+
+async def _open_questions(client: DemoClient, names: list[str], count: int) -> dict[str, list[Question]]:
+    return open_questions(names, count, chat=await client.takes_chat(names[0]))
+
+
+async def _run_side_by_side(client: DemoClient, lanes: list[Lane], totals: Totals, table: LaneTable) -> None:
+    with table:
+        await asyncio.gather(*(_run_lane(client, lane, table, totals) for lane in lanes))
 
 
 async def _run_lane(client: DemoClient, lane: Lane, table: LaneTable, totals: Totals) -> None:
