@@ -127,8 +127,8 @@ class Keys:
         for digest, (tenant, grant) in sorted({**users, **admins}.items()):
             changes = digest in admins or not (admins or grant.limited)
             one = digest, Identity(tenant or f"key-{digest[:16]}", changes, digest in admins, grant)
-            if ids[digest]:
-                self._by_id[ids[digest]] = one
+            if key_id := ids[digest]:
+                self._by_id[key_id] = one
             else:
                 self._known.append(one)
 
