@@ -10,22 +10,15 @@ from torch.nn.functional import embedding
 
 from ...memory.pages.arena import Arena
 from ...ops.attention import Attention, PagedAttention
-from ...ops.elementwise import (
-    HeadNorms,
-    RotaryEmbedding,
-    Rotation,
-    add_rms_norm,
-    rms_norm,
-    rotate_and_write,
-    silu_and_mul,
-)
+from ...ops.elementwise import HeadNorms, RotaryEmbedding, Rotation, rotate_and_write
 from ...ops.merge import merge
 from ...ops.products import linear, pack, unpack
 from ...ops.ranks import Ranks
 from ...ops.sgmv import AdapterRows
-from .batch import StepBatch, Way, Ways
+from .batch import StepBatch, Way
 from .config import ModelConfig
-from .lora_state import ATTN_O, DOWN, GATE_UP, QKV, StepLora, lora_groups
+from .layer import Layer, Residual, multiply
+from .lora_state import GATE_UP, QKV, StepLora, lora_groups
 from .nvtx_spans import span
 from .weights import LayerWeights, Pack, Weights
 
@@ -103,29 +96,24 @@ class DecoderModel:
         """Compute the step's tokens and write their KV. Returns logits `[logit_tokens, vocab]` float32, in `logits` if
         that is given; of another rank than the first no rows.
         """
-        eps, lora = self.config.rms_norm_eps, batch.lora
+        lora, ranks = batch.lora, self._ranks
         self.scored = None
-        residual = embedding(batch.token_ids, self._embed).to(self._dtype)
+        x = Residual(embedding(batch.token_ids, self._embed).to(self._dtype), self.config.rms_norm_eps)
         rotation = self._rotary.at(batch.positions)
-        out: torch.Tensor | None = None  # what a block adds to the residual, added by the next norm
-        for index, layer in enumerate(self._merged if batch.merged else self.layers):
+        for index, weights in enumerate(self._merged if batch.merged else self.layers):
+            layer = Layer(weights, index, batch.ways, lora, ranks)
             with span(f"layer.{index}"):
                 if lora is not None:
                     lora.wait(index)
-                with span("attn.qkv"):
-                    x, residual, qkv = self._normed_product(QKV, out, residual, index, layer, batch.ways, lora)
-                out = self._attention(x, qkv, index, layer, batch, rotation)
+                x.added = layer.o(self._attended(layer.qkv(x), index, batch, rotation))
                 with span("mlp"):
-                    x, residual, hidden = self._normed_product(GATE_UP, out, residual, index, layer, batch.ways, lora)
-                    out = self._down(x, hidden, index, layer, batch.ways[DOWN], lora)
+                    x.added = layer.down(layer.gate_up(x))
         with span("logits"):
-            if (at := batch.score_tokens) is not None:
-                self.scored = add_and_norm(None if out is None else out[at], residual[at], self._norm, eps)
+            if batch.score_tokens is not None:
+                self.scored = x[batch.score_tokens].normed(self._norm)
             if batch.logit_tokens is not None:
-                residual = residual[batch.logit_tokens]
-                out = None if out is None else out[batch.logit_tokens]
-            x = add_and_norm(out, residual, self._norm, eps)
-            scores = self._gathered(multiply(batch.ways[HEAD], x, self._lm_head))
+                x = x[batch.logit_tokens]
+            scores = self._gathered(multiply(batch.ways[HEAD], x.normed(self._norm), self._lm_head))
             return scores.float() if logits is None else logits.copy_(scores)
 
     def merge(
@@ -144,12 +132,10 @@ class DecoderModel:
             raise RuntimeError("the last step had no score tokens")
         return self._gathered(linear(self.scored[begin:end], self._lm_head)).float()
 
-    def weight(self, group: int, layer: LayerWeights) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight and bias of a group of projections of a layer, or of the logits, which have the same in all."""
-        return (
-            (layer.qkv, layer.qkv_bias), (layer.o, layer.o_bias), (layer.gate_up, layer.gate_up_bias),
-            (layer.down, layer.down_bias), (self._lm_head, None),
-        )[group]  # fmt: skip
+    def weight(self, group: int) -> torch.Tensor:
+        """The first layer's weight of a group of projections, or the logits', which all layers share."""
+        layer = self.layers[0]
+        return (layer.qkv, layer.o, layer.gate_up, layer.down, self._lm_head)[group]
 
     def run_products(
         self, group: int, way: Way, x: torch.Tensor, residual: torch.Tensor, layers: Sequence[LayerWeights]
@@ -159,137 +145,26 @@ class DecoderModel:
 
         x: `[rows, in]`, what the product or the norm before it is of; residual: `[rows, in]`, changed.
         """
-        ways: Ways = (way,) * 5
-        y = x
-        for index, layer in enumerate(layers):
-            if group in (QKV, GATE_UP):
-                _, residual, y = self._normed_product(group, x, residual, index, layer, ways, None)
-            else:
-                y = multiply(way, x, *self.weight(group, layer))
+        if group == HEAD:
+            return multiply(way, x, self._lm_head)
+        y, stream = x, Residual(residual, self.config.rms_norm_eps)
+        for index, weights in enumerate(layers):
+            layer, stream.added = Layer(weights, index, (way,) * 4), x
+            product = (layer.qkv, layer.o, layer.gate_up, layer.down)[group]
+            y = product(stream if group in (QKV, GATE_UP) else x)
         return y
 
-    def _normed_product(
-        self,
-        group: int,
-        out: torch.Tensor | None,
-        residual: torch.Tensor,
-        index: int,
-        layer: LayerWeights,
-        ways: Ways,
-        lora: StepLora | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-        """Of QKV or GATE_UP: what LoRA multiplies with, the residual with `out` added, and the product; gated where no
-        LoRA product comes between.
-        """
-        norm = layer.input_norm if group == QKV else layer.post_attention_norm
-        weight, bias = self.weight(group, layer)
-        eps, gate = self.config.rms_norm_eps, group == GATE_UP and lora is None
-        if ways[group] is Way.NORMED:
-            x, residual, y = norm_and_multiply(out, residual, norm, eps, weight, bias, gate=gate, keep=lora is not None)
-            return x, residual, y
-        x = add_and_norm(out, residual, norm, eps)
-        return x, residual, (multiply_and_gate if gate else multiply)(ways[group], x, weight, bias)
-
-    def _attention(
-        self,
-        x: torch.Tensor | None,
-        qkv: torch.Tensor,
-        index: int,
-        layer: LayerWeights,
-        batch: Batch,
-        rotation: Rotation,
-    ) -> torch.Tensor:
-        """qkv: `[tokens, q + 2·kv]`, the product with x without LoRA's."""
-        lora = batch.lora
+    def _attended(self, qkv: torch.Tensor, index: int, batch: Batch, rotation: Rotation) -> torch.Tensor:
+        """Attention `[tokens, q]` of a layer's `[tokens, q + 2·kv]`, whose keys and values are written."""
         k_cache, v_cache = self._arena.kv_layers[index]
-        if lora is not None and x is not None:
-            with span("lora.qkv"):
-                lora.add(QKV, qkv, x, index)
         with span("attn.rope"):
             q = rotate_and_write(qkv, rotation, self._norms[index], k_cache, v_cache, batch.page, batch.offset)
         with span("attn.run"):
-            attended = batch.attention.run(q, k_cache, v_cache)  # [tokens, q]
-        with span("attn.o"):
-            out = multiply(batch.ways[ATTN_O], attended, layer.o, layer.o_bias)
-        if lora is not None:
-            with span("lora.o"):
-                lora.add(ATTN_O, out, attended, index)
-        return self._added(out)
-
-    def _down(
-        self,
-        x: torch.Tensor | None,
-        hidden: torch.Tensor,
-        index: int,
-        layer: LayerWeights,
-        way: Way,
-        lora: StepLora | None,
-    ) -> torch.Tensor:
-        """hidden: `[tokens, ffn]`; with LoRA the product with x without LoRA's, `[tokens, 2·ffn]`."""
-        if lora is None or x is None:
-            return self._added(multiply(way, hidden, layer.down, layer.down_bias))
-        with span("lora.gate_up"):
-            lora.add(GATE_UP, hidden, x, index)
-        hidden = silu_and_mul(hidden)
-        out = multiply(way, hidden, layer.down, layer.down_bias)
-        with span("lora.down"):
-            lora.add(DOWN, out, hidden, index)
-        return self._added(out)
+            return batch.attention.run(q, k_cache, v_cache)
 
     def _gathered(self, logits: torch.Tensor) -> torch.Tensor:
         """All ranks' columns, see `Ranks.gather`."""
         return logits if self._ranks is None else self._ranks.gather(logits, self.config.vocab_size)
-
-    def _added(self, out: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' `out`."""
-        return out if self._ranks is None else self._ranks.add_up(out)
-
-
-def multiply(way: Way, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`x @ weightᵀ + bias`. x: `[rows, in]`, weight: `[out, in]`."""
-    if way is Way.LIBRARY:
-        return linear(x, weight, bias)
-    from ...ops import small_gemm_triton  # needs triton
-
-    return small_gemm_triton.multiply(x, weight, bias)
-
-
-def multiply_and_gate(
-    way: Way, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`silu(gate) · up` of the halves of `x @ weightᵀ + bias`; the same bits as one after the other of the same way."""
-    if way is Way.LIBRARY:
-        return silu_and_mul(linear(x, weight, bias))
-    from ...ops import small_gemm_triton  # needs triton
-
-    return small_gemm_triton.multiply(x, weight, bias, silu=True)
-
-
-def add_and_norm(out: torch.Tensor | None, residual: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm of `residual`, to which `out`, if there is any, is added in place."""
-    return rms_norm(residual, norm, eps) if out is None else add_rms_norm(out, residual, norm, eps)
-
-
-def norm_and_multiply(
-    out: torch.Tensor | None,
-    residual: torch.Tensor,
-    norm: torch.Tensor,
-    eps: float,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    gate: bool,
-    keep: bool,
-) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """`add_and_norm` and the product, gated or not, by one launch of ours.
-
-    Returns the normed rows where they are to be kept, the residual, which is another one where `out` was added, and the
-    product.
-    """
-    from ...ops import small_gemm_triton  # needs triton
-
-    x, before = (residual, None) if out is None else (out, residual)
-    return small_gemm_triton.add_norm_multiply(x, before, norm, eps, weight, bias, silu=gate, keep=keep)
 
 
 def _moved(layer: LayerWeights, device: torch.device, dtype: torch.dtype) -> LayerWeights:
