@@ -27,10 +27,10 @@ MAX_STEPS = 50_000
 
 _STEPS_AT_ONCE = 64
 _STEPS_OF_A_CLASS = 10  # every character of the names is looked at
-_CHARACTERS_PER_STEP = 4  # of a pattern that is parsed
+_CHARACTERS_PER_STEP = 16  # of a pattern that is parsed
 
-#: An escaped character, or a class.
-_OPAQUE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+#: An escaped character, or a class, which may lack its end.
+_OPAQUE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?", re.DOTALL)
 
 #: What `re` may read otherwise one day, in a class.
 _AMBIGUOUS = re.compile(r"(?<!\\)(?:\\\\)*(\[|--|&&|~~|\|\|)")
@@ -311,7 +311,7 @@ def _item(op: Any, value: Any, steps: Steps, depth: int) -> _Part:
             least, most, items = value
             if max(least, 0 if most is _ops.MAXREPEAT else most) > MAX_REPEATS:
                 raise PatternError(f"a repeat of more than {MAX_REPEATS} times")
-            return _repeat(_part_of(items, steps, depth + 1), least, None if most is _ops.MAXREPEAT else most)
+            return _repeat(_part_of(items, steps, depth), least, None if most is _ops.MAXREPEAT else most)
         case _ops.ASSERT | _ops.ASSERT_NOT if value[0] > 0:
             return _ahead(_part_of(value[1], steps, depth + 1), op is _ops.ASSERT)
     raise PatternError(f"{str(op).lower().replace('_', ' ')} is not served")
