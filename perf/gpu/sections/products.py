@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ....core.model.batch import Way
-from ....core.model.layer import Residual, multiply
+from ....core.model.decoder import Residual, multiply
 from ....ops.small_gemm_schedule import MAX_ROWS
 from ...kernels.cost import Cost, product_cost
 from ...report.table import Table
