@@ -1,5 +1,5 @@
 # What a change must pass, step by step; `.ci/run` runs all of it in an environment of its own.
-.PHONY: check format style types imports spelling words test sanitize demo kernels gate lives bench rest \
+.PHONY: check format style complexity types imports spelling words test sanitize demo kernels gate lives bench rest \
     timed studies compare levels plain
 .DEFAULT_GOAL := check
 SHELL := bash
@@ -11,7 +11,7 @@ JOBS := 2
 STUDIES := $(patsubst perf/gate/baselines/simulate/%.any.json,%,$(wildcard perf/gate/baselines/simulate/*))
 NATIVE := $(wildcard ops/native/*.cpp ops/native/*.h)
 
-check: style types imports spelling words ## everything that takes seconds
+check: style complexity types imports spelling words ## everything that takes seconds
 
 format: ## write all code in its style
 	ruff check --fix .
@@ -22,6 +22,9 @@ style:
 	ruff check .
 	ruff format --check .
 	clang-format --dry-run --Werror $(NATIVE)
+
+complexity: ## of understanding a function
+	complexipy core graphs memory server --max-complexity-allowed 15 --failed --plain
 
 types:
 	basedpyright

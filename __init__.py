@@ -16,14 +16,17 @@ if TYPE_CHECKING:
     from .core.requests.sampling_params import SamplingParams as SamplingParams
     from .server.llm import LLM as LLM
     from .server.llm import Completion as Completion
+    from .server.version import VERSION as __version__
 
-__version__ = "0.1.0"
 __all__ = ["LLM", "Completion", "Grammar", "SamplingParams", "__version__"]
 
 _HOMES = {
-    "LLM": ".server.llm", "Completion": ".server.llm", "Grammar": ".core.requests.grammar",
-    "SamplingParams": ".core.requests.sampling_params",
-}  # fmt: skip
+    "LLM": (".server.llm", "LLM"),
+    "Completion": (".server.llm", "Completion"),
+    "Grammar": (".core.requests.grammar", "Grammar"),
+    "SamplingParams": (".core.requests.sampling_params", "SamplingParams"),
+    "__version__": (".server.version", "VERSION"),
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -32,7 +35,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name], __name__), name)
+    home, own_name = _HOMES[name]
+    return getattr(import_module(home, __name__), own_name)
 
 
 def __dir__() -> list[str]:

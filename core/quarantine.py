@@ -85,11 +85,8 @@ def register_directories(
         try:
             check_name(given)
             stamp, manifest = threads.run(partial(_inspect, inspect, path), seconds)
-            if isinstance(manifest, AdapterFormatError):
-                raise manifest
-            store.register(given, manifest)
+            _register(store, given, manifest)
             quarantine.pop(given, None)
-            report(given, manifest)
             continue
         except AdapterFormatError as error:
             if strict:
@@ -101,15 +98,29 @@ def register_directories(
                 raise AdapterFormatError(f"{shown(str(path))}: {reason}") from None
         if given in store:
             store.unregister(given)
-        name = given if given.isprintable() else shown(given)
-        quarantine[name] = Quarantined(name, path, reason, stamp, can_mend=name == given)
-    if quarantine:
-        _log(list(quarantine.values()))
+        one = _quarantined(given, path, reason, stamp)
+        quarantine[one.name] = one
+    _log(list(quarantine.values()))
     return quarantine
+
+
+def _register(store: AdapterNames, name: str, manifest: AdapterManifest | AdapterFormatError) -> None:
+    if isinstance(manifest, AdapterFormatError):
+        raise manifest
+    store.register(name, manifest)
+    report(name, manifest)
+
+
+def _quarantined(given: str, path: Path, reason: str, stamp: Stamp | None) -> Quarantined:
+    """given: the adapter's name, which may be none that can be shown."""
+    name = given if given.isprintable() else shown(given)
+    return Quarantined(name, path, reason, stamp, can_mend=name == given)
 
 
 def _log(quarantined: list[Quarantined]) -> None:
     """Log each adapter that is not served, with all others of the same reason."""
+    if not quarantined:
+        return
     by_reason: dict[str, list[str]] = defaultdict(list)
     for one in quarantined:
         by_reason[one.reason.replace(f"{one.path}/", "")].append(one.name)

@@ -30,6 +30,7 @@ from .engine.kv_publisher import KvPublisher
 from .engine.loaded_adapters import LoadedAdapters
 from .engine.recorder import Recorder
 from .engine.sourced_adapters import SourcedAdapters
+from .engine.telemetry import Telemetry
 from .engine.tracing import Tracer
 from .engine.watchdog import Watchdog
 from .errors import (
@@ -44,6 +45,7 @@ from .errors import (
 from .executors import Executors, PoolFull
 from .http.doors import Doors, GuardedRoute, RequestId
 from .http.gate import Gate
+from .http.tenant_header import TenantHeader
 from .settings import Settings
 from .text.tokenizer import Tokenizer
 from .ui.page import FILES, static
@@ -71,8 +73,8 @@ def create_app(
     """
     gate, executors = Gate(max(settings.max_held_body_bytes, 2 * settings.max_body_bytes)), Executors()
     keys = settings.client_keys()
-    hosts = Hosts(settings.host, settings.allowed_hosts, guarded=keys.guarded)
     origins = settings.cors_origins or []
+    hosts = Hosts(settings.host, settings.allowed_hosts, origins, guarded=keys.guarded)
     private = PrivatePaths([settings.model, *settings.adapter_places])
     files = [path for path in (settings.api_key_file, settings.admin_key_file) if path is not None]
     key_watch = KeyWatch(keys, settings.client_keys, files)
@@ -81,9 +83,8 @@ def create_app(
     loaded = LoadedAdapters.of(settings, has_registry=worker.adapters.has_registry)
     loads = AdapterLoads(worker, settings.adapter_load_seconds, settings.adapter_places, loaded)
     sourced = SourcedAdapters(settings, worker.adapters, loads)
-    generation = GenerationApi(
-        worker, tokenizer, settings, defaults, api.metrics, executors.text, sourced, recorder, tracer
-    )
+    telemetry = Telemetry(api.metrics, recorder, tracer)
+    generation = GenerationApi(worker, tokenizer, settings, defaults, telemetry, executors.text, sourced)
     texts = TextApi(worker, tokenizer, generation)
     adapters = AdapterApi(worker, settings, loads, sourced)
     watchers = Watchers(worker, api.metrics, executors.page, gate, settings.base_name)
@@ -166,8 +167,7 @@ def create_app(
               if origins else []),
             Middleware(
                 Doors, routes=routes, keys=keys, hosts=hosts, proxies=Networks(settings.trusted_proxies or ()),
-                origins=origins, gate=gate, tenant_header=settings.tenant_header,
-                tenant_gateways=None if settings.tenant_gateways is None else Networks(settings.tenant_gateways),
+                gate=gate, tenants=TenantHeader.of(settings.tenant_header, settings.tenant_gateways),
             ),
         ],
         lifespan=lifespan,

@@ -240,14 +240,8 @@ class _Batch:
             choice = self._open.get(output.request_id)
             if choice is None:
                 continue
-            if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-                del self._open[output.request_id]
-                raise GenerationFailed(f"prompt {choice.index}: {output.error or 'the engine ended this request'}")
-            choice.take(output)
+            self._take(choice, output)
             if choice.finish_reason is not None:
-                del self._open[output.request_id]
-                if output.finish_reason is None:  # a stop text, which the engine does not look for
-                    self._worker.abort(output.request_id)
                 for following in itertools.islice(self._to_come, 1):
                     self._submit(following)
 
@@ -256,6 +250,16 @@ class _Batch:
         for request_id in self._open:
             self._worker.abort(request_id)
         self._open.clear()
+
+    def _take(self, choice: Choice, output: RequestOutput) -> None:
+        if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            del self._open[output.request_id]
+            raise GenerationFailed(f"prompt {choice.index}: {output.error or 'the engine ended this request'}")
+        choice.take(output)
+        if choice.finish_reason is not None:
+            del self._open[output.request_id]
+            if output.finish_reason is None:  # a stop text, which the engine does not look for
+                self._worker.abort(output.request_id)
 
     def _submit(self, choice: Choice) -> None:
         """Give a choice to the engine without waiting for the step in progress; a refusal comes as an output does."""

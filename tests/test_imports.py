@@ -94,12 +94,13 @@ def check(root: Path) -> list[str]:
 def circle(root: Path) -> list[str]:
     """Files each of which imports the next, be it lazily or for types; the first is also the last. Empty if none."""
     sources = [path.relative_to(root) for path in _sources(root)]
-    known = {at.with_suffix("").parts: at.as_posix() for at in sources}
+    known = {at.parts[:-1] if at.name == "__init__.py" else at.with_suffix("").parts: at.as_posix() for at in sources}
     imported: dict[str, set[str]] = {}
     for at in sources:
         with suppress(SyntaxError, ImportError):
             found = [one.parts for one in _imports((root / at).read_text("utf-8"), at.parts[:-1]) if one.relative]
-            imported[at.as_posix()] = {known[near] for parts in found for near in (parts, parts[:-1]) if near in known}
+            nearest = (next((near for near in (parts, parts[:-1]) if near in known), None) for parts in found)
+            imported[at.as_posix()] = {known[near] for near in nearest if near is not None}
     try:
         TopologicalSorter(imported).prepare()
     except CycleError as error:
@@ -247,7 +248,7 @@ def plant(root: Path, files: dict[str, str]) -> list[str]:
 def test_allowed_imports_pass(tmp_path):
     files = {
         "perf/bench.py": "from ..server.app import app\nfrom ..core import engine\nfrom ..memory import pages\n",
-        "server/app.py": "from .. import __version__\nfrom ..core.engine import Engine\nfrom .engine import worker\n",
+        "server/app.py": "from .version import VERSION\nfrom ..core.engine import Engine\nfrom .engine import worker\n",
         "server/cluster/actors.py": "def start():\n    import ray\n\n    return ray\n",
         "core/executors/cpu.py": "from ...ops.sgmv import sgmv\nfrom ..config import Config\nimport torch\n",
         "ops/sgmv.py": "def pick():\n    from .sgmv_triton import sgmv\n\n    return sgmv\n",
@@ -312,6 +313,11 @@ PLANTED = {
         "core/a.py",
         "def f():\n    from . import a",
         "these import each other: core/a.py, core/a.py",
+    ),
+    "a file that imports its own package, which imports the file": (
+        "__init__.py",
+        "if TYPE_CHECKING:\n    from . import __version__",
+        "these import each other: __init__.py, __init__.py",
     ),
     "an unlisted folder": ("core/policies/a.py", "", "lies in no package"),
     "an unlisted top folder": ("scripts/a.py", "", "lies in no package"),

@@ -27,8 +27,8 @@ from ..executors.base import Executor
 from ..requests.sampling_params import SamplingParams
 from ..requests.types import BASE_SLOT, ScheduledRow, StepPlan
 from .fit import Fit, fit
-from .models import Kernel, StepCost
-from .work import STEP_TERMS, StepWork, term_values
+from .models import Kernel, StepCost, StepWork
+from .work import STEP_TERMS, step_work, term_values
 
 _PARAMS = SamplingParams(temperature=0.0)
 _KV_SHARE = 0.8  # of the pages that adapters leave, how many a step's rows may hold
@@ -218,7 +218,7 @@ class StepProfiler:
             for index in order:
                 every[index].append(self._run(plans[index]))
         noise = median(median(times) / min(times) - 1 for times in every)
-        return Samples([StepWork.of(plan, kernel) for plan in plans], steady(every), noise)
+        return Samples([step_work(plan, kernel) for plan in plans], steady(every), noise)
 
     def _slots(self, count: int) -> list[int]:
         """Adapter of each of `count` rows: a few adapters or many, and some rows of the base model."""
@@ -290,7 +290,7 @@ def r2_of(cost: StepCost, samples: Samples) -> float:
     """Share of the variance of `samples` that `cost` explains."""
     middle = mean(samples.seconds)
     left = sum(
-        (work.seconds(cost) - took) ** 2 for work, took in zip(samples.work, samples.seconds, strict=True)
+        (cost.seconds(work) - took) ** 2 for work, took in zip(samples.work, samples.seconds, strict=True)
     )  # fmt: skip
     spread = sum((took - middle) ** 2 for took in samples.seconds)
     return 1.0 - left / spread if spread else 1.0

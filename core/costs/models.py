@@ -26,6 +26,30 @@ class Kernel(StrEnum):
         return count * max_rank if self is Kernel.BGMV else ranks
 
 
+@dataclass(slots=True)
+class StepWork:
+    """Amount of work in a step: counts over its rows.
+
+    tokens: computed tokens, with the padding of a bucket; a step with a prompt has no padding, but with more than 64
+    rows it counts at least the padded number of rows, since products are computed in tiles of about an eighth of them,
+    and a prompt of few tokens makes no step cheaper. rows: without padding. kv_tokens: tokens in the rows' KV cache
+    after the step. longest: most KV tokens of a row before the step. row_ranks, token_ranks: rank-rows computed, once
+    per row and once per token. adapter_ranks: sum of the distinct adapters' ranks. pairs: (token, token that it attends
+    to) of the ragged rows. ragged: there are rows that compute more than one token; without them,
+    tokens above the number of rows are padding.
+    """
+
+    tokens: int
+    rows: int
+    kv_tokens: int = 0
+    longest: int = 0
+    row_ranks: int = 0
+    token_ranks: int = 0
+    adapter_ranks: int = 0
+    pairs: float = 0.0
+    ragged: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class StepCost:
     """Seconds of a step: prefill chunks, decode rows, or both.
@@ -59,33 +83,23 @@ class StepCost:
     per_token_rank: float = 0.0
     per_adapter_rank: float = 0.0
 
-    def seconds(
-        self,
-        tokens: int,
-        rows: int,
-        kv_tokens: int = 0,
-        longest: int = 0,
-        row_ranks: int = 0,
-        token_ranks: int = 0,
-        adapter_ranks: int = 0,
-        pairs: float = 0.0,
-        ragged: bool = False,
-    ) -> float:
-        """See `StepWork` for what is counted. Without `ragged`, tokens above the number of rows are padding."""
+    def seconds(self, work: StepWork) -> float:
+        """Of the executor; the engine's overhead comes on top."""
+        tokens, rows = work.tokens, work.rows
         products, head = self.per_token * tokens, self.per_logits * rows
         seconds = (
             self.base
             + (products if products > self.weights else self.weights)
             + (head if head > self.head else self.head)
             + self.per_row * rows
-            + self.per_kv_token * kv_tokens
-            + self.per_longest * longest
+            + self.per_kv_token * work.kv_tokens
+            + self.per_longest * work.longest
         )
-        if adapter_ranks:
-            seconds += self.lora + self.per_rank * row_ranks + self.per_token_rank * token_ranks
-            seconds += self.per_adapter_rank * adapter_ranks
-        if ragged:
-            return seconds + self.ragged + self.per_pair * pairs
+        if work.adapter_ranks:
+            seconds += self.lora + self.per_rank * work.row_ranks + self.per_token_rank * work.token_ranks
+            seconds += self.per_adapter_rank * work.adapter_ranks
+        if work.ragged:
+            return seconds + self.ragged + self.per_pair * work.pairs
         return seconds + self.per_padding * (tokens - rows)
 
     def with_prompt(self, tokens: int, rows: int, prompt: int) -> tuple[float, float]:
@@ -195,7 +209,7 @@ class CostModel:
     ) -> float:
         """A decode step of `rows` requests, of which `users` have an adapter each; ranks: the sum of theirs."""
         work = self.kernel.rank_work(users, ranks, max_rank)
-        return self.step.seconds(rows, rows, kv_tokens, longest, work, work, ranks)
+        return self.step.seconds(StepWork(rows, rows, kv_tokens, longest, work, work, ranks))
 
     def queue_seconds(self, tokens: int, prompts: int, token_ranks: int, max_rank: int) -> float:
         """The prompts of a queue in one step; token_ranks: the sum of ranks over their tokens.
@@ -205,12 +219,13 @@ class CostModel:
         """
         ranks = self.kernel.rank_work(prompts, token_ranks * prompts // max(1, tokens), max_rank)
         work = self.kernel.rank_work(tokens, token_ranks, max_rank)
-        return self.step.seconds(tokens, prompts, 0, 0, ranks, work, max_rank, ragged=True)
+        return self.step.seconds(StepWork(tokens, prompts, 0, 0, ranks, work, max_rank, ragged=True))
 
     def prefill_seconds(self, num_tokens: int, rank: int = 0) -> float:
         """One prompt of `num_tokens` tokens, alone in its step."""
         pairs = num_tokens * (num_tokens + 1) / 2
-        return self.step.seconds(num_tokens, 1, num_tokens, 0, rank, num_tokens * rank, rank, pairs, True)
+        work = StepWork(num_tokens, 1, num_tokens, 0, rank, num_tokens * rank, rank, pairs, ragged=True)
+        return self.step.seconds(work)
 
     def swap_seconds(self, num_bytes: int) -> float:
         """KV of `num_bytes` out to the host, or back in."""

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from ...graphs.device import CudaDevice
-from ...memory.adapters.image import RowJobs, read_image
+from ...memory.adapters.image import ImageForm, RowJobs, read_image
 from ...memory.files.format import AdapterFormatError, AdapterManifest, inspect_adapter
 from ...memory.host.image import HostImage
 from ...memory.pages.adapter_layout import AdapterLayout
@@ -63,8 +63,8 @@ class ModelAdapters:
         return found
 
     def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
-        dims, page_elems, buffers = self._config.module_dims, self._page.page_elems, self.dma.buffers
-        read_image(manifest, layout, dims, page_elems, self._dtype, image, buffers, self._open_rows)
+        form = ImageForm(layout, self._config.module_dims, self._page.page_elems, self._dtype)
+        read_image(manifest, form, image, self.dma.buffers, self._open_rows)
 
     def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
         with self._scope():

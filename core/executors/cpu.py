@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -23,7 +23,7 @@ from ..model.decoder import DecoderModel
 from ..model.lora_state import LoraState
 from ..model.native_decoder import NativeDecoderModel, why_unsupported
 from ..model.open_weights import open_weights
-from ..model.sampler import Sampling, draw, needs_logits, plain_chances, score_prompts, score_slices
+from ..model.sampler import RowLogits, Sampling, draw, needs_logits, plain_chances, score_prompts, score_slices
 from ..model.shadow import ShadowWeights
 from ..model.shard import WHOLE, Shard
 from ..model.weights import num_weights
@@ -78,7 +78,7 @@ class CpuExecutor(ModelExecutor):
         if not isinstance(model, NativeDecoderModel) or self.shard.size > 1:  # ranks have columns of the logits each
             with torch.inference_mode():
                 logits = self.steps.forward(plan)
-                return self._draw(plan, greedy(logits), logits, {index: index for index in asking})
+                return self._draw(plan, greedy(logits), RowLogits(logits, {index: index for index in asking}))
         drawn = {index: chances for index in asking if (chances := plain_chances(rows[index]))}
         kept = [
             index
@@ -87,7 +87,8 @@ class CpuExecutor(ModelExecutor):
         ]
         model.keep_logits(kept, drawn)
         logits = self.steps.forward(plan)
-        return self._draw(plan, model.best, logits, {index: place for place, index in enumerate(kept)}, drawn)
+        at = {index: place for place, index in enumerate(kept)}
+        return self._draw(plan, model.best, RowLogits(logits, at), drawn)
 
     def compute(self, plan: StepPlan) -> list[str]:
         """Compute a step as another rank than the first, which draws the tokens; return the requests with void rows."""
@@ -106,13 +107,12 @@ class CpuExecutor(ModelExecutor):
         self,
         plan: StepPlan,
         likeliest: Sequence[int],
-        logits: torch.Tensor,
-        at: Mapping[int, int],
+        logits: RowLogits,
         chosen: Collection[int] = (),
     ) -> StepResult:
         rows = plan.rows
         ends, grammars = self.model.eos_token_ids, self.model.grammars
-        result = draw(rows, likeliest, logits, at, self._sampling, ends, chosen, grammars)
+        result = draw(rows, likeliest, logits, self._sampling, ends, chosen, grammars)
         if any(row.scores_prompt for row in rows):
             score_prompts(rows, self.decoder.score_logits, self._sampling, self.model.vocab_size, result)
         if plan.adapters:

@@ -37,7 +37,7 @@ def choose_ways(
     captures: decode steps will be captured, as what is measured is; eager ones wait for the host's launches.
     """
     ways = dict.fromkeys(sizes, BY_LIBRARY)
-    dtype = decoder.weight(QKV, decoder.layers[0])[0].dtype
+    dtype = decoder.weight(QKV).dtype
     if (obstacle := _obstacle(setting, dtype, captures)) is not None:
         logger.info("base products by the library: %s", obstacle)
         return ways
@@ -98,7 +98,7 @@ class _Rows:
         # the logits' weight is one for all layers
         self._layers = decoder.layers[:1] if group == HEAD else decoder.layers
         self.num_layers = len(self._layers)
-        weight, _ = decoder.weight(group, decoder.layers[0])
+        weight = decoder.weight(group)
         generator = torch.Generator().manual_seed(group)
         drawn = torch.randn(2, count, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
         self._x, self._residual = drawn.unbind(0)

@@ -22,7 +22,7 @@ from ..config import EngineConfig
 from ..model.batch import BY_LIBRARY, StepBatch, Ways, ragged_batch
 from ..model.decoder import DecoderModel
 from ..model.load_progress import progress
-from ..model.lora_state_cuda import CudaLoraState, LoraLaunches
+from ..model.lora_state_cuda import CudaLoraState, LoraLaunches, StepLimits
 from ..model.sampler import DeviceDraw, draw, most_drawn_values, needs_logits, score_prompts
 from ..requests.grammars import grammars_of
 from ..requests.sampling_params import MAX_ALLOWED_TOKENS, SamplingParams
@@ -82,10 +82,7 @@ class CudaSteps:
             model.config,
             arena.pages,
             layout,
-            max_rank=config.max_lora_rank,
-            max_adapters=min(rows, config.max_adapters_per_step or rows),
-            max_rows=rows,
-            max_tokens=tokens,
+            StepLimits(config.max_lora_rank, min(rows, config.max_adapters_per_step or rows), rows, tokens),
             max_stall=config.max_load_stall_seconds,
             make_copy=partial(Upload, device),
         )
@@ -178,7 +175,7 @@ class CudaSteps:
                 tokens, healthy = fetched().tolist()
                 if 0 in healthy:
                     tokens = [token if good else -1 for token, good in zip(tokens, healthy, strict=True)]
-                return draw(rows, tokens, None, {}, self._sampling, eos)
+                return draw(rows, tokens, None, self._sampling, eos)
 
         if not scored:
             return read

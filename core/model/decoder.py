@@ -36,6 +36,125 @@ HEAD = 4
 Batch = StepBatch[Attention, StepLora]
 
 
+class Residual:
+    """The residual stream. rows: `[tokens, hidden]`. added: `[tokens, hidden]`, which the next norm adds to them."""
+
+    __slots__ = ("added", "eps", "rows")
+
+    def __init__(self, rows: torch.Tensor, eps: float, added: torch.Tensor | None = None) -> None:
+        self.rows, self.eps, self.added = rows, eps, added
+
+    def __getitem__(self, tokens: torch.Tensor) -> Residual:
+        """Of some tokens, a copy."""
+        return Residual(self.rows[tokens], self.eps, None if self.added is None else self.added[tokens])
+
+    def normed(self, norm: torch.Tensor) -> torch.Tensor:
+        """RMSNorm of the rows, to which `added` is added in place."""
+        added, self.added = self.added, None
+        return rms_norm(self.rows, norm, self.eps) if added is None else add_rms_norm(added, self.rows, norm, self.eps)
+
+    def normed_product(
+        self, norm: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gate: bool, keep: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """`normed`, where it is to be kept, and its product, gated or not, by one launch of ours."""
+        from ...ops import small_gemm_triton  # needs triton
+
+        added, self.added = self.added, None
+        x, before = (self.rows, None) if added is None else (added, self.rows)
+        kept, self.rows, y = small_gemm_triton.add_norm_multiply(
+            x, before, norm, self.eps, weight, bias, silu=gate, keep=keep
+        )
+        return kept, y
+
+
+class Layer:
+    """A layer's products in one step.
+
+        x += o(attention(qkv(x)))
+        x += down(gate_up(x))
+
+    qkv and gate_up take the residual stream and begin with its norm; o and down give what is to be added to it.
+    """
+
+    __slots__ = ("_index", "_lora", "_ranks", "_ways", "_weights")
+
+    def __init__(
+        self, weights: LayerWeights, index: int, ways: Ways, lora: StepLora | None = None, ranks: Ranks | None = None
+    ) -> None:
+        """lora: None when no row uses an adapter. ranks: have shares of o's and down's inputs each."""
+        self._weights, self._index, self._ways, self._lora, self._ranks = weights, index, ways, lora, ranks
+
+    def qkv(self, x: Residual) -> torch.Tensor:
+        """`[tokens, q + 2·kv]`."""
+        weights = self._weights
+        with span("attn.qkv"):
+            normed, y = self._normed_product(QKV, x, weights.input_norm, weights.qkv, weights.qkv_bias)
+        if self._lora is not None and normed is not None:
+            with span("lora.qkv"):
+                self._lora.add(QKV, y, normed, self._index)
+        return y
+
+    def o(self, attended: torch.Tensor) -> torch.Tensor:
+        """attended: `[tokens, q]`."""
+        with span("attn.o"):
+            y = multiply(self._ways[ATTN_O], attended, self._weights.o, self._weights.o_bias)
+        if self._lora is not None:
+            with span("lora.o"):
+                self._lora.add(ATTN_O, y, attended, self._index)
+        return y if self._ranks is None else self._ranks.add_up(y)
+
+    def gate_up(self, x: Residual) -> torch.Tensor:
+        """`silu(gate) · up`: `[tokens, ffn]`; in the product's launch where no LoRA product comes between."""
+        weights = self._weights
+        normed, y = self._normed_product(
+            GATE_UP, x, weights.post_attention_norm, weights.gate_up, weights.gate_up_bias, gate=self._lora is None
+        )
+        if self._lora is None or normed is None:
+            return y
+        with span("lora.gate_up"):
+            self._lora.add(GATE_UP, y, normed, self._index)
+        return silu_and_mul(y)
+
+    def down(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: `[tokens, ffn]`."""
+        y = multiply(self._ways[DOWN], hidden, self._weights.down, self._weights.down_bias)
+        if self._lora is not None:
+            with span("lora.down"):
+                self._lora.add(DOWN, y, hidden, self._index)
+        return y if self._ranks is None else self._ranks.add_up(y)
+
+    def _normed_product(
+        self,
+        group: int,
+        x: Residual,
+        norm: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        gate: bool = False,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """What LoRA multiplies with, and the product; gated where that is asked for."""
+        way = self._ways[group]
+        if way is Way.NORMED:
+            return x.normed_product(norm, weight, bias, gate=gate, keep=self._lora is not None)
+        normed = x.normed(norm)
+        return normed, multiply(way, normed, weight, bias, gate=gate)
+
+
+def multiply(
+    way: Way, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gate: bool = False
+) -> torch.Tensor:
+    """`x @ weightᵀ + bias`. x: `[rows, in]`, weight: `[out, in]`. gate: `silu(gate) · up` of the halves of that, the
+    same bits as one after the other of the same way.
+    """
+    if way is Way.LIBRARY:
+        y = linear(x, weight, bias)
+        return silu_and_mul(y) if gate else y
+    from ...ops import small_gemm_triton  # needs triton
+
+    return small_gemm_triton.multiply(x, weight, bias, silu=gate)
+
+
 class DecoderModel:
     """Pure computation: weights and arena in, logits out; all of a step's state is in its batch.
 
@@ -103,29 +222,24 @@ class DecoderModel:
         """Compute the step's tokens and write their KV. Returns logits `[logit_tokens, vocab]` float32, in `logits` if
         that is given; of another rank than the first no rows.
         """
-        eps, lora = self.config.rms_norm_eps, batch.lora
+        lora, ranks = batch.lora, self._ranks
         self.scored = None
-        residual = embedding(batch.token_ids, self._embed).to(self._dtype)
+        x = Residual(embedding(batch.token_ids, self._embed).to(self._dtype), self.config.rms_norm_eps)
         rotation = self._rotary.at(batch.positions)
-        out: torch.Tensor | None = None  # what a block adds to the residual, added by the next norm
-        for index, layer in enumerate(self._merged if batch.merged else self.layers):
+        for index, weights in enumerate(self._merged if batch.merged else self.layers):
+            layer = Layer(weights, index, batch.ways, lora, ranks)
             with span(f"layer.{index}"):
                 if lora is not None:
                     lora.wait(index)
-                with span("attn.qkv"):
-                    x, residual, qkv = self._normed_product(QKV, out, residual, index, layer, batch.ways, lora)
-                out = self._attention(x, qkv, index, layer, batch, rotation)
+                x.added = layer.o(self._attended(layer.qkv(x), index, batch, rotation))
                 with span("mlp"):
-                    x, residual, hidden = self._normed_product(GATE_UP, out, residual, index, layer, batch.ways, lora)
-                    out = self._down(x, hidden, index, layer, batch.ways[DOWN], lora)
+                    x.added = layer.down(layer.gate_up(x))
         with span("logits"):
-            if (at := batch.score_tokens) is not None:
-                self.scored = add_and_norm(None if out is None else out[at], residual[at], self._norm, eps)
+            if batch.score_tokens is not None:
+                self.scored = x[batch.score_tokens].normed(self._norm)
             if batch.logit_tokens is not None:
-                residual = residual[batch.logit_tokens]
-                out = None if out is None else out[batch.logit_tokens]
-            x = add_and_norm(out, residual, self._norm, eps)
-            scores = self._gathered(multiply(batch.ways[HEAD], x, self._lm_head))
+                x = x[batch.logit_tokens]
+            scores = self._gathered(multiply(batch.ways[HEAD], x.normed(self._norm), self._lm_head))
             return scores.float() if logits is None else logits.copy_(scores)
 
     def merge(
@@ -144,12 +258,10 @@ class DecoderModel:
             raise RuntimeError("the last step had no score tokens")
         return self._gathered(linear(self.scored[begin:end], self._lm_head)).float()
 
-    def weight(self, group: int, layer: LayerWeights) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight and bias of a group of projections of a layer, or of the logits, which have the same in all."""
-        return (
-            (layer.qkv, layer.qkv_bias), (layer.o, layer.o_bias), (layer.gate_up, layer.gate_up_bias),
-            (layer.down, layer.down_bias), (self._lm_head, None),
-        )[group]  # fmt: skip
+    def weight(self, group: int) -> torch.Tensor:
+        """The first layer's weight of a group of projections, or the logits', which all layers share."""
+        layer = self.layers[0]
+        return (layer.qkv, layer.o, layer.gate_up, layer.down, self._lm_head)[group]
 
     def run_products(
         self, group: int, way: Way, x: torch.Tensor, residual: torch.Tensor, layers: Sequence[LayerWeights]
@@ -159,137 +271,28 @@ class DecoderModel:
 
         x: `[rows, in]`, what the product or the norm before it is of; residual: `[rows, in]`, changed.
         """
-        ways: Ways = (way,) * 5
-        y = x
-        for index, layer in enumerate(layers):
+        if group == HEAD:
+            return multiply(way, x, self._lm_head)
+        y, stream = x, Residual(residual, self.config.rms_norm_eps)
+        for index, weights in enumerate(layers):
+            layer, stream.added = Layer(weights, index, (way,) * 4), x
             if group in (QKV, GATE_UP):
-                _, residual, y = self._normed_product(group, x, residual, index, layer, ways, None)
+                y = (layer.qkv if group == QKV else layer.gate_up)(stream)
             else:
-                y = multiply(way, x, *self.weight(group, layer))
+                y = (layer.o if group == ATTN_O else layer.down)(x)
         return y
 
-    def _normed_product(
-        self,
-        group: int,
-        out: torch.Tensor | None,
-        residual: torch.Tensor,
-        index: int,
-        layer: LayerWeights,
-        ways: Ways,
-        lora: StepLora | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-        """Of QKV or GATE_UP: what LoRA multiplies with, the residual with `out` added, and the product; gated where no
-        LoRA product comes between.
-        """
-        norm = layer.input_norm if group == QKV else layer.post_attention_norm
-        weight, bias = self.weight(group, layer)
-        eps, gate = self.config.rms_norm_eps, group == GATE_UP and lora is None
-        if ways[group] is Way.NORMED:
-            x, residual, y = norm_and_multiply(out, residual, norm, eps, weight, bias, gate=gate, keep=lora is not None)
-            return x, residual, y
-        x = add_and_norm(out, residual, norm, eps)
-        return x, residual, (multiply_and_gate if gate else multiply)(ways[group], x, weight, bias)
-
-    def _attention(
-        self,
-        x: torch.Tensor | None,
-        qkv: torch.Tensor,
-        index: int,
-        layer: LayerWeights,
-        batch: Batch,
-        rotation: Rotation,
-    ) -> torch.Tensor:
-        """qkv: `[tokens, q + 2·kv]`, the product with x without LoRA's."""
-        lora = batch.lora
+    def _attended(self, qkv: torch.Tensor, index: int, batch: Batch, rotation: Rotation) -> torch.Tensor:
+        """Attention `[tokens, q]` of a layer's `[tokens, q + 2·kv]`, whose keys and values are written."""
         k_cache, v_cache = self._arena.kv_layers[index]
-        if lora is not None and x is not None:
-            with span("lora.qkv"):
-                lora.add(QKV, qkv, x, index)
         with span("attn.rope"):
             q = rotate_and_write(qkv, rotation, self._norms[index], k_cache, v_cache, batch.page, batch.offset)
         with span("attn.run"):
-            attended = batch.attention.run(q, k_cache, v_cache)  # [tokens, q]
-        with span("attn.o"):
-            out = multiply(batch.ways[ATTN_O], attended, layer.o, layer.o_bias)
-        if lora is not None:
-            with span("lora.o"):
-                lora.add(ATTN_O, out, attended, index)
-        return self._added(out)
-
-    def _down(
-        self,
-        x: torch.Tensor | None,
-        hidden: torch.Tensor,
-        index: int,
-        layer: LayerWeights,
-        way: Way,
-        lora: StepLora | None,
-    ) -> torch.Tensor:
-        """hidden: `[tokens, ffn]`; with LoRA the product with x without LoRA's, `[tokens, 2·ffn]`."""
-        if lora is None or x is None:
-            return self._added(multiply(way, hidden, layer.down, layer.down_bias))
-        with span("lora.gate_up"):
-            lora.add(GATE_UP, hidden, x, index)
-        hidden = silu_and_mul(hidden)
-        out = multiply(way, hidden, layer.down, layer.down_bias)
-        with span("lora.down"):
-            lora.add(DOWN, out, hidden, index)
-        return self._added(out)
+            return batch.attention.run(q, k_cache, v_cache)
 
     def _gathered(self, logits: torch.Tensor) -> torch.Tensor:
         """All ranks' columns, see `Ranks.gather`."""
         return logits if self._ranks is None else self._ranks.gather(logits, self.config.vocab_size)
-
-    def _added(self, out: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' `out`."""
-        return out if self._ranks is None else self._ranks.add_up(out)
-
-
-def multiply(way: Way, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`x @ weightᵀ + bias`. x: `[rows, in]`, weight: `[out, in]`."""
-    if way is Way.LIBRARY:
-        return linear(x, weight, bias)
-    from ...ops import small_gemm_triton  # needs triton
-
-    return small_gemm_triton.multiply(x, weight, bias)
-
-
-def multiply_and_gate(
-    way: Way, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`silu(gate) · up` of the halves of `x @ weightᵀ + bias`; the same bits as one after the other of the same way."""
-    if way is Way.LIBRARY:
-        return silu_and_mul(linear(x, weight, bias))
-    from ...ops import small_gemm_triton  # needs triton
-
-    return small_gemm_triton.multiply(x, weight, bias, silu=True)
-
-
-def add_and_norm(out: torch.Tensor | None, residual: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm of `residual`, to which `out`, if there is any, is added in place."""
-    return rms_norm(residual, norm, eps) if out is None else add_rms_norm(out, residual, norm, eps)
-
-
-def norm_and_multiply(
-    out: torch.Tensor | None,
-    residual: torch.Tensor,
-    norm: torch.Tensor,
-    eps: float,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    gate: bool,
-    keep: bool,
-) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """`add_and_norm` and the product, gated or not, by one launch of ours.
-
-    Returns the normed rows where they are to be kept, the residual, which is another one where `out` was added, and the
-    product.
-    """
-    from ...ops import small_gemm_triton  # needs triton
-
-    x, before = (residual, None) if out is None else (out, residual)
-    return small_gemm_triton.add_norm_multiply(x, before, norm, eps, weight, bias, silu=gate, keep=keep)
 
 
 def _moved(layer: LayerWeights, device: torch.device, dtype: torch.dtype) -> LayerWeights:

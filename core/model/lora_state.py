@@ -73,27 +73,37 @@ class LoraState:
         the weights: it is subtracted from the rows of other adapters (neighbouring rows as one segment), and its own
         rows have no LoRA work.
         """
-        transfers = [adapter.transfer for adapter in adapters]
-        self._coming = {slot: transfer for slot, transfer in enumerate(transfers) if transfer is not None}
-        step = None
-        if not self._coming:
-            pages = [adapter.pages for adapter in adapters]
-            step = list(adapters), pages, list(slots), list(lengths), merged and (merged, merged.pages)
-            if step == self._step:
-                return  # most decode steps have the same segments as the step before
-        self._step = step
+        if self._is_last_step(adapters, slots, lengths, merged):
+            return  # most decode steps have the same segments as the step before
         self._late.clear()
         self._patience = self.max_stall
         self._slots = []
         self.segments = Segments()
-        rows = [self.rows_of(adapter) for adapter in adapters]
         if merged is not None:
-            own = {slot for slot, adapter in enumerate(adapters) if adapter is merged}
-            self._subtract(merged, [slot in own for slot in slots], lengths)
-            rows = [[] if slot in own else parts for slot, parts in enumerate(rows)]
+            own = adapters.index(merged) if merged in adapters else None
+            self._subtract(merged, [slot == own for slot in slots], lengths)
+        rows = [[] if adapter is merged else self.rows_of(adapter) for adapter in adapters]
         for used, begin, end in _runs(slots, lengths):
             for slot, factor in _factors(used):
                 self._add(begin, end, slot, factor, rows[slot])
+
+    def _is_last_step(
+        self,
+        adapters: Sequence[Adapter],
+        slots: Sequence[RowAdapters],
+        lengths: Sequence[int],
+        merged: Adapter | None,
+    ) -> bool:
+        """True if the step is described already; otherwise it is remembered, unless adapters are still coming."""
+        transfers = [adapter.transfer for adapter in adapters]
+        self._coming = {slot: transfer for slot, transfer in enumerate(transfers) if transfer is not None}
+        if self._coming:
+            self._step = None
+            return False
+        pages = [adapter.pages for adapter in adapters]
+        before = self._step
+        self._step = list(adapters), pages, list(slots), list(lengths), merged and (merged, merged.pages)
+        return self._step == before
 
     def _subtract(self, merged: Adapter, is_own: Sequence[bool], lengths: Sequence[int]) -> None:
         """Take the adapter in the weights off all rows but its own."""

@@ -28,6 +28,15 @@ MAX_PARTS = 16
 _SHORT = 8
 
 
+class StepLimits(NamedTuple):
+    """Most that a step holds. rank: of its adapters."""
+
+    rank: int
+    adapters: int
+    rows: int
+    tokens: int
+
+
 class CudaLoraState(LoraState):
     """The tables of all launches, sized once from what a step may hold, so that nothing that adapters do moves them.
 
@@ -39,25 +48,20 @@ class CudaLoraState(LoraState):
         config: ModelConfig,
         arena: torch.Tensor,
         layout: PageLayout,
+        limits: StepLimits,
         *,
-        max_rank: int,
-        max_adapters: int,
-        max_rows: int,
-        max_tokens: int,
         max_stall: float,
         make_copy: Callable[[int], Copy],
     ) -> None:
-        """max_adapters, max_rows, max_tokens: of one step. make_copy: see SgmvTables."""
+        """make_copy: see SgmvTables."""
         super().__init__(config, arena, max_stall)
-        self.max_rank = max_rank
+        self.max_rank, max_adapters, self._max_rows, self._max_tokens = limits
         self._num_layers = config.num_layers
-        self._max_rows = max_rows
-        self._max_tokens = max_tokens
         self._itemsize = layout.itemsize
         possible = self._possible()
         least_tile = min(schedule.tile_tokens for _, schedule in possible if schedule.tensor_cores)
         self.widths = [(config.module_dims[MODULES[group[0][0]]][0], group) for group in lora_groups(config)]
-        whole = AdapterPart(max_rank, 1.0, tuple(range(config.num_layers)), MODULES)
+        whole = AdapterPart(self.max_rank, 1.0, tuple(range(config.num_layers)), MODULES)
         widest = AdapterLayout.build(
             (whole,), config.module_dims, config.num_layers, layout.page_elems, layout.itemsize
         )
@@ -66,10 +70,10 @@ class CudaLoraState(LoraState):
             slots=(max_adapters + 1) * MAX_PARTS,  # one more is taken off others' rows while it is in the weights
             layers=config.num_layers,
             max_pages=widest.num_pages,
-            max_rank=max_rank,
+            max_rank=self.max_rank,
             page_elems=layout.page_elems,
             slab_elems=widest.parts[0].slabs.slab_elems,
-            max_tiles=MAX_PARTS * (max_tokens // least_tile + 2 * max_rows),
+            max_tiles=MAX_PARTS * (self._max_tokens // least_tile + 2 * self._max_rows),
             scratch=max(self._scratch(tokens, schedule) for tokens, schedule in possible),
             device=arena.device,
             make_copy=make_copy,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -57,11 +57,17 @@ def plain_chances(row: ScheduledRow) -> Chances | None:
     return _chances(row)
 
 
+class RowLogits(NamedTuple):
+    """Logits of some of a step's rows. values: `[…, vocab]` float32. at: each of these rows' index, and its logits'."""
+
+    values: torch.Tensor
+    at: Mapping[int, int]
+
+
 def draw(
     rows: Sequence[ScheduledRow],
     likeliest: Sequence[int],
-    logits: torch.Tensor | None,
-    at: Mapping[int, int],
+    logits: RowLogits | None,
     sampling: Sampling,
     eos_token_ids: Collection[int],
     chosen: Collection[int] = (),
@@ -70,24 +76,24 @@ def draw(
     """Draw a token for every row that asks for one.
 
     likeliest: each row's most likely token, -1 where its logits are not finite: that row gets an error instead of a
-    token; the others are not touched by it. logits: `[…, vocab]` float32; at: by its index each row that has one of
-    them, and which. The others have their token already, the likeliest or a drawn one, and cost nothing here; as do
-    the rows in `chosen`: their logits are only scored. grammars: the model's.
+    token; the others are not touched by it. Rows without `logits` have their token already, the likeliest or a drawn
+    one, and cost nothing here; as do the rows in `chosen`: their logits are only scored. grammars: the model's.
     """
     if logits is None:
         return _result(rows, likeliest, likeliest)
+    values, at = logits
     asked = _Asked(rows, at, chosen)
     tokens, scores, named = list(likeliest), None, None
     if asked.drawn:
-        with asked.edits(logits, at, eos_token_ids, grammars):
-            drawn = sampling.sample(logits, [at[index] for index in asked.drawn], asked.chances)
+        with asked.edits(values, at, eos_token_ids, grammars):
+            drawn = sampling.sample(values, [at[index] for index in asked.drawn], asked.chances)
         for index, token in zip(asked.drawn, drawn, strict=True):
             tokens[index] = token
     if asked.scored:
         own = [max(0, tokens[index]) for index in asked.scored]
         places = [at[index] for index in asked.scored]
-        scores = sampling.score(logits, places, own, asked.counts)
-        named = asked.named_logits(logits, places, torch.tensor(own)).tolist() if asked.width else None
+        scores = sampling.score(values, places, own, asked.counts)
+        named = asked.named_logits(values, places, torch.tensor(own)).tolist() if asked.width else None
     return asked.result(likeliest, tokens, scores, named)
 
 
@@ -196,14 +202,17 @@ class _Asked:
             found = _logprobs(scores, [tokens[index] for index in self.scored], self.counts)
             for place, (ids, less) in enumerate(zip(self.named, named or (), strict=False)):
                 if ids:
-                    one = found[place]
-                    by_id = {one.token_id: one.logprob}
-                    by_id |= {token: one.logprob + by for token, by in zip(ids, less, strict=False)}
-                    best_first = sorted(by_id.items(), key=lambda pair: -pair[1])
-                    found[place] = TokenLogprobs(one.token_id, one.logprob, tuple(best_first))
+                    found[place] = _with_named(found[place], ids, less)
             names = [self._rows[index].request_id for index in self.scored]
             result.logprobs = {name: it for name, it in zip(names, found, strict=True) if name in result.tokens}
         return result
+
+
+def _with_named(one: TokenLogprobs, ids: Sequence[int], less: Sequence[float]) -> TokenLogprobs:
+    """The scores of named tokens beside the drawn one's, best first. less: how much theirs differ from it."""
+    by_id = {one.token_id: one.logprob}
+    by_id |= {token: one.logprob + by for token, by in zip(ids, less, strict=False)}
+    return TokenLogprobs(one.token_id, one.logprob, tuple(sorted(by_id.items(), key=lambda pair: -pair[1])))
 
 
 def _result(rows: Sequence[ScheduledRow], likeliest: Sequence[int], tokens: Sequence[int]) -> StepResult:

@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain, product
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -145,22 +145,29 @@ def _merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 OpenRows = Callable[[int, RowJobs, int, "torch.dtype"], RowsInFile]
 
 
+class ImageForm(NamedTuple):
+    """Form of an adapter's image: `[layout.num_pages, page_elems]` of a dtype. dims: of the base model's modules."""
+
+    layout: AdapterLayout
+    dims: ModuleDims
+    page_elems: int
+    dtype: torch.dtype
+
+
 def read_image(
     manifest: AdapterManifest,
-    layout: AdapterLayout,
-    dims: ModuleDims,
-    page_elems: int,
-    dtype: torch.dtype,
+    form: ImageForm,
     image: HostImage,
     buffers: Buffers,
     open_rows: OpenRows | None = None,
 ) -> None:
-    """Read the adapter's weights into `image`: `[layout.num_pages, page_elems]`, cast to the model's dtype.
+    """Read the adapter's weights into `image`, cast to the model's dtype.
 
     Layers are published as they are read; what lies between rows may be anything. open_rows: a faster way than torch's;
     what it refuses is read again here, to say why. AdapterFormatError when the file can't be read, is no longer what
     was inspected, or holds NaN or infinity, before or after the cast.
     """
+    layout, dims, page_elems, dtype = form
     shape = (layout.num_pages, page_elems)
 
     def take() -> list[_PartReader]:

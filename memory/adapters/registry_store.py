@@ -89,16 +89,19 @@ def check_entry(fields: Sequence[Any]) -> Entry:
         raise ValueError("content_hash is no SHA-256 in hexadecimal digits")
     if not isinstance(path, str) or not os.path.isabs(path) or "\0" in path or len(os.fsencode(path)) > MAX_PATH_BYTES:
         raise ValueError(f"path is no absolute path of at most {MAX_PATH_BYTES} bytes")
-    for what, value, most in (
-        ("generation", generation, 1 << 62), ("rank", rank, MAX_RANK), ("bytes", num_bytes, MAX_ADAPTER_BYTES),
-    ):  # fmt: skip
-        if type(value) is not int or not 0 <= value <= most:
-            raise ValueError(f"{what} is no integer from 0 to {most}")
+    _check_count("generation", generation, 1 << 62)
+    _check_count("rank", rank, MAX_RANK)
+    _check_count("bytes", num_bytes, MAX_ADAPTER_BYTES)
     if type(pinned) is not bool or type(paused) is not bool:
         raise ValueError("pinned or paused is no boolean")
     if not isinstance(version, str) or (version and not LABEL.fullmatch(version)):
         raise ValueError("version is none")
     return Entry(name, content_hash, path, generation, rank, num_bytes, pinned, version, paused)
+
+
+def _check_count(what: str, value: Any, most: int) -> None:
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{what} is no integer from 0 to {most}")
 
 
 class RegistryStore:

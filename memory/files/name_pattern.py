@@ -1,16 +1,19 @@
 """Regular expressions that an untrusted file matches module names with, as `re` does, in a bounded number of steps.
 
-No backtracking: a step leads from the set of all places where a prefix of the pattern may end to the set of places
-where a longer prefix may end, in all module names at once. Supported is what PEFT's files use: literals, `.`, classes,
-groups, alternatives, repeats and look-ahead. The rest is refused by name.
+`re` parses them. No backtracking: a step leads from the set of all places where a prefix of the pattern may end to the
+set of places where a longer prefix may end, in all module names at once. Supported is what PEFT's files use: literals,
+`.`, classes, groups, alternatives, repeats and look-ahead, which ms-swift writes anywhere in a pattern and google-re2
+does not have. The rest is refused by name.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 from .error import shown
 from .module_names import ModuleNames
@@ -23,11 +26,17 @@ MAX_DEPTH = 20
 MAX_STEPS = 50_000
 
 _STEPS_AT_ONCE = 64
-_STEPS_OF_A_CLASS = 10  # `re` compiles it
+_STEPS_OF_A_CLASS = 10  # every character of the names is looked at
+_CHARACTERS_PER_STEP = 16  # of a pattern that is parsed
 
-_WORD = re.compile(r"[A-Za-z0-9_]+(?![*+?{])")
-_REPEAT = re.compile(r"\{(\d{0,3})(,?)(\d{0,3})\}")
-_AMBIGUOUS = ("--", "&&", "~~", "||")
+#: An escaped character, or a class, which may lack its end.
+_OPAQUE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?", re.DOTALL)
+
+#: What `re` may read otherwise one day, in a class.
+_AMBIGUOUS = re.compile(r"(?<!\\)(?:\\\\)*(\[|--|&&|~~|\|\|)")
+
+_parser: Any = import_module("re._parser")
+_ops: Any = import_module("re._constants")
 
 
 class PatternError(ValueError):
@@ -82,7 +91,12 @@ class NamePattern:
     @property
     def is_one_of_several(self) -> bool:
         """True if it has a `|` outside of all groups."""
-        return len(self._parse()) > 1
+        depth = 0
+        for character in _OPAQUE.sub("", self._pattern):
+            depth += (character == "(") - (character == ")")
+            if character == "|" and not depth:
+                return True
+        return False
 
     def whole(self, names: ModuleNames) -> int:
         """The ends of the names that `re.fullmatch` finds."""
@@ -98,7 +112,7 @@ class NamePattern:
         return self._run(names, begin, _NUMBER)
 
     def _run(self, names: ModuleNames, places: int, then: Sequence[_Part] = ()) -> int:
-        part = _sequence([_either(self._parse()), *then])
+        part = _sequence([self._parse(), *then])
         if not places:
             return 0
         try:
@@ -106,11 +120,10 @@ class NamePattern:
         except PatternError as error:
             raise self._refuse(f"{error}; matching stopped at {shown(self._pattern)}") from None
 
-    def _parse(self) -> list[_Part]:
-        """Its alternatives."""
+    def _parse(self) -> _Part:
         try:
-            return _Parser(self._pattern, self._steps).parse()
-        except PatternError as error:
+            return _parsed(self._pattern, self._steps)
+        except (PatternError, re.error, OverflowError) as error:
             raise self._refuse(
                 f"{shown(self._pattern)} is no regular expression as PEFT's files have them: {error}"
             ) from None
@@ -134,13 +147,10 @@ def _word(text: str) -> _Part:
 
 
 class _Class:
-    r"""One character of a kind: `.`, `\d`, `[a-z]`. The kind is what `re` says that it is."""
+    r"""One character of a kind: `.`, `\d`, `[a-z]`."""
 
-    def __init__(self, text: str) -> None:
-        try:
-            self._is_taken = re.compile(text).match
-        except (re.error, OverflowError) as error:
-            raise PatternError(f"{shown(text)}: {error}") from None
+    def __init__(self, is_taken: Callable[[str], bool]) -> None:
+        self._is_taken = is_taken
         self._known: tuple[ModuleNames, int] | None = None
 
     def characters(self, names: ModuleNames) -> int:
@@ -228,148 +238,99 @@ def _ahead(part: _Part, wanted: bool) -> _Part:
     return run
 
 
-_ANCHORS: dict[str, _Part] = {
-    "^": _where(lambda names: names.starts),
-    "$": _where(lambda names: names.ends),
-    "\\b": _where(lambda names: names.word_boundaries),
-    "\\B": _where(lambda names: names.everywhere & ~names.word_boundaries),
+_ANY = _Class(lambda character: True)
+_NUMBER = [_word("."), _repeat(_Class(str.isdecimal), 1, None), _word("."), _repeat(_ANY, 0, None)]
+_STARTS, _ENDS = _where(lambda names: names.starts), _where(lambda names: names.ends)
+_ANCHORS: dict[Any, _Part] = {
+    _ops.AT_BEGINNING: _STARTS,
+    _ops.AT_BEGINNING_STRING: _STARTS,
+    _ops.AT_END: _ENDS,
+    _ops.AT_END_STRING: _ENDS,
+    _ops.AT_BOUNDARY: _where(lambda names: names.word_boundaries),
+    _ops.AT_NON_BOUNDARY: _where(lambda names: names.everywhere & ~names.word_boundaries),
 }
-_ANY = _Class(".")
-_NUMBER = [_word("."), _repeat(_Class("[0-9]"), 1, None), _word("."), _repeat(_ANY, 0, None)]
+_CATEGORIES: dict[Any, Callable[[str], bool]] = {
+    _ops.CATEGORY_DIGIT: str.isdecimal,
+    _ops.CATEGORY_SPACE: str.isspace,
+    _ops.CATEGORY_WORD: lambda character: character.isalnum() or character == "_",
+    _ops.CATEGORY_NOT_DIGIT: lambda character: not character.isdecimal(),
+    _ops.CATEGORY_NOT_SPACE: lambda character: not character.isspace(),
+    _ops.CATEGORY_NOT_WORD: lambda character: not (character.isalnum() or character == "_"),
+}
 
 
-# -- the parser
+# -- from what `re` has parsed
 
 
-class _Parser:
-    def __init__(self, pattern: str, steps: Steps) -> None:
-        self._text = pattern
-        self._steps = steps
-        self._at = 0
-        self._depth = 0
+def _parsed(pattern: str, steps: Steps) -> _Part:
+    steps.take(len(pattern) // _CHARACTERS_PER_STEP)
+    for each in _OPAQUE.finditer(pattern):
+        if each[0].startswith("[") and (found := _AMBIGUOUS.search(each[0], 1)):
+            raise PatternError(f"{shown(found[1])} at position {each.start() + found.start(1)} stands in a character "
+                               "set; write it with a backslash")  # fmt: skip
+    try:
+        tree = _parser.parse(pattern)
+    except RecursionError:
+        raise PatternError(f"groups in groups, more than {MAX_DEPTH} deep") from None
+    if tree.state.flags != re.UNICODE or tree.state.groupdict:
+        raise PatternError("flags such as (?i), and groups with names, are not served")
+    return _part_of(tree, steps)
 
-    def parse(self) -> list[_Part]:
-        """The alternatives outside of all groups."""
-        parts = self._alternatives()
-        if self._at < len(self._text):
-            raise PatternError(f"unbalanced parenthesis at position {self._at}")
-        return parts
 
-    def _next(self) -> str:
-        return self._text[self._at : self._at + 1]
+def _part_of(items: Iterable[tuple[Any, Any]], steps: Steps, depth: int = 0) -> _Part:
+    if depth > MAX_DEPTH:
+        raise PatternError(f"groups in groups, more than {MAX_DEPTH} deep")
+    parts, word = [], ""
+    for op, value in items:
+        if op is _ops.LITERAL:
+            word += chr(value)
+            continue
+        if word:
+            parts.append(_word(word))
+            word = ""
+        steps.take()
+        parts.append(_item(op, value, steps, depth))
+    return _sequence([*parts, _word(word)] if word else parts)
 
-    def _skip(self, text: str) -> bool:
-        if found := self._text.startswith(text, self._at):
-            self._at += len(text)
-        return found
 
-    def _alternatives(self) -> list[_Part]:
-        parts = [self._items()]
-        while self._skip("|"):
-            parts.append(self._items())
-        return parts
+def _item(op: Any, value: Any, steps: Steps, depth: int) -> _Part:
+    match op:
+        case _ops.ANY:
+            return _ANY
+        case _ops.NOT_LITERAL:
+            return _class([(_ops.NEGATE, None), (_ops.LITERAL, value)], steps)
+        case _ops.IN:
+            return _class(value, steps)
+        case _ops.AT:
+            return _ANCHORS[value]
+        case _ops.BRANCH:
+            return _either([_part_of(each, steps, depth) for each in value[1]])
+        case _ops.SUBPATTERN if not (value[1] or value[2]):
+            return _part_of(value[3], steps, depth + 1)
+        case _ops.MAX_REPEAT | _ops.MIN_REPEAT:  # which names match does not depend on how many are tried first
+            least, most, items = value
+            if max(least, 0 if most is _ops.MAXREPEAT else most) > MAX_REPEATS:
+                raise PatternError(f"a repeat of more than {MAX_REPEATS} times")
+            return _repeat(_part_of(items, steps, depth), least, None if most is _ops.MAXREPEAT else most)
+        case _ops.ASSERT | _ops.ASSERT_NOT if value[0] > 0:
+            return _ahead(_part_of(value[1], steps, depth + 1), op is _ops.ASSERT)
+    raise PatternError(f"{str(op).lower().replace('_', ' ')} is not served")
 
-    def _items(self) -> _Part:
-        parts = []
-        while self._next() not in ("", "|", ")"):
-            parts.append(self._item())
-        return _sequence(parts)
 
-    def _item(self) -> _Part:
-        self._steps.take()
-        if word := _WORD.match(self._text, self._at):
-            self._at = word.end()
-            return _word(word[0])
-        start = self._at
-        part, may_repeat = self._atom()
-        least, most = 1, 1
-        if self._skip("*"):
-            least, most = 0, None
-        elif self._skip("+"):
-            least, most = 1, None
-        elif self._skip("?"):
-            least, most = 0, 1
-        elif self._next() == "{":
-            least, most = self._counts()
-        else:
-            return part
-        if not may_repeat:
-            raise PatternError(f"nothing to repeat at position {start}")
-        self._skip("?")  # as few as possible: which names match does not depend on it
-        if self._next() in ("*", "+", "?", "{"):
-            raise PatternError(f"a repeat of a repeat, or one that gives nothing back, at position {self._at}")
-        return _repeat(part, least, most)
+def _class(items: Sequence[tuple[Any, Any]], steps: Steps) -> _Class:
+    steps.take(_STEPS_OF_A_CLASS + len(items))
+    wanted = items[0][0] is not _ops.NEGATE
+    literals = {chr(value) for op, value in items if op is _ops.LITERAL}
+    ranges = [value for op, value in items if op is _ops.RANGE]
+    kinds = [_CATEGORIES[value] for op, value in items if op is _ops.CATEGORY]
 
-    def _counts(self) -> tuple[int, int | None]:
-        found = _REPEAT.match(self._text, self._at)
-        if found is None or not (found[1] or found[3]):
-            raise PatternError(
-                f"'{{' at position {self._at} begins no repeat such as {{2,3}} of at most {MAX_REPEATS}; "
-                "write '\\{' for the character"
-            )
-        self._at = found.end()
-        least = int(found[1] or 0)
-        most = least if not found[2] else int(found[3]) if found[3] else None
-        if max(least, most or 0) > MAX_REPEATS or (most is not None and most < least):
-            raise PatternError(f"{found[0]} repeats more than {MAX_REPEATS} times, or from more to less")
-        return least, most
+    def is_taken(character: str) -> bool:
+        code = ord(character)
+        found = (
+            character in literals
+            or any(first <= code <= last for first, last in ranges)
+            or any(is_kind(character) for is_kind in kinds)
+        )
+        return found is wanted
 
-    def _atom(self) -> tuple[_Part, bool]:
-        """A part, and whether it may be repeated."""
-        character = self._next()
-        if character == "(":
-            return self._group()
-        if character == "[":
-            self._steps.take(_STEPS_OF_A_CLASS)
-            return _Class(self._class()), True
-        if character in ("*", "+", "?", "{"):
-            raise PatternError(f"'{character}' at position {self._at} has nothing to repeat")
-        if character == "\\":
-            escape = self._text[self._at : self._at + 2]
-            self._at += 2
-            if escape in _ANCHORS:
-                return _ANCHORS[escape], False
-            if escape[1:] in tuple("dDwWsS"):
-                return _Class(escape), True
-            if len(escape) < 2 or escape[1].isalnum():
-                raise PatternError(f"{shown(escape)} at position {self._at - 2} is not served")
-            return _word(escape[1]), True
-        self._at += 1
-        if character in _ANCHORS:
-            return _ANCHORS[character], False
-        return (_ANY if character == "." else _word(character)), True
-
-    def _group(self) -> tuple[_Part, bool]:
-        start = self._at
-        self._at += 1
-        looks = None
-        if self._skip("?="):
-            looks = True
-        elif self._skip("?!"):
-            looks = False
-        elif self._next() == "?" and not self._skip("?:"):
-            raise PatternError(f"{shown(self._text[start : start + 4])} at position {start} is not served")
-        self._depth += 1
-        if self._depth > MAX_DEPTH:
-            raise PatternError(f"groups in groups, more than {MAX_DEPTH} deep")
-        part = _either(self._alternatives())
-        self._depth -= 1
-        if not self._skip(")"):
-            raise PatternError(f"missing ), unterminated group at position {start}")
-        return (part, True) if looks is None else (_ahead(part, looks), False)
-
-    def _class(self) -> str:
-        """The text of a class; what `re` may read otherwise one day is refused."""
-        start = self._at
-        self._at += 1
-        self._skip("^")
-        self._skip("]")
-        while not self._skip("]"):
-            character = self._next()
-            if not character:
-                raise PatternError(f"unterminated character set at position {start}")
-            if character == "[" or self._text[self._at : self._at + 2] in _AMBIGUOUS:
-                raise PatternError(f"{shown(character)} at position {self._at} stands in a character set; write it "
-                                   "with a backslash")  # fmt: skip
-            self._at += 2 if character == "\\" else 1
-        return self._text[start : self._at]
+    return _Class(is_taken)

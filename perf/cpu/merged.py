@@ -10,21 +10,15 @@ requests: seconds that it took in all, and the longest that a step had to wait f
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-from ...core.config import EngineConfig
-from ...core.engine import Engine
-from ...core.requests.request import Request
-from ...core.requests.sampling_params import SamplingParams
-from . import random_model
-from .workload import Geometry, Workload
+from ..report.command import parser
+from .decoding import Decoding, add_options, workload_of
+from .workload import Workload
 
 #: name → (whether merged, adapters of the eight requests in the order of `names`: "m" the merged one, "o" another)
 VARIANTS = {
@@ -36,66 +30,29 @@ VARIANTS = {
     "with base": (False, "mmmmmmm-"),
     "with base, merged": (True, "mmmmmmm-"),
 }
-_PROMPT_TOKENS = 128
 
 
-class Bench:
-    """An engine with the workload's adapters, all of them resident."""
+class Bench(Decoding):
+    """All of the workload's adapters are resident, and there is room for shadow weights."""
 
     def __init__(self, workload: Workload, directory: Path, mode_policy: str = "manual") -> None:
-        model = random_model.checkpoint(workload, directory)
-        adapters = random_model.adapters(workload, directory)
-        shape, names = workload.geometry, list(adapters)
-        shadow, lora = shape.layer_params, sum(map(workload.adapter_params, range(len(names))))
-        kv = workload.requests * shape.positions * shape.kv_elems_per_token
-        self.engine = Engine.from_config(
-            EngineConfig(
-                model=model, max_num_seqs=workload.requests, prefix_cache=False, threads=workload.threads, seed=0,
-                memory_bytes=2 * workload.itemsize * (shadow + lora + kv), mode_policy=mode_policy,
-            )
-        )  # fmt: skip
+        super().__init__(workload, directory, more_params=workload.geometry.layer_params, mode_policy=mode_policy)
         self.engine.executor.arena.pages.zero_()  # the system gives memory when it is first written: not while measured
-        self._workload = workload
-        self._serial = 0
-        self.names = names
-        for name, path in adapters.items():
-            self.engine.store.register(name, path)
+        for name in self.names:
             self.add(name, 1)
             self.finish()
-        self.merged = names[workload.one_adapter]
-        self.other = next(name for name in names if name != self.merged)
-
-    def add(self, adapter: str | None, tokens: int) -> None:
-        self._serial += 1
-        prompt = self._workload.prompts()[0][:_PROMPT_TOKENS]
-        params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-        self.engine.add_request(Request(f"r{self._serial}", prompt, params, adapter))
-
-    def finish(self) -> None:
-        while self.engine.has_work():
-            self.engine.step()
-
-    def decoding(self, kinds: str, tokens: int) -> None:
-        """Add a request for each of `kinds` and have all of them decode."""
-        before = self.engine.stats().num_generated_tokens
-        for kind in kinds:
-            self.add({"m": self.merged, "o": self.other}.get(kind), tokens)
-        while self.engine.stats().num_generated_tokens < before + 2 * len(kinds):
-            self.engine.step()
+        self.merged = self.names[workload.one_adapter]
+        self.other = next(name for name in self.names if name != self.merged)
 
     def run(self, variant: str, steps: int) -> float:
         """Median seconds of a decode step."""
         merged, kinds = VARIANTS[variant]
         self.set_mode(self.merged if merged else None)
-        self.decoding(kinds, steps + 4)
-        times = []
-        for _ in range(steps):
-            began = time.perf_counter()
-            self.engine.step()
-            times.append(time.perf_counter() - began)
+        self.begin([{"m": self.merged, "o": self.other}.get(kind) for kind in kinds], steps + 5)
+        seconds = self.step_seconds(steps)
         assert (self.engine.stats().merged_adapter is not None) == merged
         self.finish()
-        return statistics.median(times)
+        return seconds
 
     def set_mode(self, adapter: str | None) -> None:
         """Have an adapter merged, or none; steps of the base model go on until it is."""
@@ -107,7 +64,7 @@ class Bench:
             self.add(None, 1000)
             while self.engine.merging.is_under_way:
                 self.engine.step()
-            self.engine.abort(f"r{self._serial}")
+            self.engine.abort(f"r{self.serial}")
 
     def merge_beside_steps(self, adapter: str) -> dict[str, float]:
         """Seconds that merging takes in all, the longest that one step waits for it, and a step's own, the median."""
@@ -115,12 +72,8 @@ class Bench:
         self.engine.reclaim_idle()
         self.add(adapter, 1)
         self.finish()
-        self.decoding("--------", 600)
-        alone = []
-        for _ in range(20):
-            began = time.perf_counter()
-            self.engine.step()
-            alone.append(time.perf_counter() - began)
+        self.begin([None] * 8, 600)
+        alone = self.step_seconds(20)
         self.engine.merge(adapter)
         merging, steps = self.engine.merging, 0
         merging.longest_pause = 0.0
@@ -128,22 +81,20 @@ class Bench:
             self.engine.step()
             steps += 1
         for index in range(8):
-            self.engine.abort(f"r{self._serial - index}")
+            self.engine.abort(f"r{self.serial - index}")
         return {
             "seconds": merging.merge_seconds, "steps": steps, "pause": merging.longest_pause,
-            "step": statistics.median(alone),
+            "step": alone,
         }  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m chorus.perf.cpu.merged", description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=40, help="decode steps of each variant in a round")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--geometry", type=Geometry.parse, default=Geometry(), help="as of perf.cpu")
-    args = parser.parse_args(argv)
-    workload = Workload(args.geometry, dtype=args.dtype, threads=args.threads, ranks=(8, 16, 32, 64))
+    command = parser(__spec__, __doc__)
+    command.add_argument("--rounds", type=int, default=7)
+    command.add_argument("--steps", type=int, default=40, help="decode steps of each variant in a round")
+    add_options(command)
+    args = command.parse_args(argv)
+    workload = workload_of(args)
     with tempfile.TemporaryDirectory(prefix="chorus-merged-") as directory:
         bench = Bench(workload, Path(directory))
         rounds: list[dict[str, float]] = []

@@ -12,10 +12,8 @@ learned.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import os
 import random
 import statistics
 import sys
@@ -24,8 +22,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..report.command import parser
+from .decoding import add_options, workload_of
 from .merged import Bench
-from .workload import Geometry, Workload
 
 MODES = ("unmerged", "merged", "policy")
 
@@ -67,17 +66,15 @@ class Clients:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m chorus.perf.cpu.mode_policies", description=__doc__.split("\n")[0])
-    parser.add_argument("--skews", type=_numbers, default=[0.0, 0.25, 0.5, 0.75, 1.0], metavar="P,…")
-    parser.add_argument("--turns", type=int, default=100, help="of each mode at each skew")
-    parser.add_argument("--steps", type=int, default=4, help="of a turn")
+    command = parser(__spec__, __doc__)
+    command.add_argument("--skews", type=_numbers, default=[0.0, 0.25, 0.5, 0.75, 1.0], metavar="P,…")
+    command.add_argument("--turns", type=int, default=100, help="of each mode at each skew")
+    command.add_argument("--steps", type=int, default=4, help="of a turn")
     policies = ("fastest", "dlora-1", "dlora-2", "dlora-3", "dlora-artifact")
-    parser.add_argument("--policy", choices=policies, default="fastest")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--geometry", type=Geometry.parse, default=Geometry(), help="as of perf.cpu")
-    args = parser.parse_args(argv)
-    workload = Workload(args.geometry, dtype=args.dtype, threads=args.threads, ranks=(8, 16, 32, 64))
+    command.add_argument("--policy", choices=policies, default="fastest")
+    add_options(command)
+    args = command.parse_args(argv)
+    workload = workload_of(args)
     found = {}
     print(
         f"{'skew':>5}" + "".join(f"{mode:>10}" for mode in MODES) + f"{'of unmerged':>17}{'of merged':>17}{'merges':>8}"

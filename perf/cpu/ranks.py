@@ -9,7 +9,6 @@ other processes disturb less: a thread's share of one rank's over that of the bu
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -19,58 +18,30 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from ...core.config import EngineConfig
-from ...core.engine import Engine
 from ...core.executors.ranks import RanksExecutor
-from ...core.requests.request import Request
-from ...core.requests.sampling_params import SamplingParams
-from . import random_model
-from .workload import Geometry, Workload
-
-_PROMPT_TOKENS = 128
+from ..report.command import parser
+from .decoding import Decoding, add_options, workload_of
+from .workload import Workload
 
 
-class Bench:
-    """An engine of `ranks` ranks with the workload's adapters, all of them resident."""
+class Bench(Decoding):
+    """An engine of `ranks` ranks."""
 
     def __init__(self, workload: Workload, directory: Path, ranks: int, kernels: Literal["native", "torch"]) -> None:
-        adapters = random_model.adapters(workload, directory)
-        shape = workload.geometry
-        lora = sum(map(workload.adapter_params, range(len(adapters))))
-        kv = workload.requests * shape.positions * shape.kv_elems_per_token
-        self.engine = Engine.from_config(
-            EngineConfig(
-                model=random_model.checkpoint(workload, directory), max_num_seqs=workload.requests, prefix_cache=False,
-                threads=workload.threads, seed=0, memory_bytes=2 * workload.itemsize * (ranks * lora + kv),
-                tensor_parallel_size=ranks, cpu_kernels=kernels, device="cpu",
-            )
-        )  # fmt: skip
-        self._prompt = workload.prompts()[0][:_PROMPT_TOKENS]
-        self._serial = 0
+        super().__init__(
+            workload, directory, copies=ranks, tensor_parallel_size=ranks, cpu_kernels=kernels, device="cpu"
+        )
         self._threads = workload.threads
         self._others = self.engine.executor.pids if isinstance(self.engine.executor, RanksExecutor) else []
-        self.names = [*adapters]
-        for name, path in adapters.items():
-            self.engine.store.register(name, path)
 
     def run(self, adapters: list[str | None], steps: int) -> tuple[float, float]:
         """Median seconds of a decode step, and mean seconds of processor time of its busiest rank, a thread's share."""
-        before = self.engine.stats().num_generated_tokens
-        for adapter in adapters:
-            self._serial += 1
-            params = SamplingParams(max_tokens=steps + 8, temperature=0.0, ignore_eos=True)
-            self.engine.add_request(Request(f"r{self._serial}", self._prompt, params, adapter))
-        while self.engine.stats().num_generated_tokens < before + 3 * len(adapters):
-            self.engine.step()
-        times, used = [], self._used()
-        for _ in range(steps):
-            began = time.perf_counter()
-            self.engine.step()
-            times.append(time.perf_counter() - began)
+        self.begin(adapters, steps + 8)
+        used = self._used()
+        seconds = self.step_seconds(steps)
         busiest = max(after - before for before, after in zip(used, self._used(), strict=True))
-        while self.engine.has_work():
-            self.engine.step()
-        return statistics.median(times), busiest / steps / (self._threads // len(used))
+        self.finish()
+        return seconds, busiest / steps / (self._threads // len(used))
 
     def _used(self) -> list[float]:
         """Seconds of processor time of each rank so far."""
@@ -84,18 +55,16 @@ def _process_seconds(pid: int) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m chorus.perf.cpu.ranks", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=40, help="decode steps of each engine in a round")
-    parser.add_argument("--ranks", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--kernels", choices=("native", "torch"), default="native")
-    parser.add_argument("--geometry", type=Geometry.parse, default=Geometry(), help="as of perf.cpu")
-    args = parser.parse_args(argv)
-    workload = Workload(args.geometry, dtype=args.dtype, threads=args.ranks, ranks=(8, 16, 32, 64))
+    command = parser(__spec__, __doc__)
+    command.add_argument("--rounds", type=int, default=7)
+    command.add_argument("--steps", type=int, default=40, help="decode steps of each engine in a round")
+    command.add_argument("--kernels", choices=("native", "torch"), default="native")
+    add_options(command)
+    args = command.parse_args(argv)
+    workload = workload_of(args)
     rounds: list[dict[str, tuple[float, float]]] = []
     with tempfile.TemporaryDirectory(prefix="chorus-ranks-") as directory:
-        benches = {size: Bench(workload, Path(directory), size, args.kernels) for size in (1, args.ranks)}
+        benches = {size: Bench(workload, Path(directory), size, args.kernels) for size in (1, args.threads)}
         names = benches[1].names
         mixes = {"base": [None] * workload.requests, "adapters": [names[i % len(names)] for i in range(8)]}
         for index in range(args.rounds + 1):
@@ -107,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
             bench.engine.close()
     del rounds[0]
     found = {}
-    print(f"{'8 requests decode':28}{'1 rank, ms':>12}{f'{args.ranks} ranks, ms':>14}{'ratio':>8}   of each round")
+    print(f"{'8 requests decode':28}{'1 rank, ms':>12}{f'{args.threads} ranks, ms':>14}{'ratio':>8}   of each round")
     for mix, at in ((mix, at) for mix in mixes for at in range(2)):
         one, several = ([each[f"{mix} {size}"][at] for each in rounds] for size in benches)
         ratios = [a / b for a, b in zip(one, several, strict=True)]

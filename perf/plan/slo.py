@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-from ...core.costs.models import CostModel
+from ...core.costs.models import CostModel, StepWork
 from ..workload.request import TraceRequest
 from .errors import PlanError
 from .requests import Requests
@@ -67,10 +67,10 @@ def _parts(costs: CostModel, tokens: int, kv: int, longest: int, rank: int, ragg
     """Seconds of a step of one row."""
     step = costs.step
     pairs = tokens * (kv - tokens + (tokens + 1) / 2) if ragged else 0.0
-    total = step.seconds(tokens, 1, kv, longest, rank, tokens * rank, rank, pairs, ragged)
+    total = step.seconds(StepWork(tokens, 1, kv, longest, rank, tokens * rank, rank, pairs, ragged))
     products = max(step.per_token * tokens, step.weights) + max(step.per_logits, step.head)
     attention = step.per_kv_token * kv + step.per_longest * longest + step.per_pair * pairs
-    lora = total - step.seconds(tokens, 1, kv, longest, 0, 0, 0, pairs, ragged)
+    lora = total - step.seconds(StepWork(tokens, 1, kv, longest, 0, 0, 0, pairs, ragged))
     rest = total - products - attention - lora + costs.overhead.seconds(1, int(ragged))
     return {"products with the weights": products, "attention": attention, "LoRA": lora, "all else of a step": rest}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...core.config import EngineConfig
 from ...core.costs.profile import Profile
-from ...core.costs.work import StepWork
+from ...core.costs.work import step_work
 from ...core.executors.base import ModelInfo
 from ...core.requests.types import StepPlan, StepResult
 from .adapters import SimAdapterBackend, SimAdapters, VirtualClock
@@ -129,7 +129,7 @@ class SimExecutor:
         if self._priced is not None and self._priced[0] is plan:
             return self._priced[1]
         costs, rows, charges = self.costs, plan.rows, self.charges
-        computing = StepWork.of(plan, costs.kernel).seconds(costs.step)
+        computing = costs.step.seconds(step_work(plan, costs.kernel))
         if not charges.is_idle:
             computing += charges.each_step(plan)
         growth, prompts = 0.0, 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...core.costs.models import CostModel
+from ...core.costs.models import CostModel, StepWork
 from ...core.merging.mode_policy import Batch, ModePrices, work_of
 from ...memory.adapters.adapter import Adapter
 
@@ -18,8 +18,8 @@ class ProfilePrices(ModePrices):
         costs, work = self._costs, work_of(batch, merged)
         ranks = costs.kernel.rank_work(work.users, work.row_ranks, work.max_rank)
         rows, longest = work.rows, round(context)
-        seconds = costs.step.seconds(rows, rows, round(rows * context), longest, ranks, ranks, work.adapter_ranks)
-        return seconds + costs.overhead.seconds(rows)
+        step = StepWork(rows, rows, round(rows * context), longest, ranks, ranks, work.adapter_ranks)
+        return costs.step.seconds(step) + costs.overhead.seconds(rows)
 
     def merge_seconds(self, adapter: Adapter) -> float:
         """0 where the profile has no merge cost."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from urllib.parse import urlsplit
 
@@ -17,10 +17,18 @@ class Hosts:
 
     Bound to every address it answers to any of them and to the machine's name, and where keys guard it to any name at
     all: what a foreign page lacks is then the key. allowed: names to serve instead; `*` is any, `*.example.com` any
-    below it.
+    below it. origins: of web pages elsewhere that may call the server, too; `*` is any.
     """
 
-    def __init__(self, bound_to: str, allowed: Sequence[str] | None = None, *, guarded: bool = False) -> None:
+    def __init__(
+        self,
+        bound_to: str,
+        allowed: Sequence[str] | None = None,
+        origins: Collection[str] = (),
+        *,
+        guarded: bool = False,
+    ) -> None:
+        self._origins = origins
         wide = bound_to in _ANY_ADDRESS
         self.only_this_machine = is_loopback(bound_to)
         """True if no other machine can reach the server."""
@@ -47,6 +55,10 @@ class Hosts:
             or name == "localhost"
             or name.endswith((".localhost", *self._suffixes))
         )  # fmt: skip
+
+    def admits(self, origin: str, header: str | None) -> bool:
+        """True if pages of this origin may call the server under this Host header."""
+        return "*" in self._origins or origin in self._origins or is_same_origin(origin, header)
 
 
 def is_loopback(host: str) -> bool:

@@ -78,6 +78,31 @@ class NamedKey(NamedTuple):
         return self.key.split(":")[1] if HASHED.fullmatch(self.key) else ""
 
 
+class _ByDigest:
+    """Tenants and grants of keys by the keys' digests."""
+
+    def __init__(self) -> None:
+        self.users: dict[str, tuple[str | None, Grant]] = {}
+        self.admins: dict[str, tuple[str | None, Grant]] = {}
+        self.ids: dict[str, str | None] = {}
+        self.weights: dict[str, float] = {}
+
+    def add(self, one: NamedKey, *, as_admin: bool = False) -> None:
+        """Raises InvalidKey for one that contradicts another, or itself."""
+        digest, tenant, grant = _digest(one), one.tenant, one.grant
+        known = self.admins.get(digest) or self.users.get(digest)
+        known_tenant = known and known[0]
+        if tenant and known_tenant not in (None, "", tenant):
+            raise InvalidKey(f"one key is given to two tenants, {known_tenant} and {tenant}; give each a key")
+        if as_admin and grant.limited:
+            raise InvalidKey("an admin key may use every adapter; leave out adapters= and base=no")
+        kept = self.admins if as_admin or grant.admin else self.users
+        kept[digest] = tenant or known_tenant, grant
+        self.ids[digest] = one.id
+        if tenant and grant.weight and self.weights.setdefault(tenant, grant.weight) != grant.weight:
+            raise InvalidKey(f"the keys of tenant {tenant} have different weights; give them one")
+
+
 class Keys:
     """The keys of one server, kept as hashes.
 
@@ -86,33 +111,24 @@ class Keys:
     """
 
     def __init__(self, api_keys: Iterable[NamedKey] = (), admin_keys: Iterable[NamedKey] = ()) -> None:
-        users, admins, ids = {}, {}, {}
-        self.weights: dict[str, float] = {}
-        """Shares of a busy engine, by tenant."""
-        api_keys, admin_keys = list(api_keys), list(admin_keys)
-        for given, found in ((api_keys, users), (admin_keys, admins)):
-            for one in given:
-                digest, tenant, grant = _digest(one), one.tenant, one.grant
-                known = admins.get(digest) or users.get(digest)
-                if known and tenant and known[0] and known[0] != tenant:
-                    raise InvalidKey(f"one key is given to two tenants, {known[0]} and {tenant}; give each a key")
-                if found is admins and grant.limited:
-                    raise InvalidKey("an admin key may use every adapter; leave out adapters= and base=no")
-                kept = found if not grant.admin else admins
-                kept[digest] = tenant or (known and known[0]), grant
-                ids[digest] = one.id
-                if tenant and grant.weight and self.weights.setdefault(tenant, grant.weight) != grant.weight:
-                    raise InvalidKey(f"the keys of tenant {tenant} have different weights; give them one")
-        self.guarded = bool(api_keys)
+        given = _ByDigest()
+        for one in api_keys:
+            given.add(one)
+        self.guarded = bool(given.ids)
         """True if a key is needed at all."""
+        for one in admin_keys:
+            given.add(one, as_admin=True)
+        users, admins, ids = given.users, given.admins, given.ids
+        self.weights = given.weights
+        """Shares of a busy engine, by tenant."""
         self._open = Identity(may_change_adapters=not admins, sees_tenants=not admins)
         self._known: list[tuple[str, Identity]] = []
         self._by_id: dict[str, tuple[str, Identity]] = {}
         for digest, (tenant, grant) in sorted({**users, **admins}.items()):
             changes = digest in admins or not (admins or grant.limited)
             one = digest, Identity(tenant or f"key-{digest[:16]}", changes, digest in admins, grant)
-            if ids[digest]:
-                self._by_id[ids[digest]] = one
+            if key_id := ids[digest]:
+                self._by_id[key_id] = one
             else:
                 self._known.append(one)
 

@@ -15,7 +15,6 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ... import __version__
 from ..access.grants import Grant
 from ..engine.backend import Backend
 from ..engine.engine_view import EngineView
@@ -24,6 +23,7 @@ from ..errors import ApiError, EngineUnavailable, JsonResponse, clipped, no_mode
 from ..executors import DaemonPool
 from ..http.gate import Gate
 from ..settings import Settings
+from ..version import VERSION
 
 audit = logging.getLogger("chorus.audit")
 
@@ -79,7 +79,7 @@ class Api:
         """The server's limits under our names, and what SGLang's router and TRL's trainers read under theirs."""
         model, settings = self._worker.model, self._settings
         told = {name: getattr(settings, name) for name in ("max_num_seqs", "max_num_batched_tokens", "max_lora_rank")}
-        body = {"version": __version__, "model_path": settings.model.name, "served_model_name": settings.base_name}
+        body = {"version": VERSION, "model_path": settings.model.name, "served_model_name": settings.base_name}
         most = settings.max_adapters_per_step or settings.max_num_seqs
         lora = {"max_lora_rank": settings.max_lora_rank, "max_loras": most}
         vllms = {"lora_config": lora, "parallel_config": {"data_parallel_size": 1}}
@@ -118,10 +118,10 @@ class Api:
                 "max_stop_sequences": settings.max_stop_strings, "max_input_tokens": limit - 1,
                 "max_total_tokens": limit}  # fmt: skip
         names = {"model_id": settings.base_name, "model_sha": None, "model_pipeline_tag": "text-generation"}
-        return JsonResponse({**names, **most, "router": "chorus", "version": __version__, "sha": None})
+        return JsonResponse({**names, **most, "router": "chorus", "version": VERSION, "sha": None})
 
     async def version(self, _: Request) -> Response:
-        return JsonResponse({"version": __version__})
+        return JsonResponse({"version": VERSION})
 
     async def scrape(self, request: Request) -> Response:
         """Prometheus' text, or OpenMetrics for a scraper that takes it; what a stuck engine can't tell is as it was.

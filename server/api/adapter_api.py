@@ -289,12 +289,7 @@ class AdapterApi:
         if (path is None) == (draft is None):
             raise ApiError(400, f"give {path_field}, or the files {CONFIG} and {WEIGHTS}, and not both",
                            param=path_field)  # fmt: skip
-        name, label = split_version(full_name)
-        if label and not LABEL.fullmatch(label):
-            raise ApiError(400, f"a version has at most 64 letters, digits and ._+-, not {label!r}", param=name_field)
-        if self._settings.is_reserved(name):
-            message = f"{name_field} {name!r} is the base model's, or begins like it; choose another"
-            raise ApiError(400, message, param=name_field)
+        name, label = self._checked_name(full_name, name_field)
         roots, find = self._roots.roots, partial(self._roots.find, path or "", path_field)
         if draft is None:
             self._roots.require()
@@ -324,6 +319,16 @@ class AdapterApi:
             raise ApiError(504, str(error), code="load_timed_out") from None
         except (PoolFull, NoThreadLeft) as error:
             raise ApiError(503, f"{error}; try again later", code="loads_busy") from None
+
+    def _checked_name(self, full_name: str, field: str) -> tuple[str, str]:
+        """Name and version of an adapter that is to be loaded."""
+        name, label = split_version(full_name)
+        if label and not LABEL.fullmatch(label):
+            raise ApiError(400, f"a version has at most 64 letters, digits and ._+-, not {label!r}", param=field)
+        if self._settings.is_reserved(name):
+            message = f"{field} {name!r} is the base model's, or begins like it; choose another"
+            raise ApiError(400, message, param=field)
+        return name, label
 
     async def _pin(self, name: str) -> None:
         """Pin an adapter once it has been read."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,20 +66,25 @@ class BlockFormat(AnswerFormat):
         if self._extras.logprobs is not None:
             self._new_scores += self._scores.chat(delta.logprobs, self._extras.logprobs)["content"]
         for part in delta.parts or ():
-            if block is None or part.kind is PartKind.CALL or part.kind not in (block.kind, PartKind.ARGUMENTS):
-                if block is not None:
-                    yield from self._closed(block)
-                block = yield from self._begun_block(part)
-            if part.kind is not PartKind.CALL:
-                block.pieces.append(part.text)
-                yield from self._added(block, part.text, self._take_scores(block))
+            block = yield from self._with_part(block, part)
         if delta.finish_reason is not None:
             if block is None:
                 block = yield from self._begun_block(Part(PartKind.CONTENT, ""))
             self._take_scores(block)
             yield from self._closed(block)
 
-    def _begun_block(self, part: Part) -> Iterator[Body]:
+    def _with_part(self, block: Block | None, part: Part) -> Generator[Body, None, Block]:
+        """Events of a part, and the block that it is in: the last one or a new one."""
+        if block is None or part.kind is PartKind.CALL or part.kind not in (block.kind, PartKind.ARGUMENTS):
+            if block is not None:
+                yield from self._closed(block)
+            block = yield from self._begun_block(part)
+        if part.kind is not PartKind.CALL:
+            block.pieces.append(part.text)
+            yield from self._added(block, part.text, self._take_scores(block))
+        return block
+
+    def _begun_block(self, part: Part) -> Generator[Body, None, Block]:
         name = part.text if part.kind is PartKind.CALL else ""
         block = Block(part.kind, len(self._blocks), part.id, name)
         self._blocks.append(block)

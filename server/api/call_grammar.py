@@ -108,14 +108,17 @@ def _tags(schema: Mapping[str, Any], spelt: _Speller) -> str:
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     parts = []
     for name, each in properties.items():
-        each = each if isinstance(each, Mapping) else {}
-        values = [each["const"]] if "const" in each else each.get("enum")
-        if each.get("type") != "string":
-            value = f"{_json({**shared, **each})} {spelt(_END_OF_VALUE)}"
-        elif isinstance(values, list) and values:
-            value = f"({' | '.join(json.dumps(str(each)) for each in values)}) {spelt(_END_OF_VALUE)}"
-        else:
-            value = "text_value"
+        value = _tagged_value(each if isinstance(each, Mapping) else {}, shared, spelt)
         part = f"{spelt(f'{XmlArguments.OPEN}{name}>' + chr(10))} {value}"
         parts.append(part if name in required else f"({part})?")
     return " ".join(parts)
+
+
+def _tagged_value(schema: Mapping[str, Any], shared: Mapping[str, Any], spelt: _Speller) -> str:
+    """The value of one property, with the tag behind it. shared: definitions that the schema may refer to."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if schema.get("type") != "string":
+        return f"{_json({**shared, **schema})} {spelt(_END_OF_VALUE)}"
+    if isinstance(values, list) and values:
+        return f"({' | '.join(json.dumps(str(each)) for each in values)}) {spelt(_END_OF_VALUE)}"
+    return "text_value"

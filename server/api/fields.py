@@ -162,6 +162,12 @@ def own_fields(body: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
                 raise _unsupported(name)
         elif name not in HARMLESS and ALIASES.get(name) not in known:
             raise unknown_field(name, known)
+    _take_aliases(own, body, known)
+    return own
+
+
+def _take_aliases(own: dict[str, Any], body: dict[str, Any], known: Collection[str]) -> None:
+    """Add the fields that a body has under another name."""
     for alias in body.keys() & ALIASES.keys() - known:
         name, value = ALIASES[alias], body[alias]
         if name not in known or value is None or UNLIMITED.get(alias) == value:
@@ -169,7 +175,6 @@ def own_fields(body: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
         if name in own and own[name] != value:
             raise ApiError(400, f"{alias} is another name of {name}, and they differ; give one of them", param=alias)
         own[name] = value
-    return own
 
 
 def _unsupported(name: str) -> ApiError:

@@ -25,10 +25,8 @@ from ..access.grants import NOWHERE
 from ..access.limits import RequestLimits
 from ..engine.backend import Backend
 from ..engine.generation import Choice, Generation
-from ..engine.metrics import Metrics
-from ..engine.recorder import Recorder
 from ..engine.sourced_adapters import SourcedAdapters
-from ..engine.tracing import Tracer
+from ..engine.telemetry import Telemetry
 from ..errors import ApiError, as_api_error, client_gone, no_model, read_body, too_long
 from ..executors import DaemonPool
 from ..settings import Settings
@@ -87,24 +85,18 @@ class GenerationApi:
         tokenizer: Tokenizer,
         settings: Settings,
         defaults: SamplingDefaults,
-        metrics: Metrics,
+        telemetry: Telemetry,
         threads: DaemonPool,
         sourced: SourcedAdapters,
-        recorder: Recorder | None = None,
-        tracer: Tracer | None = None,
     ) -> None:
-        """threads: read long bodies and write long answers. sourced: brings adapters that are not registered.
-        recorder, tracer: record requests that end.
-        """
+        """threads: read long bodies and write long answers. sourced: brings adapters that are not registered."""
         self._worker = worker
         self._tokenizer = tokenizer
         self._settings = settings
         self._defaults = defaults
-        self._metrics = metrics
+        self._telemetry = telemetry
         self._threads = threads
         self._sourced = sourced
-        self._recorder = recorder
-        self._tracer = tracer
         self._seeds = Seeds(settings.seed)
 
     async def completions(self, request: Request) -> Response:
@@ -203,7 +195,7 @@ class GenerationApi:
         try:
             yield
         except Overloaded:
-            self._metrics.rejected()
+            self._telemetry.metrics.rejected()
             raise
 
     async def require(self, request: Request, model: str | None, lora_path: str | None = None) -> None:
@@ -282,7 +274,6 @@ class GenerationApi:
                         engine_request,
                         text_stream,
                         prompt_token_ids=prompt,
-                        shows_stop_token=asked.include_stop_str_in_output,
                         prompt_only=asked.prompt_only,
                         keeps_all=not asked.stream,
                         reader=asked.reader(syntax, reasons_already=reasons_already),
@@ -293,12 +284,9 @@ class GenerationApi:
             choices,
             id=prefix + asked.request_id if asked.request_id else call_id,
             model=model,
-            metrics=self._metrics,
-            recorder=self._recorder,
-            trace=None if self._tracer is None else self._tracer.call(request.headers, model, asked.n),
+            records=self._telemetry.call(request.headers, model, asked.n, request.state.spend),
             per_prompt=asked.n,
             in_bulk=not asked.stream and not asked.stop,
-            spend=request.state.spend,
         )
 
     async def _grammar(

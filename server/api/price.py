@@ -45,13 +45,7 @@ def unasked_limit(
 
     Raises InvalidRequest for a call with more prompt tokens or more log-probabilities than are taken.
     """
-    tokens = asked.n * sum(map(len, prompts))
-    if tokens > limits.max_call_tokens:
-        raise InvalidRequest(
-            "prompt" if asked.n == 1 else "n",
-            f"{len(prompts)} prompts times {asked.n} answers have {tokens} tokens, this server takes "
-            f"{limits.max_call_tokens} in one call; send fewer or shorter ones",
-        )
+    tokens = _prompt_tokens(asked, prompts, limits)
     of_prompts = 0 if asked.num_prompt_scores is None else tokens * (asked.num_prompt_scores + 1)
     each = 0 if asked.num_logprobs is None else asked.num_logprobs + 1
     if of_prompts + each == 0:
@@ -71,3 +65,15 @@ def unasked_limit(
         f"the answer would have up to {scores} log-probabilities, this server gives {limits.max_scores} in one call; "
         "ask for fewer alternatives, answers or tokens (max_tokens)",
     )
+
+
+def _prompt_tokens(asked: GenerationRequest, prompts: Sequence[Sequence[int]], limits: RequestLimits) -> int:
+    """Prompt tokens of all answers."""
+    tokens = asked.n * sum(map(len, prompts))
+    if tokens > limits.max_call_tokens:
+        raise InvalidRequest(
+            "prompt" if asked.n == 1 else "n",
+            f"{len(prompts)} prompts times {asked.n} answers have {tokens} tokens, this server takes "
+            f"{limits.max_call_tokens} in one call; send fewer or shorter ones",
+        )
+    return tokens

@@ -138,13 +138,7 @@ class ChoiceFormat(AnswerFormat):
         """Chunks to stream for a delta; nothing while its text is held back, unless more than its text is asked for."""
         extras = self._extras
         first = delta.index not in self._begun
-        if not (
-            (delta.text if delta.parts is None else delta.parts)
-            or delta.finish_reason
-            or extras.step_info
-            or (delta.token_ids and (extras.token_ids or extras.running_usage or extras.logprobs is not None))
-            or (first and (extras.echoes or extras.prompt_logprobs is not None))
-        ):
+        if not self._shows(delta, first):
             return
         self._begun.add(delta.index)
         *openings, last = self._chunks(delta, first)
@@ -155,6 +149,16 @@ class ChoiceFormat(AnswerFormat):
             if extras.step_info and delta.step is not None:
                 chunk["step"] = _most([delta.step])
             yield chunk
+
+    def _shows(self, delta: Delta, first: bool) -> bool:
+        extras = self._extras
+        return bool(
+            (delta.text if delta.parts is None else delta.parts)
+            or delta.finish_reason
+            or extras.step_info
+            or (delta.token_ids and (extras.token_ids or extras.running_usage or extras.logprobs is not None))
+            or (first and (extras.echoes or extras.prompt_logprobs is not None))
+        )
 
     def closing(self) -> Iterator[Body]:
         """The stream's usage, if it was asked for."""

@@ -74,11 +74,7 @@ class ResponsesRequest:
             "tools": objects(fields.get("tools", []), "tools"),
             "top_logprobs": typed(fields, "top_logprobs", int, "a number"),
         }
-        included = typed(fields, "include", list, "a list of strings") or []
-        for one in included:
-            if not isinstance(one, str) or one not in INCLUDED:
-                message = f"there is no {clipped(repr(one))} to include; {', '.join(sorted(INCLUDED))} may be"
-                raise unsupported("include", message)
+        included = _included(fields)
         chat = {name: value for name, value in fields.items() if name not in OWN}
         chat["messages"] = _messages(told["instructions"], fields["input"])
         chat["max_completion_tokens"] = told["max_output_tokens"]
@@ -97,6 +93,15 @@ class ResponsesRequest:
             return cls(ChatCompletionRequest.of(chat, limits), {name: _written(name, told[name]) for name in told})
 
 
+def _included(fields: dict[str, Any]) -> list[str]:
+    included = typed(fields, "include", list, "a list of strings") or []
+    for one in included:
+        if not isinstance(one, str) or one not in INCLUDED:
+            message = f"there is no {clipped(repr(one))} to include; {', '.join(sorted(INCLUDED))} may be"
+            raise unsupported("include", message)
+    return included
+
+
 def _written(name: str, value: Any) -> Fragment:
     try:
         return Fragment(dumps(value))
@@ -109,31 +114,30 @@ def _messages(instructions: str | None, given: Any) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = [] if not instructions else [{"role": "system", "content": instructions}]
     items = [{"role": "user", "content": given}] if isinstance(given, str) else objects(given, "input")
     for index, item in enumerate(items):
-        message = _message(item, f"input[{index}]")
-        last: dict[str, Any] = messages[-1] if messages else {"role": ""}
-        if len(messages) == 1 and message["role"] == last["role"] == "system" and message["content"]:
-            last["content"] += "\n\n" + message["content"]
-        elif message["role"] == last["role"] == "assistant" and not last["content"]:
-            calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
-            last.update(message)
-            if calls:
-                last["tool_calls"] = calls
-        elif last["role"] == "assistant" and "tool_calls" in message:
-            last.setdefault("tool_calls", []).extend(message["tool_calls"])
-        else:
-            messages.append(message)
+        _add_message(messages, _message(item, f"input[{index}]"))
     return messages
+
+
+def _add_message(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
+    last: dict[str, Any] = messages[-1] if messages else {"role": ""}
+    if len(messages) == 1 and message["role"] == last["role"] == "system" and message["content"]:
+        last["content"] += "\n\n" + message["content"]
+    elif message["role"] == last["role"] == "assistant" and not last["content"]:
+        calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
+        last.update(message)
+        if calls:
+            last["tool_calls"] = calls
+    elif last["role"] == "assistant" and "tool_calls" in message:
+        last.setdefault("tool_calls", []).extend(message["tool_calls"])
+    else:
+        messages.append(message)
 
 
 def _message(item: dict[str, Any], where: str) -> dict[str, Any]:
     """An item of the input as a message; what only says how an earlier answer came about is left out."""
     kind = item.get("type", "message")
     if kind == "message":
-        role = item.get("role")
-        if not isinstance(role, str):
-            raise wrong(f"{where}.role", "a string")
-        content = text_of(item.get("content"), f"{where}.content", TEXTS)
-        return {"role": "system" if role == "developer" else role, "content": content}
+        return _spoken(item, where)
     if kind == "function_call":
         names = {name: typed(item, name, str, "a string", f"{where}.") or "" for name in ("name", "arguments")}
         call = {"id": _call_id(item, where), "type": "function", "function": names}
@@ -148,6 +152,14 @@ def _message(item: dict[str, Any], where: str) -> dict[str, Any]:
     if kind == "item_reference":
         raise unsupported(f"{where}.type", f"{where} refers to an item of an earlier call; {_STATELESS}")
     raise unsupported(f"{where}.type", f"{where} is of type {clipped(repr(kind))}, which this server has no use for")
+
+
+def _spoken(item: dict[str, Any], where: str) -> dict[str, Any]:
+    role = item.get("role")
+    if not isinstance(role, str):
+        raise wrong(f"{where}.role", "a string")
+    content = text_of(item.get("content"), f"{where}.content", TEXTS)
+    return {"role": "system" if role == "developer" else role, "content": content}
 
 
 def _call_id(item: dict[str, Any], where: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -65,13 +65,7 @@ class ToolFields(BaseModel):
         if size > limits.max_tool_bytes:
             message = f"tools have {size} bytes, this server takes {limits.max_tool_bytes}"
             raise ApiError(400, message, param="tools")
-        names = [tool["function"]["name"] for tool in self.tools]
-        for index, name in enumerate(names):
-            if name in names[:index]:
-                raise ApiError(400, f"two tools have the name {name}", param=f"tools[{index}].function.name")
-        for name in chosen.names or ():
-            if name not in names:
-                raise ApiError(400, f"tool_choice names {clipped(repr(name))}, which is no tool", param="tool_choice")
+        _check_names([tool["function"]["name"] for tool in self.tools], chosen.names or ())
 
     @property
     def _may_call(self) -> bool:
@@ -99,6 +93,17 @@ class ToolFields(BaseModel):
         names = self._chosen.names
         functions = [tool["function"] for tool in self.tools]
         return {f["name"]: _arguments(f) for f in functions if names is None or f["name"] in names}
+
+    def _enforced_schemas(self, *, forced: bool, xml: bool) -> dict[str, dict[str, Any]]:
+        """The same; any object, in JSON, for a function that need not be called and does not say `strict`."""
+        schemas, any_object = self._schemas(), {"type": "object"}
+        return schemas if forced or xml else schemas | dict.fromkeys(schemas.keys() & self._loose, any_object)
+
+    @property
+    def _loose(self) -> set[str]:
+        """Names of the functions whose arguments may be any object."""
+        callable_tools = self.tools if self._may_call else []  # others may be anything
+        return {tool["function"]["name"] for tool in callable_tools if not tool["function"].get("strict")}
 
     def syntax(self, tokenizer: Tokenizer) -> AnswerSyntax:
         """What the answer is to be read for."""
@@ -135,17 +140,13 @@ class ToolFields(BaseModel):
         their schema says, or not at all.
         """
         forced = self._may_call and self._chosen.mode in ("required", NAMED)
-        callable_tools = self.tools if self._may_call else []  # others may be anything
-        loose = {tool["function"]["name"] for tool in callable_tools if not tool["function"].get("strict")}
-        schemas = self._schemas() if syntax.calls is not None else {}
+        schemas = {} if syntax.calls is None else self._enforced_schemas(forced=forced, xml=syntax.calls.xml)
         if forced:
             content = None
-        elif content is None and schemas.keys() <= loose:
+        elif content is None and schemas.keys() <= self._loose:
             return []
         elif syntax == AnswerSyntax():
             return [] if content is None else [content]
-        elif syntax.calls is not None and not syntax.calls.xml:
-            schemas = {name: {"type": "object"} if name in loose else schema for name, schema in schemas.items()}
         text = json.dumps(list(schemas.values()), ensure_ascii=False)
         check_size("tools", Grammar(GrammarKind.JSON_SCHEMA, text), limits)
         lark = answer_grammar(
@@ -156,6 +157,16 @@ class ToolFields(BaseModel):
             return [("tools", Grammar(GrammarKind.GRAMMAR, lark))]
         field, grammar = content
         return [content, ("tools" if schemas else field, replace(grammar, around=lark))]
+
+
+def _check_names(names: Sequence[str], chosen: Sequence[str]) -> None:
+    """names: of all tools. chosen: of the tools that tool_choice names."""
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise ApiError(400, f"two tools have the name {name}", param=f"tools[{index}].function.name")
+    for name in chosen:
+        if name not in names:
+            raise ApiError(400, f"tool_choice names {clipped(repr(name))}, which is no tool", param="tool_choice")
 
 
 def _names(functions: Any) -> list[str]:

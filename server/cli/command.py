@@ -10,7 +10,6 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import NoReturn
 
-from ... import __version__
 from ...core.config import EngineConfig
 from ...core.requests.sampling_params import InvalidRequest
 from ..access.grants import InvalidKey
@@ -22,6 +21,7 @@ from ..settings import Settings
 from ..start.checks import LaunchError, check_access, check_model
 from ..start.exits import leave
 from ..start.flags import Parser, UsageError, add_settings, read_settings
+from ..version import VERSION
 from . import adapters, keys, profile
 from .adapters import CommandError
 
@@ -60,7 +60,7 @@ def run() -> NoReturn:
 
 def make_parser() -> Parser:
     parser = Parser(prog="chorus", description="Serve thousands of LoRA adapters over one resident base model.")
-    parser.add_argument("--version", action="version", version=f"chorus {__version__}")
+    parser.add_argument("--version", action="version", version=f"chorus {VERSION}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, help_text, add_flags, run in (
         ("serve", "serve a model and its adapters over HTTP", _process_flags, _serve),
@@ -150,7 +150,7 @@ def _serve_settings(arguments: argparse.Namespace) -> Settings:
     _log_to_stderr(settings.log_level)
     check_model(settings)
     check_access(settings)
-    print(f"chorus {__version__}: starting {settings.base_name}, which takes a while", file=sys.stderr, flush=True)
+    print(f"chorus {VERSION}: starting {settings.base_name}, which takes a while", file=sys.stderr, flush=True)
     return settings
 
 

@@ -12,7 +12,6 @@ from typing import TextIO
 
 import torch
 
-from ... import __version__
 from ...core.cpus import FAST_PRODUCTS, available_cpus, features, has_fast_products, processor_name
 from ...core.executors.choice import uses_gpu
 from ...core.executors.host_memory import available_bytes, total_bytes
@@ -20,6 +19,7 @@ from ...memory.host.bandwidth import Bandwidth
 from ...memory.pages import hugepages
 from ...ops import native_library
 from ...ops.attention_backend import flashinfer_obstacle
+from ..version import VERSION
 
 #: More than the last-level cache of a processor holds, of which a part is left for others.
 BUFFER_BYTES = 512 << 20
@@ -36,7 +36,7 @@ def run(out: TextIO) -> None:
     """Print what is found, a line each, then what would make it faster."""
     mends: list[str] = []
     rows = [
-        ("chorus", f"{__version__}, Python {platform.python_version()}, torch {torch.__version__}"),
+        ("chorus", f"{VERSION}, Python {platform.python_version()}, torch {torch.__version__}"),
         ("system", f"{platform.system()} {platform.machine()}"),
         ("processor", _processor()),
         ("threads", str(available_cpus())),

@@ -78,17 +78,23 @@ def view_of(links: Sequence[Link], catalog: Catalog) -> EngineView:
     )
 
 
+def _nearest_tiers(links: Sequence[Link]) -> dict[str, Tier]:
+    """Of each content the tier that is nearest to steps, on any replica."""
+    nearest: dict[str, Tier] = {}
+    for tiers in (link.report.tiers for link in links if link.report is not None):
+        for content, text in tiers.items():
+            tier, known = Tier(text), nearest.get(content, Tier.FAILED)
+            if tier in _NEAREST and _NEAREST.index(tier) <= _NEAREST.index(known):
+                nearest[content] = tier
+    return nearest
+
+
 def picture_of(links: Sequence[Link], catalog: Catalog, requests: Iterable[OpenRequest]) -> Picture:
     """A snapshot for the operator's page, without pages: which is whose is known to the replicas alone.
 
     requests: open ones. A request counts as running from its first token on.
     """
-    nearest: dict[str, Tier] = {}
-    for link in links:
-        for content, text in link.report.tiers.items() if link.report is not None else ():
-            tier, known = Tier(text), nearest.get(content, Tier.FAILED)
-            if tier in _NEAREST and _NEAREST.index(tier) <= _NEAREST.index(known):
-                nearest[content] = tier
+    nearest = _nearest_tiers(links)
     entries = catalog.entries()
 
     def rows() -> list[AdapterRow]:

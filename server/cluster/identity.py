@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ... import __version__
 from ...core.model.config import ModelConfig
+from ..version import VERSION
 from .wire import Malformed
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Identity:
     model: str
     dtype: str
     level: str
-    version: str = __version__
+    version: str = VERSION
 
     def to_wire(self) -> dict[str, str]:
         return asdict(self)

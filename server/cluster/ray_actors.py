@@ -146,7 +146,7 @@ class RayReplica:
                 is_gone = True
                 continue
             is_gone = False
-            if stamp is not None and stamp != seen:
+            if stamp not in (None, seen):
                 seen = stamp
                 self._address.write(stamp[0])
 

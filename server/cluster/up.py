@@ -9,7 +9,7 @@ import threading
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..engine.backend import Backend
 from ..settings import Settings
@@ -69,10 +69,10 @@ def _open_one(plan: Plan, settings: Settings) -> tuple[Backend, Tokenizer]:
     processes = _start(plan, settings)
     try:
         registry = None if plan.registry is None else AddressFile(processes.directory.registry_file, plan.tls)
-        return _open(
-            processes.directory, plan, settings, registry, lambda link: processes.kill(link.name, link.pid),
-            processes.scale, processes.trouble, processes.stop,
-        )  # fmt: skip
+        owner = _Owner(
+            lambda link: processes.kill(link.name, link.pid), processes.scale, processes.trouble, processes.stop
+        )
+        return _open(processes.directory, plan, settings, registry, owner)
     except BaseException:
         processes.stop()
         raise
@@ -83,8 +83,8 @@ def _open_front(directory: ClusterDirectory, index: int, plan: Plan, settings: S
         directory.stuck_file(link.name).write_text(str(link.pid))
 
     registry = AddressFile(directory.registry_file, plan.tls)
-    hint = partial(directory.tell_hint, index)
-    return _open(directory, plan, settings, registry, tell, hint, lambda: None, lambda: None)
+    owner = _Owner(tell, partial(directory.tell_hint, index))
+    return _open(directory, plan, settings, registry, owner)
 
 
 def _start(plan: Plan, settings: Settings) -> Processes:
@@ -97,24 +97,31 @@ def _start(plan: Plan, settings: Settings) -> Processes:
     return processes
 
 
+class _Owner(NamedTuple):
+    """The owner of the replicas' processes, as a front asks it: in this process, or by files of the directory."""
+
+    kill: Callable[[Link], None]
+    hint: Callable[[int, int], None]
+    trouble: Callable[[], str | None] = lambda: None
+    stop: Callable[[], None] = lambda: None
+
+
 def _open(
     directory: ClusterDirectory,
     plan: Plan,
     settings: Settings,
     registry: AddressFile | None,
-    kill: Callable[[Link], None],
-    hint: Callable[[int, int], None],
-    trouble: Callable[[], str | None],
-    on_stop: Callable[[], None],
+    owner: _Owner,
 ) -> tuple[Backend, Tokenizer]:
     """Connect to a cluster's processes. Raises LaunchError."""
     try:
         links = directory.links(plan.most, settings.give_up_seconds, plan.tls)
         estimates = Estimates(slo=plan.slo_tpot)
         policy = POLICIES[plan.policy](estimates, None)
-        worker = ClusterWorker(links, policy, settings, on_stop=on_stop, registry=registry, estimates=estimates)
+        worker = ClusterWorker(links, policy, settings, on_stop=owner.stop, registry=registry, estimates=estimates)
         dispatcher = worker.dispatcher
-        dispatcher.on_stuck, dispatcher.on_hint, dispatcher.scale = kill, hint, SteadyHint(plan.scale_seconds)
+        dispatcher.on_stuck, dispatcher.on_hint = owner.kill, owner.hint
+        dispatcher.scale = SteadyHint(plan.scale_seconds)
         dispatcher.count_replicas, dispatcher.num_replicas = lambda: directory.num_replicas, directory.num_replicas
         if plan.migration != "off":
             mover = Mover(dispatcher, plan.migration, MigrationSettings.of(plan.migration_setting), worker.soon)
@@ -123,7 +130,7 @@ def _open(
             worker.lookers.append(Preloader(dispatcher).look)
         tokenizer = Tokenizer.load(settings.model)
         worker.start()
-        worker.wait_until_ready(trouble)
+        worker.wait_until_ready(owner.trouble)
     except Exception as error:
         log.debug("starting failed", exc_info=True)
         raise LaunchError(f"can't serve {settings.model}: {error}") from error

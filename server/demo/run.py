@@ -90,9 +90,8 @@ async def _demo(
     url: str, settings: Settings, console: Console, inputs: int | None, check: int | None, skew: bool
 ) -> int:
     judged, seed = settings.is_builtin, settings.seed or 0
-    connections = MAX_LANES + 1 if check is None else 2 * settings.max_num_seqs  # enough to keep every step full
-    if skew:
-        connections = CLIENTS + 1
+    # enough to keep every step full, and of lanes and clients that come together one for each
+    connections = max(CLIENTS, MAX_LANES) + 1 if check is None else 2 * settings.max_num_seqs
     async with DemoClient(url, connections) as client:
         cards = await client.models()
         names = [card["id"] for card in cards]
@@ -105,21 +104,21 @@ async def _demo(
         lanes = [Lane(name, ranks.get(name, 0), asked) for name, asked in questions.items()]
         totals, started = Totals({lane.name: lane.score for lane in lanes}), time.perf_counter()
         if skew:
-            if len(questions) < 2:
-                raise LaunchError("chorus demo --skew needs an adapter, and there is none; name some with --adapters")
             await Skew(client, questions, console, totals.judge, seed).run()
         elif check is None:
-            with LaneTable(console, lanes, judged=judged) as table:
-                await asyncio.gather(*(_run_lane(client, lane, table, totals) for lane in lanes))
+            await _run_side_by_side(client, lanes, totals, LaneTable(console, lanes, judged=judged))
         else:
             await _run_mixed(client, lanes, totals, connections, seed)
         totals.seconds = time.perf_counter() - started
-    if judged:
-        console.print(score_table(totals.scores, ranks))
-    _print_totals(console, totals, judged=judged)
+    _print_totals(console, totals, ranks, judged=judged)
     if check is not None:
         print(json.dumps({"inputs_per_skill": check, "seed": seed, **totals.as_json()}))
-    return 0 if totals.passed() or not judged else 1
+    return int(judged and not totals.passed())
+
+
+async def _run_side_by_side(client: DemoClient, lanes: list[Lane], totals: Totals, table: LaneTable) -> None:
+    with table:
+        await asyncio.gather(*(_run_lane(client, lane, table, totals) for lane in lanes))
 
 
 async def _run_lane(client: DemoClient, lane: Lane, table: LaneTable, totals: Totals) -> None:
@@ -155,7 +154,9 @@ def _skill_questions(names: list[str], count: int, seed: int) -> dict[str, list[
     return questions
 
 
-def _print_totals(console: Console, totals: Totals, *, judged: bool) -> None:
+def _print_totals(console: Console, totals: Totals, ranks: dict[str, int], *, judged: bool) -> None:
+    if judged:
+        console.print(score_table(totals.scores, ranks))
     lines = [
         f"{totals.requests} requests, {totals.tokens} tokens in {totals.seconds:.1f} s: "
         f"{totals.tokens_per_second:.0f} tokens/s; up to {totals.adapters} different adapters in one step"

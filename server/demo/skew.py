@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from rich.console import Console
 
+from ..start.launch import LaunchError
 from .client import Answer, DemoClient
 from .questions import Question
 
@@ -45,7 +46,9 @@ class Skew:
         self._tokens = 0
 
     async def run(self) -> None:
-        """Go through `SHARES`. Raises what asking raises."""
+        """Go through `SHARES`. Raises what asking raises, and LaunchError without an adapter."""
+        if not self._others:
+            raise LaunchError("chorus demo --skew needs an adapter, and there is none; name some with --adapters")
         self._print("seconds", self._one, "in the weights", "merges", "switches", "tokens/s")
         asking = asyncio.gather(*(self._ask() for _ in range(CLIENTS)))
         watching = asyncio.create_task(self._watch())

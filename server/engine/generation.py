@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,13 +16,12 @@ from ..errors import EngineUnavailable, GenerationFailed
 from ..text.answer_reader import AnswerReader, Part
 from ..text.detokenizer import TextStream
 from .call_metrics import Ended
+from .telemetry import CallRecords
 
 if TYPE_CHECKING:
     from .backend import Backend
-    from .metrics import Metrics
-    from .recorder import Recorder
-    from .tracing import CallTrace
 
+_UNRECORDED = CallRecords()
 
 TURN_SECONDS = 0.0005
 """Seconds that one call's outputs are worked on before others have their turn on the event loop."""
@@ -66,14 +65,12 @@ class Choice:
         text_stream: TextStream,
         *,
         prompt_token_ids: list[int] | None = None,
-        shows_stop_token: bool = False,
         prompt_only: bool = False,
         keeps_all: bool = True,
         reader: AnswerReader | None = None,
     ) -> None:
-        """prompt_token_ids: the request's, if the caller has them: they are not copied then. shows_stop_token: whether
-        a stop token has text. prompt_only: discard generated tokens. keeps_all: keep the text and scores of all deltas.
-        reader: makes parts of the text.
+        """prompt_token_ids: the request's, if the caller has them: they are not copied then. prompt_only: discard
+        generated tokens. keeps_all: keep the text and scores of all deltas. reader: makes parts of the text.
         """
         self.index = index
         self.request = request
@@ -94,7 +91,6 @@ class Choice:
         self._reader = reader
         self._keeps_all = keeps_all
         self._stream = text_stream
-        self._shows_stop_token = shows_stop_token
         self._prompt_only = prompt_only
 
     def take(self, output: RequestOutput) -> Delta:
@@ -152,7 +148,7 @@ class Choice:
         last = len(output.token_ids) - 1
         for position, token in enumerate(output.token_ids):
             offsets.append(self._stream.position)
-            if position == last and output.stop_token_id == token and not self._shows_stop_token:
+            if position == last and output.stop_token_id == token and not self._stream.shows_stop:
                 break  # a stop token counts, but has no text
             text += self._stream.push(token)
             if self._stream.stopped_by is not None:
@@ -173,25 +169,18 @@ class Generation:
         *,
         id: str,
         model: str,
-        metrics: Metrics | None = None,
-        recorder: Recorder | None = None,
-        trace: CallTrace | None = None,
+        records: CallRecords = _UNRECORDED,
         per_prompt: int = 1,
         in_bulk: bool = False,
-        spend: Callable[[int], None] | None = None,
     ) -> None:
         """choices: `per_prompt` in a row are of the same prompt. id, model: what the client sees.
 
         in_bulk: no delta is needed at once (no streaming, no stop strings), so many are read together.
-        spend: called with the tokens of prompts that are taken, and then of answers.
         """
         self.id = id
         self.model = model
         self._worker = worker
-        self._metrics = metrics
-        self._spend = spend
-        self._recorder = recorder
-        self._trace = trace
+        self._metrics, self._recorder, self._trace, self._spend = records
         self._arrival = choices[0].request.arrival_time
         self._per_prompt = per_prompt
         self._latest = [self._arrival] * len(choices)
@@ -275,15 +264,16 @@ class Generation:
             ending = output.finish_reason
             if ending is FinishReason.ERROR or ending is FinishReason.ABORT:
                 raise self._failure(output, ending)
-            choice = self._by_request[output.request_id]
-            delta = choice.take(output)
-            self._observe_tokens(delta, came)
-            if delta.finish_reason is not None:
-                if ending is None:  # a stop string, which the engine does not look for
-                    self._worker.abort(output.request_id)
-                by = delta.finish_reason
-                self._end(output.request_id, FinishReason.STOP.value if by == TOOL_CALLS else by)
-            yield delta
+            yield self._take(output, came)
+
+    def _take(self, output: RequestOutput, came: float) -> Delta:
+        delta = self._by_request[output.request_id].take(output)
+        self._observe_tokens(delta, came)
+        if (by := delta.finish_reason) is not None:
+            if output.finish_reason is None:  # a stop string, which the engine does not look for
+                self._worker.abort(output.request_id)
+            self._end(output.request_id, FinishReason.STOP.value if by == TOOL_CALLS else by)
+        return delta
 
     @property
     def goes_on(self) -> bool:

@@ -76,13 +76,9 @@ class KvBatches:
         for event in recorded:
             if not isinstance(event, Stored):
                 gone = self._hashes.pop(event, None)
-                if gone is None:
-                    continue
-                if made and made[-1]["type"] == "BlockRemoved":
-                    made[-1]["block_hashes"].append(gone)
-                else:
-                    made.append({"type": "BlockRemoved", "block_hashes": [gone], "medium": LEVEL})
-                last = None
+                if gone is not None:
+                    _add_removed(made, gone)
+                    last = None
                 continue
             parent = None if event.parent is None else self._hashes.get(event.parent)
             if parent is None and event.parent is not None:
@@ -92,13 +88,16 @@ class KvBatches:
                 made[-1]["block_hashes"].append(digest)
                 made[-1]["token_ids"].extend(event.tokens)
             else:
-                made.append({
-                    "type": "BlockStored", "block_hashes": [digest], "parent_block_hash": parent,
-                    "token_ids": list(event.tokens), "block_size": self._block_tokens, "lora_id": event.version or None,
-                    "medium": LEVEL, "lora_name": event.adapter,
-                })  # fmt: skip
+                made.append(self._stored(event, digest, parent))
             last = digest
         return made
+
+    def _stored(self, event: Stored, digest: Hash, parent: Hash | None) -> Event:
+        return {
+            "type": "BlockStored", "block_hashes": [digest], "parent_block_hash": parent,
+            "token_ids": list(event.tokens), "block_size": self._block_tokens, "lora_id": event.version or None,
+            "medium": LEVEL, "lora_name": event.adapter,
+        }  # fmt: skip
 
     def clear(self) -> list[Event]:
         """The event after which a subscriber knows of no block; nor does this."""
@@ -112,6 +111,13 @@ class KvBatches:
         else:
             start = parent.to_bytes(8, "big")
         return int.from_bytes(hashlib.sha256(start + repr(event.tokens).encode()).digest()[:8], "big")
+
+
+def _add_removed(made: list[Event], gone: Hash) -> None:
+    if made and made[-1]["type"] == "BlockRemoved":
+        made[-1]["block_hashes"].append(gone)
+    else:
+        made.append({"type": "BlockRemoved", "block_hashes": [gone], "medium": LEVEL})
 
 
 class KvPublisher:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,15 +95,7 @@ class LoadedAdapters:
     def remember(self, book: AdapterBook, name: str) -> None:
         """Write down what a name and its kept versions mean by now, and remove files that are not used any more."""
         if self._names is not None:
-            newest_first = [one for one in book.versions(name).result() if one.manifest.content_hash is not None]
-            now = {one.name: one for one in newest_first}
-            for entry in map(_entry, [*newest_first[1:], *newest_first[:1]]):
-                before = self._names.get(entry.name)
-                if before is None or before._replace(generation=0) != entry._replace(generation=0):
-                    self._names.put(entry)
-            for entry in self._names.entries():
-                if entry.name not in now and name in (entry.name, split_version(entry.name)[0]):
-                    self._names.remove(entry.name)
+            _write(self._names, name, book.versions(name).result())
         self.sweep(book)
 
     def sweep(self, book: AdapterBook) -> None:
@@ -120,6 +112,19 @@ class LoadedAdapters:
     def close(self) -> None:
         if self._names is not None:
             self._names.close()
+
+
+def _write(names: RegistryStore, name: str, versions: Sequence[AdapterState]) -> None:
+    """Have `names` hold these versions of an adapter, the newest first, and no others."""
+    newest_first = [one for one in versions if one.manifest.content_hash is not None]
+    now = {one.name for one in newest_first}
+    for entry in map(_entry, [*newest_first[1:], *newest_first[:1]]):
+        before = names.get(entry.name)
+        if before is None or before._replace(generation=0) != entry._replace(generation=0):
+            names.put(entry)
+    for entry in names.entries():
+        if entry.name not in now and name in (entry.name, split_version(entry.name)[0]):
+            names.remove(entry.name)
 
 
 def _entry(state: AdapterState) -> Entry:

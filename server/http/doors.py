@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,10 +14,11 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..access.addresses import Networks, forwarded_client, place_of
-from ..access.hosts import Hosts, is_same_origin
-from ..access.keys import TENANT, Identity, Keys, Right
+from ..access.hosts import Hosts
+from ..access.keys import Identity, Keys, Right
 from ..errors import REQUEST_ID, ApiError, clipped
 from .gate import Gate
+from .tenant_header import TenantHeader
 
 _random = random.Random()
 """Not the system's, which is asked without the interpreter's lock: getting that back takes half a millisecond or more
@@ -29,12 +30,6 @@ READING = ("GET", "HEAD", "OPTIONS")
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
-
-FAIRNESS_HEADER = "x-llm-d-inference-fairness-id"
-"""Header in which llm-d's gateways name the flow that a request belongs to."""
-
-WITHIN = "|"
-"""Between a key's tenant and what a gateway names within it; no tenant's name has it."""
 
 
 class GuardedRoute(Route):
@@ -90,24 +85,16 @@ class Doors:
         keys: Keys,
         hosts: Hosts,
         proxies: Networks,
-        origins: Collection[str],
         gate: Gate,
-        tenant_header: str | None = None,
-        tenant_gateways: Networks | None = None,
+        tenants: TenantHeader | None = None,
     ) -> None:
-        """proxies: may name the client in X-Forwarded-For. tenant_header: header that may name the tenant.
-
-        tenant_gateways: the only peers that may send the tenant header; in a request with a key it names a part of the
-        key's tenant, so that no client can pose as another key's tenant. None: any client may name any tenant.
-        """
+        """proxies: may name the client in X-Forwarded-For. tenants: may name the tenant."""
         self._app = app
         self._routes = routes
         self._proxies = proxies
-        self._tenant_header = tenant_header or (FAIRNESS_HEADER if tenant_gateways is not None else None)
-        self._gateways = tenant_gateways
+        self._tenants = tenants
         self._keys = keys
         self._hosts = hosts
-        self._origins = origins
         self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -121,12 +108,9 @@ class Doors:
             peer = (scope.get("client") or ("",))[0]
             self._find_client(scope, headers)
             identity = self._admit(scope, headers)
-            named = self._named_tenant(headers, peer)
             known = identity or Identity(may_change_adapters=False, sees_tenants=False)
             caller = known.tenant or place_of((scope.get("client") or ("",))[0])
-            tenant = named or caller
-            if named and known.tenant and self._gateways is not None:
-                tenant = f"{known.tenant}{WITHIN}{named}"
+            tenant = (self._tenants and self._tenants.tenant(headers, peer, known.tenant)) or caller
             budget = known.grant.tokens_per_minute
             scope.setdefault("state", {}).update(
                 spend=None if budget is None else partial(self._gate.tokens.spend, caller, budget),
@@ -161,53 +145,38 @@ class Doors:
 
     def _admit(self, scope: Scope, headers: Headers) -> Identity | None:
         """Return the caller; None at an open route without a good key. Raises an ApiError for what may not come in."""
-        method, host = scope["method"], headers.get("host")
         if CONTROL.search(scope["path"]):
             raise ApiError(400, "the path holds a control character", code="invalid_path")
+        self._check_host(scope["method"], headers)
+        route = self._route(scope)
+        identity = self._identify(headers, Right.KEY if route is None else route.right)
+        if scope["method"] in ("POST", "PATCH"):
+            _check_kind(headers.get("content-type", ""), route)
+        return identity
+
+    def _check_host(self, method: str, headers: Headers) -> None:
+        host, origin = headers.get("host"), headers.get("origin")
         if not self._hosts.serves(host):
             message = (
                 f"this server does not answer to the host {clipped(host or '')!r}; use a name it serves, or start it "
                 "with --allowed-hosts"
             )
             raise ApiError(400, message, code="invalid_host")
-        if method not in READING and (origin := headers.get("origin")) is not None:
-            allowed = "*" in self._origins or origin in self._origins or is_same_origin(origin, host)
-            if not allowed:
-                message = f"pages of {clipped(origin)!r} may not call this server; --cors-origins allows them"
-                raise ApiError(403, message, code="origin_not_allowed")
-        route = self._route(scope)
-        right = Right.KEY if route is None else route.right
+        if method not in READING and origin is not None and not self._hosts.admits(origin, host):
+            message = f"pages of {clipped(origin)!r} may not call this server; --cors-origins allows them"
+            raise ApiError(403, message, code="origin_not_allowed")
+
+    def _identify(self, headers: Headers, right: Right) -> Identity | None:
         anthropics = headers.get("x-api-key")
         try:
             identity = self._keys.identify(headers.get("authorization", anthropics and f"Bearer {anthropics}"))
         except ApiError:
             if right is not Right.OPEN:
                 raise
-            identity = None
+            return None
         if identity is not None and not identity.has(right):
             raise ApiError(403, "this needs an admin key of this server", code="admin_key_required")
-        reads_json = route is None or route.reads_json
-        kind = headers.get("content-type", "")
-        is_form = route is not None and route.takes_forms and kind.startswith("multipart/form-data;")
-        if method in ("POST", "PATCH") and reads_json and not (is_form or _is_json(kind)):
-            given = clipped(kind) or "nothing"
-            raise ApiError(415, f"the content-type is {given!r}, the body must be application/json",
-                           code="unsupported_media_type")  # fmt: skip
         return identity
-
-    def _named_tenant(self, headers: Headers, peer: str) -> str:
-        """Return the tenant that a request's header names, or "" where none may or does. peer: it sent the request."""
-        if self._tenant_header is None or (self._gateways is not None and peer not in self._gateways):
-            return ""
-        name = headers.get(self._tenant_header, "")
-        if name and not TENANT.fullmatch(name):
-            raise ApiError(
-                400,
-                f"the header {self._tenant_header} is {clipped(name)!r}; a tenant's name has up to 128 letters, digits "
-                "and ._:/+=@-",
-                code="invalid_tenant",
-            )
-        return name
 
 
 class _Answer:
@@ -225,3 +194,13 @@ class _Answer:
 def _is_json(content_type: str) -> bool:
     kind = content_type.partition(";")[0].strip().lower()
     return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+
+
+def _check_kind(kind: str, route: GuardedRoute | None) -> None:
+    """Raises an ApiError for a body of another content type than the route reads."""
+    if route is not None and (not route.reads_json or (route.takes_forms and kind.startswith("multipart/form-data;"))):
+        return
+    if not _is_json(kind):
+        given = clipped(kind) or "nothing"
+        raise ApiError(415, f"the content-type is {given!r}, the body must be application/json",
+                       code="unsupported_media_type")  # fmt: skip

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from email.message import Message
 from typing import NamedTuple
 
+from python_multipart.exceptions import MultipartParseError
+from python_multipart.multipart import MultipartParser, MultipartState
+
 from ..errors import ApiError
 
-MAX_HEAD_BYTES = 8 << 10
 MAX_PARTS = 64
+MAX_HEADERS = 8
+MAX_HEADER_BYTES = 4096
+
+logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of what its caller raises
 
 
 class Piece(NamedTuple):
@@ -30,7 +37,7 @@ def boundary_of(content_type: str) -> bytes | None:
     boundary = header.get_boundary("")
     if not re.fullmatch(r"[\x21-\x7e ]{1,70}", boundary):
         raise ApiError(400, "multipart/form-data needs a boundary of at most 70 characters")
-    return b"\r\n--" + boundary.encode()
+    return boundary.encode()
 
 
 async def pieces(body: AsyncIterator[bytes], boundary: bytes) -> AsyncIterator[Piece]:
@@ -47,55 +54,50 @@ class _Form:
     """What has come of a form. is_over: its last boundary came; what follows means nothing."""
 
     def __init__(self, boundary: bytes) -> None:
-        self._boundary = boundary
-        self._buffer = bytearray(b"\r\n")
-        self._part: tuple[str, str | None] | None = None
+        self._pieces: list[Piece] = []
         self._num_parts = 0
-        self.is_over = False
+        self._header = Message()  # of the part, as far as it matters
+        self._field, self._value = bytearray(), bytearray()  # of one of its lines
+        self._part: tuple[str, str | None] = "", None
+        self._parser = MultipartParser(boundary, {
+            "on_part_begin": self._begin_part,
+            "on_header_field": lambda data, start, end: self._field.extend(data[start:end]),
+            "on_header_value": lambda data, start, end: self._value.extend(data[start:end]),
+            "on_header_end": self._end_line,
+            "on_headers_finished": self._end_head,
+            "on_part_data": lambda data, start, end: self._give(data[start:end]),
+            "on_part_end": lambda: self._give(b""),
+        }, max_header_count=MAX_HEADERS, max_header_size=MAX_HEADER_BYTES)  # fmt: skip
 
-    def read(self, data: bytes) -> Iterator[Piece]:
-        buffer, boundary = self._buffer, self._boundary
-        buffer += data
-        while not self.is_over and (self._part is not None or self._begin()):
-            assert self._part is not None
-            end = buffer.find(boundary)
-            upto = end if end >= 0 else max(0, len(buffer) - len(boundary))
-            if upto:
-                yield Piece(*self._part, bytes(buffer[:upto]))
-                del buffer[:upto]
-            if end < 0:
-                return
-            yield Piece(*self._part, b"")
-            self._part = None
+    @property
+    def is_over(self) -> bool:
+        return self._parser.state is MultipartState.END
 
-    def _begin(self) -> bool:
-        """Read a part's head; False while that is not whole, and at the form's end."""
-        buffer, boundary = self._buffer, self._boundary
-        start, end = buffer.find(boundary), buffer.find(b"\r\n\r\n")
-        if start == 0 and buffer[len(boundary) : len(boundary) + 2] == b"--":
-            self.is_over = True
-            return False
-        if end < 0:
-            if len(buffer) > MAX_HEAD_BYTES:
-                raise ApiError(400, "the form's parts can't be told apart; send multipart/form-data")
-            return False
+    def read(self, data: bytes) -> list[Piece]:
+        self._pieces = found = []
+        try:
+            self._parser.write(data)
+        except MultipartParseError as error:
+            raise ApiError(400, f"the body is no multipart/form-data: {error}") from None
+        return found
+
+    def _begin_part(self) -> None:
         self._num_parts += 1
-        if start != 0 or self._num_parts > MAX_PARTS:
-            raise ApiError(400, f"a form has at most {MAX_PARTS} parts, each behind its boundary")
-        self._part = _head(bytes(buffer[len(boundary) + 2 : end]))
-        del buffer[: end + 4]
-        if buffer.startswith(boundary[2:]):  # an empty part may end at once
-            buffer[:0] = b"\r\n"
-        return True
+        if self._num_parts > MAX_PARTS:
+            raise ApiError(400, f"a form has at most {MAX_PARTS} parts")
+        self._header = Message()
 
+    def _end_line(self) -> None:
+        if self._field.lower() == b"content-disposition":
+            self._header["content-disposition"] = self._value.decode("utf-8", "replace")
+        self._field.clear()
+        self._value.clear()
 
-def _head(lines: bytes) -> tuple[str, str | None]:
-    header = Message()
-    for line in lines.decode("utf-8", "replace").split("\r\n"):
-        name, _, value = line.partition(":")
-        if name.strip().lower() == "content-disposition":
-            header["content-disposition"] = value.strip()
-    name, file_name = header.get_param("name", None, "content-disposition"), header.get_filename()
-    if not isinstance(name, str):
-        raise ApiError(400, "a part of the form has no name")
-    return name, file_name
+    def _end_head(self) -> None:
+        name = self._header.get_param("name", None, "content-disposition")
+        if not isinstance(name, str):
+            raise ApiError(400, "a part of the form has no name")
+        self._part = name, self._header.get_filename()
+
+    def _give(self, data: bytes) -> None:
+        self._pieces.append(Piece(*self._part, data))

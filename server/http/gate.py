@@ -89,17 +89,8 @@ class Gate:
         if self.draining and works:
             message = "the server is shutting down and takes no new work; ask another one, or again when it is back"
             raise ApiError(503, message, code="draining", retry_after=5, headers={"connection": "close"})
-        if works and grant is not None:
-            if path in GENERATING and grant.tokens_per_minute is not None:
-                self.tokens.check(caller, grant.tokens_per_minute)
-            self.calls.take(caller, own_most=grant.requests)
         if works:
-            try:
-                self.requests.take(tenant)
-            except ApiError:
-                if grant is not None:
-                    self.calls.give_back(caller)
-                raise
+            self._take(path, tenant, caller, grant)
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -113,6 +104,19 @@ class Gate:
                 self.requests.give_back(tenant)
                 if grant is not None:
                     self.calls.give_back(caller)
+
+    def _take(self, path: str, tenant: str, caller: str, grant: Grant | None) -> None:
+        """Take a place of the key's and of the tenant's, or neither."""
+        if grant is not None:
+            if path in GENERATING and grant.tokens_per_minute is not None:
+                self.tokens.check(caller, grant.tokens_per_minute)
+            self.calls.take(caller, own_most=grant.requests)
+        try:
+            self.requests.take(tenant)
+        except ApiError:
+            if grant is not None:
+                self.calls.give_back(caller)
+            raise
 
     def cut(self) -> None:
         """Cancel the requests in progress; `Doors` answers their clients."""

@@ -30,6 +30,10 @@ def check_model(settings: Settings) -> None:
         if (package := missing_package(rule.location)) is not None:
             command = "pip install 'chorus-lora[stores]'"
             raise LaunchError(f"{rule.location.url} needs the package {package}; run: {command}")
+    _check_names(settings)
+
+
+def _check_names(settings: Settings) -> None:
     names = set()
     for name, _ in settings.lora_modules:
         if name in names or settings.is_reserved(name):

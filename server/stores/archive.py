@@ -47,14 +47,12 @@ def unpack(
             if count > MAX_MEMBERS:
                 raise StoreRefused(f"its archive has more than {MAX_MEMBERS} members")
             parent, name = _split(path)
-            if name in names:
-                if content is None or name in places:
-                    why = "no regular file" if content is None else "there twice"
-                    raise StoreRefused(f"{name} in its archive is {why}")
-                places[name] = parent
-                while chunk := content.read(_CHUNK_BYTES):
-                    deadline.left()
-                    draft.write(name, chunk)
+            if name not in names:
+                continue
+            if name in places:
+                raise StoreRefused(f"{name} in its archive is there twice")
+            places[name] = parent
+            _write(draft, name, content, deadline)
     except TooLarge:
         raise
     except (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, RuntimeError, ValueError, OSError) as error:
@@ -63,6 +61,14 @@ def unpack(
         raise StoreRefused("its archive is broken", f"the archive can't be read: {error}") from None
     if len(places) < len(names) or len(set(places.values())) > 1:
         raise StoreRefused(f"its archive does not have {' and '.join(names)} in one directory")
+
+
+def _write(draft: Draft, name: str, content: IO[bytes] | None, deadline: Deadline) -> None:
+    if content is None:
+        raise StoreRefused(f"{name} in its archive is no regular file")
+    while chunk := content.read(_CHUNK_BYTES):
+        deadline.left()
+        draft.write(name, chunk)
 
 
 def _split(path: str) -> tuple[str, str]:

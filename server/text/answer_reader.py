@@ -228,7 +228,7 @@ class AnswerReader:
             self._step = self._in_arguments
             return True
         if not wrapped:
-            return self._no_call() if self._final or len(held) >= MAX_HEAD else False
+            return (self._final or len(held) >= MAX_HEAD) and self._no_call()
         blanks = re.match(r"\s*(?:\[\s*)?", held) if self._format.listed else re.match(r"\s*", held)
         begin = blanks.end() if blanks else 0
         if begin < len(held) and held[begin] != "{":
@@ -236,7 +236,7 @@ class AnswerReader:
         end = self._ends.find(held, begin)
         if end >= 0:
             return self._whole_call(held[begin:end], held[end:])
-        return self._no_call() if self._final else False
+        return self._final and self._no_call()
 
     def _whole_call(self, text: str, rest: str) -> bool:
         """A JSON object that names its function behind the arguments, or has none, or writes them as a string."""

@@ -172,7 +172,7 @@ class TextStream:
     the stream ends with the first token that completes a stop string, at the place where that string begins.
     """
 
-    __slots__ = ("_begun", "_detokenizer", "_exempt", "_held", "_include_stop", "_min_tokens", "_stops", "stopped_by")
+    __slots__ = ("_begun", "_detokenizer", "_exempt", "_held", "_min_tokens", "_stops", "shows_stop", "stopped_by")
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class TextStream:
         """include_stop: show the stop string, too. min_tokens: what they complete is no stop string."""
         self._detokenizer = detokenizer
         self._stops = tuple(stops)
-        self._include_stop = include_stop
+        self.shows_stop = include_stop
         self._min_tokens = min_tokens
         self._begun = 0  # characters before the held ones
         self._held = ""
@@ -232,7 +232,7 @@ class TextStream:
         hits = [(at, stop) for stop in self._stops if (at := self._find(text, stop)) >= 0]
         if hits:
             end, self.stopped_by = min(hits)
-            return text[: end + len(self.stopped_by) if self._include_stop else end]
+            return text[: end + len(self.stopped_by) if self.shows_stop else end]
         return self._show(len(self._held) - max(overlap(self._held, stop) for stop in self._stops))
 
     def _find(self, text: str, stop: str) -> int:

@@ -43,13 +43,16 @@ class SpeltSpecials:
         if isinstance(value, str):
             return self._broken(value, mark)
         if isinstance(value, Mapping):
-            pairs = {self.marked(key, mark): self.marked(each, mark) for key, each in value.items()}
-            same = all(a is b and c is d for (a, c), (b, d) in zip(pairs.items(), value.items(), strict=False))
-            return value if same and len(pairs) == len(value) else pairs
+            return self._marked_pairs(value, mark)
         if isinstance(value, list | tuple):
             items = [self.marked(each, mark) for each in value]
             return value if all(a is b for a, b in zip(items, value, strict=True)) else items
         return value
+
+    def _marked_pairs(self, value: Mapping[Any, Any], mark: str) -> Mapping[Any, Any]:
+        pairs = {self.marked(key, mark): self.marked(each, mark) for key, each in value.items()}
+        same = all(a is b and c is d for (a, c), (b, d) in zip(pairs.items(), value.items(), strict=False))
+        return value if same and len(pairs) == len(value) else pairs
 
     def _broken(self, text: str, mark: str) -> str:
         begins, parts, at = self._begins, [], 0

@@ -74,12 +74,15 @@ class Frames:
             everything = event("snapshot", {**pages, **rows, **facts, **(whole or {})})
         if last is None or last.owners.shape != shown.owners.shape:
             return everything, everything
+        return event("delta", {**self._changed(last, shown), **facts}), everything
+
+    def _changed(self, last: Shown, shown: Shown) -> dict[str, Any]:
         changed = {"pages": changes(last.owners, shown.owners).tolist(), "owners": self._owners(last.num_names)}
         for name, table in shown.tables.items():
             before = last.tables[name]
             changed[name] = [row for key, row in table.items() if before.get(key) != row]
             changed[f"gone_{name}"] = [key for key in before if key not in table]
-        return event("delta", {**{name: value for name, value in changed.items() if value}, **facts}), everything
+        return {name: value for name, value in changed.items() if value}
 
     def _show(self, picture: Picture) -> Shown:
         owners = np.frombuffer(picture.kinds, np.uint8).astype(np.uint32)

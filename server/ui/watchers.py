@@ -13,13 +13,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ... import __version__
 from ..api.sse import EventStream
 from ..engine.backend import Backend
 from ..engine.metrics import Metrics
 from ..errors import ApiError, EngineUnavailable
 from ..executors import DaemonPool
 from ..http.gate import Gate
+from ..version import VERSION
 from .frames import Frames, event
 
 log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class Watchers:
         facts = {"point": self._point(), "trouble": self._worker.trouble, "watchers": len(watchers)}
         whole = None
         if any(one.is_new for one in watchers):
-            whole = {"version": __version__, "model": self._base, "points": [*self._points], "tick": TICK_SECONDS}
+            whole = {"version": VERSION, "model": self._base, "points": [*self._points], "tick": TICK_SECONDS}
         try:
             picture = await asyncio.wait_for(asyncio.wrap_future(self._worker.picture()), PICTURE_SECONDS)
         except (TimeoutError, EngineUnavailable) as error:

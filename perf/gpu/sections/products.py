@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ....core.model.batch import Way
-from ....core.model.decoder import add_and_norm, multiply, multiply_and_gate, norm_and_multiply
+from ....core.model.decoder import Residual, multiply
 from ....ops.small_gemm_schedule import MAX_ROWS
 from ...kernels.cost import Cost, product_cost
 from ...report.table import Table
@@ -59,12 +59,10 @@ class _Case:
         return [way for way in Way if way is not Way.NORMED or self.has_norm]
 
     def product(self, way: Way, weight: torch.Tensor) -> torch.Tensor:
+        stream = Residual(self.residual, _EPS, self.x)
         if way is Way.NORMED:
-            return norm_and_multiply(
-                self.x, self.residual, self.norm, _EPS, weight, gate=self.gate, keep=False
-            )[2]  # fmt: skip
-        x = add_and_norm(self.x, self.residual, self.norm, _EPS) if self.has_norm else self.x
-        return (multiply_and_gate if self.gate else multiply)(way, x, weight)
+            return stream.normed_product(self.norm, weight, gate=self.gate, keep=False)[1]
+        return multiply(way, stream.normed(self.norm) if self.has_norm else self.x, weight, gate=self.gate)
 
     def work(self, way: Way) -> Callable[[], None]:
         def run() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ....core.costs.models import CostModel
+from ....core.costs.models import CostModel, StepWork
 from ..serving import changed_profile
 from .figure import Price, profile_path
 
@@ -35,10 +35,10 @@ def decode_seconds(costs: CostModel, rows: int, context: float, rank: int, adapt
     rank: of all rows' adapters, of which `adapters` are distinct; 0 is the base model.
     """
     ranks, kv = rows * rank, round(rows * context)
-    return costs.step.seconds(rows, rows, kv, round(context), ranks, ranks, adapters * rank)
+    return costs.step.seconds(StepWork(rows, rows, kv, round(context), ranks, ranks, adapters * rank))
 
 
 def prefill_seconds(costs: CostModel, prompts: int, tokens: int, rank: int) -> float:
     """A step of `prompts` prompts of `tokens` tokens each, all for one adapter."""
     total, pairs = prompts * tokens, prompts * tokens * (tokens + 1) / 2
-    return costs.step.seconds(total, prompts, total, 0, prompts * rank, total * rank, rank, pairs, True)
+    return costs.step.seconds(StepWork(total, prompts, total, 0, prompts * rank, total * rank, rank, pairs, True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from math import ceil
 from typing import NamedTuple
 
@@ -99,9 +100,7 @@ class Migration:
         found = [each for each in requests if each.replica in at]
         if not found:
             return None
-        names: dict[str | None, int] = {None: 0}
-        for each in found:
-            names.setdefault(each.adapter, len(names))
+        names = dict(zip(dict.fromkeys((None, *(each.adapter for each in found))), count()))
         home = np.array([at[each.replica] for each in found])
         allowed = np.array([self._may_go(each, chosen, now) for each in found])
         allowed[np.arange(len(found)), home] = True

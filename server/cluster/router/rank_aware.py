@@ -79,12 +79,7 @@ class RankAware:
             else:
                 before, queue = self._queues(replica, tokens, rank)
             key = requests, replica.num_with_adapter, replica.sum_ranks, replica.max_rank, rank
-            step = steps.get(key)
-            if step is None:
-                if len(steps) == _MOST_TERMS:
-                    steps.clear()
-                step = steps[key] = self._decode_steps(*key)
-            more, after = step
+            more, after = steps.get(key) or self._decode_steps(key)
             more += per_kv_token * tokens
             if tokens > longest:
                 more += per_longest * (tokens - longest)
@@ -96,14 +91,20 @@ class RankAware:
 
         return price
 
-    def _decode_steps(self, requests: int, users: int, sum_ranks: int, max_rank: int, rank: int) -> tuple[float, float]:
-        """Return by how much a decode step takes longer with a request of `rank`, and its seconds then; both but for
-        what is in the KV cache. Every request counts as one with an adapter of its own. users: of adapters.
+    def _decode_steps(self, key: tuple[int, int, int, int, int]) -> tuple[float, float]:
+        """Return by how much a decode step takes longer with one more request, and its seconds then; both but for what
+        is in the KV cache. Every request counts as one with an adapter of its own; the results are kept.
+
+        key: number of requests, of users of adapters, sum of ranks, largest rank, and the request's.
         """
+        requests, users, sum_ranks, max_rank, rank = key
         seconds = self._costs.batch_seconds
         before = seconds(requests, users, sum_ranks, max_rank) if requests else 0.0
         after = seconds(requests + 1, users + (rank > 0), sum_ranks + rank, max(max_rank, rank))
-        return after - before, after
+        if len(self._steps) == _MOST_TERMS:
+            self._steps.clear()
+        self._steps[key] = found = after - before, after
+        return found
 
     def _queues(self, replica: ReplicaState, tokens: int, rank: int) -> tuple[float, float]:
         """Return the seconds of the step of prompts alone that prefills the queue without the request, and with it."""

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chorus.core.costs.fit import FitError, fit
-from chorus.core.costs.models import CostModel, DiskCost, Kernel, OverheadCost, StepCost, TransferCost
+from chorus.core.costs.models import CostModel, DiskCost, Kernel, OverheadCost, StepCost, StepWork, TransferCost
 from chorus.core.costs.profile import ProfileError, load_profile, parse_profile, shipped_profiles
-from chorus.core.costs.work import STEP_TERMS, StepWork, term_values
+from chorus.core.costs.work import STEP_TERMS, step_work, term_values
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.requests.types import ScheduledRow, StepPlan
 from chorus.graphs.runner import DecodeBuckets
@@ -74,7 +74,7 @@ def test_the_articles_steps_and_adapters():
     article = load_profile("h100-llama-70b-int4")
     costs = article.costs()
     assert costs.decode_seconds([0] * 128) == pytest.approx(28.5e-3, rel=1e-4)
-    with_40 = costs.step.seconds(128, 128, 0, 0, 128 * 16, 128 * 16, 40 * 16)
+    with_40 = costs.step.seconds(StepWork(128, 128, 0, 0, 128 * 16, 128 * 16, 40 * 16))
     assert with_40 == pytest.approx((28.5 + 3.1) * 1e-3, rel=1e-4)
     assert costs.link.seconds(160_000_000) == pytest.approx(5.7e-3, rel=0.01)
     attention = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -132,8 +132,8 @@ def test_decode_follows_the_kernel(ranks, kv):
 
 def test_products_take_the_longer_of_reading_and_multiplying():
     step = StepCost(base=1.0, weights=8.0, per_token=0.5, head=2.0, per_logits=1.0)
-    assert [step.seconds(tokens, 1) for tokens in (1, 16, 20)] == [11.0, 11.0, 13.0]
-    assert [step.seconds(16, rows) for rows in (1, 2, 3)] == [11.0, 11.0, 12.0]
+    assert [step.seconds(StepWork(tokens, 1)) for tokens in (1, 16, 20)] == [11.0, 11.0, 13.0]
+    assert [step.seconds(StepWork(16, rows)) for rows in (1, 2, 3)] == [11.0, 11.0, 12.0]
 
 
 def test_overhead_counts_prompts():
@@ -151,8 +151,8 @@ def test_a_step_beside_a_read_loses_a_share_of_the_time_they_share(seconds, left
 
 def test_adapters_that_requests_share_are_read_once():
     step = StepCost(base=1.0, lora=0.5, per_rank=0.01, per_token_rank=0.001, per_adapter_rank=0.1)
-    assert step.seconds(4, 4, 0, 0, row_ranks=64, token_ranks=64, adapter_ranks=16) == pytest.approx(3.804)
-    assert step.seconds(4, 4) == 1.0
+    assert step.seconds(StepWork(4, 4, 0, 0, row_ranks=64, token_ranks=64, adapter_ranks=16)) == pytest.approx(3.804)
+    assert step.seconds(StepWork(4, 4)) == 1.0
 
 
 def test_a_prompt_alone():
@@ -178,21 +178,21 @@ def test_a_queue_is_its_prompts_in_one_step(prompts, kernel):
     plan = StepPlan(1, [row(f"r{i}", len(adapters) - 1, 0, count + 1) for i in range(len(prompts))], adapters)
     tokens = (count + 1) * len(prompts)
     found = costs.queue_seconds(tokens, len(prompts), tokens * rank, rank)
-    assert found == pytest.approx(StepWork.of(plan, kernel).seconds(costs.step))
+    assert found == pytest.approx(costs.step.seconds(step_work(plan, kernel)))
 
 
 def test_work_of_a_plan():
     adapters = [adapter("a", 8), adapter("b", 64)]
     decode = StepPlan(1, [row("x", -1, 9, 1), row("y", 0, 4, 1), row("z", 1, 6, 1), row("w", 1, 2, 1)], adapters, 8)
     ranks = 8 + 64 + 64
-    assert StepWork.of(decode, Kernel.SGMV) == StepWork(8, 4, 25, 9, ranks, ranks, 72)
-    assert StepWork.of(decode, Kernel.BGMV) == StepWork(8, 4, 25, 9, 3 * 64, 3 * 64, 72)
+    assert step_work(decode, Kernel.SGMV) == StepWork(8, 4, 25, 9, ranks, ranks, 72)
+    assert step_work(decode, Kernel.BGMV) == StepWork(8, 4, 25, 9, 3 * 64, 3 * 64, 72)
     mixed = StepPlan(2, [row("x", 0, 3, 5), row("y", -1, 7, 1), row("z", 1, 1, 1)], adapters)
-    work = StepWork.of(mixed, Kernel.SGMV)
+    work = step_work(mixed, Kernel.SGMV)
     assert work == StepWork(7, 3, 18, 7, 72, 5 * 8 + 64, 72, sum(range(4, 9)), True)
-    work = StepWork.of(mixed, Kernel.BGMV)
+    work = step_work(mixed, Kernel.BGMV)
     assert (work.row_ranks, work.token_ranks) == (2 * 64, 6 * 64)
-    base = StepWork.of(StepPlan(3, [row("x", -1, 3, 1)], [], 1), Kernel.BGMV)
+    base = step_work(StepPlan(3, [row("x", -1, 3, 1)], [], 1), Kernel.BGMV)
     assert (base.row_ranks, base.adapter_ranks) == (0, 0)
 
 
@@ -201,9 +201,9 @@ def test_terms_are_what_seconds_sums(values, knee):
     terms = dict(zip(STEP_TERMS, values, strict=True))
     step = StepCost(**terms, weights=knee * terms["per_token"])
     for adapters, bucket, count in (([], 2, 1), ([adapter("a", 8)], 2, 1), ([adapter("a", 8)], None, 7), ([], None, 3)):
-        work = StepWork.of(StepPlan(1, [row("x", len(adapters) - 1, 5, count)], adapters, bucket), Kernel.SGMV)
+        work = step_work(StepPlan(1, [row("x", len(adapters) - 1, 5, count)], adapters, bucket), Kernel.SGMV)
         total = sum(map(operator.mul, values, term_values(work, knee)))
-        assert work.seconds(step) == pytest.approx(total)
+        assert step.seconds(work) == pytest.approx(total)
 
 
 # -- more work never takes less time
@@ -236,7 +236,7 @@ def plan_of(*rows):
 )
 def test_a_row_or_a_token_never_makes_a_step_cheaper(step, kernel, chunks, decodes, more):
     def price(*rows):
-        return StepWork.of(plan_of(*rows), kernel).seconds(step) if rows else 0.0
+        return step.seconds(step_work(plan_of(*rows), kernel)) if rows else 0.0
 
     rows = [*chunks, *decodes]
     before = price(*rows)
@@ -255,10 +255,10 @@ def test_a_prompt_beside_a_padded_batch(name, count):
     """A step with a prompt runs unpadded; below the knee, padding is free in every shipped profile."""
     costs = load_profile(name).costs()
     rows = [row(f"r{i}", -1, 1000, 1) for i in range(count)]
-    alone = StepWork.of(StepPlan(1, rows, [], DecodeBuckets(512).pick(count)), costs.kernel).seconds(costs.step)
+    alone = costs.step.seconds(step_work(StepPlan(1, rows, [], DecodeBuckets(512).pick(count)), costs.kernel))
     for tokens in (2, 20, 500):
         prompt = row("new", -1, 0, tokens)
-        mixed = StepWork.of(StepPlan(1, [prompt, *rows], []), costs.kernel).seconds(costs.step)
+        mixed = costs.step.seconds(step_work(StepPlan(1, [prompt, *rows], []), costs.kernel))
         assert mixed >= max(alone, costs.prefill_seconds(tokens))
 
 

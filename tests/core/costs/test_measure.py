@@ -20,9 +20,9 @@ from chorus.core.costs.measure import (
     steady,
     typical,
 )
-from chorus.core.costs.models import Kernel, StepCost
+from chorus.core.costs.models import Kernel, StepCost, StepWork
 from chorus.core.costs.profile import load_profile
-from chorus.core.costs.work import STEP_TERMS, StepWork
+from chorus.core.costs.work import STEP_TERMS, step_work
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.graphs.runner import DecodeBuckets
 
@@ -87,7 +87,7 @@ def test_decode_batches_are_mixed(profiler, executor):
     assert {len(plan.rows) for plan in plans} == set(range(1, SEQS + 1))
     assert {plan.num_adapters for plan in plans} >= {0, 1, 2, 3, 4}
     assert len({frozenset(adapter.rank for adapter in plan.adapters) for plan in plans}) > 40
-    kv = [StepWork.of(plan, Kernel.SGMV).kv_tokens / len(plan.rows) for plan in plans]
+    kv = [step_work(plan, Kernel.SGMV).kv_tokens / len(plan.rows) for plan in plans]
     assert min(kv) < 10 < 100 < max(kv)
 
 
@@ -133,8 +133,8 @@ def test_the_steps_tell_the_terms_apart(profiler):
         per_kv_token=1e-6, per_pair=4e-7, lora=3e-4, per_rank=2e-6, per_token_rank=1e-6, per_adapter_rank=1e-5,
     )  # fmt: skip
     decodes, prefills = profiler.decode_plans(200), profiler.prefill_plans(80)
-    work = [StepWork.of(plan, Kernel.SGMV) for plan in decodes + prefills]
-    exact = Samples(work, [each.seconds(truth) for each in work], 0.0)
+    work = [step_work(plan, Kernel.SGMV) for plan in decodes + prefills]
+    exact = Samples(work, [truth.seconds(each) for each in work], 0.0)
     found = fit_steps(exact)
     assert found.r2 == pytest.approx(1.0)
     assert found.terms == pytest.approx({name: getattr(truth, name) for name in (*STEP_TERMS, "weights")}, rel=1e-4)
@@ -229,6 +229,6 @@ def test_what_disturbs_one_round_of_a_thing_is_shared_by_all():
 def test_rows_without_a_knee_have_none():
     work = [StepWork(rows, rows, 10 * rows + kv, 0, 0, 0, 0) for rows in (1, 2, 4, 8) for kv in (0, 5, 70)]
     flat = StepCost(1e-3, per_row=2e-4, per_kv_token=1e-6)
-    found = fit_steps(Samples(work, [each.seconds(flat) for each in work], 0.0))
+    found = fit_steps(Samples(work, [flat.seconds(each) for each in work], 0.0))
     assert found.terms["weights"] == 0.0
     assert found.mean_error < 1e-9

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from chorus.core.model.config import ModelConfig
-from chorus.core.model.lora_state_cuda import CudaLoraState
+from chorus.core.model.lora_state_cuda import CudaLoraState, StepLimits
 from chorus.core.requests.types import BASE_SLOT
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.pages.layout import MODULES, PageLayout
@@ -45,8 +45,9 @@ def resident(rank: int) -> Resident:
 @pytest.fixture
 def state() -> CudaLoraState:
     return CudaLoraState(
-        CONFIG, torch.zeros(1, LAYOUT.page_elems, dtype=torch.bfloat16), LAYOUT, max_rank=MAX_RANK, max_adapters=4,
-        max_rows=16, max_tokens=512, max_stall=0.0, make_copy=lambda num_bytes: torch.Tensor.copy_,
+        CONFIG, torch.zeros(1, LAYOUT.page_elems, dtype=torch.bfloat16), LAYOUT,
+        StepLimits(MAX_RANK, adapters=4, rows=16, tokens=512), max_stall=0.0,
+        make_copy=lambda num_bytes: torch.Tensor.copy_,
     )  # fmt: skip
 
 

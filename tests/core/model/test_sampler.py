@@ -42,7 +42,7 @@ def logits_of(seed, rows=1, vocab=VOCAB):
 def draw(rows, logits):
     """The sampling of an executor without a native decoder, a row of logits for each row; a GPU's gives the same."""
     asking = {index: index for index, it in enumerate(rows) if needs_logits(it)}
-    result = sampler.draw(rows, greedy(logits), logits.clone(), asking, TorchSampling(), EOS)
+    result = sampler.draw(rows, greedy(logits), sampler.RowLogits(logits.clone(), asking), TorchSampling(), EOS)
     assert draw_on_device(rows, logits) == result
     return result
 
@@ -168,7 +168,9 @@ def test_chosen_tokens_are_not_drawn_again_but_scored():
     logits = logits_of(5, rows=3)
     tokens = [7, 8, 9]
     rows = [row(name, [2, 3], temperature=1.0, top_p=0.5, logprobs=2) for name in "abc"]
-    result = sampler.draw(rows, tokens, logits, {0: 0, 1: 1, 2: 2}, TorchSampling(), EOS, chosen={0, 2})
+    result = sampler.draw(
+        rows, tokens, sampler.RowLogits(logits, {0: 0, 1: 1, 2: 2}), TorchSampling(), EOS, chosen={0, 2}
+    )
     alone = tokens_of([rows[1]], logits[1:2])
     assert list(result.tokens.values()) == [7, *alone, 9]
     want = logits.log_softmax(-1)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from chorus.memory.adapters.image import read_image, row_jobs
+from chorus.memory.adapters.image import ImageForm, read_image, row_jobs
 from chorus.memory.files.format import AdapterFormatError, inspect_adapter
 from chorus.memory.files.tensor_file import ITEM_BYTES, TensorInfo, TensorPlaces
 from chorus.memory.host.buffers import HostBuffers
@@ -84,7 +84,7 @@ def read(manifest, layout, open_rows, dtype=torch.float32):
     buffers.take((layout.num_pages, PAGE_ELEMS), dtype).zero_()
     closed.clear()
     try:
-        read_image(manifest, layout, DIMS, PAGE_ELEMS, dtype, image, buffers, open_rows)
+        read_image(manifest, ImageForm(layout, DIMS, PAGE_ELEMS, dtype), image, buffers, open_rows)
     finally:
         assert len(closed) == (open_rows is not None)
     return image.data, told

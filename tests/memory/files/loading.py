@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from chorus.memory.adapters.image import read_image
+from chorus.memory.adapters.image import ImageForm, read_image
 from chorus.memory.files.format import AdapterFormatError, inspect_adapter
 from chorus.memory.host.buffers import HostBuffers
 from chorus.memory.host.image import HostImage
@@ -29,7 +29,7 @@ def load(path: Path, dtype: torch.dtype = torch.float32, page_elems: int = PAGE_
     manifest = inspect_adapter(path, DIMS, LAYERS)
     layout = AdapterLayout.build(manifest.parts, DIMS, LAYERS, page_elems, dtype.itemsize)
     image = HostImage()
-    read_image(manifest, layout, DIMS, page_elems, dtype, image, HostBuffers())
+    read_image(manifest, ImageForm(layout, DIMS, page_elems, dtype), image, HostBuffers())
     assert image.stream.num_ready == LAYERS
     return manifest, layout, image.data
 

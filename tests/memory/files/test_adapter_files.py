@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from chorus.memory.adapters.image import read_image
+from chorus.memory.adapters.image import ImageForm, read_image
 from chorus.memory.files.format import AdapterFormatError
 from chorus.memory.files.tensor_file import FileIdentity, TensorFile
 from chorus.memory.host.buffers import HostBuffers
@@ -185,7 +185,7 @@ def test_a_file_that_changed_since_registration_is_refused(adapter_draft, tmp_pa
     manifest, layout, _ = load(path)
 
     def read(it=manifest):
-        read_image(it, layout, DIMS, PAGE_ELEMS, torch.float32, HostImage(), HostBuffers())
+        read_image(it, ImageForm(layout, DIMS, PAGE_ELEMS, torch.float32), HostImage(), HostBuffers())
 
     read()
     adapter_draft(seed=1).write(path)
@@ -220,4 +220,4 @@ def test_a_file_that_changes_while_it_is_read_is_refused(adapter_draft, tmp_path
 
     monkeypatch.setattr(TensorFile, "read_into", read_and_touch)
     with pytest.raises(AdapterFormatError, match="changed on disk"):
-        read_image(manifest, layout, DIMS, PAGE_ELEMS, torch.float32, HostImage(), HostBuffers())
+        read_image(manifest, ImageForm(layout, DIMS, PAGE_ELEMS, torch.float32), HostImage(), HostBuffers())

@@ -81,11 +81,13 @@ def test_any_pattern_that_is_taken_matches_what_re_matches():
     ("bad", "word"),
     [
         ("(", "unterminated"), ("a)", "unbalanced"), ("a)|(b", "unbalanced"), ("[0-9", "unterminated"),
-        ("a{2}{3}", "repeat of a repeat"), ("a*+", "repeat of a repeat"), ("*a", "nothing to repeat"),
-        ("^*", "nothing to repeat"), (r"\p{L}", "not served"), (r"\1", "not served"), ("(?i)a", "not served"),
-        ("(?P<x>a)", "not served"), ("(?<=a)b", "not served"), ("[z-a]", "bad character range"),
-        ("a{4294967294}", "begins no repeat"), ("a{999}", "255"), ("a{3,2}", "more to less"),
-        ("a{,}", "begins no repeat"),
+        ("a{2}{3}", "multiple repeat"), ("a*+", "possessive repeat is not served"), ("*a", "nothing to repeat"),
+        ("^*", "nothing to repeat"), (r"\p{L}", "bad escape"), (r"\1", "invalid group reference"),
+        (r"(a)\1", "not served"), ("(?>a)", "atomic group is not served"), ("(?i)a", "not served"),
+        ("(?i:a)", "not served"), ("(?P<x>a)", "not served"), ("(?<=a)b", "not served"), ("(?<!a)b", "not served"),
+        ("[z-a]", "bad character range"), ("a{4294967294}", "255"), ("a{4294967296}", "too large"), ("a{999}", "255"),
+        ("a{256,}", "255"), ("a{3,2}", "min repeat greater than max repeat"), ("(" * 900, "20 deep"),
+        (r"a[\\[]", "with a backslash"), ("[a--b]", "with a backslash"),
         ("[[a]", "with a backslash"), ("(" * 30 + ")" * 30, "20 deep"), ("a" * (MAX_CHARACTERS + 1), "2001 characters"),
     ],
 )  # fmt: skip

@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from chorus.core.config import EngineConfig
+from chorus.core.costs.models import StepWork
 from chorus.core.costs.profile import Number, Terms, load_profile
 from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
@@ -335,13 +336,13 @@ def test_a_step_costs_what_the_model_says():
     run.add("y", 20, 3)
     costs = run.executor.costs
     link = costs.link.seconds(10 * PAGE_BYTES)
-    prefill = costs.step.seconds(70, 2, 70, 0, 16, 50 * 16, 16, 50 * 51 / 2 + 20 * 21 / 2, True)
+    prefill = costs.step.seconds(StepWork(70, 2, 70, 0, 16, 50 * 16, 16, 50 * 51 / 2 + 20 * 21 / 2, True))
     stall = max(link / LAYERS, link + prefill / LAYERS - prefill)
     assert run.step() == pytest.approx(prefill + stall)
     assert run.executor.stalled_seconds == pytest.approx(stall)
     run.executor.horizon = run.clock.now
-    assert run.step() == pytest.approx(costs.step.seconds(2, 2, 72, 50, 16, 16, 16))
-    assert run.step() == pytest.approx(costs.step.seconds(2, 2, 74, 51, 16, 16, 16))
+    assert run.step() == pytest.approx(costs.step.seconds(StepWork(2, 2, 72, 50, 16, 16, 16)))
+    assert run.step() == pytest.approx(costs.step.seconds(StepWork(2, 2, 74, 51, 16, 16, 16)))
     assert run.finished == {"x": run.clock.now, "y": run.clock.now}
 
 
@@ -375,7 +376,7 @@ def test_a_prompt_interrupts_decoding_unless_they_mix(stream):
     assert run.outputs["new"] == [(run.clock.now, 1)]
     assert {name: len(outputs) for name, outputs in run.outputs.items()} == {**told, "new": 1}, "nobody else drew"
     after = run.step()
-    expected = costs.step.seconds(8, 5, 4 * 102 + 21, 101, 16, 16, 16)
+    expected = costs.step.seconds(StepWork(8, 5, 4 * 102 + 21, 101, 16, 16, 16))
     assert after == pytest.approx(expected), "a decode step of all five"
     assert after > before
     while run.engine.has_work():
@@ -503,7 +504,7 @@ def test_a_step_does_not_wait_longer_than_it_may():
     run.add("y", 40, 4, "a")
     run.executor.horizon = run.clock.now
     costs = run.executor.costs
-    assert run.step() == pytest.approx(costs.step.seconds(41, 2, 81, 40, 16, 640, 16, 820, True) + 0.02)
+    assert run.step() == pytest.approx(costs.step.seconds(StepWork(41, 2, 81, 40, 16, 640, 16, 820, True)) + 0.02)
     assert x.num_output_tokens == 2
     assert run.outputs["y"] == []
     while not run.outputs["y"]:

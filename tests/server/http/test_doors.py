@@ -564,7 +564,7 @@ def test_who_has_no_key_goes_by_the_address(shared):
     def tenant(address, **headers):
         scope = {"type": "http", "method": "GET", "path": "/v1/models", "client": (address, 1)}
         scope["headers"] = [(name.encode(), text.encode()) for name, text in {"host": "localhost", **headers}.items()]
-        asyncio.run(Doors(route, (), Keys(), Hosts("127.0.0.1"), Networks(()), (), Gate())(scope, None, None))
+        asyncio.run(Doors(route, (), Keys(), Hosts("127.0.0.1"), Networks(()), Gate())(scope, None, None))
         return seen.pop()
 
     assert tenant("192.0.2.1") == tenant("192.0.2.1", authorization="Bearer none") != tenant("192.0.2.2")

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chorus.core.costs.models import CostModel, DiskCost, Kernel, StepCost, TransferCost
+from chorus.core.costs.models import CostModel, DiskCost, Kernel, StepCost, StepWork, TransferCost
 from chorus.core.costs.profile import load_profile
-from chorus.core.costs.work import StepWork
 from chorus.server.cluster.router import (
     AnswerLengths,
     Consolidate,
@@ -265,7 +264,7 @@ def test_with_mixed_steps_a_prompt_costs_what_the_next_step_takes_longer(running
 
     def step(prompts):
         tokens = len(running) + sum(tokens for tokens, _ in prompts)
-        return StepWork(tokens, len(running) + len(prompts), 0, 0, 0, 0, 0, 0.0, bool(prompts)).seconds(model.step)
+        return model.step.seconds(StepWork(tokens, len(running) + len(prompts), 0, 0, 0, 0, 0, 0.0, bool(prompts)))
 
     asked, policy = (request.prompt_tokens, request.rank), RankAware(estimates(model, 1.0, mix=True))
     state = replica_state(SEATS, running, queue)

@@ -1,0 +1,35 @@
+"""Where the calls of a server are recorded: metrics, and where wanted a file of requests and traces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from .metrics import Metrics
+    from .recorder import Recorder
+    from .tracing import CallTrace, Tracer
+
+
+class CallRecords(NamedTuple):
+    """Records of one call. spend: called with the tokens of prompts that are taken, and then of answers."""
+
+    metrics: Metrics | None = None
+    recorder: Recorder | None = None
+    trace: CallTrace | None = None
+    spend: Callable[[int], None] | None = None
+
+
+class Telemetry(NamedTuple):
+    """Records of all calls."""
+
+    metrics: Metrics
+    recorder: Recorder | None = None
+    tracer: Tracer | None = None
+
+    def call(
+        self, headers: Mapping[str, str], model: str, num_choices: int, spend: Callable[[int], None] | None
+    ) -> CallRecords:
+        """The records of a call that begins."""
+        trace = None if self.tracer is None else self.tracer.call(headers, model, num_choices)
+        return CallRecords(self.metrics, self.recorder, trace, spend)

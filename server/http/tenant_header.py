@@ -1,0 +1,50 @@
+"""The header in which a request names its tenant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from starlette.datastructures import Headers
+
+from ..access.addresses import Networks
+from ..access.keys import TENANT
+from ..errors import ApiError, clipped
+
+FAIRNESS_HEADER = "x-llm-d-inference-fairness-id"
+"""Header in which llm-d's gateways name the flow that a request belongs to."""
+
+WITHIN = "|"
+"""Between a key's tenant and what a gateway names within it; no tenant's name has it."""
+
+
+class TenantHeader(NamedTuple):
+    """Header that may name the tenant.
+
+    gateways: the only peers that may send it; in a request with a key it names a part of the key's tenant, so that no
+    client can pose as another key's tenant. None: any client may name any tenant.
+    """
+
+    name: str
+    gateways: Networks | None = None
+
+    @classmethod
+    def of(cls, name: str | None, gateways: Sequence[str] | None) -> TenantHeader | None:
+        """By the settings; None if no header may. A gateway's is llm-d's, where none is named."""
+        if gateways is None:
+            return None if name is None else cls(name)
+        return cls(name or FAIRNESS_HEADER, Networks(gateways))
+
+    def tenant(self, headers: Headers, peer: str, key_tenant: str) -> str:
+        """Return the tenant that a request's header names, or "" where none may or does. peer: it sent the request."""
+        if self.gateways is not None and peer not in self.gateways:
+            return ""
+        named = headers.get(self.name, "")
+        if named and not TENANT.fullmatch(named):
+            raise ApiError(
+                400,
+                f"the header {self.name} is {clipped(named)!r}; a tenant's name has up to 128 letters, digits "
+                "and ._:/+=@-",
+                code="invalid_tenant",
+            )
+        return f"{key_tenant}{WITHIN}{named}" if named and key_tenant and self.gateways is not None else named
