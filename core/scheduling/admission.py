@@ -242,10 +242,10 @@ class Admission:
         self._turns.restart(draft.now, self._num_steps())
         doubts = draft.now < self._doubt_until
         is_limited = self._limits.max_adapters_per_step is not None or doubts or self.late or draft.only is not None
-        draft.place, draft.order = place, QueueOrder(
+        draft.place = place
+        draft.order = QueueOrder(
             self._waiting, self._turns, self._store, draft.overdue_before,
-            partial(self._may_come, draft, doubts) if is_limited else None, place is Place.CALL,
-            draft.may_begin if place is Place.ACCOUNT else None, draft.held,
+            partial(self._may_come, draft, doubts) if is_limited else None, place is Place.CALL, draft.is_candidate,
         )  # fmt: skip
 
     def _may_come(self, draft: Draft, doubts: bool, adapter: Adapter | None, head: Request | None) -> bool:

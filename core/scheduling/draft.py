@@ -147,6 +147,10 @@ class Draft:
             return True
         return len(running) > 1 and any(map(self.may_begin, running.keys() & waiting))
 
+    def is_candidate(self, account: str) -> bool:
+        """True if a tenant may begin a request in a slot of the present kind."""
+        return account not in self.held and (self.place is not Place.ACCOUNT or self.may_begin(account))
+
     def may_begin(self, account: str) -> bool:
         """True if a tenant may begin a request although every slot is taken: another can give it a row."""
         own, accounts = self._rows.get(account, 0), self.running.accounts

@@ -6,7 +6,7 @@ import heapq
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
 from ...memory.adapters.adapter import Adapter
@@ -219,12 +219,11 @@ class QueueOrder:
         may_run: Callable[[Adapter | None, Request | None], bool] | None = None,
         only_firsts: bool = False,
         may_begin: Callable[[str], bool] | None = None,
-        held: Container[str] = (),
     ) -> None:
         """turns: restarted. may_run: filters adapters; called with an adapter (None: the base model) and the first
         request of a tenant that waits for it (None: of any tenant). None: every adapter is eligible. only_firsts:
-        consider only the first answer of each call. may_begin: filters tenants; None: every tenant is eligible. held:
-        excluded tenants; the caller adds to it during the step.
+        consider only the first answer of each call. may_begin: filters tenants, each time that one comes; None:
+        every tenant is eligible.
         """
         self._waiting = waiting
         self._turns: Turns | SomeTurns = turns
@@ -233,7 +232,6 @@ class QueueOrder:
         self._may_run = may_run
         self._only_firsts = only_firsts
         self._may_begin = may_begin
-        self._held = held
         resident, coming = store.near(waiting.by_adapter.keys())
         self._near: dict[Adapter | None, int] = {**dict.fromkeys(resident, RESIDENT), **dict.fromkeys(coming, COMING)}
         if None in waiting.by_adapter:
@@ -248,7 +246,7 @@ class QueueOrder:
     def next(self) -> Request | None:
         """Return the next candidate; the same request until it has left its group, or its group is skipped."""
         while (account := self._turns.top()) is not None:
-            if account not in self._held and (self._may_begin is None or self._may_begin(account)):
+            if self._may_begin is None or self._may_begin(account):
                 entries = self._entries.get(account)
                 if entries is None:
                     entries = self._entries[account] = self._open(self._waiting.accounts.get(account, {}))
