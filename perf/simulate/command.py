@@ -38,7 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--markdown",
         type=Path,
         metavar="FILE",
-        help="write the tables there, as docs/studies.md; other studies' sections stay",
+        help="write the tables there, as those of perf/results",
     )
     add("--seed", type=int, metavar="N", help="the first seed for requests and random policies (default: 0)")
     add("--seeds", type=int, metavar="N", help="how many seeds each row has (default: the study's own number, 10)")
@@ -104,9 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         flags += "".join(f" --{name} {value}" for name, value in given.items() if value is not None)
         flags += "" if arguments.rows is None else f" --rows {shlex.quote(arguments.rows)}"
         flags += f" --scale {arguments.scale:g}" if arguments.scale != 1 else ""
-        page = arguments.markdown
-        before = page.read_text("utf-8") if page.is_file() else ""
-        page.write_text(document(results, flags, arguments.check or SHARE, before), encoding="utf-8")
+        arguments.markdown.write_text(document(results, flags, arguments.check or SHARE), encoding="utf-8")
     share = arguments.check
     return 1 if share and not all(each.holds_in(share) for each in results) else 0
 
