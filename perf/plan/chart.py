@@ -18,7 +18,7 @@ from .trial import QUANTILES
 _BARS = 120  # intervals of the chart of arrivals
 _COLUMNS = 2
 _GREY = "#7d8794"
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none", "svg.hashsalt": "plan", "font.family": "sans-serif", "font.size": 9,
     "axes.edgecolor": _GREY, "axes.labelcolor": _GREY, "axes.titlecolor": _GREY, "axes.titlesize": "medium",
     "axes.grid": True, "axes.spines.top": False, "axes.spines.right": False, "grid.color": _GREY, "grid.alpha": 0.3,

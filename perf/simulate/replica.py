@@ -374,5 +374,5 @@ class _Adapters:
         store = self._store
         if adapter not in self._registered:
             return False
-        found = store.get(adapter)
+        found = store.get(str(adapter))
         return bool(found.pages) or store.tier(found) in self._tiers

@@ -64,15 +64,15 @@ class Estimates:
     def load_of(self, adapter: str | None) -> Load:
         """The load of an adapter, which is priced once for a decision among several replicas."""
         if adapter is None:
-            return Load(None, 0.0, 0.0)
+            return Load("", 0.0, 0.0)
         num_bytes = self.adapter_bytes(adapter)
         return Load(adapter, self.costs.disk.seconds(num_bytes), self.costs.link.seconds(num_bytes))
 
 
 class Load(NamedTuple):
-    """An adapter, and the seconds that its read and its copy over the link take by themselves; None: the base model."""
+    """An adapter, and the seconds that its read and its copy over the link take by themselves; "": the base model."""
 
-    adapter: str | None
+    adapter: str
     read: float
     copy: float
 
