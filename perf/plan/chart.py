@@ -1,116 +1,96 @@
-"""Charts as SVG for a page: lines with intervals, in the page's own colours, which differ in light and dark."""
+"""Charts of a plan as one SVG, by matplotlib; its greys can be read on light pages and on dark ones."""
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from html import escape
+import io
+from typing import Any
 
-WIDTH, HEIGHT = 460, 280
-LEFT, RIGHT, TOP, BOTTOM = 56, 12, 28, 40
-NUM_COLOURS = 6
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
-Point = tuple[float, float]
+from ..simulate.results import Spread
+from .plan import Plan, size
+from .search import Tried
+from .trial import QUANTILES
+
+_BARS = 120  # intervals of the chart of arrivals
+_COLUMNS = 2
+_GREY = "#7d8794"
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none", "svg.hashsalt": "plan", "font.family": "sans-serif", "font.size": 9,
+    "axes.edgecolor": _GREY, "axes.labelcolor": _GREY, "axes.titlecolor": _GREY, "axes.titlesize": "medium",
+    "axes.grid": True, "axes.spines.top": False, "axes.spines.right": False, "grid.color": _GREY, "grid.alpha": 0.3,
+    "xtick.color": _GREY, "ytick.color": _GREY, "text.color": _GREY, "legend.frameon": False,
+}  # fmt: skip
 
 
-@dataclass
-class Chart:
-    """x, y: labels of the axes. x_range, y_range: first and last value. log: of x."""
-
-    title: str
-    x: str
-    y: str
-    x_range: Point
-    y_range: Point
-    log: bool = False
-
-    def __post_init__(self) -> None:
-        self._marks: list[str] = []
-        self._names: list[tuple[int, str]] = []
-
-    def line(self, name: str, points: Sequence[Point], colour: int = 0, *, steps: bool = False) -> None:
-        """Points from left to right; an empty name has no entry in the legend."""
-        if steps:
-            points = [each for (x, y), (after, _) in itertools.pairwise(points) for each in ((x, y), (after, y))]
-        self._marks.append(f'<polyline class="line c{colour % NUM_COLOURS}" points="{self._path(points)}"/>')
-        if name:
-            self._names.append((colour % NUM_COLOURS, name))
-
-    def band(self, low: Sequence[Point], high: Sequence[Point], colour: int = 0) -> None:
-        """The area between two lines."""
-        path = self._path([*low, *reversed(high)])
-        self._marks.append(f'<polygon class="band c{colour % NUM_COLOURS}" points="{path}"/>')
-
-    def whisker(self, x: float, low: float, high: float, middle: float, colour: int = 0) -> None:
-        """A value with its interval."""
-        across, kind = self._x(x), f"c{colour % NUM_COLOURS}"
-        self._marks.append(
-            f'<line class="line {kind}" x1="{across:.1f}" x2="{across:.1f}" y1="{self._y(low):.1f}" '
-            f'y2="{self._y(high):.1f}"/><circle class="dot {kind}" cx="{across:.1f}" cy="{self._y(middle):.1f}" r="3"/>'
+def charts(plan: Plan) -> str:
+    """Arrivals, attainment by replicas for each memory, and both times of the best candidate: an `svg` element."""
+    memories = dict.fromkeys((one.candidate.arena, one.candidate.host) for one in plan.tried if not one.stopped)
+    with rc_context(_STYLE):
+        count = 1 + len(memories) + 2 * (plan.best is not None)
+        lines = -(-count // _COLUMNS)
+        figure = Figure((4.8 * _COLUMNS, 3.2 * lines), layout="constrained")
+        axes = iter(figure.subplots(lines, _COLUMNS, squeeze=False).ravel())
+        _arrivals(next(axes), plan)
+        for memory in memories:
+            _attainment(next(axes), plan, memory)
+        if plan.best is not None:
+            _times(next(axes), "Time to first token", plan.best, "ttft", plan.fleet.slo.ttft)
+            _times(next(axes), "Time per token", plan.best, "tpot", plan.fleet.slo.tpot)
+        for axis in axes:
+            axis.set_visible(False)
+        text = io.StringIO()
+        figure.savefig(
+            text, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
         )
-
-    def limit(self, text: str, *, x: float | None = None, y: float | None = None) -> None:
-        """A dashed line across, at a value of one of the axes."""
-        first, last = (self.x_range, self.y_range)
-        ends = [(x, last[0]), (x, last[1])] if x is not None else [(first[0], y or 0.0), (first[1], y or 0.0)]
-        (x1, y1), (x2, y2) = ((self._x(a), self._y(b)) for a, b in ends)
-        self._marks.append(f'<line class="limit" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>')
-        place = (x1 + 4, y1 - 4, "start") if x is None else (x1 - 4, y2 + 20, "end")
-        self._marks.append(
-            f'<text class="small" x="{place[0]:.1f}" y="{place[1]:.1f}" text-anchor="{place[2]}">{escape(text)}</text>'
-        )
-
-    def svg(self) -> str:
-        bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
-        parts = [
-            f'<svg viewBox="0 0 {WIDTH} {HEIGHT + 16 * len(self._names)}" role="img" aria-label="{escape(self.title)}">'
-            f'<text class="title" x="{LEFT}" y="16">{escape(self.title)}</text>'
-            f'<path class="axis" d="M{LEFT} {TOP}V{bottom}H{right}"/>'
-            f'<text class="small" x="{right}" y="{HEIGHT - 6}" text-anchor="end">{escape(self.x)}</text>'
-            f'<text class="small" x="{LEFT}" y="{TOP - 2}" text-anchor="end">{escape(self.y)}</text>'
-        ]
-        parts += [
-            f'<text class="small" x="{self._x(value):.1f}" y="{bottom + 15}" text-anchor="middle">{value:g}</text>'
-            for value in (log_ticks if self.log else ticks)(*self.x_range)
-        ]
-        for value in ticks(*self.y_range):
-            across = self._y(value)
-            parts.append(f'<path class="grid" d="M{LEFT} {across:.1f}H{right}"/>')
-            parts.append(f'<text class="small" x="{LEFT - 6}" y="{across + 4:.1f}" text-anchor="end">{value:g}</text>')
-        parts += self._marks
-        for place, (colour, name) in enumerate(self._names):
-            height = HEIGHT + 16 * place + 6
-            parts.append(f'<line class="line c{colour}" x1="{LEFT}" x2="{LEFT + 18}" y1="{height}" y2="{height}"/>')
-            parts.append(f'<text class="small" x="{LEFT + 24}" y="{height + 4}">{escape(name)}</text>')
-        return f"{''.join(parts)}</svg>"
-
-    def _path(self, points: Sequence[Point]) -> str:
-        return " ".join(f"{self._x(x):.1f},{self._y(y):.1f}" for x, y in points)
-
-    def _x(self, value: float) -> float:
-        first, last = self.x_range
-        if self.log:
-            first, last, value = math.log(first), math.log(last), math.log(max(value, first))
-        return LEFT + (WIDTH - RIGHT - LEFT) * min(1.0, max(0.0, (value - first) / (last - first)))
-
-    def _y(self, value: float) -> float:
-        first, last = self.y_range
-        return HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * min(1.0, max(0.0, (value - first) / (last - first)))
+    return text.getvalue()[text.getvalue().index("<svg") :]
 
 
-def ticks(first: float, last: float, most: int = 6) -> list[float]:
-    """Round values from the first to the last, at most so many."""
-    step = 10 ** math.floor(math.log10((last - first) / most))
-    step = next(step * factor for factor in (1, 2, 5, 10) if (last - first) / (step * factor) <= most)
-    return [
-        round(step * index, 10) for index in range(math.ceil(first / step), math.floor(last / step * (1 + 1e-9)) + 1)
-    ]
+def _arrivals(axis: Any, plan: Plan) -> None:
+    requests = plan.fleet.requests().resampled(0, plan.fleet.scale)
+    span = max(requests.span, 1e-3)
+    counts, edges = np.histogram([one.arrival for one in requests.items], _BARS, (0, span))
+    axis.stairs(counts * len(counts) / span, edges)
+    axis.set(title="Arrivals", xlabel="seconds", ylabel="requests/s", ylim=(0, None))
 
 
-def log_ticks(first: float, last: float) -> list[float]:
-    """1, 2 and 5 of each decade, or 1 alone of many decades."""
-    decades = range(math.floor(math.log10(first)), math.ceil(math.log10(last)) + 1)
-    factors = (1, 2, 5) if last / first <= 1e3 else (1,)
-    return [value for decade in decades for factor in factors if first <= (value := factor * 10.0**decade) <= last]
+def _attainment(axis: Any, plan: Plan, memory: tuple[int, int]) -> None:
+    """Candidates of one arena and host cache whose simulations ended: medians of the seeds, and their intervals."""
+    for index, policy in enumerate(dict.fromkeys(one.candidate.policy for one in plan.tried)):
+        mine = [one for one in plan.tried if not one.stopped and one.candidate.policy == policy]
+        mine = [one for one in mine if (one.candidate.arena, one.candidate.host) == memory]
+        found = sorted((one.candidate.replicas, *_percent(one.attainment)) for one in mine)
+        if found:
+            replicas, middle, low, high = np.array(found).T
+            axis.errorbar(
+                replicas, middle, (middle - low, high - middle), marker="o", ms=4, color=f"C{index}", label=policy
+            )
+    axis.axhline(100 * plan.fleet.slo.attainment, color=_GREY, ls="--", label="asked for")
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    arena, host = map(size, memory)
+    axis.set(title=f"Within SLO: arena {arena}, host cache {host}", xlabel="replicas", ylabel="%", xlim=(0, None))
+    axis.legend()
+
+
+def _times(axis: Any, title: str, best: Tried, name: str, limit: float) -> None:
+    """The distribution over requests: the median of the seeds, and their interval."""
+    rows = np.array([getattr(one, name) for one in best.finished]) * 1e3
+    spreads = [Spread.of(column) for column in rows.T.tolist()]
+    middle, low, high = np.array([(one.median, one.low, one.high) for one in spreads]).T
+    axis.fill_betweenx(QUANTILES, low, high, alpha=0.2, lw=0)
+    axis.plot(middle, QUANTILES)
+    if limit < float("inf"):
+        axis.axvline(1e3 * limit, color=_GREY, ls="--", label="SLO")
+        axis.legend()
+    axis.set(title=f"{title} of the best candidate", xlabel="ms", ylabel="share of requests", ylim=(0, 1.02))
+    if (rows > 0).any():
+        axis.set_xscale("log", subs=())
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter("{x:g}")
+
+
+def _percent(spread: Spread) -> tuple[float, float, float]:
+    return 100 * spread.median, 100 * spread.low, 100 * spread.high

@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from ...server.start.flags import UsageError
@@ -69,7 +70,6 @@ def run(arguments: argparse.Namespace) -> int:
     from ...core.model.config import UnsupportedModel
     from ..workload.errors import WorkloadError
     from .errors import PlanError
-    from .page import page
     from .plan import make_plan
 
     for name, least in (("seeds", 1), ("jobs", 1), ("max_replicas", 1), ("min_replicas", 1), ("rank", 1)):
@@ -85,6 +85,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("chorus plan: error: there is no SLO; give --slo-ttft, --slo-tpot or both")
     if not arguments.out.absolute().parent.is_dir():
         raise UsageError(f"chorus plan: error: --out is {arguments.out}, whose directory is not there; make it")
+    if find_spec("matplotlib") is None:
+        raise UsageError("chorus plan: error: the page's charts need matplotlib; run pip install 'chorus-lora[plan]'")
+    from .page import page
+
     try:
         plan = make_plan(arguments)
         arguments.out.write_text(page(plan), encoding="utf-8")

@@ -94,6 +94,8 @@ class SimReads(Reads):
     @property
     def free_at(self) -> float:
         """Return the time at which the next read would begin, if the reads before it take as long as the last one."""
+        if not self._queue:
+            return min(self._free_at)
         self.begin_until(self._clock.now)
         free_at = sorted(self._free_at)
         for _ in self._queue:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -37,11 +38,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--markdown",
         type=Path,
         metavar="FILE",
-        help="write the tables there, as docs/studies.md; other studies' sections stay",
+        help="write the tables there, as those of perf/results",
     )
     add("--seed", type=int, metavar="N", help="the first seed for requests and random policies (default: 0)")
     add("--seeds", type=int, metavar="N", help="how many seeds each row has (default: the study's own number, 10)")
     add("--jobs", type=int, default=1, metavar="N", help="processes; results don't depend on them (default: 1)")
+    add("--rows", metavar="PATTERN", help="only rows whose names this regular expression is found in")
     add("--region", action="store_true", help="also at other loads, replicas and so on: where does an order hold?")
     add("--scale", type=float, default=1.0, metavar="X", help="multiply each row's duration (default: 1)")
     add(
@@ -100,10 +102,9 @@ def run(arguments: argparse.Namespace) -> int:
         flags = "".join(f" --{name}" for name in ("quick", "region") if getattr(arguments, name))
         given = {name: getattr(arguments, name) for name in ("seed", "seeds")}
         flags += "".join(f" --{name} {value}" for name, value in given.items() if value is not None)
+        flags += "" if arguments.rows is None else f" --rows {shlex.quote(arguments.rows)}"
         flags += f" --scale {arguments.scale:g}" if arguments.scale != 1 else ""
-        page = arguments.markdown
-        before = page.read_text("utf-8") if page.is_file() else ""
-        page.write_text(document(results, flags, arguments.check or SHARE, before), encoding="utf-8")
+        arguments.markdown.write_text(document(results, flags, arguments.check or SHARE), encoding="utf-8")
     share = arguments.check
     return 1 if share and not all(each.holds_in(share) for each in results) else 0
 
@@ -133,7 +134,7 @@ def _run_one(study: Study, arguments: argparse.Namespace) -> Results:
     with Console(stderr=True).status(study.name) as status:
         results = run_study(
             study, quick=arguments.quick, scale=arguments.scale, seed=arguments.seed, seeds=arguments.seeds,
-            jobs=arguments.jobs, region=arguments.region, told=status.update,
+            jobs=arguments.jobs, region=arguments.region, only=arguments.rows, told=status.update,
         )  # fmt: skip
     if arguments.time:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20 if sys.platform == "darwin" else 1 << 10)

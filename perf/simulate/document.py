@@ -1,4 +1,4 @@
-"""The results of studies as one page of Markdown: docs/studies.md."""
+"""The results of studies as Markdown: the files of perf/results/studies."""
 
 from __future__ import annotations
 
@@ -9,29 +9,22 @@ from .results import Results
 from .study import Row
 from .table import broken, caption, failures, held_text, order_text, point_text, spread_text
 
-_HEAD = """# What the studies say
-
-Each section is written by the command below its title; do not edit. A number in brackets was published. An order of
-rows that holds in fewer than {share:.0%} of the seeds is struck out. Rows of one seed have the same requests, so "apart
-by" is the median of the seeds' own differences. Orders by load, replicas and so on are those of the study's quick size.
+_FOOT = """
+A number in brackets was published. An order that holds in fewer than {share:.0%} of the seeds is struck out. Rows of
+one seed have the same requests, so "apart by" is the median of the seeds' own differences. Orders by load, replicas and
+so on are those of the study's quick size.
 """
 
-_TITLE = "\n## "
 
-
-def document(results: Sequence[Results], flags: str, share: float, before: str = "") -> str:
-    """Return the page, with other studies' sections as they stand in `before`. flags: of the command that ran these.
-
-    share: of seeds in which an order has to hold.
-    """
-    sections = {section.partition("\n")[0]: section for section in before.split(_TITLE)[1:]}
-    sections |= {each.study.name: "\n".join([*_study(each, flags, share), ""]) for each in results}
-    return _TITLE.join([_HEAD.format(share=share), *(sections[name] for name in sorted(sections))])
+def document(results: Sequence[Results], flags: str, share: float) -> str:
+    """Return the page. flags: of the command that ran these. share: of seeds in which an order has to hold."""
+    lines = [line for each in results for line in _study(each, flags, share)]
+    return "\n".join(lines) + "\n" + _FOOT.format(share=share)
 
 
 def _study(results: Results, flags: str, share: float) -> Iterator[str]:
     study = results.study
-    yield f"{study.name}\n\n`chorus simulate {study.name}{flags}`\n"
+    yield f"# {study.name}\n\n`chorus simulate {study.name}{flags}`\n"
     yield f"{study.title}. Published: {study.source}.\n"
     yield f"{study.why.strip()}\n"
     labels = [METRICS[metric].label for metric in study.metrics]

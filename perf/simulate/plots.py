@@ -16,14 +16,17 @@ _CDFS = {"ttft": "TTFT, s", "time_per_token": "time per token, s"}
 
 
 def write_plots(results: Results, directory: Path) -> list[Path]:
-    """Bars beside the published values, CDFs over requests, requests per replica over time. Raises StudyError."""
+    """Medians with their intervals beside the published values, CDFs over requests, requests per replica over time.
+
+    Raises StudyError.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise StudyError("plots need matplotlib; install it with: pip install 'chorus-lora[plots]'") from None
     directory.mkdir(parents=True, exist_ok=True)
     written = []
-    for kind, draw in (("bars", _bars), ("cdf", _cdfs), ("load", _loads)):
+    for kind, draw in (("rows", _rows), ("cdf", _cdfs), ("load", _loads)):
         figure = Figure(layout="constrained")
         if draw(results, figure):
             path = directory / f"{results.study.name}-{kind}.png"
@@ -32,26 +35,29 @@ def write_plots(results: Results, directory: Path) -> list[Path]:
     return written
 
 
-def _bars(results: Results, figure: Any) -> bool:
+def _rows(results: Results, figure: Any) -> bool:
     metrics = results.study.metrics
     columns = min(3, len(metrics))
     lines = -(-len(metrics) // columns)
-    figure.set_size_inches(5 * columns, (0.4 * len(results.rows) + 1.2) * lines)
+    figure.set_size_inches(4 * columns, (0.22 * len(results.rows) + 0.8) * lines)
     axes = figure.subplots(lines, columns, squeeze=False, sharey=True).ravel()
     places = np.arange(len(results.rows))
     for axis, name in zip(axes, metrics, strict=False):
         metric = METRICS[name]
-        axis.barh(places - 0.2, [o.metrics[name] * metric.scale for _, o in results.rows], 0.4, label="ours")
-        told = [(place + 0.2, row.paper[name] * metric.scale)
+        spreads = [results.spreads[row.name][name].to_json() for row, _ in results.rows]
+        middle, low, high = metric.scale * np.array(spreads).T
+        axis.errorbar(middle, places, xerr=(middle - low, high - middle), fmt="o", ms=4, label="ours")
+        told = [(place, row.paper[name] * metric.scale)
                 for place, (row, _) in enumerate(results.rows) if isinstance(row.paper.get(name), float)]  # fmt: skip
         if told:
-            axis.barh([place for place, _ in told], [value for _, value in told], 0.4, label="published")
+            axis.plot([value for _, value in told], [place for place, _ in told], "x", label="published")
+            axis.legend(fontsize="small")
         axis.set_title(metric.label, fontsize="medium")
-        axis.set_yticks(places, [row.name for row, _ in results.rows])
+        axis.set_yticks(places, [row.name for row, _ in results.rows], fontsize="small")
+        axis.grid(alpha=0.3)
     for axis in axes[len(metrics) :]:
         axis.set_visible(False)
     axes[0].invert_yaxis()
-    axes[0].legend(fontsize="small")
     return True
 
 

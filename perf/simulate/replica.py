@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from enum import StrEnum
 from functools import lru_cache
 from typing import NamedTuple
@@ -115,10 +115,10 @@ class Replica:
         )  # fmt: skip
         self.clock.now = now
         self.wake = math.inf
-        store = self.engine.store
+        store, self._registered = self.engine.store, set[str]()
         self.state = ReplicaState(
-            self.engine.config.max_num_seqs, resident=_Adapters(store, _ARENA), on_host=_Adapters(store, _HOST),
-            name=f"replica-{index}",
+            self.engine.config.max_num_seqs, resident=_Adapters(store, _ARENA, self._registered),
+            on_host=_Adapters(store, _HOST, self._registered), name=f"replica-{index}",
         )  # fmt: skip
         self.failures: list[tuple[float, str | None]] = []
         """Arrival and service class of each request that was refused or ended with an error."""
@@ -276,8 +276,9 @@ class Replica:
         return left
 
     def _register(self, adapter: str) -> None:
-        if adapter not in self.engine.store:
+        if adapter not in self._registered:
             self.engine.store.register(adapter, self._adapters.path(adapter))
+            self._registered.add(adapter)
 
     def _stalled(self) -> float:
         return self.executor.stalled_seconds
@@ -363,13 +364,15 @@ _HOST = frozenset({Tier.DEVICE, Tier.HOST})
 class _Adapters:
     """The names of the adapters in some tiers, or on their way to the arena."""
 
-    def __init__(self, store: AdapterStore, tiers: frozenset[Tier]) -> None:
+    def __init__(self, store: AdapterStore, tiers: frozenset[Tier], registered: Container[object]) -> None:
+        """registered: names of the adapters that the store knows; most routers ask for others, often."""
         self._store = store
         self._tiers = tiers
+        self._registered = registered
 
     def __contains__(self, adapter: object) -> bool:
         store = self._store
-        if adapter not in store:
+        if adapter not in self._registered:
             return False
-        found = store.get(adapter)
+        found = store.get(str(adapter))
         return bool(found.pages) or store.tier(found) in self._tiers

@@ -62,7 +62,7 @@ class Pair:
 class Order:
     """One published order of rows by a metric.
 
-    held: in how many of the `seeds` no pair of rows comes in the other order, or as equals. within, least: see
+    held: in how many of the `seeds` no pair of rows comes in the other order, or as equals. within, least, most: see
     `Expectation`.
     """
 
@@ -74,6 +74,7 @@ class Order:
     held: int
     seeds: int
     least: bool = False
+    most: bool = False
 
     @property
     def holds(self) -> bool:
@@ -164,16 +165,19 @@ def run_study(
     seeds: int | None = None,
     jobs: int = 1,
     region: bool = False,
+    only: str | None = None,
     told: Callable[[str], None] = lambda row: None,
 ) -> Results:
     """Simulate every row with every seed; rows of one seed are compared, as they have the same requests.
 
     seed: the first. seeds: how many; default: the study's own number. jobs: processes; the results don't depend on
-    them. region: also at every point of the study's axes, at its quick size. told: called with a row's name once it
-    has been simulated. Raises StudyError.
+    them. region: also at every point of the study's axes, at its quick size. only: rows, see `Study.part`. told: called
+    with a row's name once it has been simulated. Raises StudyError.
     """
     if quick:
-        study = study.quick_part()
+        study = study.part(study.quick_rows)
+    if only is not None:
+        study = study.part(only)
     count = seeds or (study.quick_seeds if quick else study.seeds)
     numbers: list[int | None] = [seed] if count == 1 else list(range(seed or 0, (seed or 0) + count))
     places: list[tuple[Axis, Any] | None] = [None]
@@ -308,7 +312,8 @@ def _rounded(value: float) -> float:
 
 def _orders(study: Study, runs: Sequence[_Run]) -> list[Order]:
     found = [
-        _order(each.metric, each.order, each.pairs, each.source, each.within, runs, each.least) for each in study.expect
+        _order(each.metric, each.order, each.pairs, each.source, each.within, runs, each.least, each.most)
+        for each in study.expect
     ]
     for metric, group in itertools.product(study.metrics, dict.fromkeys(row.group for row in study.rows)):
         rows = [row for row in study.rows if row.group == group and isinstance(row.paper.get(metric), float)]
@@ -331,6 +336,7 @@ def _order(
     within: float,
     runs: Sequence[_Run],
     least: bool = False,
+    most: bool = False,
 ) -> Order:
     each = {(low, high): [run[low][metric] < run[high][metric] * (1 + within) for run in runs] for low, high in pairs}
     found = [
@@ -338,4 +344,4 @@ def _order(
         for (low, high), holds in each.items()
     ]
     held = sum(map(all, zip(*each.values(), strict=True)))
-    return Order(metric, rows, found, source, within, held, len(runs), least)
+    return Order(metric, rows, found, source, within, held, len(runs), least, most)

@@ -32,11 +32,12 @@ from .merged_only import MergedOnly
 from .migrating import Migrating
 from .mode_prices import ProfilePrices
 from .own_requests import CountsOwn
+from .placed import HashedSlots, RankShares
 from .prompts import make_prompt
 from .records import Records
 from .replica import Replica
 from .scaling import Scaling
-from .study import Flash, Limit, Setup, Step, StudyError
+from .study import Flash, Limit, Router, Setup, Step, StudyError
 
 #: Seconds between looks at the replicas, and for how many of them in a row an idle one could be given back.
 LOOK, RELEASABLE = 10.0, 6
@@ -335,12 +336,23 @@ def _policy(setup: Setup, estimates: Estimates, spec: WorkloadSpec) -> Policy:
     if router.policy in POLICIES:
         policy = POLICIES[router.policy](estimates, spec.seed)
     else:
-        policy = RoundRobin() if router.policy == "round-robin" else first
+        policy = _baseline(router, estimates, spec.seed)
     if not router.sees_ranks:
         policy = RankBlind(policy, mean_rank(spec))
     if router.choices is not None:
         policy = Sampled(policy, router.choices, spec.seed)
     return CountsOwn(policy) if router.counts_own else policy
+
+
+def _baseline(router: Router, estimates: Estimates, seed: int) -> Policy:
+    match router.policy:
+        case "round-robin":
+            return RoundRobin()
+        case "hrw-slots":
+            return HashedSlots(router.slots or 1)
+        case "loraserve":
+            return RankShares(estimates, seed)
+    return first
 
 
 def _outcome(

@@ -46,25 +46,30 @@ from ...server.cluster.router.scale import STEADY_SECONDS
 from ..workload.model import Strict
 from .metrics import METRICS
 
+#: Policies that only studies have.
+BASELINES = ("first", "round-robin", "hrw-slots", "loraserve")
+
 
 class StudyError(ValueError):
     """A study that can't be run; the text names the file, the field and the mend."""
 
 
 class Router(Strict):
-    """The policy that routes requests: "first", a name of `POLICIES` with _ or - between its words, or the baseline
-    "round-robin": in turn the replicas that hold the adapter.
+    """The policy that routes requests: "first", a name of `POLICIES` with _ or - between its words, or a baseline:
+    "round-robin", in turn the replicas that hold the adapter; "hrw-slots", "loraserve" (`placed`).
 
     slo: seconds per token, for policies that keep to one. mean_output_tokens: of an answer; without it, policies that
     estimate learn it from the answers that have ended. sees_ranks, prices_prefill: a control takes them away; without
-    ranks every adapter has the mean of the workload's requests, without prices prompts take no time. choices: it
-    chooses among so many replicas that are drawn for each request; default: all. staleness: seconds between two reports
-    of the replicas, 0: it knows everything. counts_own: between them it counts what it sends, as a cluster's one front.
+    ranks every adapter has the mean of the workload's requests, without prices prompts take no time. slots: adapters of
+    a replica, for hrw-slots. choices: it chooses among so many replicas that are drawn for each request; default: all.
+    staleness: seconds between two reports of the replicas, 0: it knows everything. counts_own: between them it counts
+    what it sends, as a cluster's one front.
     """
 
     policy: str
     slo: PositiveFloat | None = None
     mean_output_tokens: PositiveFloat | None = None
+    slots: PositiveInt | None = None
     choices: PositiveInt | None = None
     staleness: float = Field(default=0.0, ge=0)
     counts_own: bool = False
@@ -75,6 +80,8 @@ class Router(Strict):
     def _has_what_it_needs(self) -> Router:
         if self.policy in ("rank-aware", "least-delay") and self.slo is None:
             raise ValueError(f"the policy {self.policy} needs router.slo; set it")
+        if (self.policy == "hrw-slots") != (self.slots is not None):
+            raise ValueError("router.slots is for the policy hrw-slots, which needs it; set both or neither")
         if self.counts_own and not self.staleness:
             raise ValueError("router.counts_own is for old reports; set router.staleness, too")
         if not self.prices_prefill and self.policy != "rank-aware":
@@ -85,8 +92,8 @@ class Router(Strict):
     @classmethod
     def _is_known(cls, policy: str) -> str:
         name = policy.replace("_", "-")
-        if name not in ("first", "round-robin", *POLICIES):
-            raise ValueError(f"it must be first, round-robin or one of {', '.join(POLICIES)}")
+        if name not in (known := (*BASELINES, *POLICIES)):
+            raise ValueError(f"it must be one of {', '.join(known)}")
         return name
 
 
@@ -272,8 +279,8 @@ class Expectation(Strict):
     """An order that is claimed without numbers: rows from the least value of the metric to the largest.
 
     source: where it is claimed, "ours" for what the study itself is to show. within: by which share a row may be above
-    the next one all the same: 0.02 claims that it is at most 2 % worse. least: the first row is the least, and nothing
-    is claimed of the others among themselves.
+    the next one all the same: 0.02 claims that it is at most 2 % worse. least, most: the first row is the least, or the
+    most, and nothing is claimed of the others among themselves.
     """
 
     metric: str
@@ -281,11 +288,14 @@ class Expectation(Strict):
     source: str
     within: float = Field(default=0.0, ge=0)
     least: bool = False
+    most: bool = False
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
         """Rows of which the first is claimed to be below the second."""
         first, *others = self.order
+        if self.most:
+            return [(other, first) for other in others]
         return [(first, other) for other in others] if self.least else list(itertools.pairwise(self.order))
 
 
@@ -371,11 +381,21 @@ class Study(Strict):
                 raise ValueError(f"{name!r} is no row; name one of {', '.join(rows)}")
         return self
 
-    def quick_part(self) -> Study:
-        """The study with the rows of its quick version alone, and what is expected of them."""
-        rows = {row.name: row for row in self.rows if re.search(self.quick_rows, row.name)}
-        expect = [each for each in self.expect if rows.keys() >= set(each.order)]
-        return self.model_copy(update={"rows": list(rows.values()), "expect": expect})
+    def part(self, names: str) -> Study:
+        """The study with the rows alone whose names a regular expression is found in, with the rows that these refer
+        to, and what is expected of them. Raises StudyError where it is found in no name.
+        """
+        try:
+            found = {row.name for row in self.rows if re.search(names, row.name)}
+        except re.error as error:
+            raise StudyError(f"{self.name}: rows: {names!r} is no regular expression ({error}); mend it") from None
+        if not found:
+            all_names = ", ".join(row.name for row in self.rows)
+            raise StudyError(f"{self.name}: rows: {names!r} is found in no name; the rows are {all_names}")
+        found |= {row.reference for row in self.rows if row.name in found and row.reference is not None}
+        rows = [row for row in self.rows if row.name in found]
+        expect = [each for each in self.expect if found >= set(each.order)]
+        return self.model_copy(update={"rows": rows, "expect": expect})
 
     def setup_of(
         self,

@@ -83,7 +83,12 @@ def order_text(order: Order) -> str:
     group, names = _names(order)
     between = f" < {1 + order.within:g} x " if order.within else " < "
     first, *others = names.values()
-    rows = f"{first}{between}each of {', '.join(others)}" if order.least else between.join(names.values())
+    if order.least:
+        rows = f"{first}{between}each of {', '.join(others)}"
+    elif order.most:
+        rows = f"each of {', '.join(others)}{between}{first}"
+    else:
+        rows = between.join(names.values())
     return f"{METRICS[order.metric].label}{group and f' ({group})'}: {rows}"
 
 

@@ -56,6 +56,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.markdown is not None:
         path: Path = arguments.markdown
         flags = "".join(f" --figure {name}" for name in arguments.figure or ()) + " --quick" * arguments.quick
-        text = document(results, f"chorus simulate figures{flags} --seeds {seeds} --markdown docs/{path.name}", seeds)
+        text = document(results, f"chorus simulate figures{flags} --seeds {seeds} --markdown {path}", seeds)
         path.write_text(text, encoding="utf-8")
     return 0

@@ -1,4 +1,4 @@
-"""The table of all figures: for a terminal and as a page of Markdown, docs/figures.md."""
+"""The table of all figures: for a terminal and as a page of Markdown, perf/results/figures.md."""
 
 from __future__ import annotations
 

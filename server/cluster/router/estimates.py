@@ -14,6 +14,8 @@ from .replica_state import ReplicaState
 PRIOR = "h200-llama3.1-8b"
 """Profile by datasheet rates, nothing of it measured: its costs stand in until replicas report their own."""
 
+_MOST_QUEUES = 1 << 16
+
 SLO_STEPS = 1.5
 """Decode steps of one request without an adapter that a token may take, where no SLO is set (CaraServe, §7.5)."""
 
@@ -44,30 +46,41 @@ class Estimates:
     def set_costs(self, costs: CostModel) -> None:
         """Price by other costs from now on."""
         self.costs = costs
+        self._queues: dict[tuple[int, int, int, int], float] = {}  # seconds of queues; most are as at the last decision
         self.slo = SLO_STEPS * costs.decode_seconds((0,)) if self._given_slo is None else self._given_slo
+
+    def queue_seconds(self, replica: ReplicaState) -> float:
+        """Seconds of the step of prompts alone that prefills a replica's queue; it must not be empty."""
+        queue = (
+            replica.pending_tokens, replica.num_waiting, replica.pending_token_ranks, replica.pending_max_rank
+        )  # fmt: skip
+        seconds = self._queues.get(queue)
+        if seconds is None:
+            if len(self._queues) == _MOST_QUEUES:
+                self._queues.clear()
+            seconds = self._queues[queue] = self.costs.queue_seconds(*queue)
+        return seconds
 
     def load_of(self, adapter: str | None) -> Load:
         """The load of an adapter, which is priced once for a decision among several replicas."""
         if adapter is None:
-            return Load(None, 0.0, 0.0)
+            return Load("", 0.0, 0.0)
         num_bytes = self.adapter_bytes(adapter)
         return Load(adapter, self.costs.disk.seconds(num_bytes), self.costs.link.seconds(num_bytes))
 
 
 class Load(NamedTuple):
-    """An adapter, and the seconds that its read and its copy over the link take by themselves; None: the base model."""
+    """An adapter, and the seconds that its read and its copy over the link take by themselves; "": the base model."""
 
-    adapter: str | None
+    adapter: str
     read: float
     copy: float
 
     def seconds(self, replica: ReplicaState) -> float:
-        """Seconds until a replica has the adapter in its arena, 0 where it is there: the read, unless it is in host
+        """Seconds until a replica that has not got it has the adapter in its arena: the read, unless it is in host
         memory, and the copy over the link, each behind what is under way there.
         """
         adapter, read, copy = self
-        if adapter is None or adapter in replica.resident:
-            return 0.0
         there = 0.0 if adapter in replica.on_host else replica.disk_seconds + read
         return max(there, replica.link_seconds) + copy
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from .estimates import Estimates, Load
+from .estimates import Estimates
 from .replica_state import ReplicaState, Routed
 
 
@@ -20,22 +21,19 @@ class PendingTime:
         self._estimates = estimates
 
     def __call__(self, request: Routed, replicas: Sequence[ReplicaState]) -> int | None:
-        tokens, load = self._estimates.answers.expected(request.adapter), self._estimates.load_of(request.adapter)
-        scores = [
-            (self.seconds(request, replica, tokens, load), replica.num_requests, index)
-            for index, replica in enumerate(replicas)
-        ]
-        return min(scores)[2]
-
-    def seconds(self, request: Routed, replica: ReplicaState, output_tokens: float, load: Load) -> float:
-        """Seconds until the request can begin at a replica. output_tokens: of a mean answer. load: of its adapter."""
-        queue = 0.0
-        if replica.pending_tokens:
-            queue = self._estimates.costs.queue_seconds(
-                replica.pending_tokens, replica.num_waiting, replica.pending_token_ranks, replica.pending_max_rank
-            )
-        queue += self.room_seconds(request, replica, output_tokens)
-        return queue + load.seconds(replica)
+        estimates, adapter = self._estimates, request.adapter
+        tokens, load = estimates.answers.expected(adapter), estimates.load_of(adapter)
+        queue_seconds, room_seconds = estimates.queue_seconds, self.room_seconds
+        best, least, fewest = 0, math.inf, 0
+        for index, replica in enumerate(replicas):
+            seconds, requests = queue_seconds(replica) if replica.pending_tokens else 0.0, replica.num_requests
+            if not replica.has_room(request):
+                seconds += room_seconds(request, replica, tokens)
+            if adapter is not None and adapter not in replica.resident:
+                seconds += load.seconds(replica)
+            if seconds < least or (seconds == least and requests < fewest):
+                best, least, fewest = index, seconds, requests
+        return best
 
     def room_seconds(self, request: Routed, replica: ReplicaState, output_tokens: float) -> float:
         """Seconds until ended requests have left a seat and pages."""

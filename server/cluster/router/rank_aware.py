@@ -60,7 +60,7 @@ class RankAware:
         if costs is not self._costs:
             self._costs = costs
             self._steps.clear()
-        load, steps = estimates.load_of(request.adapter), self._steps
+        adapter, load, steps = request.adapter, estimates.load_of(request.adapter), self._steps
         mix, model = estimates.mix, costs.step
         per_kv_token, per_longest, ragged, with_prompt = (
             model.per_kv_token, model.per_longest, model.ragged, model.with_prompt,
@@ -85,7 +85,7 @@ class RankAware:
                 more += per_longest * (tokens - longest)
                 longest = tokens
             after = after + per_kv_token * (replica.kv_tokens + pending + tokens) + per_longest * longest
-            loading = load.seconds(replica)
+            loading = 0.0 if adapter is None or adapter in replica.resident else load.seconds(replica)
             slower = (queue - before + loading) / output_tokens + more
             return slower + penalty if after > slo else slower, queue + loading, after
 
@@ -108,7 +108,9 @@ class RankAware:
 
     def _queues(self, replica: ReplicaState, tokens: int, rank: int) -> tuple[float, float]:
         """Return the seconds of the step of prompts alone that prefills the queue without the request, and with it."""
-        waiting, pending, seconds = replica.num_waiting, replica.pending_tokens, self._costs.queue_seconds
-        token_ranks, largest = replica.pending_token_ranks, replica.pending_max_rank
-        before = seconds(pending, waiting, token_ranks, largest) if waiting else 0.0
-        return before, seconds(pending + tokens, waiting + 1, token_ranks + tokens * rank, max(largest, rank))
+        waiting = replica.num_waiting
+        before = self._estimates.queue_seconds(replica) if waiting else 0.0
+        return before, self._costs.queue_seconds(
+            replica.pending_tokens + tokens, waiting + 1, replica.pending_token_ranks + tokens * rank,
+            max(replica.pending_max_rank, rank),
+        )  # fmt: skip

@@ -190,17 +190,28 @@ def test_the_page_has_every_study_and_says_how_it_was_made(tmp_path, capsys):
     path, other, page = tmp_path / "mine.toml", tmp_path / "first.toml", tmp_path / "page.md"
     path.write_text(published(0.9, 0.5) + AXIS)
     other.write_text(published(0.9, 0.5))
-    assert main([str(path), "--quick", "--region", "--seed", "4", "--seeds", "2", "--markdown", str(page)]) == 0
-    alone = page.read_text()
-    assert main([str(other), "--quick", "--seeds", "1", "--markdown", str(page)]) == 0
+    flags = ["--quick", "--region", "--seed", "4", "--seeds", "2", "--rows", "^(one|two)$", "--markdown", str(page)]
+    assert main([str(other), str(path), *flags]) == 0
     text = page.read_text()
-    assert "`chorus simulate mine --quick --region --seed 4 --seeds 2`" in text
-    assert "`chorus simulate first --quick --seeds 1`" in text
-    assert text.index("## first") < text.index("## mine")
-    assert text.endswith(alone[alone.index("## mine") :])
+    assert "`chorus simulate mine --quick --region --seed 4 --seeds 2 --rows '^(one|two)$'`" in text
+    assert text.startswith("# first") and text.index("# first") < text.index("# mine")
     assert "* ~~0 of 2~~: TTFT, ms: one < two" in text
     assert "| orders by load | x 0.5 | x 1 | x 2 |" in text
     assert "x 0.5" in capsys.readouterr().out
+    assert main([str(other), "--quick", "--seeds", "1", "--markdown", str(page)]) == 0
+    assert "# mine" not in page.read_text()
+
+
+def test_rows_are_named_by_a_pattern_and_bring_the_rows_that_they_refer_to(tmp_path, capsys):
+    study = parse_study(TINY, "tiny")
+    assert [row.name for row in study.part("two").rows] == ["two"]
+    assert [row.name for row in study.part("^one$").rows] == ["two", "one"]  # one refers to two
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY)
+    assert main([str(path), "--quick", "--rows", "three"]) == 2
+    assert "rows: 'three' is found in no name; the rows are two, one" in capsys.readouterr().err
+    assert main([str(path), "--quick", "--rows", "("]) == 2
+    assert "'(' is no regular expression" in capsys.readouterr().err
 
 
 WAIT = 120

@@ -327,7 +327,7 @@ def test_the_table_shows_both_values_and_plots_are_written(capsys, tmp_path):
     printed = capsys.readouterr().out
     assert "(500)" in printed
     assert "Why they differ: it is made up" in printed
-    assert {each.name for each in (tmp_path / "out").iterdir()} == {"mine-bars.png", "mine-cdf.png", "mine-load.png"}
+    assert {each.name for each in (tmp_path / "out").iterdir()} == {"mine-rows.png", "mine-cdf.png", "mine-load.png"}
 
 
 @pytest.mark.parametrize(

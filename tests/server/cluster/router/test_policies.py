@@ -282,6 +282,16 @@ def test_pending_time_weighs_loading_against_queueing():
     assert policy(Asked("a"), [cold, longer]) == 0
 
 
+def test_queues_are_priced_anew_by_new_costs():
+    """A prefill of 500 tokens takes 50 ms, then 500 ms; a load of the adapter 100 ms."""
+    known = estimates(costs(per_byte=1e-9, base=0.0), adapter_bytes=lambda name: 100_000_000)
+    policy, cold = PendingTime(known), replica_state(SEATS)
+    queue = replica_state(SEATS, [8], [(500, 8)], resident={"a"})
+    assert policy(Asked("a"), [cold, queue]) == 1
+    known.set_costs(costs(per_byte=1e-9, base=0.0, per_token=1e-3))
+    assert policy(Asked("a"), [cold, queue]) == 0
+
+
 def test_pending_time_counts_the_seats_that_are_missing():
     policy = PendingTime(estimates(costs()))
     full, busy = replica_state(4, [8] * 4), replica_state(SEATS, [8] * 7)

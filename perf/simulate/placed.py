@@ -1,0 +1,121 @@
+"""Newer routers that studies compare with: adapters get replicas by their demand, and requests go to one of these."""
+
+from __future__ import annotations
+
+import random
+from abc import abstractmethod
+from collections import defaultdict
+from math import ceil
+
+from ...server.cluster.router import Estimates, Replicas, Routed
+from ...server.cluster.router.rendezvous import key_of, weights
+
+EVERY = 500
+"""Requests after which adapters get replicas anew, by what these requests asked for."""
+
+
+class Placed:
+    """A request goes to one of its adapter's replicas; these are chosen anew after `EVERY` requests.
+
+    A request for the base model, or for an adapter that was not asked for when they were chosen last, goes where the
+    fewest requests are.
+    """
+
+    def __init__(self) -> None:
+        self._demand: defaultdict[tuple[str, int], float] = defaultdict(float)  # by adapter and its rank
+        self._num_seen = 0
+
+    def __call__(self, request: Routed, replicas: Replicas) -> int | None:
+        adapter = request.adapter
+        if adapter is not None:
+            self._demand[adapter, request.rank or 0] += self._demand_of(request)
+        self._num_seen += 1
+        if self._num_seen % EVERY == 0:
+            self._place(dict(self._demand), replicas)
+            self._demand.clear()
+        found = None if adapter is None else self._choose(adapter, replicas)
+        return min(range(len(replicas)), key=lambda index: replicas[index].num_requests) if found is None else found
+
+    @abstractmethod
+    def _demand_of(self, request: Routed) -> float: ...
+
+    @abstractmethod
+    def _place(self, demand: dict[tuple[str, int], float], replicas: Replicas) -> None: ...
+
+    @abstractmethod
+    def _choose(self, adapter: str, replicas: Replicas) -> int | None: ...
+
+
+class HashedSlots(Placed):
+    """Rendezvous hashing with slots (NVIDIA Dynamo, lib/llm/src/lora/controller.rs).
+
+    An adapter gets as many replicas as its share of the requests is of all slots, rounded up, of which at least one and
+    at most all; where these are more than there are slots, proportionally fewer. Adapters with the most requests come
+    first, each takes the replicas of its highest weights that have a slot left. Of them the one with the fewest
+    requests serves a request.
+    """
+
+    def __init__(self, slots: int) -> None:
+        """slots: adapters that a replica is given at most."""
+        super().__init__()
+        self._slots = slots
+        self._sets: dict[str, list[int]] = {}
+
+    def _demand_of(self, request: Routed) -> float:
+        return 1.0
+
+    def _place(self, demand: dict[tuple[str, int], float], replicas: Replicas) -> None:
+        room, keys = [self._slots] * len(replicas), [key_of(replica.name) for replica in replicas]
+        slots, total = sum(room), sum(demand.values())
+        ranked = sorted(((count, name) for (name, _), count in demand.items()), key=lambda one: (-one[0], one[1]))[
+            :slots
+        ]
+        counts = [min(len(replicas), max(1, ceil(slots * count / total))) for count, _ in ranked]
+        scale = min(1.0, slots / sum(counts))
+        self._sets = {}
+        for count, (_, name) in zip(counts, ranked, strict=True):
+            found = weights(name, keys)
+            order = sorted((index for index, left in enumerate(room) if left), key=found.__getitem__, reverse=True)
+            self._sets[name] = order[: max(1, int(count * scale))]
+            for index in self._sets[name]:
+                room[index] -= 1
+
+    def _choose(self, adapter: str, replicas: Replicas) -> int | None:
+        return min(self._sets.get(adapter, ()), key=lambda index: replicas[index].num_requests, default=None)
+
+
+class RankShares(Placed):
+    """Placement by rank and demand, as we read LoRAServe (arXiv 2511.22880), of which no code was published.
+
+    An adapter's demand is its tokens, over the tokens a second that a full replica of its rank alone draws (the rank's
+    operating point). In order of rank, and of demand within a rank, adapters are laid end to end, and each replica gets
+    an equal share of the whole: it serves neighbouring ranks only. An adapter at a border belongs to both sides, and a
+    request goes to each with the probability of its part.
+    """
+
+    def __init__(self, estimates: Estimates, seed: int) -> None:
+        super().__init__()
+        self._estimates = estimates
+        self._random = random.Random(seed)
+        self._shares: dict[str, dict[int, float]] = {}
+
+    def _demand_of(self, request: Routed) -> float:
+        return request.prompt_tokens + self._estimates.answers.expected(request.adapter)
+
+    def _place(self, demand: dict[tuple[str, int], float], replicas: Replicas) -> None:
+        rows = min(replica.max_num_seqs for replica in replicas)
+        seconds = {rank: self._estimates.costs.batch_seconds(rows, rows, rows * rank, rank) for _, rank in demand}
+        used = sorted(((rank, tokens * seconds[rank], name) for (name, rank), tokens in demand.items()), reverse=True)
+        share = sum(size for _, size, _ in used) / len(replicas)
+        self._shares, begin = {}, 0.0
+        for _, size, name in used:
+            end = begin + size
+            touched = range(int(begin / share), min(len(replicas) - 1, int(end / share)) + 1)
+            self._shares[name] = {at: min(end, (at + 1) * share) - max(begin, at * share) for at in touched}
+            begin = end
+
+    def _choose(self, adapter: str, replicas: Replicas) -> int | None:
+        shares = self._shares.get(adapter)
+        if not shares:
+            return None
+        return self._random.choices(list(shares), [max(0.0, part) for part in shares.values()])[0]
