@@ -27,7 +27,7 @@ _COUNT = re.compile(r"(\d+) generated")
 def main(argv: list[str] | None = None) -> int:
     command = parser(__spec__, __doc__)
     command.add_argument("--cases", type=int, default=2000, help="at least this many, all routes together")
-    command.add_argument("--examples", type=int, default=120, help="most examples of a route and phase")
+    command.add_argument("--examples", type=int, default=30, help="most examples of a route and phase")
     command.add_argument("--seed", type=int, default=0, help="what cases are drawn from")
     args = command.parse_args(argv)
     program = shutil.which("schemathesis")
