@@ -22,6 +22,7 @@ from .api.about import Api
 from .api.absent import ABSENT, absent
 from .api.adapter_api import AdapterApi
 from .api.generation_api import GenerationApi
+from .api.openapi import openapi_route
 from .api.sampling_defaults import SamplingDefaults
 from .api.text_api import TextApi
 from .engine.adapter_loads import AdapterLoads
@@ -119,6 +120,7 @@ def create_app(
         GuardedRoute("GET", "/v1/models/{name:path}", api.model, Right.KEY),
         GuardedRoute("POST", "/v1/completions", generation.completions, Right.KEY),
         GuardedRoute("POST", "/v1/chat/completions", generation.chat_completions, Right.KEY),
+        GuardedRoute("POST", "/v1/chat/completions/batch", generation.chat_batch, Right.KEY),
         GuardedRoute("POST", "/v1/responses", generation.responses, Right.KEY),
         GuardedRoute("POST", "/v1/messages", generation.messages, Right.KEY),
         GuardedRoute("POST", "/v1/messages/count_tokens", texts.count_tokens, Right.KEY),
@@ -151,6 +153,7 @@ def create_app(
         *(GuardedRoute("GET", path, static(path), Right.OPEN) for path in FILES if settings.ui),
         *([GuardedRoute("GET", "/ui/events", watchers.events, Right.OPERATOR)] if settings.ui else []),
     ]
+    routes.append(GuardedRoute("GET", "/openapi.json", openapi_route(routes), Right.KEY))
     app = Starlette(
         routes=routes,
         exception_handlers={

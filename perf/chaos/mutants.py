@@ -195,6 +195,7 @@ def structured_calls() -> list[Call]:
         *(Call("POST", CHAT, {**chat, "tool_choice": choice, "stream": stream})
           for choice in ("auto", "required", _NAMED) for stream in (False, True)),
         Call("POST", CHAT, {**chat, "response_format": _FORMAT}),
+        Call("POST", f"{CHAT}/batch", {**chat, "messages": [turns, turns]}),
         Call("POST", COMPLETIONS, {"prompt": "abc", "guided_json": _SCHEMA, "max_tokens": MAX_TOKENS}),
         *(Call("POST", "/v1/responses", {**responses, "stream": stream, **more})
           for stream in (False, True)
@@ -209,7 +210,7 @@ def other_calls(adapter: str, path: str) -> list[Call]:
     """The routes that don't generate. adapter, path: a name that is free to be loaded, and a directory."""
     user = [{"role": "user", "content": "abc"}]
     gets = ("/health", "/version", "/metrics", "/v1/models", "/v1/models/upper", "/ping", "/load", "/v1/adapters",
-            "/v1/adapters/upper")  # fmt: skip
+            "/v1/adapters/upper", "/openapi.json")  # fmt: skip
     return [
         *(Call("GET", path) for path in gets),
         Call("POST", "/tokenize", {"prompt": "hello world", "add_special_tokens": False, "return_token_strs": True}),

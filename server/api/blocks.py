@@ -41,16 +41,6 @@ class BlockFormat(AnswerFormat):
         super().__init__(generation, scores, extras)
         self._blocks: list[Block] = []
         self._new_scores: list[Any] = []  # of tokens whose text has not come yet
-        self._latest: PartKind | None = None
-        self._num_reasoning_tokens = 0
-
-    def note(self, delta: Delta) -> None:
-        """Count the tokens of reasoning."""
-        super().note(delta)
-        for part in delta.parts or ():
-            self._latest = part.kind
-        if self._latest is PartKind.REASONING:
-            self._num_reasoning_tokens += len(delta.token_ids)
 
     def answer(self) -> Body:
         (choice,) = self._generation.choices
@@ -60,8 +50,6 @@ class BlockFormat(AnswerFormat):
 
     def chunks(self, delta: Delta | Choice) -> Iterator[Body]:
         """Events of a delta, or of a whole answer; each closes what it does not go on with."""
-        if isinstance(delta, Delta):
-            self.note(delta)
         block = self._blocks[-1] if self._blocks else None
         if self._extras.logprobs is not None:
             self._new_scores += self._scores.chat(delta.logprobs, self._extras.logprobs)["content"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, RootModel, field_validator, model_validator
 from pydantic_core import from_json
 
-from ..access.limits import RequestLimits
-from ..errors import ApiError
+from ..access.limits import RequestLimits, check_json
+from ..errors import ApiError, validated
 from ..text.tokenizer import RESERVED_FOR_TEMPLATE, Conversation, Tokenizer
 from .fields import MESSAGE, check_messages
 from .openai import GenerationRequest, LogprobCount
@@ -129,3 +130,23 @@ class ChatCompletionRequest(ToolFields, GenerationRequest):
             variables={**self._effort(), **self.chat_template_kwargs},
             add_special_tokens=self.add_special_tokens,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ChatBatch:
+    """Several conversations of one call, POST /v1/chat/completions/batch. asked: the call, as of the first of them."""
+
+    asked: ChatCompletionRequest
+    conversations: list[Conversation]
+
+    @classmethod
+    def parse(cls, body: bytes, limits: RequestLimits) -> ChatBatch:
+        check_json(body, limits.max_json_values)
+        fields = validated(RootModel[dict[str, Any]], body).root
+        given = fields.get("messages")
+        if not isinstance(given, list) or not given or not all(isinstance(one, list) for one in given):
+            raise ApiError(400, "messages must be a list of conversations, each a list of messages", param="messages")
+        if fields.get("stream"):
+            raise ApiError(400, "several conversations are not streamed; send a call for each", param="stream")
+        asked = [ChatCompletionRequest.of({**fields, "messages": one}, limits) for one in given]
+        return cls(asked[0], [one.conversation() for one in asked])

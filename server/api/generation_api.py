@@ -34,7 +34,7 @@ from ..text.call_formats import AnswerSyntax
 from ..text.tokenizer import Tokenizer
 from . import generate_request, messages_request, responses_request
 from .adapter_header import ADAPTER, adapter_header
-from .chat_request import ChatCompletionRequest
+from .chat_request import ChatBatch, ChatCompletionRequest
 from .completion_request import CompletionRequest
 from .generate_format import GenerateFormat
 from .generate_request import GenerateRequest
@@ -141,6 +141,13 @@ class GenerationApi:
         with renaming(CHAT_NAMES):
             return await self._chat("chatcmpl-", request, asked, arrival, ChatFormat)
 
+    async def chat_batch(self, request: Request) -> Response:
+        """vLLM's: a choice, or `n` of them, for each of several conversations."""
+        arrival = time.monotonic()
+        batch = await self.parse(ChatBatch.parse, request)
+        with renaming(CHAT_NAMES):
+            return await self._converse("chatcmpl-", request, batch, arrival, ChatFormat)
+
     async def responses(self, request: Request) -> Response:
         """OpenAI's Responses, of which none is stored."""
         arrival = time.monotonic()
@@ -158,10 +165,17 @@ class GenerationApi:
     async def _chat(
         self, prefix: str, request: Request, asked: ChatCompletionRequest, arrival: float, make_format: MakeFormat
     ) -> Response:
-        self._check_choices(request, asked, 1)
-        prompt = await self._tokenizer.encode_chat(asked.conversation(), self._most_tokens(asked))
-        prompt = asked.cut(prompt, self._worker.model.max_model_len)
-        generation = await self._generation(prefix, request, asked, [prompt], arrival, "messages")
+        return await self._converse(prefix, request, ChatBatch(asked, [asked.conversation()]), arrival, make_format)
+
+    async def _converse(
+        self, prefix: str, request: Request, batch: ChatBatch, arrival: float, make_format: MakeFormat
+    ) -> Response:
+        asked, context = batch.asked, self._worker.model.max_model_len
+        self._check_choices(request, asked, len(batch.conversations))
+        most = self._most_tokens(asked)
+        encoded = [await self._tokenizer.encode_chat(one, most) for one in batch.conversations]
+        prompts = [asked.cut(prompt, context) for prompt in encoded]
+        generation = await self._generation(prefix, request, asked, prompts, arrival, "messages")
         return await self._answer(request, asked, generation, make_format)
 
     async def parse(self, read: Callable[[bytes, RequestLimits], T], request: Request) -> T:

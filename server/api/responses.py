@@ -281,6 +281,10 @@ class ChatFormat(ChoiceFormat):
     chunk_object = "chat.completion.chunk"
     more = {"service_tier": None}
 
+    def usage(self, to_come: int = 0) -> Body:
+        details = {"reasoning_tokens": self._generation.num_reasoning_tokens}
+        return {**super().usage(to_come), "completion_tokens_details": details}
+
     def answer(self) -> Body:
         return {**super().answer(), **NOTHING_OF_PROMPT, **self._about_prompt(self._generation.choices[0])}
 

@@ -111,7 +111,7 @@ class ResponsesFormat(BlockFormat):
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": self._generation.num_reasoning_tokens},
             "total_tokens": usage["total_tokens"],
         }
 

@@ -82,6 +82,8 @@ class Choice:
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         self.num_cached_tokens: int | None = None
         self.num_preemptions = 0
+        self.num_reasoning_tokens = 0
+        """Tokens between the marks of reasoning, and of the mark that ends it."""
         self.queue_seconds: float | None = None
         self.first_seconds: float | None = None
         """From arrival to the first token."""
@@ -111,6 +113,7 @@ class Choice:
         self._note_end(output)
         parts: list[Part] | None = None
         if self._reader is not None:
+            self.num_reasoning_tokens += len(tokens) if self._reader.reasons else 0
             parts = self._reader.read(text, final=self.finish_reason is not None)
             if self.finish_reason == FinishReason.STOP.value and self._reader.calls:
                 self.finish_reason = TOOL_CALLS
@@ -206,6 +209,11 @@ class Generation:
     @property
     def num_generated_tokens(self) -> int:
         return sum(len(choice.token_ids) for choice in self.choices)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of reasoning among the generated ones, shown or not."""
+        return sum(choice.num_reasoning_tokens for choice in self.choices)
 
     async def start(self) -> None:
         """Returns when the engine has accepted every choice; raises its InvalidRequest or Overloaded otherwise."""

@@ -13,7 +13,10 @@ from ..errors import GENERATES, ApiError
 ALWAYS_OPEN = ("/health", "/ping")
 """Routes that tell whether the server is well: nothing closes them, no key is needed, and they don't count."""
 
-GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", *GENERATES)
+GENERATING = (
+    "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages",
+    *GENERATES,
+)  # fmt: skip
 
 
 class Room:

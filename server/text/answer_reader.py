@@ -124,6 +124,11 @@ class AnswerReader:
         """True if the answer calls tools, and the last of the calls is whole."""
         return self._num_calls > 0 and not self._in_call
 
+    @property
+    def reasons(self) -> bool:
+        """True if what comes next is reasoning, or the end of it."""
+        return self._step == self._reason
+
     def read(self, text: str, *, final: bool = False) -> list[Part]:
         """Take the next piece of the text and return what is certain now. final: no text follows."""
         if self._is_plain:

@@ -118,6 +118,31 @@ def test_a_stream(say):
             assert "".join(call.function.arguments for call in pieces if call.index == number) == arguments
 
 
+@pytest.mark.parametrize("shown", [True, False])
+def test_tokens_of_reasoning_are_counted(say, shown):
+    """From behind its first mark to the end of its last, shown or not, of all answers together."""
+    asked: dict[str, Any] = {"tools": [tool()], "n": 2, "extra_body": {"include_reasoning": shown}}
+    expected = 2 * len("\nA.\n</think>")
+    assert say(CALLS, **asked).usage.completion_tokens_details.reasoning_tokens == expected
+    last = say(CALLS, **asked, stream=True, stream_options={"include_usage": True})[-1]
+    assert last.usage.completion_tokens_details.reasoning_tokens == expected
+    assert say("5").usage.completion_tokens_details.reasoning_tokens == 0
+
+
+def test_several_conversations_in_one_call(live):
+    """A choice for each, in their order, read as chat answers are; what can't be is refused by its field."""
+    live.engine.text, before = CALLS, len(live.engine.asked)
+    body: dict[str, Any] = {"model": "base", "messages": [USER, [{"role": "user", "content": "ho"}]]}
+    answer = live.post(f"{CHAT}/batch", **body, n=2, tools=[tool()]).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert {choice["message"]["tool_calls"][0]["function"]["name"] for choice in answer["choices"]} == {"f"}
+    prompts = [bytes(one.token_ids[: one.num_prompt_tokens]) for one in live.engine.asked[before:]]
+    assert [prompt[:3] for prompt in prompts] == [b"hi\n", b"hi\n", b"ho\n", b"ho\n"]
+    for wrong in ({"messages": USER}, {"messages": []}, {"stream": True}):
+        refused = live.post(f"{CHAT}/batch", **{**body, **wrong})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, next(iter(wrong))), refused.text
+
+
 def test_an_answer_that_ends_within_a_call(say):
     text = '<tool_call>{"name": "f", "arguments": {"days": 1}}</tool_call>'
     cut = say(text, tools=[tool()], max_tokens=text.index("1")).choices[0]

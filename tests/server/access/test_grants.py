@@ -34,6 +34,7 @@ def routes_of(name):
         ("/v1/completions", {"prompt": "hi", "stream": True}),
         ("/v1/completions", {"prompt": long}),
         ("/v1/chat/completions", {"messages": messages, "n": 2}),
+        ("/v1/chat/completions/batch", {"messages": [messages, messages]}),
         ("/v1/responses", {"input": "hi"}),
         ("/v1/messages", {"messages": messages, "max_tokens": 4}),
         ("/v1/messages/count_tokens", {"messages": messages}),

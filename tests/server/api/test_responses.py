@@ -199,7 +199,9 @@ def test_wrong_fields_are_named(shared, body, param):
 @pytest.mark.parametrize(
     "body", [b"", b"[]", b"{", b'{"input":' + b"[" * 90 + b"]" * 90 + b"}", b"\xff", b'"a"', b"null"]
 )
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize(
+    "path", ["/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/chat/completions/batch"]
+)
 def test_what_is_no_object_is_refused(shared, path, body):
     response = shared.client.post(path, content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400 and response.json()["error"]["message"], response.text

@@ -1,0 +1,152 @@
+"""The API as an OpenAPI document, made from the routes and from the bodies that they read."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ... import __version__
+from .absent import ABSENT
+from .adapter_api import AddAdapter, ChangeAdapter, DrainAdapter, LoadLoraAdapter, UnloadLoraAdapter
+from .chat_request import ChatCompletionRequest
+from .completion_request import CompletionRequest
+from .json_text import dumps
+from .text_api import ChatToTokens, TextToTokens, TokensToText
+
+Body = dict[str, Any]
+
+_REF = "#/components/schemas/{model}"
+_TEXT, _NUMBER, _FLAG, _OBJECT = ({"type": kind} for kind in ("string", "number", "boolean", "object"))
+_COUNT, _OBJECTS = {"type": "integer"}, {"type": "array", "items": _OBJECT}
+_ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"anyOf": [_OBJECT, _TEXT]}}}
+
+CHAT_BATCH: Body = {
+    "type": "object",
+    "required": ["messages"],
+    "properties": {"messages": {"type": "array", "items": {**_OBJECTS, "minItems": 1}, "minItems": 1}},
+}
+RESPONSES: Body = {
+    "type": "object",
+    "required": ["input"],
+    "properties": {
+        "model": _TEXT, "input": {"anyOf": [_TEXT, _OBJECTS]}, "instructions": _TEXT, "max_output_tokens": _COUNT,
+        "temperature": _NUMBER, "top_p": _NUMBER, "stream": _FLAG, "text": _OBJECT, "reasoning": _OBJECT,
+        "tools": _OBJECTS, "tool_choice": {"anyOf": [_TEXT, _OBJECT]}, "parallel_tool_calls": _FLAG,
+        "include": {"type": "array", "items": _TEXT}, "top_logprobs": _COUNT, "metadata": _OBJECT,
+        "store": {"const": False},
+    },
+}  # fmt: skip
+MESSAGES: Body = {
+    "type": "object",
+    "required": ["max_tokens", "messages"],
+    "properties": {
+        "model": _TEXT, "messages": {**_OBJECTS, "minItems": 1}, "system": {"anyOf": [_TEXT, _OBJECTS]},
+        "max_tokens": {**_COUNT, "minimum": 1}, "stop_sequences": {"type": "array", "items": _TEXT}, "stream": _FLAG,
+        "temperature": _NUMBER, "top_p": _NUMBER, "top_k": _COUNT, "tools": _OBJECTS, "tool_choice": _OBJECT,
+        "thinking": _OBJECT, "output_config": _OBJECT, "metadata": _OBJECT,
+    },
+}  # fmt: skip
+GENERATE: Body = {
+    "type": "object",
+    "required": ["inputs"],
+    "properties": {"inputs": _TEXT, "parameters": _OBJECT, "stream": _FLAG},
+    "additionalProperties": False,
+}
+
+BODIES: dict[tuple[str, str], Body | tuple[type[BaseModel], ...]] = {
+    ("POST", "/v1/completions"): (CompletionRequest,),
+    ("POST", "/v1/chat/completions"): (ChatCompletionRequest,),
+    ("POST", "/v1/chat/completions/batch"): CHAT_BATCH,
+    ("POST", "/v1/responses"): RESPONSES,
+    ("POST", "/v1/messages"): MESSAGES,
+    ("POST", "/v1/messages/count_tokens"): {**MESSAGES, "required": ["messages"]},
+    **{("POST", path): GENERATE for path in ("/", "/generate", "/generate_stream")},
+    ("POST", "/tokenize"): (TextToTokens, ChatToTokens),
+    ("POST", "/detokenize"): (TokensToText,),
+    ("POST", "/v1/adapters"): (AddAdapter,),
+    ("PATCH", "/v1/adapters/{name}"): (ChangeAdapter,),
+    ("POST", "/v1/adapters/{name}/drain"): (DrainAdapter,),
+    ("POST", "/v1/load_lora_adapter"): (LoadLoraAdapter,),
+    ("POST", "/v1/unload_lora_adapter"): (UnloadLoraAdapter,),
+}
+"""Bodies by method and path: models, any one of which it is, or a schema. Fields that other servers have under
+other names are taken, too, and are not in the document.
+"""
+
+QUERIES: dict[str, Body] = {"/pause": {"mode": {"enum": ["keep"]}}}
+"""Parameters behind a path."""
+
+
+def openapi_route(routes: Sequence[Route]) -> Callable[[Request], Awaitable[Response]]:
+    """GET /openapi.json for these routes."""
+
+    @cache
+    def written() -> bytes:
+        return dumps(document(routes))
+
+    async def show_openapi(_: Request) -> Response:
+        """This document."""
+        return Response(written(), media_type="application/json")
+
+    return show_openapi
+
+
+def document(routes: Sequence[Route]) -> Body:
+    """The OpenAPI document of the API's routes, without those of `ABSENT`, which only say why not, and of the page."""
+    models = {model for body in BODIES.values() if isinstance(body, tuple) for model in body}
+    _, shared = models_json_schema([(model, "validation") for model in _sorted(models)], ref_template=_REF)
+    paths: dict[str, Body] = {}
+    for route in routes:
+        path = route.path.replace(":path}", "}")
+        if route.path in ABSENT or path.startswith("/ui"):
+            continue
+        for method in sorted(set(route.methods or ()) - {"HEAD"}):
+            paths.setdefault(path, {})[method.lower()] = _operation(method, path, route)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Chorus", "version": __version__},
+        "paths": paths,
+        "components": {
+            "schemas": {**shared.get("$defs", {}), "Error": _ERROR},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"key": []}, {}],
+    }
+
+
+def _sorted(models: set[type[BaseModel]]) -> list[type[BaseModel]]:
+    return sorted(models, key=lambda model: model.__name__)
+
+
+def _operation(method: str, path: str, route: Route) -> Body:
+    summary = (route.endpoint.__doc__ or "").strip().partition("\n")[0]
+    failed = {"description": "an error", "content": {"application/json": {"schema": {"$ref": _named("Error")}}}}
+    operation: Body = {
+        "operationId": f"{method.lower()} {path}",
+        **({"summary": summary} if summary else {}),
+        "responses": {"2XX": {"description": "the answer"}, "4XX": failed, "5XX": failed},
+    }
+    parameters = [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in route.param_convertors]
+    parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in QUERIES.get(path, {}).items()]
+    if parameters:
+        operation["parameters"] = parameters
+    if (body := BODIES.get((method, path))) is not None:
+        schema = body if isinstance(body, dict) else _one_of(body)
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return operation
+
+
+def _one_of(models: tuple[type[BaseModel], ...]) -> Body:
+    refs = [{"$ref": _named(model.__name__)} for model in models]
+    return refs[0] if len(refs) == 1 else {"anyOf": refs}
+
+
+def _named(model: str) -> str:
+    return _REF.format(model=model)
