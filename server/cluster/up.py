@@ -84,7 +84,9 @@ def _open_front(directory: ClusterDirectory, index: int, plan: Plan, settings: S
 
     registry = AddressFile(directory.registry_file, plan.tls)
     hint = partial(directory.tell_hint, index)
-    return _open(directory, plan, settings, registry, tell, hint, lambda: None, lambda: None)
+    worker, tokenizer = _open(directory, plan, settings, registry, tell, hint, lambda: None, lambda: None)
+    worker.shared = directory.path
+    return worker, tokenizer
 
 
 def _start(plan: Plan, settings: Settings) -> Processes:
@@ -106,7 +108,7 @@ def _open(
     hint: Callable[[int, int], None],
     trouble: Callable[[], str | None],
     on_stop: Callable[[], None],
-) -> tuple[Backend, Tokenizer]:
+) -> tuple[ClusterWorker, Tokenizer]:
     """Connect to a cluster's processes. Raises LaunchError."""
     try:
         links = directory.links(plan.most, settings.give_up_seconds, plan.tls)
