@@ -38,9 +38,9 @@ class Seats:
         held = self._held[tenant]
         if len(held) >= most:
             return None
-        is_shared = self._file is not None and most <= MOST_SEATS
+        file = self._file if most <= MOST_SEATS else None
         free = (seat for seat in range(most) if seat not in held)
-        found = next((seat for seat in free if not is_shared or self._lock(tenant, seat)), None)
+        found = next((seat for seat in free if file is None or _lock(file, _first(tenant) + seat)), None)
         if found is not None:
             held.add(found)
         return found
@@ -55,13 +55,6 @@ class Seats:
     def num_taken(self) -> int:
         """Seats that are taken in this process."""
         return sum(map(len, self._held.values()))
-
-    def _lock(self, tenant: str, seat: int) -> bool:
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _first(tenant) + seat)
-        except (BlockingIOError, PermissionError):  # another process has it
-            return False
-        return True
 
 
 class TokenBudgets:
@@ -123,6 +116,14 @@ class TokenBudgets:
 def _open(file: Path) -> int:
     """A descriptor that lasts as long as this process: to close any of a file's gives all of the locks back."""
     return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def _lock(file: int, byte: int) -> bool:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+    except (BlockingIOError, PermissionError):  # another process has it
+        return False
+    return True
 
 
 def _first(tenant: str) -> int:
