@@ -165,14 +165,15 @@ def main() -> int:
         workload = Workload(geometry=args.geometry)
         model = [str(checkpoint(workload, Path.home() / ".cache/chorus/bench_cpu"))]
     flags = [*model, "--threads", "1", *(["--max-num-seqs", str(args.seqs)] if args.seqs else [])]
+    descriptors = max(4096, 4 * args.requests)  # a client's address has the half of them at most
     clusters: dict[str, tuple[LaunchedServer, float]] = {}
     with ExitStack() as stack:
-        servers = [stack.enter_context(launched(flags)) for _ in range(args.replicas)]
+        servers = [stack.enter_context(launched(flags, descriptors)) for _ in range(args.replicas)]
         ways = {SERVERS: Way([one.url for one in servers], [one.pid for one in servers])}
         for count in args.fronts:
             began = time.perf_counter()
             parts = ["--replicas", str(args.replicas), "--fronts", str(count)]
-            cluster = stack.enter_context(launched([*flags, *parts], command=("cluster", "up")))
+            cluster = stack.enter_context(launched([*flags, *parts], descriptors, ("cluster", "up")))
             name = f"{count} front{'s' * (count > 1)}"
             clusters[name] = cluster, time.perf_counter() - began
             ways[name] = Way([cluster.url], cluster.children("front") or [cluster.pid], cluster.children("replica"))

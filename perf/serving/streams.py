@@ -55,6 +55,8 @@ class _Stream(asyncio.Protocol):
         self._rest = data[data.rfind(_EVENT) + 1 :] if found else data[-_KEPT:]
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self.ended.done():  # another one broke off
+            return
         if exc is None and _END in self._rest:
             self.ended.set_result(None)
         else:
