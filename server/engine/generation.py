@@ -290,8 +290,6 @@ class Generation:
         """True if the next delta is there already and is read in this turn, before others have theirs."""
         if not self._outputs or time.monotonic() > self._turn_ends:
             return False
-        if self._outputs[0][0].request_id in self._open:  # as nearly all are
-            return True
         return any(output.request_id in self._open for output, _ in self._outputs)
 
     def _put(self, output: RequestOutput) -> None:
