@@ -72,7 +72,8 @@ def create_app(
     defaults: what requests sample with where they say nothing. kv_publisher, recorder, tracer: run as long as the app.
     RuntimeError when no more threads can be started.
     """
-    gate, executors = Gate(max(settings.max_held_body_bytes, 2 * settings.max_body_bytes)), Executors()
+    gate = Gate(max(settings.max_held_body_bytes, 2 * settings.max_body_bytes), worker.shared)
+    executors = Executors()
     keys = settings.client_keys()
     origins = settings.cors_origins or []
     hosts = Hosts(settings.host, settings.allowed_hosts, origins, guarded=keys.guarded)

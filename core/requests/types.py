@@ -174,7 +174,7 @@ ALL_BANNED = (
 class RequestOutput(NamedTuple):
     """New tokens of one request. `finish_reason` is set exactly once, on the last output.
 
-    num_cached_tokens: prompt tokens with KV from the prefix cache.
+    num_cached_tokens: prompt tokens with KV from the prefix cache, with the first output.
     logprobs: one per new token, when asked for. prompt_logprobs: one per prompt token but the first, with the first
     output, when asked for. failure: what its adapter, or pinned ones, have to do with the error. queue_seconds: from
     its arrival to its first admission, with the first output. num_preemptions: of the request, with

@@ -525,7 +525,9 @@ class Scheduler:
             reason = FinishReason.LENGTH
         logprobs = result.logprobs.get(row.request_id) if result.logprobs else None
         prompt_logprobs = queue_seconds = None
+        num_cached_tokens = 0
         if len(request.token_ids) == request.num_prompt_tokens + 1:
+            num_cached_tokens = request.num_cached_tokens
             if request.params.prompt_logprobs is not None:
                 prompt_logprobs = tuple(request.prompt_logprobs)
             if request.start_time is not None:
@@ -533,7 +535,7 @@ class Scheduler:
         if reason is not None:
             self._finish(request, reason)
         return RequestOutput(
-            row.request_id, (token,), reason, stop_token, None, info, request.num_cached_tokens,
+            row.request_id, (token,), reason, stop_token, None, info, num_cached_tokens,
             (logprobs,) if logprobs else (), prompt_logprobs, None, queue_seconds, request.num_preemptions,
         )  # fmt: skip
 

@@ -8,7 +8,6 @@ the busiest other one the engine. The bar: a megabyte of 1-byte chunks takes at 
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import socket
 import sys
@@ -22,6 +21,7 @@ from typing import Any
 from ..report.command import judge, parser
 from ..report.table import Goal, Table
 from .server_process import LaunchedServer, launched
+from .streams import Address, read_streams
 
 CHUNKED_SECONDS = 0.5
 """Most processor seconds of the HTTP thread for a megabyte of 1-byte chunks."""
@@ -29,9 +29,6 @@ CHUNKED_SECONDS = 0.5
 _PING = b"GET /ping HTTP/1.1\r\nhost: localhost\r\n"
 _POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 _CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
-_EVENT = b'data: {"id'
-
-Address = tuple[str, int]
 
 
 def thread_seconds(server: LaunchedServer) -> dict[int, float]:
@@ -80,31 +77,10 @@ def send_chunks(address: Address, head: bytes, size: int) -> bytes:
     return b""
 
 
-def stream(address: Address, tokens: int, barrier: Any, counts: Any, index: int) -> None:
-    """One streamed answer; its events are counted."""
-    body = json.dumps({"prompt": "abc\n", "max_tokens": tokens, "ignore_eos": True, "stream": True, "temperature": 0,
-                       "return_token_ids": True}).encode()  # fmt: skip
-    with socket.create_connection(address) as connection:
-        barrier.wait()
-        connection.sendall(_POST + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
-        rest = b""
-        while data := connection.recv(1 << 16):
-            data = rest + data
-            counts[index] += data.count(_EVENT)
-            rest = data[-len(_EVENT) + 1 :]
-
-
 def streams(address: Address, number: int, tokens: int) -> int:
-    """Events of `number` streams side by side, each a client of its own process's thread."""
-    from threading import Barrier, Thread
-
-    counts, barrier = [0] * number, Barrier(number)
-    clients = [Thread(target=stream, args=(address, tokens, barrier, counts, index)) for index in range(number)]
-    for client in clients:
-        client.start()
-    for client in clients:
-        client.join()
-    return sum(counts)
+    """Events of `number` streams side by side."""
+    body = {"prompt": "abc\n", "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
+    return read_streams([address], number, body).events
 
 
 def measure(server: LaunchedServer, args: Any) -> Iterator[tuple[str, float, float]]:

@@ -28,8 +28,9 @@ from ...server.ui.frames import Frames
 from ..cpu.schedule_time import FakeExecutor
 from ..report.command import judge, parser, say
 from ..report.table import Goal, Table
-from .http_cost import Address, spent, streams
+from .http_cost import spent, streams
 from .server_process import launched
+from .streams import Address
 
 MOST = 1.05
 """Most processor time of the server for a token while it is watched, over that while it is not."""

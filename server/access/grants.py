@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from ...memory.adapters.versions import split_version
-from ..errors import ApiError
 
 NOWHERE = "\0"
 """Name that no adapter may have: a request for what its key may not use goes on as one for this, and ends as one."""
@@ -104,31 +102,3 @@ _RIGHTS = (
 )
 ALL = Grant()
 """The grant of a key with no rights beside it."""
-
-
-class TokenBudgets:
-    """Tokens that tenants have used of their `tokens_per_minute`, which come back evenly.
-
-    A request may begin while something is left. It is paid for as it goes, so a tenant can be in debt by what its
-    requests in progress take, and then waits until that has come back.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._used: dict[str, tuple[float, float]] = {}  # and when that was so
-
-    def check(self, tenant: str, per_minute: int) -> None:
-        """Raises an ApiError for a tenant that has nothing left."""
-        used = self._left_of(tenant, per_minute)
-        if used >= per_minute:
-            message = f"your key's {per_minute} tokens a minute are used; try again later"
-            wait = (used - per_minute + 1) * 60 / per_minute
-            raise ApiError(429, message, code="rate_limit_exceeded", retry_after=wait)
-
-    def spend(self, tenant: str, per_minute: int, tokens: int) -> None:
-        self._used[tenant] = self._left_of(tenant, per_minute) + tokens, self._clock()
-
-    def _left_of(self, tenant: str, per_minute: int) -> float:
-        """Tokens used that have not come back."""
-        used, then = self._used.get(tenant, (0.0, 0.0))
-        return max(0.0, used - (self._clock() - then) * per_minute / 60)

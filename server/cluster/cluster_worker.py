@@ -64,6 +64,7 @@ class ClusterWorker:
 
     progress: int | None = None  # replicas that hang are found by their links
     stalled: str | None = None
+    shared: Path | None = None
 
     def __init__(
         self,

@@ -9,13 +9,15 @@ from ...memory.files.error import LoadFailure
 from .wire import Malformed
 
 _INT = frozenset((int,))
-_ENDS, _MORE = (_PLAIN := RequestOutput("", ()))[2:5], _PLAIN[6:]
-"""Fields of an output with nothing beside a token, before and behind its step, which is the frame's."""
+_ENDS, _MORE = (_PLAIN := RequestOutput("", ()))[2:5], _PLAIN[6:11]
+"""Fields of an output with nothing beside a token, before and behind its step, which is the frame's; the number of
+preemptions is sent with the end.
+"""
 
 
 def to_row(output: RequestOutput, life: int) -> list[Any]:
     """An output as a row. What is as in most outputs is left out."""
-    if output[2:5] == _ENDS and output[6:] == _MORE:  # as most rows are
+    if output[2:5] == _ENDS and output[6:11] == _MORE:  # as most rows are
         return [output.request_id, life, output.token_ids]
     rest: dict[str, Any] = {}
     if output.finish_reason is not None:

@@ -84,7 +84,9 @@ def _open_front(directory: ClusterDirectory, index: int, plan: Plan, settings: S
 
     registry = AddressFile(directory.registry_file, plan.tls)
     owner = _Owner(tell, partial(directory.tell_hint, index))
-    return _open(directory, plan, settings, registry, owner)
+    worker, tokenizer = _open(directory, plan, settings, registry, owner)
+    worker.shared = directory.path
+    return worker, tokenizer
 
 
 def _start(plan: Plan, settings: Settings) -> Processes:
@@ -112,7 +114,7 @@ def _open(
     settings: Settings,
     registry: AddressFile | None,
     owner: _Owner,
-) -> tuple[Backend, Tokenizer]:
+) -> tuple[ClusterWorker, Tokenizer]:
     """Connect to a cluster's processes. Raises LaunchError."""
     try:
         links = directory.links(plan.most, settings.give_up_seconds, plan.tls)

@@ -151,6 +151,8 @@ class Backend(Protocol):
     """Reason why the engine can't be asked just now; the watchdog's."""
     failure: str | None
     """Reason why no more requests are taken, for good."""
+    shared: Path | None
+    """Directory of all processes that serve the same clients; None: this one is alone."""
 
     @property
     def collector(self) -> Collector | None:

@@ -53,6 +53,7 @@ class EngineWorker:
     """
 
     collector: Collector | None = None
+    shared: Path | None = None
 
     def __init__(self, build: Callable[[], Engine]) -> None:
         """`build` makes the engine; it is called on the worker's thread, the only one that ever touches the engine

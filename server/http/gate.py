@@ -6,8 +6,10 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from ..access.grants import Grant, TokenBudgets
+from ..access.grants import Grant
+from ..access.shared_bounds import Seats, TokenBudgets
 from ..errors import GENERATES, ApiError
 
 ALWAYS_OPEN = ("/health", "/ping")
@@ -29,14 +31,8 @@ class Room:
         self._held: Counter[str] = Counter()
         self.total = 0
 
-    def take(self, tenant: str, count: int = 1, own_most: int | None = None) -> None:
-        """Hold `count` more. Raises an ApiError: 503 where all have too many, 429 where the tenant has.
-
-        own_most: that this tenant may hold, however free the rest is.
-        """
-        if own_most is not None and self._held[tenant] + count > own_most:
-            text = f"{self._held[tenant]} of your {self._what} are in progress, your key allows {own_most} at once"
-            raise ApiError(429, f"{text}; try again later", code="rate_limit_exceeded", retry_after=1)
+    def take(self, tenant: str, count: int = 1) -> None:
+        """Hold `count` more. Raises an ApiError: 503 where all have too many, 429 where the tenant has."""
         if self.most is not None and self._held[tenant] + count > (free := self.most - self.total):
             if full := count > free:
                 text = f"{self.total} {self._what} are in progress, which is all this server takes"
@@ -58,13 +54,15 @@ class Room:
 class Gate:
     """Lets requests in and counts them; once it drains, none that asks for work."""
 
-    def __init__(self, most_body_bytes: int | None = None) -> None:
-        """most_body_bytes: of all bodies that are being read."""
+    def __init__(self, most_body_bytes: int | None = None, shared: Path | None = None) -> None:
+        """most_body_bytes: of all bodies that are being read. shared: directory in which the processes that serve the
+        same clients keep the bounds of keys together; None: this one is alone.
+        """
         self.requests = Room("requests")
         """Requests in progress that ask for work; looking is not counted."""
-        self.calls = Room("requests")
-        """The same, by the tenant of the key, not by the tenant that a gateway names within it."""
-        self.tokens = TokenBudgets()
+        self.seats = Seats(shared and shared / "seats")
+        """The same of keys that may have so many, by the tenant of the key, not by one that a gateway names within."""
+        self.tokens = TokenBudgets(file=shared and shared / "tokens")
         self.bodies = Room("bytes of bodies", most_body_bytes)
         self.draining = False
         self.cutting = False
@@ -88,12 +86,12 @@ class Gate:
         if path in ALWAYS_OPEN:
             yield
             return
-        works = method not in ("GET", "HEAD")
+        works, seat = method not in ("GET", "HEAD"), None
         if self.draining and works:
             message = "the server is shutting down and takes no new work; ask another one, or again when it is back"
             raise ApiError(503, message, code="draining", retry_after=5, headers={"connection": "close"})
         if works:
-            self._take(path, tenant, caller, grant)
+            seat = self._take(path, tenant, caller, grant)
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -105,21 +103,32 @@ class Gate:
             self.num_generating -= path in GENERATING
             if works:
                 self.requests.give_back(tenant)
-                if grant is not None:
-                    self.calls.give_back(caller)
+                if seat is not None:
+                    self.seats.give_back(caller, seat)
 
-    def _take(self, path: str, tenant: str, caller: str, grant: Grant | None) -> None:
-        """Take a place of the key's and of the tenant's, or neither."""
+    def _seat(self, caller: str, most: int | None) -> int | None:
+        """A seat of a key that has so many; None: it may have any number. Raises an ApiError if none is free."""
+        if most is None:
+            return None
+        if (seat := self.seats.take(caller, most)) is None:
+            text = f"{most} of your requests are in progress, your key allows {most} at once; try again later"
+            raise ApiError(429, text, code="rate_limit_exceeded", retry_after=1)
+        return seat
+
+    def _take(self, path: str, tenant: str, caller: str, grant: Grant | None) -> int | None:
+        """Take a place of the key's, whose seat is returned, and of the tenant's, or neither."""
+        seat = None
         if grant is not None:
             if path in GENERATING and grant.tokens_per_minute is not None:
                 self.tokens.check(caller, grant.tokens_per_minute)
-            self.calls.take(caller, own_most=grant.requests)
+            seat = self._seat(caller, grant.requests)
         try:
             self.requests.take(tenant)
         except ApiError:
-            if grant is not None:
-                self.calls.give_back(caller)
+            if seat is not None:
+                self.seats.give_back(caller, seat)
             raise
+        return seat
 
     def cut(self) -> None:
         """Cancel the requests in progress; `Doors` answers their clients."""

@@ -112,6 +112,8 @@ class Driver:
             )  # fmt: skip
             if len(answer.tokens) == len(output.token_ids):
                 answer.num_cached_tokens = output.num_cached_tokens
+            else:
+                assert not output.num_cached_tokens, "they are told again"
             answer.logprobs += output.logprobs
             answer.num_preemptions = max(answer.num_preemptions, output.num_preemptions)
             if output.prompt_logprobs is not None:

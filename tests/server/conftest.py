@@ -228,7 +228,7 @@ class FakeEngine:
             reason,
             stop,
             step=self._last,
-            num_cached_tokens=self.num_cached_tokens,
+            num_cached_tokens=self.num_cached_tokens if done == 0 else 0,
             logprobs=() if params.logprobs is None else (self.scored(token, params),),
             prompt_logprobs=prompt,
             queue_seconds=2.0**-20 if done == 0 else None,

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from chorus.core.engine_stats import AccountStats
 from chorus.memory.adapters.adapter import Tier
-from chorus.server.access.grants import Grant, InvalidKey, TokenBudgets
+from chorus.server.access.grants import Grant, InvalidKey
 from chorus.server.access.keys import Keys, NamedKey, new_key, read_keys
+from chorus.server.access.shared_bounds import TokenBudgets
 from chorus.server.cli.command import main
 from chorus.server.engine.metrics import Metrics
 from chorus.server.errors import ApiError
@@ -186,7 +187,7 @@ def test_requests_at_once(start, fake_engine, tmp_path):
         assert first.result().status_code == 200
     live.wait_until(lambda: live.app.state.gate.active == 0)
     assert live.client.post("/v1/completions", json=body, headers=narrow).status_code == 200
-    live.wait_until(lambda: live.app.state.gate.calls.total == 0)
+    live.wait_until(lambda: live.app.state.gate.seats.num_taken() == 0)
 
 
 def test_tokens_per_minute(start, fake_engine, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +14,18 @@ from pathlib import Path
 import httpx
 import pytest
 
+from chorus.server.access.shared_bounds import MERGE_SECONDS
 from tests.server.cluster.certificates import new_authority
 from tests.server.cluster.conftest import SECONDS, cluster_up, running
 
 NAMES = (None, "reverse", "upper", "count")
 TOKENS = 120
+
+UNFINISHED = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer sk-narrow-key\r\n"
+    b"content-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+)
+"""A request that is in progress, as most of its body is still to come."""
 
 
 def body(index: int) -> dict[str, object]:
@@ -216,13 +224,27 @@ def test_calls_of_tools_are_forced_by_replicas_and_read_by_the_front(up):
 
 
 @pytest.mark.long
-def test_several_fronts_on_one_port_know_the_same_adapters_and_outlive_each_other(roots, store, source_flags):
-    def ask(name: str = "mine") -> tuple[int, str]:
+def test_several_fronts_on_one_port_know_the_same_adapters_share_bounds_and_outlive_each_other(
+    roots, store, source_flags, tmp_path
+):
+    def post(name: str, key: str) -> httpx.Response:
         body = {"model": name, "prompt": "abc\n", "max_tokens": 8, "temperature": 0}
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=SECONDS)  # a connection of its own
+        headers = {"authorization": f"Bearer sk-{key}-key"}
+        return httpx.post(f"{url}/v1/completions", json=body, timeout=SECONDS, headers=headers)  # its own connection
+
+    def ask(name: str = "mine") -> tuple[int, str]:
+        answer = post(name, "operator")
         return answer.status_code, answer.json()["choices"][0]["text"]
 
-    with cluster_up(2, "--fronts", "2", "--adapter-roots", str(roots), *source_flags) as several:
+    keys = tmp_path / "keys"
+    lines = (
+        "sk-operator-key ops admin=yes",
+        "sk-narrow-key narrow requests=1",
+        "sk-frugal-key frugal tokens_per_minute=6",
+    )
+    keys.write_text("\n".join(lines))
+    flags = "--fronts", "2", "--adapter-roots", str(roots), "--api-key-file", str(keys), *source_flags
+    with cluster_up(2, *flags, key="sk-operator-key") as several:
         url, fronts = str(several.client.base_url), several.children("front")
         assert len(fronts) == 2 and len(several.replicas) == 2
         for name, answer in (("upper", "ABC"), ("reverse", "cba")):
@@ -232,6 +254,15 @@ def test_several_fronts_on_one_port_know_the_same_adapters_and_outlive_each_othe
                 assert set(threads.map(lambda _: ask(), range(12))) == {(200, answer)}
                 assert set(threads.map(ask, [f"stored/{name}"] * 12)) == {(200, answer)}
                 assert 1 <= store.asked[f"/{name}/adapter_model.safetensors"] <= 3
+        assert post("mine", "frugal").status_code == 200
+        time.sleep(2 * MERGE_SECONDS)
+        assert {post("mine", "frugal").status_code for _ in range(12)} == {429}
+        where = several.client.base_url
+        with socket.create_connection((where.host, where.port)) as connection:
+            connection.sendall(UNFINISHED)
+            several.wait_until(lambda: post("mine", "narrow").status_code == 429)
+            assert {post("mine", "narrow").status_code for _ in range(12)} == {429}
+        several.wait_until(lambda: post("mine", "narrow").status_code == 200)
         os.kill(fronts[0], signal.SIGKILL)
         several.wait_until(lambda: not running(fronts[0]))
         assert {ask() for _ in range(4)} == {(200, "cba")}

@@ -6,6 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
 import yaml
 
 from chorus.server.cli.command import make_parser
@@ -28,6 +29,18 @@ def test_compose_starts_a_cluster():
     (service,) = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"].values()
     plan, given = plan_of(service["command"])
     assert (plan.replicas, plan.ray, plan.tls) == (2, None, None) and "api_key_file" in given
+
+
+def test_kubernetes_takes_the_pods_the_service_and_the_policy():
+    schemas = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    cluster, *others = yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text())
+    groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
+    pods = [{"apiVersion": "v1", "kind": "PodTemplate", "template": group["template"]} for group in groups]
+    for one in (*pods, *others):
+        schemas.validate(one, schemas.latest_version(), strict=True)  # an unknown field is an error, too
+    pods[0]["template"]["spec"]["containers"][0]["imagge"] = "x"
+    with pytest.raises(schemas.ValidationError):
+        schemas.validate(pods[0], schemas.latest_version(), strict=True)
 
 
 def test_kuberay_starts_as_many_replicas_as_it_has_workers_for_and_mounts_what_it_names():

@@ -28,6 +28,11 @@ def test_rows():
         assert from_row(through_a_frame(to_row(output, 4)), None) == (output, 4)
 
 
+def test_a_row_of_one_token_is_plain_though_its_request_was_preempted():
+    for output in (RequestOutput("a", (5,)), RequestOutput("a", (5,), num_preemptions=3)):
+        assert to_row(output, 4) == ["a", 4, (5,)]
+
+
 def test_a_row_of_another_kind_is_refused():
     for more in ({"queued": "x"}, {"queued": []}, 7):
         with pytest.raises(Malformed):

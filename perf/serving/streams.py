@@ -1,0 +1,87 @@
+"""Many streamed answers, read at little cost: the load where a server's own processor time is measured.
+
+A client of HTTP works longer on an event than a server does, and with few processors would be what is measured. Here
+the bytes that come are counted as events and forgotten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Address = tuple[str, int]
+
+_POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n"
+_EVENT = b'data: {"id'
+_END = b"data: [DONE]"
+_KEPT = 64  # bytes, more than an event's beginning, or the end, which may be in two parts
+
+
+@dataclass(frozen=True)
+class Answered:
+    """Streams that were read. seconds: until the last one's end. firsts: seconds until the first event of each, the
+    shortest first.
+    """
+
+    seconds: float
+    events: int
+    firsts: list[float]
+
+
+class _Stream(asyncio.Protocol):
+    """One answer, on a connection of its own."""
+
+    def __init__(self, request: bytes) -> None:
+        self._request = request
+        self._began = time.perf_counter()
+        self._rest = b""
+        self.events = 0
+        self.first = 0.0
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: Any) -> None:
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        data = self._rest + data
+        found = data.count(_EVENT)
+        if found and not self.events:
+            self.first = time.perf_counter() - self._began
+        self.events += found
+        self._rest = data[data.rfind(_EVENT) + 1 :] if found else data[-_KEPT:]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.ended.done():  # another one broke off
+            return
+        if exc is None and _END in self._rest:
+            self.ended.set_result(None)
+        else:
+            self.ended.set_exception(
+                RuntimeError(f"a stream broke off after {self.events} events: {self._rest!r:.500}")
+            )
+
+
+def read_streams(addresses: Sequence[Address], number: int, body: dict[str, Any]) -> Answered:
+    """Send a request `number` times at once, to each address in turn, and read the answers. RuntimeError unless each of
+    them ends as it should.
+    """
+    text = json.dumps({"stream": True, **body}).encode()
+    request = _POST + b"content-length: %d\r\n\r\n" % len(text) + text
+
+    async def read_one(address: Address) -> _Stream:
+        stream = _Stream(request)
+        await asyncio.get_running_loop().create_connection(lambda: stream, *address)
+        await stream.ended
+        return stream
+
+    async def read_all() -> Answered:
+        began = time.perf_counter()
+        read = await asyncio.gather(*(read_one(addresses[index % len(addresses)]) for index in range(number)))
+        took = time.perf_counter() - began
+        return Answered(took, sum(one.events for one in read), sorted(one.first for one in read))
+
+    return asyncio.run(read_all())

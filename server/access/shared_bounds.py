@@ -1,0 +1,131 @@
+"""What bounds of keys count, in one process or in all that share a directory."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+
+from ..errors import ApiError
+
+MOST_SEATS = 1 << 12
+"""Seats of a tenant that processes share, each of which takes 0.7 µs to find taken; a larger bound is each process's
+own."""
+
+MERGE_SECONDS = 0.1
+"""Seconds for which tokens that were spent here are unknown to the other processes."""
+
+
+class Seats:
+    """Requests in progress of tenants that may have so many at once.
+
+    Each holds a seat: the lock of one byte in a file, which has no content, of as many bytes as its tenant has seats.
+    The system gives a process's locks back when it ends, however that was.
+    """
+
+    def __init__(self, file: Path | None = None) -> None:
+        """file: shared by processes; None: this one is alone."""
+        self._file = None if file is None else _open(file)
+        self._held: dict[str, set[int]] = defaultdict(set)
+
+    def take(self, tenant: str, most: int) -> int | None:
+        """A free seat of a tenant's `most`, None if there is none."""
+        held = self._held[tenant]
+        if len(held) >= most:
+            return None
+        file = self._file if most <= MOST_SEATS else None
+        free = (seat for seat in range(most) if seat not in held)
+        found = next((seat for seat in free if file is None or _lock(file, _first(tenant) + seat)), None)
+        if found is not None:
+            held.add(found)
+        return found
+
+    def give_back(self, tenant: str, seat: int) -> None:
+        if self._file is not None and seat < MOST_SEATS:
+            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _first(tenant) + seat)
+        self._held[tenant].discard(seat)
+        if not self._held[tenant]:
+            del self._held[tenant]
+
+    def num_taken(self) -> int:
+        """Seats that are taken in this process."""
+        return sum(map(len, self._held.values()))
+
+
+class TokenBudgets:
+    """Tokens that tenants have used of their `tokens_per_minute`, which come back evenly.
+
+    A request may begin while something is left. It is paid for as it goes, so a tenant can be in debt by what its
+    requests in progress take, and then waits until that has come back. Processes that share a file add up what they
+    have spent there, every `MERGE_SECONDS`.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, file: Path | None = None) -> None:
+        """clock: the same in all processes, as the system's is."""
+        self._clock = clock
+        self._file = None if file is None else _open(file)
+        self._used: dict[str, tuple[float, float]] = {}  # and when that was so
+        self._unshared: dict[str, tuple[int, int]] = {}  # tokens that are not in the file yet, and the bound
+        self._merge_at = 0.0
+
+    def check(self, tenant: str, per_minute: int) -> None:
+        """Raises an ApiError for a tenant that has nothing left."""
+        self._merge()
+        used = self._left_of(tenant, per_minute)
+        if used >= per_minute:
+            message = f"your key's {per_minute} tokens a minute are used; try again later"
+            wait = (used - per_minute + 1) * 60 / per_minute
+            raise ApiError(429, message, code="rate_limit_exceeded", retry_after=wait)
+
+    def spend(self, tenant: str, per_minute: int, tokens: int) -> None:
+        self._used[tenant] = self._left_of(tenant, per_minute) + tokens, self._clock()
+        if self._file is not None:
+            self._unshared[tenant] = self._unshared.get(tenant, (0, 0))[0] + tokens, per_minute
+            if self._clock() >= self._merge_at:
+                self._merge()
+
+    def _merge(self) -> None:
+        """Add what was spent here to what all processes have, and take that over."""
+        if self._file is None:
+            return
+        self._merge_at = self._clock() + MERGE_SECONDS
+        fcntl.lockf(self._file, fcntl.LOCK_EX)
+        try:
+            text = os.pread(self._file, os.fstat(self._file).st_size, 0)
+            self._used = {tenant: (used, then) for tenant, (used, then) in json.loads(text or b"{}").items()}
+            if self._unshared:
+                for tenant, (tokens, per_minute) in self._unshared.items():
+                    self._used[tenant] = self._left_of(tenant, per_minute) + tokens, self._clock()
+                self._unshared.clear()
+                text = json.dumps(self._used).encode()
+                os.ftruncate(self._file, os.pwrite(self._file, text, 0))
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN)
+
+    def _left_of(self, tenant: str, per_minute: int) -> float:
+        """Tokens used that have not come back."""
+        used, then = self._used.get(tenant, (0.0, 0.0))
+        return max(0.0, used - (self._clock() - then) * per_minute / 60)
+
+
+def _open(file: Path) -> int:
+    """A descriptor that lasts as long as this process: to close any of a file's gives all of the locks back."""
+    return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def _lock(file: int, byte: int) -> bool:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+    except (BlockingIOError, PermissionError):  # another process has it
+        return False
+    return True
+
+
+def _first(tenant: str) -> int:
+    """The first byte of a tenant's seats; of 2^51 places."""
+    return (int.from_bytes(blake2b(tenant.encode(), digest_size=8).digest(), "big") >> 13) * MOST_SEATS
