@@ -254,15 +254,21 @@ class AllReduceCost:
 
 @dataclass(frozen=True, slots=True)
 class CpuLoraCost:
-    """Seconds to compute x·A·B of all layers of one adapter on the CPU, activations' way there and back included
-    (CaraServe §4).
+    """Seconds to compute x·A·B of all layers of one adapter on the CPU (CaraServe §4).
 
-    per_token: per token, whatever the rank. per_token_rank: per token and rank-row.
+    base: hand-overs. per_rank: per rank-row, which every core reads. per_token: per token, whatever the rank: x's way
+    to the host. per_token_rank: per token and rank-row, on one core. cores: that there are. tokens_each: that one core
+    computes before another one pays.
     """
 
     base: float = 0.0
+    per_rank: float = 0.0
     per_token: float = 0.0
     per_token_rank: float = 0.0
+    cores: float = 1.0
+    tokens_each: float = 1.0
 
     def seconds(self, tokens: int, rank: int) -> float:
-        return self.base + tokens * (self.per_token + self.per_token_rank * rank)
+        cores = max(1, min(int(self.cores), -(-tokens // max(1, int(self.tokens_each)))))
+        share = -(-tokens // cores)
+        return self.base + tokens * self.per_token + rank * (self.per_rank + share * self.per_token_rank)

@@ -110,6 +110,10 @@ class Geometry(_Strict):
         slab = SlabLayout.build(self.module_dims, targets, self.itemsize)
         return slab.slab_elems * rank * self.num_layers * self.itemsize
 
+    def product_bytes(self, targets: tuple[str, ...] = MODULES) -> int:
+        """Bytes of a token's x·A·B of all layers."""
+        return sum(self.module_dims[name][1] for name in targets) * self.num_layers * self.itemsize
+
 
 class Profile(_Strict):
     """Contents of a profile's JSON file. memory_bytes: the arena that KV and adapters share."""

@@ -1,0 +1,196 @@
+"""Prompts whose adapter is on its way: other processes compute its products, and give the same tokens."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from chorus.core.config import EngineConfig
+from chorus.core.costs.cold_start import ColdStart
+from chorus.core.engine import Engine
+from chorus.core.executors.assist import assistant_cpus, shares
+from chorus.core.executors.choice import open_executor
+from chorus.core.model.config import UnsupportedModel
+from chorus.ops import native_library
+from chorus.perf.cpu.slow_link import slow_down
+
+from ..test_parity import add_all, check, make_cases
+
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.skipif(not native_library.available(torch.float32), reason="assistants run the native library"),
+]
+
+
+@pytest.fixture
+def kernels():
+    return "native"
+
+
+class Link:
+    """Lets layers through as many as have been let; all once it is open."""
+
+    def __init__(self):
+        self._changed = threading.Condition()
+        self.most = 0
+
+    def let(self, most):
+        with self._changed:
+            self.most = most
+            self._changed.notify_all()
+
+    def __call__(self, layer, layout):
+        with self._changed:
+            self._changed.wait_for(lambda: layer < self.most, 120)
+
+
+@pytest.fixture
+def assisted(drive):
+    """`assisted(subject, workers)`: a driver with assistants always chosen, and the link of its adapters."""
+    links = []
+
+    def make(it, workers=2, way=ColdStart.ASSIST, **config):
+        driver = drive(it, assist_workers=workers, memory_bytes=16 << 20, **config)
+        executor = driver.executor.inner
+        links.append(Link())
+        slow_down(executor.adapters, executor.arena.pages, links[-1])
+        executor._assist.way = way  # noqa: SLF001
+        return driver, links[-1], executor._assist  # noqa: SLF001
+
+    yield make
+    for link in links:
+        link.let(1000)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("model", ["gqa", "tied", "mha"])
+def test_no_layer_arrives_and_the_tokens_are_the_reference_s(subject, assisted, model, workers):
+    """Prompts and answers of all adapters, with none of them in the arena to the end."""
+    it = subject(model)
+    driver, link, assist = assisted(it, workers, max_num_batched_tokens=200)
+    cases = make_cases(it, 10, seed=3, longest=90, tokens=(4, 8))
+    add_all(driver, cases)
+    check(driver, cases)
+    assert link.most == 0
+    assert assist.starts.num_assisted >= 4
+    assert assist.starts.num_streamed == 0
+    assert assist.lent is not None
+    assert max(plan.num_tokens for plan in driver.plans) > 100
+
+
+@pytest.mark.parametrize("arrived", [0, 1, 2])
+def test_sgmv_takes_over_in_mid_prefill(subject, assisted, arrived):
+    it = subject("gqa")
+    driver, link, assist = assisted(it)
+    link.let(arrived)
+    case = make_cases(it, 1, adapters=["r33-all"], seed=5, longest=60, tokens=(1, 2))
+    add_all(driver, case)
+    layers = (
+        it.config.num_layers
+        if hasattr(it, "config")
+        else len(driver.engine.store.get("r33-all").manifest.parts[0].layers)
+    )
+    engine = driver.engine
+    plan = engine.begin_step()
+    transfer = plan.adapters[0].transfer
+    while transfer.arrived.num_ready < arrived:
+        time.sleep(0.001)
+    engine.end_step(plan)
+    assert set(assist.lent.layers) == {layers - arrived}
+
+
+def test_a_chosen_way(subject, assisted):
+    """By the cost model: a link that brings nothing is not waited for, and one that has brought most of it is."""
+    it = subject("gqa")
+    driver, link, assist = assisted(it, way=None)
+    case = make_cases(it, 2, adapters=["r33-all"], seed=5, longest=40, tokens=(2, 3))
+    add_all(driver, case)
+    check(driver, case)
+    assert assist.starts.num_assisted == 1
+    link.let(1000)
+    again = make_cases(it, 2, adapters=["r2-qv"], seed=6, longest=40, tokens=(2, 3))
+    add_all(driver, again)
+    check(driver, again)
+    assert assist.starts.num_assisted + assist.starts.num_streamed == 2
+    stats = driver.engine.stats()
+    assert stats.num_assisted_starts == 1 or assist.starts.num_assisted
+
+
+def test_an_assistant_that_dies_leaves_prompts_to_wait(subject, assisted, caplog):
+    it = subject("gqa")
+    driver, link, assist = assisted(it, max_load_stall_seconds=0.0)
+    cases = make_cases(it, 6, seed=8, longest=60, tokens=(4, 6))
+    add_all(driver, cases)
+    driver.step()
+    assert assist.lent is not None
+    assist._followers._processes[0].kill()  # noqa: SLF001 - as if the system did
+    for _ in range(5):
+        driver.step()
+    assert "no prompt is assisted any more" in caplog.text
+    assert "assistant 1 of 2 has ended" in caplog.text
+    link.let(1000)
+    check(driver, cases)
+
+
+def test_an_assistant_that_dies_within_a_layer_voids_its_rows(subject, assisted, monkeypatch):
+    it = subject("gqa")
+    driver, link, assist = assisted(it, max_load_stall_seconds=0.0)
+    cases = make_cases(it, 3, seed=9, longest=60, tokens=(4, 6))
+    add_all(driver, cases)
+    begin = assist._begin  # noqa: SLF001
+    monkeypatch.setattr(assist, "_begin", lambda *args: (begin(*args), assist._ranks.lose()))  # noqa: SLF001
+    driver.step()
+    monkeypatch.undo()
+    link.let(1000)
+    check(driver, cases)
+
+
+def test_rows_are_split_by_what_is_worth_a_handover():
+    assert shares(10, 100, 3) == [0, 10, 10, 10]
+    assert shares(100, 50, 3) == [0, 50, 100, 100]
+    assert shares(100, 1, 3) == [0, 33, 66, 100]
+    assert shares(1, 1, 2) == [0, 1, 1]
+
+
+def test_assistants_leave_the_first_processor(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {2, 5, 7, 9}, raising=False)
+    assert assistant_cpus(2) == [7, 9]
+    assert assistant_cpus(4) == [5, 7, 9, 5]
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {4}, raising=False)
+    assert assistant_cpus(2) == [None, None]
+
+
+@pytest.mark.parametrize(("options", "why"), [
+    ({"cpu_kernels": "torch"}, "assist_workers is 1, and steps run on torch's operators"),
+    ({"tensor_parallel_size": 2}, "assist_workers is 1, and tensor_parallel_size is 2"),
+])  # fmt: skip
+def test_what_can_not_be_assisted_is_refused(subject, options, why):
+    config = {"model": subject("gqa").model, "dtype": "float32", "memory_bytes": 8 << 20, "device": "cpu", **options}
+    with pytest.raises(UnsupportedModel, match=why):
+        open_executor(EngineConfig(assist_workers=1, **config))
+
+
+def test_without_assistants_nothing_is_counted(subject, drive):
+    stats = drive(subject("gqa")).engine.stats()
+    assert stats.num_assisted_starts == stats.num_streamed_starts == stats.cold_start_regret == 0
+
+
+def test_a_start_is_whole_or_none(subject, monkeypatch):
+    """An assistant that can't join ends the start, with its reason."""
+
+    class Broken:
+        def __init__(self, *args):
+            raise MemoryError("no room")
+
+    monkeypatch.setattr("chorus.core.executors.assist.AssistantProcess", Broken)
+    settings = EngineConfig(
+        model=subject("gqa").model, dtype="float32", memory_bytes=8 << 20, device="cpu", assist_workers=1
+    )
+    from .thread_ranks import ThreadProcess
+
+    monkeypatch.setattr("chorus.core.executors.followers.Popen", ThreadProcess)
+    with pytest.raises((RuntimeError, AttributeError)):
+        Engine(settings, open_executor(settings))
