@@ -46,6 +46,9 @@ logger = logging.getLogger(__name__)
 #: Seconds that a step waits for an assistant: then all are given up.
 PATIENCE_SECONDS = 5.0
 
+#: Seconds per element of a copy before any has been seen: nothing is expected to come.
+_UNKNOWN_PACE = 1.0
+
 #: An assistant is given rows that take it at least so many times as long as a hand-over.
 _WORTH_A_HANDOVER = 8
 
@@ -62,9 +65,9 @@ class _Coming:
     is_counted: bool = False
 
     def arrival(self, arrived: int, now: float, per_elem: float) -> Arrival:
-        """As it looks now, by its own pace, or by `per_elem`, that of earlier copies, before its first layer."""
-        layers = self.layout.num_layers
-        each = (now - self.began) / arrived if arrived else per_elem * self.layout.num_elems / layers
+        """As it looks now, by its own pace, or before its first layer by `per_elem`, that of earlier copies."""
+        layers, elapsed = self.layout.num_layers, now - self.began
+        each = elapsed / arrived if arrived else max(elapsed, per_elem * self.layout.num_elems / layers)
         return Arrival(layers, each, each * (layers - arrived), arrived)
 
 
@@ -137,7 +140,7 @@ class Assist:
         self._images: list[Any] = []  # of what is lent
         self._step = 0
         self._per_token = 0.0  # seconds of a step with prompts, whose adapters were there
-        self._per_elem = math.inf  # seconds of a copy
+        self._per_elem = _UNKNOWN_PACE
         self._is_lost = False
 
     def join(self) -> None:
@@ -179,6 +182,8 @@ class Assist:
         """See `Lending.begin`."""
         now, entries, offsets, row = time.monotonic(), [], [], [0]
         for address, coming in self._coming.items():
+            if layers_at(address) == coming.layout.num_layers:
+                continue
             own = [index for index, ready in enumerate(segments.ready) if ready == address]
             tokens = sum(segments.end[index] - segments.begin[index] for index in own)
             offset = None if coming.image.data is None else self._memory.offset(coming.image.data)
