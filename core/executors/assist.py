@@ -52,6 +52,8 @@ _UNKNOWN_PACE = 1.0
 #: An assistant is given rows that take it at least so many times as long as a hand-over.
 _WORTH_A_HANDOVER = 8
 
+_LEAST_IMAGE_BYTES = 64 << 20
+
 _PROFILE_ROUNDS, _PROFILE_TOKENS, _PROFILE_RANK = 20, 64, 16
 
 
@@ -114,7 +116,7 @@ class Assist:
         self._dtype, self._page_elems = dtype, arena.layout.page_elems
         self._shapes = model.hidden_size, model.intermediate_size, model.q_size, model.kv_size
         self._most_rows = config.max_num_batched_tokens
-        layout = AssistLayout(1 + workers, handed_floats(self._shapes, self._most_rows), 2 * config.host_bytes)
+        layout = AssistLayout(1 + workers, handed_floats(self._shapes, self._most_rows), _image_bytes(config))
         fd = AssistMemory.create(layout)
         try:
             self._memory = AssistMemory(fd, layout)
@@ -302,6 +304,11 @@ class Assist:
 
     def close(self) -> None:
         self._followers.close()
+
+
+def _image_bytes(config: EngineConfig) -> int:
+    """Room for images: twice what host memory is to hold, as runs in between are lost. The system gives what is used."""
+    return max(_LEAST_IMAGE_BYTES, 2 * config.host_bytes)
 
 
 def shares(rows: int, each: int, workers: int) -> list[int]:
