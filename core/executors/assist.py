@@ -307,7 +307,7 @@ class Assist:
 
 
 def _image_bytes(config: EngineConfig) -> int:
-    """Room for images: twice what host memory is to hold, as runs in between are lost. The system gives what is used."""
+    """Room for images: twice what host memory is to hold, as runs in between are lost. Only what is used is taken."""
     return max(_LEAST_IMAGE_BYTES, 2 * config.host_bytes)
 
 

@@ -81,6 +81,18 @@ def test_no_layer_arrives_and_the_tokens_are_the_reference_s(subject, assisted, 
     assert max(plan.num_tokens for plan in driver.plans) > 100
 
 
+def test_bfloat16_differs_by_rounding_alone(subject, assisted, drive):
+    it = subject("gqa")
+    driver, *_ = assisted(it, dtype="bfloat16")
+    plain = drive(it, dtype="bfloat16", memory_bytes=16 << 20)
+    cases = make_cases(it, 10, seed=4, longest=60, tokens=(1, 1))
+    for each in (driver, plain):
+        add_all(each, cases)
+        each.drain()
+    same = [driver.answers[case.id].tokens == plain.answers[case.id].tokens for case in cases]
+    assert sum(same) >= len(cases) - 1
+
+
 @pytest.mark.parametrize("arrived", [0, 1, 2])
 def test_sgmv_takes_over_in_mid_prefill(subject, assisted, arrived):
     it = subject("gqa")
