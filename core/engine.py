@@ -26,8 +26,8 @@ from ..memory.transfers.swapped_kv import SwappedKv
 from ..memory.transfers.transfer import ExecutorLost
 from .ahead import StepAhead
 from .base_name import names_of, with_base
+from .cold_start import ColdStarts
 from .config import EngineConfig
-from .costs.cold_start import ColdStarts
 from .cpus import reading_threads
 from .engine_stats import AccountStats, EngineStats
 from .executors.alone import run_rows_alone

@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ..cold_start import CpuLoraCost
+
 
 class Kernel(StrEnum):
     """LoRA kernel for a batch of mixed ranks: BGMV pads to the largest rank, SGMV does not."""
@@ -250,25 +252,3 @@ class AllReduceCost:
     def seconds(self, num_bytes: int, degree: int) -> float:
         """num_bytes: of the whole tensor. degree: number of devices."""
         return 2 * (degree - 1) * (self.latency + self.per_byte * num_bytes / degree)
-
-
-@dataclass(frozen=True, slots=True)
-class CpuLoraCost:
-    """Seconds to compute x·A·B of all layers of one adapter on the CPU (CaraServe §4).
-
-    base: hand-overs. per_rank: per rank-row, which every core reads. per_token: per token, whatever the rank: x's way
-    to the host. per_token_rank: per token and rank-row, on one core. cores: that there are. tokens_each: that one core
-    computes before another one pays.
-    """
-
-    base: float = 0.0
-    per_rank: float = 0.0
-    per_token: float = 0.0
-    per_token_rank: float = 0.0
-    cores: float = 1.0
-    tokens_each: float = 1.0
-
-    def seconds(self, tokens: int, rank: int) -> float:
-        cores = max(1, min(int(self.cores), -(-tokens // max(1, int(self.tokens_each)))))
-        share = -(-tokens // cores)
-        return self.base + tokens * self.per_token + rank * (self.per_rank + share * self.per_token_rank)

@@ -15,10 +15,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from ...memory.files import strict_json
 from ...memory.pages.layout import MODULES, ModuleDims, PageLayout, SlabLayout, module_dims
+from ..cold_start import CpuLoraCost
 from .models import (
     AllReduceCost,
     CostModel,
-    CpuLoraCost,
     DiskCost,
     Kernel,
     MergeCost,

@@ -31,9 +31,8 @@ from ...memory.transfers.pinned import PinnedBuffers
 from ...memory.transfers.transfer import ExecutorLost, Transfer
 from ...ops.lend import MOST_LENT, Lent, hand_over, handed_floats
 from ...ops.sgmv import AdapterRows, Segments
+from ..cold_start import Arrival, ColdStart, ColdStarts, CpuLoraCost, Stalls, stalls
 from ..config import EngineConfig
-from ..costs.cold_start import Arrival, ColdStart, ColdStarts, Stalls, stalls
-from ..costs.models import CpuLoraCost
 from ..model.config import ModelConfig
 from ..requests.types import StepPlan
 from .adapters import ModelAdapters

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from ...graphs.device import CudaDevice
-    from ..costs.cold_start import ColdStarts
+    from ..cold_start import ColdStarts
 
 logger = logging.getLogger(__name__)
 

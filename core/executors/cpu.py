@@ -16,8 +16,8 @@ from ...memory.pages.layout import PageLayout
 from ...memory.pages.pool import PagePool
 from ...ops.ranks import Ranks
 from ...ops.sampling import TorchSampling, greedy
+from ..cold_start import ColdStarts
 from ..config import EngineConfig
-from ..costs.cold_start import ColdStarts
 from ..cpus import available_cpus, has_fast_products
 from ..model.batch import RowPlan, StepBatch, ragged_batch
 from ..model.config import ModelConfig, UnsupportedModel

@@ -2,8 +2,8 @@
 
     python -m chorus.perf.cpu.assist
 
-Hand-overs: x of one projection to 1 … n processes and their products back, 16 tokens to each, by shared memory and by
-sockets (Fig. 17). Split: 128 tokens' products by 1 … n processes and by as many of torch's threads (Fig. 18). First
+Hand-overs: x of one projection to 1 … n processes and products of rank 1 back, 16 tokens to each, by shared memory and
+by sockets (Fig. 17). Split: 128 tokens' products by 1 … n processes and by as many of torch's threads (Fig. 18). First
 tokens: a prompt whose adapter comes over a link of so many bytes a second, when the adapter is waited for, streamed
 layer by layer, assisted, or begun as the cost model chooses; each over the same with the adapter in the arena, in one
 round.
@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...core.cold_start import ColdStart
 from ...core.config import EngineConfig
-from ...core.costs.cold_start import ColdStart
 from ...core.cpus import available_cpus
 from ...core.engine import Engine
 from ...core.executors.assist import Assist, assistant_cpus
@@ -60,7 +60,7 @@ def handovers(geometry: Geometry, workers: int, directory: Path, rounds: int) ->
     try:
         assist.join()
         for count in range(1, workers + 1):
-            found["shared"][count] = assist.time_handover(_TOKENS * count, count, _RANK, rounds)
+            found["shared"][count] = assist.time_handover(_TOKENS * count, count, 1, rounds)
             found["split"][count] = assist.time_handover(_SPLIT_TOKENS, count, _RANK, rounds)
         found["profile"] = {"handover": assist.profile.handover, "per_elem": assist.profile.per_elem}
     finally:
@@ -103,7 +103,7 @@ def _answer(link: Connection, hidden: int, cpu: int | None) -> None:
     if cpu is not None:
         os.sched_setaffinity(0, {cpu})
     torch.set_num_threads(1)
-    a, b = torch.zeros(hidden, _RANK), torch.zeros(_RANK, hidden)
+    a, b = torch.zeros(hidden, 1), torch.zeros(1, hidden)
     while (x := link.recv()) is not None:
         link.send((torch.from_numpy(x) @ a @ b).numpy())
 
@@ -213,7 +213,7 @@ def main(argv: list[str] | None = None) -> int:
     big = Geometry(hidden=4096, ffn=11008, layers=1, heads=32, kv_heads=32, vocab=512)
     with tempfile.TemporaryDirectory(prefix="chorus-assist-") as directory:
         small = handovers(big, args.workers, Path(directory), 20 * args.rounds)
-        table = Table("hand-over of 16 tokens each, and products of 128 tokens, rank 64, ms", [
+        table = Table("hand-over of 16 tokens to each, and products of 128 tokens and rank 64, ms", [
             "processes", "shared memory", "socket", "own split", "torch's threads",
         ])  # fmt: skip
         for count in range(1, args.workers + 1):
@@ -228,7 +228,7 @@ def main(argv: list[str] | None = None) -> int:
         "MB/s", "tokens", "warm, ms", "wait", "stream", "assist", "chosen", "assisted",
     ])  # fmt: skip
     for row in rows:
-        ratios = (f"{row['ratios'][name]:.2f}" for name in ("wait", "stream", "assist", "chosen"))
+        ratios = (f"{row[name]:.2f}" for name in ("wait", "stream", "assist", "chosen"))
         table.add(
             f"{row['rate'] / 1e6:g}", str(row["tokens"]), f"{1e3 * row['warm']:.1f}", *ratios, f"{row['assisted']:g}"
         )

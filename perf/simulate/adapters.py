@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from ...core.costs.cold_start import Arrival
+from ...core.cold_start import Arrival
 from ...core.costs.models import CostModel
 from ...memory.files.format import AdapterFormatError, AdapterManifest
 from ...memory.host.image import HostImage, LayerStream

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ...core.costs.cold_start import ColdStart, ColdStarts, stalls
+from ...core.cold_start import ColdStart, ColdStarts, stalls
 from ...core.costs.models import CostModel
 from ...core.requests.types import StepPlan
 from .adapters import SimTransfer

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ...core.cold_start import ColdStarts
 from ...core.config import EngineConfig
-from ...core.costs.cold_start import ColdStarts
 from ...core.costs.profile import Profile
 from ...core.costs.work import step_work
 from ...core.executors.base import ModelInfo
 from ...core.requests.types import StepPlan, StepResult
-from .adapters import SimAdapterBackend, SimAdapters, VirtualClock
+from .adapters import SimAdapterBackend, SimAdapters, SimTransfer, VirtualClock
 from .charges import Charges, When
 from .repeats import RepeatedPlan, RepeatedResult
 from .shadow import SimShadow
@@ -196,7 +196,7 @@ class SimExecutor:
         computing: the part of `first` that goes through the layers, under which bytes may come.
         """
         adapters = enumerate(plan.adapters)
-        coming = [(slot, adapter.transfer) for slot, adapter in adapters if adapter.transfer is not None]
+        coming = [(slot, adapter.transfer) for slot, adapter in adapters if isinstance(adapter.transfer, SimTransfer)]
         now, charges = self._clock.now, self.charges
         stalls = {slot: charges.stall(plan, slot, transfer, now, computing) for slot, transfer in coming}
         late = frozenset(slot for slot, stall in stalls.items() if stall > self._max_stall)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from chorus.core.cold_start import ColdStarts
 from chorus.core.config import EngineConfig
-from chorus.core.costs.cold_start import ColdStarts
 from chorus.core.engine import Engine
 from chorus.core.executors.base import Executor, StartedStep
 from chorus.core.executors.choice import open_executor

@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
+from chorus.core.cold_start import ColdStart
 from chorus.core.config import EngineConfig
-from chorus.core.costs.cold_start import ColdStart
 from chorus.core.executors.assist import AssistProfile, assistant_cpus, shares
 from chorus.core.executors.choice import open_executor
 from chorus.core.model.config import UnsupportedModel

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chorus.core.costs.cold_start import Arrival, ColdStart, link_tokens, stalls
-from chorus.core.costs.models import CpuLoraCost
+from chorus.core.cold_start import Arrival, ColdStart, CpuLoraCost, link_tokens, stalls
 from chorus.core.costs.profile import load_profile
 from chorus.memory.pages.layout import MODULES
 
