@@ -1,4 +1,4 @@
-"""Ways to begin a prompt whose adapter is on its way to the device, and what each costs (CaraServe §4).
+"""Ways to begin a prompt with an adapter on its way to the device, and what each costs (CaraServe §4).
 
 *Wait*: the step begins when the whole adapter is there. *Stream*: it begins now, and each layer waits for its own part.
 *Assist*: it begins now, and other processors compute x·A·B of a layer that is not there. What they give comes over the

@@ -43,7 +43,7 @@ class Lending(Protocol):
     """Chooses what of a step is lent, and has the assistants begin with it."""
 
     def begin(self, segments: Segments, /) -> Lent | None:
-        """Called before a step whose segments have adapters on their way; None where nothing is lent."""
+        """Called before a step with segments that have adapters on their way; None where nothing is lent."""
         ...
 
 

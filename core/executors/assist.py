@@ -1,4 +1,4 @@
-"""CPU-assisted prefill (CaraServe §4): processes that compute x·A·B of prompts whose adapter is still on its way.
+"""CPU-assisted prefill (CaraServe §4): processes that compute x·A·B of prompts with an adapter still on its way.
 
 Each has a processor of its own. A step lends them the rows of an adapter, layer by layer, until the layer is in the
 adapter's pages; from there on SGMV serves. They read A and B from the host image, which lies in shared memory like all
@@ -140,7 +140,7 @@ class Assist:
         self._chosen: dict[int, tuple[int, ColdStart]] = {}  # of these the tokens, and the way to begin
         self._images: list[Any] = []  # of what is lent
         self._step = 0
-        self._per_token = 0.0  # seconds of a step with prompts, whose adapters were there
+        self._per_token = 0.0  # seconds of a step with prompts, with adapters that were there
         self._per_elem = _UNKNOWN_PACE
         self._is_lost = False
 
@@ -222,7 +222,7 @@ class Assist:
     ) -> Lent | None:
         comings = [self._coming[segments.ready[index]] for index in entries]
         share = shares(row[-1], max(int(self._cost(coming).tokens_each) for coming in comings), self._workers)
-        # from the image, whose pages are in order, in place of the arena's
+        # from the image, with its pages in order, in place of the arena's
         rows = [replace(part, pages=range(len(part.pages))) for part in map(segments.rows.__getitem__, entries)]
         try:
             self._begin(rows, row, share, offsets)
@@ -319,7 +319,7 @@ def shares(rows: int, each: int, workers: int) -> list[int]:
 
 
 def assistant_cpus(workers: int) -> list[int | None]:
-    """Processors for the assistants, the last of those that the process may use, all but the first; in turns where they
+    """Processors for the assistants, the last that the process may use, all but the first; in turns where they
     are too few.
     """
     if not hasattr(os, "sched_getaffinity"):

@@ -162,7 +162,7 @@ class Watchable(Protocol):
 
 @runtime_checkable
 class Assisted(Protocol):
-    """An executor that chooses how prompts begin whose adapter is on its way."""
+    """An executor that chooses how prompts begin with an adapter on its way."""
 
     @property
     def cold_starts(self) -> ColdStarts: ...

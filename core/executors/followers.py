@@ -38,7 +38,7 @@ class Followers:
     def __init__(
         self, makers: Mapping[str, Callable[[int], Any]], memory_fd: int, ranks: Ranks, seconds: float
     ) -> None:
-        """makers: by what a process is called, what makes the object there whose methods are its messages, from the
+        """makers: by what a process is called, what makes the object there that has its messages as methods, from the
         descriptor of the shared memory; its `joined` is what `join` returns. seconds: that an answer may take.
         """
         self._names, self._seconds, self._ranks = list(makers), seconds, ranks

@@ -29,7 +29,7 @@ struct ModelDesc {
 
 class Ranks;
 
-// Segments of a step whose adapter's products other processes compute until its layers are in their pages: see lend.h.
+// Segments of a step with products that other processes compute until its layers are in their pages: see lend.h.
 struct LentDesc {
     Ranks* ranks;
     int64_t count;

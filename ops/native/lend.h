@@ -1,4 +1,4 @@
-// LoRA products that other processes of the machine compute, of prompts whose adapter is still being copied into its pages
+// LoRA products that other processes of the machine compute, of prompts with an adapter that is still being copied into its pages
 // (CPU-assisted prefill, CaraServe §4).
 //
 // The rows of x are handed over in memory that the processes share, by `Ranks`: rank 0 is the process of the base model, the
@@ -31,7 +31,7 @@ class Lender {
    public:
     explicit Lender(const ModelDesc& model) : groups_(model) {}
 
-    // Before a layer: lend the segments whose pages lack it, if the image has it; a layer that is lent has no rows in the
+    // Before a layer: lend the segments with pages that lack it, if the image has it; a layer that is lent has no rows in the
     // segment's own descriptor.
     void begin_layer(const StepDesc& step, int layer) {
         const LentDesc& lent = *step.lent;

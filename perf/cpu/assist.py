@@ -4,9 +4,9 @@
 
 Hand-overs: x of one projection to 1 … n processes and products of rank 1 back, 16 tokens to each, by shared memory and
 by sockets (Fig. 17). Split: 128 tokens' products by 1 … n processes and by as many of torch's threads (Fig. 18). First
-tokens: a prompt whose adapter comes over a link of so many bytes a second, when the adapter is waited for, streamed
-layer by layer, assisted, or begun as the cost model chooses; each over the same with the adapter in the arena, in one
-round.
+tokens: a prompt with an adapter that comes over a link of so many bytes a second, when the adapter is waited for,
+streamed layer by layer, assisted, or begun as the cost model chooses; each over the same with the adapter in the arena,
+in one round.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _median(work: Callable[[], object], rounds: int) -> float:
 
 
 class SlowLinkBench:
-    """An engine whose adapters come over a link of `rate` bytes a second."""
+    """An engine with adapters that come over a link of `rate` bytes a second."""
 
     def __init__(self, workload: Workload, directory: Path, workers: int) -> None:
         self._adapters = [*random_model.adapters(workload, directory).values()]
