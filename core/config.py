@@ -195,6 +195,14 @@ class EngineConfig(BaseModel):
     threads: int | None = Field(
         default=None, ge=1, description="CPU threads, of all ranks together; default: as many as there are processors"
     )
+    assist_workers: int = Field(
+        default=0,
+        ge=0,
+        le=63,
+        description="processes, each on a processor of its own, that compute LoRA products of prompts with an adapter "
+        "that is still being copied to its pages (CPU-assisted prefill), where that is predicted to pay; with "
+        "the native decoder on a CPU only",
+    )
     seed: int | None = Field(default=None, description="seed of the seeds drawn for requests that bring none")
 
     @property

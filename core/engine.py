@@ -26,11 +26,12 @@ from ..memory.transfers.swapped_kv import SwappedKv
 from ..memory.transfers.transfer import ExecutorLost
 from .ahead import StepAhead
 from .base_name import names_of, with_base
+from .cold_start import ColdStarts
 from .config import EngineConfig
 from .cpus import reading_threads
 from .engine_stats import AccountStats, EngineStats
 from .executors.alone import run_rows_alone
-from .executors.base import Executor, ModelInfo, Watchable
+from .executors.base import Assisted, Executor, ModelInfo, Watchable
 from .kv_events import KvEvents
 from .merging.merging import Merging
 from .merging.mode_policy import ModePolicy
@@ -98,7 +99,7 @@ class Engine:
             self.pool, self.store, self.prefix, self.reclaimer, self.block_tokens, config.prefix_cache,
             config.share_prefix_cache, self.swapped, lambda: swaps(config.preemption, costs),
         )  # fmt: skip
-        loads = LoadPolicy(self.store, costs, self.block_tokens, config.max_load_stall_seconds)
+        loads = self._loads = LoadPolicy(self.store, costs, self.block_tokens, config.max_load_stall_seconds)
         policies = policies or Policies()
         self.scheduler = self.scheduler_type(config, self.store, memory, loads, clock, policies.queue)
         self.modes = self._modes(policies.mode)
@@ -282,6 +283,7 @@ class Engine:
     def stats(self) -> EngineStats:
         pool, scheduler, merging, modes = self.pool, self.scheduler, self.merging, self.modes
         reads = self.store.images.counts()
+        starts = self.executor.cold_starts if isinstance(self.executor, Assisted) else ColdStarts()
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -325,6 +327,10 @@ class Engine:
             wrong_step_seconds=modes.wrong_seconds if modes else 0.0,
             num_steps_leaving_out=modes.num_left_out if modes else 0,
             num_steps_ahead=self._ahead.num_ahead if self._ahead else 0,
+            num_waited_starts=self._loads.num_waited,
+            num_streamed_starts=starts.num_streamed,
+            num_assisted_starts=starts.num_assisted,
+            cold_start_regret=starts.regret_seconds,
             num_kv_events=self.kv_events.num_recorded if self.kv_events else 0,
             num_dropped_kv_events=self.kv_events.num_dropped if self.kv_events else 0,
         )

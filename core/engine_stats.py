@@ -58,6 +58,12 @@ class EngineStats:
     oldest_read_seconds: float = 0.0  # the longest time without progress among reads under way
     num_kv_events: int = 0  # blocks that entered or left the prefix cache, while that is published
     num_dropped_kv_events: int = 0  # dropped, as the publisher was too slow
+    # requests' adapters on their way, by how a first step began: when they had been read, beside their copy, or with
+    # assistants; and by how much longer steps took than the best choice would have made them
+    num_waited_starts: int = 0
+    num_streamed_starts: int = 0
+    num_assisted_starts: int = 0
+    cold_start_regret: float = 0.0
     num_step_tokens: int = 0  # of all steps
     step_sizes: tuple[int, ...] = ()  # numbers of steps with up to each of `STEP_SIZES` tokens, and with more
 

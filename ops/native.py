@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from .lend import Lending, LentTables, described
 from .native_library import (
     DRAW,
-    MODULES,
     SCORE,
     AdapterDescriptor,
     LayerDescriptor,
@@ -165,6 +165,7 @@ class NativeDecoder:
         self.best: list[int] = []
         self.kept: Sequence[int] | None = None
         self.chances: Mapping[int, Chances] = {}
+        self.lending: Lending | None = None
         self._step = StepDescriptor()
         self._logits = _Room(model.vocab)
         self._scores = _Room(model.vocab)
@@ -200,8 +201,9 @@ class NativeDecoder:
         not kept are computed again.
         """
         step = self._step
+        lent = None
         if self._segments[0] is not segments or step.segment_ready:
-            self._set_segments(segments)
+            lent = self._set_segments(segments)
         wanted, kept = len(logit_tokens), self.kept
         rows_kept = None
         if kept is not None and 0 < len(kept) < wanted:
@@ -232,7 +234,10 @@ class NativeDecoder:
         step.draws = None if draws is None else draws.ctypes.data
         step.max_stall_ns = int(max_stall * 1e9)
         step.layer = ctypes.addressof(self._merged[0]) if merged else None
+        step.lent = None if lent is None else lent.address
         self._library.chorus_decoder_forward(self._handle, ctypes.addressof(step))
+        if lent is not None:
+            lent.settle()
         if step.segment_ready:
             late = self._segments[1][-1]
             segments.late = [index for index in range(step.segments) if late[index]]
@@ -277,8 +282,8 @@ class NativeDecoder:
                 setattr(descriptor, name, None if tensor is None else _pointer(tensor))
         return descriptors
 
-    def _set_segments(self, segments: Segments) -> None:
-        """Describe a step's segments; steps with the same ones need not do it again."""
+    def _set_segments(self, segments: Segments) -> LentTables | None:
+        """Describe a step's segments; steps with the same ones need not do it again. What of them is lent."""
         step, count = self._step, len(segments.rows)
         adapters = (c_void_p * count)(*(ctypes.addressof(self._descriptor(rows)) for rows in segments.rows))
         begin, end = (c_int32 * count)(*segments.begin), (c_int32 * count)(*segments.end)
@@ -292,6 +297,8 @@ class NativeDecoder:
         step.segment_level = None if level is None else ctypes.addressof(level)
         step.segment_late = ctypes.addressof(late)
         self._segments = segments, (adapters, begin, end, level, ready, late)  # what the step points to lives as long
+        lent = None if ready is None or self.lending is None else self.lending.begin(segments)
+        return None if lent is None else LentTables(lent, segments.rows, adapters)
 
     @property
     def threads(self) -> int:
@@ -309,14 +316,7 @@ class NativeDecoder:
     def _descriptor(self, rows: AdapterRows) -> AdapterDescriptor:
         found = self._adapters.get(rows)
         if found is None:
-            pages = torch.tensor(rows.pages, dtype=torch.int64)
-            first_elem = torch.tensor(rows.first_elem, dtype=torch.int64)
-            descriptor = AdapterDescriptor(
-                pages=_pointer(pages), first_elem=_pointer(first_elem), rank=rows.rank, scale=rows.scale,
-                slab_elems=rows.slab_elems,
-                a_offset=(c_int32 * MODULES)(*rows.a_offset), b_offset=(c_int32 * MODULES)(*rows.b_offset),
-            )  # fmt: skip
-            found = self._adapters[rows] = (descriptor, (pages, first_elem))
+            found = self._adapters[rows] = described(rows)
         return found[0]
 
 

@@ -71,7 +71,26 @@ class StepDescriptor(Structure):
         *((name, c_void_p) for name in ("logit_tokens", "segment_begin", "segment_end", "segment_adapters", "logits",
            "logit_rows", "segment_ready", "segment_late")),
         ("max_stall_ns", c_int64), ("best", c_void_p), ("scores_wanted", c_int64),
-        *((name, c_void_p) for name in ("segment_level", "layer", "draws")),
+        *((name, c_void_p) for name in ("segment_level", "layer", "draws", "lent")),
+    ]  # fmt: skip
+
+
+class LentDescriptor(Structure):
+    """Segments of a step that other processes compute: see `native/lend.h`."""
+
+    _fields_ = [
+        ("ranks", c_void_p), ("count", c_int64),
+        *((name, c_void_p) for name in ("segment", "row", "share", "first_elem", "image_ready", "layers")),
+    ]  # fmt: skip
+
+
+class AssistDescriptor(Structure):
+    """A step's segments as a process that computes a share of them knows them."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("hidden", "ffn", "q", "kv", "first", "last")),
+        ("count", c_int64), ("page_elems", c_int64),
+        *((name, c_void_p) for name in ("row", "adapters", "images")),
     ]  # fmt: skip
 
 
@@ -94,8 +113,14 @@ SCORE = np.dtype([("logits", "i8"), ("token", "i8"), ("count", "i8"), ("ids", "i
 
 #: chorus_descriptors() in library.h.
 _DESCRIPTORS = (
-    (sizeof(StepDescriptor) * 1000 + sizeof(ModelDescriptor)) * 1000 + sizeof(LayerDescriptor)
-) * 1000 + sizeof(MergeDescriptor)
+    (
+        ((sizeof(StepDescriptor) * 1000 + sizeof(ModelDescriptor)) * 1000 + sizeof(LayerDescriptor)) * 1000
+        + sizeof(MergeDescriptor)
+    )
+    * 1000
+    + sizeof(LentDescriptor)
+    + sizeof(AssistDescriptor)
+)
 
 #: Of each function of the library its name, what it returns and what it takes.
 _FUNCTIONS = (
@@ -121,7 +146,17 @@ _FUNCTIONS = (
     ("ranks_state", c_int, c_void_p),
     ("ranks_fail", None, c_void_p, c_int64),
     ("ranks_lose", None, c_void_p),
+    ("ranks_meet", c_int, c_void_p),
+    ("ranks_post", None, c_void_p),
+    ("ranks_mine", c_void_p, c_void_p),
+    ("ranks_part", c_void_p, c_void_p, c_int),
     ("ranks_destroy", None, c_void_p),
+    ("assist_head", c_int64),
+    ("assist_row", c_int64, c_int, c_int),
+    ("assist_create", c_void_p, c_int),
+    ("assist_hand_over", None, c_void_p, c_int, c_void_p, c_int64, c_int64),
+    ("assist_serve", None, c_void_p, c_void_p, c_void_p),
+    ("assist_destroy", None, c_void_p),
     ("read_rate", c_double, c_int, c_void_p, c_int64),
     ("product_rate", c_double, c_int, c_int, c_int64),
 )

@@ -69,6 +69,23 @@ class Ranks:
         self._check(self._library.chorus_ranks_gather(self.handle, part.data_ptr(), len(part), width, out))
         return rows
 
+    def meet(self) -> None:
+        """Wait until all ranks have written their parts of a sum. Raises StepGivenUp and RanksLost."""
+        self._check(self._library.chorus_ranks_meet(self.handle))
+
+    def post(self) -> None:
+        """Say that this rank's part is written, and wait for none of the others'."""
+        self._library.chorus_ranks_post(self.handle)
+
+    @property
+    def mine(self) -> int:
+        """Address of this rank's part of the next sum."""
+        return self._library.chorus_ranks_mine(self.handle)
+
+    def part(self, rank: int) -> int:
+        """Address of a rank's part of the sum that `meet` was for."""
+        return self._library.chorus_ranks_part(self.handle, rank)
+
     def check(self) -> None:
         """Raise StepGivenUp or RanksLost if a sum of this step may be none."""
         self._check(self._library.chorus_ranks_state(self.handle))

@@ -42,7 +42,7 @@ MAY_IMPORT = {
 ROOMS = {
     "core": (
         "costs", "engine", "servable", "policies", "quarantine", "merging", "executors", "scheduling", "model",
-        "engine_stats", "requests", "cpus", "config",
+        "engine_stats", "requests", "cpus", "cold_start", "config",
     ),
     "memory": ("adapters", "transfers", "host", "files", "pages"),
     "server": (

@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ..cold_start import CpuLoraCost
+
 
 class Kernel(StrEnum):
     """LoRA kernel for a batch of mixed ranks: BGMV pads to the largest rank, SGMV does not."""
@@ -250,19 +252,3 @@ class AllReduceCost:
     def seconds(self, num_bytes: int, degree: int) -> float:
         """num_bytes: of the whole tensor. degree: number of devices."""
         return 2 * (degree - 1) * (self.latency + self.per_byte * num_bytes / degree)
-
-
-@dataclass(frozen=True, slots=True)
-class CpuLoraCost:
-    """Seconds to compute x·A·B of all layers of one adapter on the CPU, activations' way there and back included
-    (CaraServe §4).
-
-    per_token: per token, whatever the rank. per_token_rank: per token and rank-row.
-    """
-
-    base: float = 0.0
-    per_token: float = 0.0
-    per_token_rank: float = 0.0
-
-    def seconds(self, tokens: int, rank: int) -> float:
-        return self.base + tokens * (self.per_token + self.per_token_rank * rank)

@@ -15,10 +15,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from ...memory.files import strict_json
 from ...memory.pages.layout import MODULES, ModuleDims, PageLayout, SlabLayout, module_dims
+from ..cold_start import CpuLoraCost
 from .models import (
     AllReduceCost,
     CostModel,
-    CpuLoraCost,
     DiskCost,
     Kernel,
     MergeCost,
@@ -109,6 +109,10 @@ class Geometry(_Strict):
         """Bytes on device and host of an adapter with `rank` on `targets` in every layer."""
         slab = SlabLayout.build(self.module_dims, targets, self.itemsize)
         return slab.slab_elems * rank * self.num_layers * self.itemsize
+
+    def product_bytes(self, targets: tuple[str, ...] = MODULES) -> int:
+        """Bytes of a token's x·A·B of all layers."""
+        return sum(self.module_dims[name][1] for name in targets) * self.num_layers * self.itemsize
 
 
 class Profile(_Strict):

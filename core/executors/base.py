@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from ...graphs.device import CudaDevice
+    from ..cold_start import ColdStarts
 
 logger = logging.getLogger(__name__)
 
@@ -157,6 +158,14 @@ class Watchable(Protocol):
     def watch(self, on_lost: Callable[[ExecutorLost], None]) -> None:
         """Have `on_lost` called, from any thread, when that happens."""
         ...
+
+
+@runtime_checkable
+class Assisted(Protocol):
+    """An executor that chooses how prompts begin with an adapter on its way."""
+
+    @property
+    def cold_starts(self) -> ColdStarts: ...
 
 
 class ModelExecutor:

@@ -55,12 +55,18 @@ def open_executor(config: EngineConfig) -> Executor:
 
     Raises UnsupportedModel for a checkpoint, DeviceError for a device that is not there, OutOfDeviceMemory.
     """
-    size = config.tensor_parallel_size
+    size, assistants = config.tensor_parallel_size, config.assist_workers
     if uses_gpu(config.device):
-        if size > 1:
+        if size > 1 or assistants:
             from ...graphs.device import DeviceError
 
-            raise DeviceError(f"tensor_parallel_size is {size}, and ranks compute on the CPU only; set device to cpu")
+            if size > 1:
+                raise DeviceError(
+                    f"tensor_parallel_size is {size}, and ranks compute on the CPU only; set device to cpu"
+                )
+            raise DeviceError(
+                f"assist_workers is {assistants}, and steps on a GPU lend nothing; set it to 0, or device to cpu"
+            )
         from .cuda import CudaExecutor
 
         return CudaExecutor(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from ...memory.pages.layout import PageLayout
 from ...memory.pages.pool import PagePool
 from ...ops.ranks import Ranks
 from ...ops.sampling import TorchSampling, greedy
+from ..cold_start import ColdStarts
 from ..config import EngineConfig
 from ..cpus import available_cpus, has_fast_products
 from ..model.batch import RowPlan, StepBatch, ragged_batch
@@ -29,6 +31,7 @@ from ..model.shard import WHOLE, Shard
 from ..model.weights import num_weights
 from ..requests.types import StepPlan, StepResult
 from .adapters import ModelAdapters
+from .assist import Assist
 from .base import ModelExecutor
 from .host_memory import WIDE_SHARE, default_arena_bytes, total_bytes
 from .swaps import PageSwaps
@@ -55,7 +58,12 @@ class CpuExecutor(ModelExecutor):
         self.weight_bytes = num_weights(self.whole, shard) * products.itemsize
         self.num_pages = cpu_pages(config, self, self.layout, self.weight_bytes) if seat is None else seat.num_pages
         self.arena = Arena(self.layout, self.num_pages, dtype, "cpu", None if seat is None else seat.pages(dtype))
-        self.adapters = ModelAdapters(self.config, self.arena, dtype)
+        self._assist = None
+        if config.assist_workers:
+            if reason := _why_unassisted(native, config):
+                raise UnsupportedModel(f"assist_workers is {config.assist_workers}, and {reason}")
+            self._assist = Assist(config, self.config, self.arena, dtype)
+        self.adapters = self._assist.adapters if self._assist else ModelAdapters(self.config, self.arena, dtype)
         self.swaps = PageSwaps(self.arena, self.adapters.dma)
         self._lora = LoraState(self.config, self.arena.pages, config.max_load_stall_seconds)
         setup = self._lora, self.layout, DecodeBuckets(config.max_num_seqs).sizes, max_model_len
@@ -70,6 +78,13 @@ class CpuExecutor(ModelExecutor):
                 self._sampling = TorchSampling()
                 self.steps = _Steps(self.decoder, *setup)
         self.shadow = ShadowWeights(self.decoder, self.arena, self._lora)
+        self._forward: Callable[[StepPlan], torch.Tensor] = self.steps.forward
+        self.cold_starts = ColdStarts()
+        if self._assist is not None and isinstance(self.decoder, NativeDecoderModel):
+            self._assist.join()
+            self.decoder.lend(self._assist)
+            self.cold_starts = self._assist.starts
+            self._forward = partial(self._assist.run, self.steps.forward)
 
     def execute(self, plan: StepPlan) -> StepResult:
         model, rows = self.decoder, plan.rows
@@ -86,7 +101,7 @@ class CpuExecutor(ModelExecutor):
             if index not in drawn or drawn[index].cuts or rows[index].params.logprobs is not None
         ]
         model.keep_logits(kept, drawn)
-        logits = self.steps.forward(plan)
+        logits = self._forward(plan)
         at = {index: place for place, index in enumerate(kept)}
         return self._draw(plan, model.best, RowLogits(logits, at), drawn)
 
@@ -123,6 +138,8 @@ class CpuExecutor(ModelExecutor):
     def close(self) -> None:
         self.steps.close()
         self.decoder.close()
+        if self._assist is not None:
+            self._assist.close()
 
 
 class _Model(Protocol[A]):
@@ -208,8 +225,9 @@ class Seat(Protocol):
 
 
 def cpu_threads(config: EngineConfig) -> int:
-    """Threads of each rank."""
-    return max(1, (config.threads or available_cpus()) // config.tensor_parallel_size)
+    """Threads of each rank: by default of the processors that assistants leave."""
+    threads = config.threads or max(1, available_cpus() - config.assist_workers)
+    return max(1, threads // config.tensor_parallel_size)
 
 
 def cpu_pages(config: EngineConfig, shapes: ModelExecutor, layout: PageLayout, weight_bytes: int) -> int:
@@ -232,6 +250,13 @@ def _use_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) ->
         raise UnsupportedModel(f"cpu_kernels is 'native', but {reason}; or use 'auto' or 'torch'")
     logger.warning("steps run on torch's operators, many times as slow as the native decoder: %s", reason)
     return False
+
+
+def _why_unassisted(native: bool, config: EngineConfig) -> str | None:
+    """Return the reason why an executor can't have assistants; None if it can."""
+    if config.tensor_parallel_size > 1:
+        return f"tensor_parallel_size is {config.tensor_parallel_size}: ranks have none; set one of them to its default"
+    return None if native else "steps run on torch's operators, which lend nothing; set it to 0"
 
 
 def _torch_products(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:

@@ -1,4 +1,6 @@
-"""The processes of all ranks but the first, as the first has them: begun, asked, watched and ended."""
+"""The processes that work beside this one, of other ranks for instance, as this one has them: begun, asked, watched and
+ended.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from subprocess import PIPE, Popen, TimeoutExpired
@@ -18,9 +20,6 @@ from typing import Any, TypeVar
 
 from ...memory.transfers.transfer import ExecutorLost
 from ...ops.ranks import Ranks, RanksLost, StepGivenUp
-from ..config import EngineConfig
-from ..model.shard import Shard
-from .rank_memory import MemoryLayout
 
 T = TypeVar("T")
 
@@ -34,10 +33,15 @@ _KEYS = "CHORUS_API_KEY", "CHORUS_ADMIN_KEY"
 
 
 class Followers:
-    """The processes of all ranks but the first. Messages are `rank.Follower`'s methods."""
+    """Processes that share sums with this one, of which it is the first rank."""
 
-    def __init__(self, config: EngineConfig, layout: MemoryLayout, memory_fd: int, ranks: Ranks) -> None:
-        self._size, self._seconds, self._ranks = layout.size, layout.seconds, ranks
+    def __init__(
+        self, makers: Mapping[str, Callable[[int], Any]], memory_fd: int, ranks: Ranks, seconds: float
+    ) -> None:
+        """makers: by what a process is called, what makes the object there that has its messages as methods, from the
+        descriptor of the shared memory; its `joined` is what `join` returns. seconds: that an answer may take.
+        """
+        self._names, self._seconds, self._ranks = list(makers), seconds, ranks
         self._processes: list[Popen[bytes]] = []
         self._links: list[Connection] = []
         self._on_lost: Callable[[ExecutorLost], None] = lambda error: None
@@ -46,15 +50,15 @@ class Followers:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(_KEYS)}
         environment["PYTHONPATH"] = os.pathsep.join(part or os.getcwd() for part in sys.path)
         try:
-            for rank in range(1, layout.size):
+            for make in makers.values():
                 here, there = socket.socketpair()
-                here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(layout.seconds) + 1, 0))
+                here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds) + 1, 0))
                 with there:
                     self._links.append(Connection(here.detach()))
                     fds = there.fileno(), memory_fd
                     self._processes.append(Popen([*command, *map(str, fds)], stdin=PIPE, pass_fds=fds, env=environment))
                 with suppress(OSError):  # of a process that has ended already, of which `join` says why
-                    self._links[-1].send((config, Shard(rank, layout.size), layout))
+                    self._links[-1].send(make)
         except BaseException:
             self.close()
             raise
@@ -63,21 +67,21 @@ class Followers:
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
 
-    def join(self) -> list[int]:
-        """Wait until every rank has read its weights, and watch it from then on; the bytes of each."""
+    def join(self) -> list[Any]:
+        """Wait until every process is ready, and watch it from then on; what each has to say."""
         found = []
-        for rank, (link, process) in enumerate(zip(self._links, self._processes, strict=True), 1):
+        for index, (link, process) in enumerate(zip(self._links, self._processes, strict=True)):
             while not link.poll(_LOOK_SECONDS) and process.poll() is None:
                 pass
             try:
-                num_bytes, reason = link.recv()
+                answer, reason = link.recv()
             except (EOFError, OSError):
-                num_bytes, reason = None, f"its process ended ({self._end_of(rank)}); its messages are above"
+                answer, reason = None, f"its process ended ({self._end_of(index)}); its messages are above"
             if reason is not None:
-                raise RuntimeError(f"rank {rank} of {self._size} could not join: {reason}")
-            found.append(num_bytes)
-        for rank in range(1, self._size):
-            threading.Thread(target=self._watch, args=[rank], name=f"chorus-rank-{rank}", daemon=True).start()
+                raise RuntimeError(f"{self._names[index]} could not join: {reason}")
+            found.append(answer)
+        for index, name in enumerate(self._names):
+            threading.Thread(target=self._watch, args=[index], name=f"chorus-{name}", daemon=True).start()
         return found
 
     def watch(self, on_lost: Callable[[ExecutorLost], None]) -> None:
@@ -86,11 +90,11 @@ class Followers:
     def send(self, name: str, *arguments: Any) -> None:
         """Send all a message. Raises ExecutorLost."""
         message = pickle.dumps((name, *arguments))
-        for rank, link in enumerate(self._links, 1):
+        for index, link in enumerate(self._links):
             try:
                 link.send_bytes(message)
             except OSError as error:
-                raise self._lost(rank) from error
+                raise self._lost(index) from error
 
     def beside(self, work: Callable[[], T], name: str, *arguments: Any) -> tuple[T, list[Any]]:
         """Do the first rank's work while the others do what a message says; its result, and their answers. Raises its
@@ -100,29 +104,30 @@ class Followers:
         try:
             result = work()
         except Exception as error:
-            self._answers(error)
+            self.answers(error)
             raise
-        return result, self._answers()
+        return result, self.answers()
 
-    def _answers(self, failure: Exception | None = None) -> list[Any]:
+    def answers(self, failure: Exception | None = None) -> list[Any]:
         """All answers to a message. Raises ExecutorLost, or an error of another rank, unless one of the first rank's
         own, `failure`, explains it.
         """
         seconds = STOP_SECONDS if isinstance(failure, RanksLost) else self._seconds
         deadline, found, errors = time.monotonic() + seconds, [], []
-        for rank, link in enumerate(self._links, 1):
+        for index, link in enumerate(self._links):
+            name = self._names[index]
             try:
                 if not link.poll(max(0.0, deadline - time.monotonic())):
                     self._ranks.lose()
-                    raise ExecutorLost(f"rank {rank} of {self._size} kept the others waiting for {self._seconds:g} s")
+                    raise ExecutorLost(f"{name} kept the others waiting for {self._seconds:g} s")
                 value, error = link.recv()
             except (EOFError, OSError) as error:
-                raise self._lost(rank) from error
+                raise self._lost(index) from error
             found.append(value)
             if isinstance(error, Exception):
                 errors.append(error)
             elif error is not None:
-                errors.append(RuntimeError(f"rank {rank} of {self._size}: {error}"))
+                errors.append(RuntimeError(f"{name}: {error}"))
         if isinstance(failure, RanksLost):
             raise ExecutorLost(str(failure)) from failure
         if errors and (failure is None or isinstance(failure, StepGivenUp)):
@@ -145,18 +150,18 @@ class Followers:
                 process.kill()
                 process.wait()
 
-    def _watch(self, rank: int) -> None:
-        self._processes[rank - 1].wait()
+    def _watch(self, index: int) -> None:
+        self._processes[index].wait()
         if not self._is_closed:
-            self._on_lost(self._lost(rank))
+            self._on_lost(self._lost(index))
 
-    def _lost(self, rank: int) -> ExecutorLost:
+    def _lost(self, index: int) -> ExecutorLost:
         self._ranks.lose()
-        return ExecutorLost(f"rank {rank} of {self._size} has ended ({self._end_of(rank)})")
+        return ExecutorLost(f"{self._names[index]} has ended ({self._end_of(index)})")
 
-    def _end_of(self, rank: int) -> str:
+    def _end_of(self, index: int) -> str:
         try:
-            status = self._processes[rank - 1].wait(STOP_SECONDS)
+            status = self._processes[index].wait(STOP_SECONDS)
         except TimeoutExpired:
             return "it does not answer any more"
         return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"

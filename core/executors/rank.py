@@ -57,7 +57,7 @@ class Follower:
         self._seat = RankSeat(shard, self._memory)
         self._executor = CpuExecutor(config, self._seat)
         self._adapters: dict[int, Adapter] = {}  # by version
-        self.weight_bytes = self._executor.weight_bytes
+        self.joined = self._executor.weight_bytes
 
     def know(self, adapters: Mapping[int, Any], gone: list[int]) -> None:
         """Take new adapters' parts, by version, and forget others."""
@@ -100,14 +100,14 @@ class Follower:
 
 
 def follow(link: Connection, memory_fd: int) -> int:
-    """Join, then answer the first rank's messages until it sends None."""
-    config, shard, layout = link.recv()
+    """Join, then answer the first rank's messages until it sends None. Its first one makes what has their methods."""
+    make = link.recv()
     try:
-        follower = Follower(config, shard, layout, memory_fd)
+        follower = make(memory_fd)
     except Exception as error:
         link.send((None, f"{type(error).__name__}: {error}"))
         return 1
-    link.send((follower.weight_bytes, None))
+    link.send((follower.joined, None))
     while (message := link.recv()) is not None:
         name, *arguments = message
         try:

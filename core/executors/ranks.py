@@ -32,6 +32,7 @@ from ..requests.types import StepPlan, StepResult
 from .base import ModelExecutor
 from .cpu import CpuExecutor, cpu_pages, cpu_threads
 from .followers import Followers
+from .rank import Follower
 from .rank_adapters import RankAdapters
 from .rank_memory import MemoryLayout, RankMemory, RankSeat
 from .swaps import PageSwaps
@@ -68,7 +69,11 @@ class RanksExecutor:
         try:
             memory = RankMemory(fd, layout)
             seat = RankSeat(first.shard, memory)
-            self._followers = Followers(config, layout, fd, seat.ranks)
+            makers = {
+                f"rank {rank} of {size}": partial(Follower, config, Shard(rank, size), layout)
+                for rank in range(1, size)
+            }
+            self._followers = Followers(makers, fd, seat.ranks, patience)
         finally:
             os.close(fd)
         self._ranks = seat.ranks

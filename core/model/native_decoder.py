@@ -13,6 +13,7 @@ from ...memory.pages import hugepages
 from ...memory.pages.arena import Arena
 from ...ops import native, native_library
 from ...ops.elementwise import rotary_table
+from ...ops.lend import Lending
 from ...ops.ranks import Ranks
 from ...ops.sampling import Chances
 from ...ops.sgmv import AdapterRows, Segments
@@ -121,6 +122,10 @@ class NativeDecoderModel:
         config = self.config
         width = (config.hidden_size, config.q_size, config.hidden_size, config.intermediate_size)[group]
         return self._decoder.merge(layer, group, rows, origin, out, width)
+
+    def lend(self, lending: Lending) -> None:
+        """Have other processes compute what `lending` chooses of steps with adapters on their way."""
+        self._decoder.lending = lending
 
     def use_merged(self, layers: Sequence[LayerWeights] | None) -> None:
         """Have steps that say so take these layers; None: there are none."""

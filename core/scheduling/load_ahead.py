@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from weakref import WeakSet
 
 from ...memory.adapters.adapter import Adapter, Tier
@@ -109,7 +109,7 @@ class LoadAhead:
             self._refused.add(adapter)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LoadPolicy:
     """Starts a request while its adapter is being read, if the rest of the read can hide behind the prefill.
 
@@ -117,19 +117,30 @@ class LoadPolicy:
     So the rest of the read must not take much longer than the prefill itself.
 
     max_stall: the longest that a step waits for adapters, in seconds; rows of adapters that miss it are discarded. 0:
-    no request starts before its adapter has been read.
+    no request starts before its adapter has been read. num_waited: reads that a request waited for to the end.
     """
 
     store: AdapterStore
     costs: RestoreCosts
     block_tokens: int
     max_stall: float
+    num_waited: int = 0
+    _waiting: WeakSet[Adapter] = field(default_factory=WeakSet)
 
     def may_start(self, adapter: Adapter, num_tokens: int) -> bool:
         """True if a request for `adapter` that would compute so many tokens may start now."""
-        store = self.store
-        if adapter.pages and (adapter.references or not store.loads.is_reading(adapter)):
+        if adapter.pages and (adapter.references or not self.store.loads.is_reading(adapter)):
             return True
+        may = self._may_start_cold(adapter, num_tokens)
+        if not may and self.store.tier(adapter) is Tier.LOADING:
+            self._waiting.add(adapter)
+        elif may and adapter in self._waiting:
+            self._waiting.discard(adapter)
+            self.num_waited += self.store.images.is_ready(adapter)
+        return may
+
+    def _may_start_cold(self, adapter: Adapter, num_tokens: int) -> bool:
+        store = self.store
         tier = store.tier(adapter)
         if tier is not Tier.LOADING:
             return tier is not Tier.DISK  # a failed one may: starting it reports the error

@@ -10,7 +10,7 @@ from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -106,7 +106,16 @@ class TorchPinnedMemory:
         """Torch keeps its blocks for itself."""
 
 
-PinnedMemory = CupyPinnedMemory | TorchPinnedMemory
+class PinnedMemory(Protocol):
+    """Where chunks come from."""
+
+    def allocate(self, num_bytes: int) -> Any:
+        """A buffer that lasts as long as it is referenced. MemoryError when there is no more."""
+        ...
+
+    def trim(self) -> None:
+        """Give buffers that are no longer referenced back."""
+        ...
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@
 #include <vector>
 #include "decode_attention.h"
 #include "head.h"
+#include "lend.h"
 #include "merge.h"
 #include "prefill_attention.h"
 #include "projections.h"
@@ -28,6 +29,7 @@ class Decoder {
           projections_(model, team),
           head_(model, team),
           merge_(team),
+          lender_(model),
           attention_scratch_(team.most()) {}
 
     void forward(const StepDesc& step) {
@@ -129,8 +131,8 @@ class Decoder {
             T* k_plane = (T*)m_.arena + (2 * l) * kv_plane;
             T* v_plane = k_plane + kv_plane;
             normalise(thread, phase, tokens, w.input_norm);
-            projections_.run(step, thread, phase, 0, l, normed_.data(), ldn, hidden, w.qkv, qkv, y_.data(), ldqkv,
-                             false, w.qkv_bias);
+            run_product(step, thread, phase, 0, l, normed_.data(), ldn, hidden, w.qkv, qkv, y_.data(), ldqkv, false,
+                        w.qkv_bias);
             auto rotate = [&](int t, int first, int count) {
                 for (int h = first; h < first + count; h++)
                     rotate_and_store(step, w, t, h, y_.data() + t * ldqkv, k_plane, v_plane);
@@ -164,8 +166,8 @@ class Decoder {
             if (projections_.gated()) {
                 projections_.run_gated(step, thread, phase, l, normed_.data(), w, act_.data());
             } else {
-                projections_.run(step, thread, phase, 2, l, normed_.data(), ldn, hidden, w.gate_up, 2 * m_.ffn,
-                                 y_.data(), ldgu, false, w.gate_up_bias);
+                run_product(step, thread, phase, 2, l, normed_.data(), ldn, hidden, w.gate_up, 2 * m_.ffn, y_.data(),
+                            ldgu, false, w.gate_up_bias);
                 each_token([&](int t) {
                     const float* gate = y_.data() + t * ldgu;
                     silu_and_mul(gate, gate + m_.ffn, m_.ffn, act_.data() + t * lda);
@@ -185,12 +187,22 @@ class Decoder {
         }
     }
 
+    // `Projections::run`, beside which other processes compute what is lent to them.
+    void run_product(const StepDesc& step, int thread, int& phase, int g, int layer, const X* x, long ldx, int k,
+                     const void* w, int n, float* y, long ldy, bool accumulate, const float* bias) {
+        if (step.lent) team_.each(phase, 1, [&](int) { lender_.lend(step, g, layer, x, ldx); });
+        projections_.run(step, thread, phase, g, layer, x, ldx, k, w, n, y, ldy, accumulate, bias);
+        if (!step.lent) return;
+        team_.each(phase, 1, [&](int) { lender_.collect(step); });
+        each_part(team_, phase, thread, step.tokens, [&](int t, bool) { lender_.add(step, g, t, y + t * ldy); });
+    }
+
     // x += y · wᵀ and the step's LoRA products; of several ranks the sum of what each has of them.
     void add_to_residual(const StepDesc& step, int thread, int& phase, int g, int layer, const X* y, long ldy, int k,
                          const void* w, const float* bias) {
         const long ldx = spread<float>(m_.hidden);
         if (!ranks_)
-            return projections_.run(step, thread, phase, g, layer, y, ldy, k, w, m_.hidden, x_.data(), ldx, true, bias);
+            return run_product(step, thread, phase, g, layer, y, ldy, k, w, m_.hidden, x_.data(), ldx, true, bias);
         projections_.run(step, thread, phase, g, layer, y, ldy, k, w, m_.hidden, ranks_->mine(), ldx, false, bias);
         team_.each(phase, 1, [&](int) { ranks_->meet(); });
         each_part(team_, phase, thread, step.tokens,
@@ -200,9 +212,11 @@ class Decoder {
     // A late segment is computed with what lies in its pages: its rows are to be run again, the others don't see them.
     void wait_for_layer(const StepDesc& step, int layer) {
         using Clock = std::chrono::steady_clock;
+        if (step.lent) lender_.begin_layer(step, layer);
         for (int s = 0; s < step.segments; s++) {
             const auto* ready = step.segment_ready[s];
             if (!ready || step.segment_late[s] || ready->load(std::memory_order_acquire) > layer) continue;
+            if (step.lent && lender_.has(step, s)) continue;
             const auto began = Clock::now();
             for (int i = 0;; i++) {
                 const int32_t layers = ready->load(std::memory_order_acquire);
@@ -251,6 +265,7 @@ class Decoder {
     Projections<T> projections_;
     OutputHead<T> head_;
     Merge<T> merge_;
+    Lender<T> lender_;
     Sampling sampling_;
     std::vector<AttentionScratch> attention_scratch_;
     std::vector<AttentionUnit> attention_;

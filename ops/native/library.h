@@ -40,8 +40,10 @@ extern "C" {
 
 // Sizes of the descriptors, by which the Python side rejects a library built from other sources than its own.
 CHORUS_API int64_t chorus_descriptors() {
-    return (((int64_t)sizeof(StepDesc) * 1000 + sizeof(ModelDesc)) * 1000 + sizeof(LayerDesc)) * 1000 +
-           sizeof(MergeDesc);
+    return ((((int64_t)sizeof(StepDesc) * 1000 + sizeof(ModelDesc)) * 1000 + sizeof(LayerDesc)) * 1000 +
+            sizeof(MergeDesc)) *
+               1000 +
+           sizeof(LentDesc) + sizeof(AssistDesc);
 }
 
 // element: 2 for bfloat16, 4 for float32.
@@ -100,7 +102,29 @@ CHORUS_API int chorus_ranks_gather(void* ranks, const float* part, int64_t rows,
 CHORUS_API int chorus_ranks_state(void* ranks) { return ((Ranks*)ranks)->state(); }
 CHORUS_API void chorus_ranks_fail(void* ranks, int64_t step) { ((Ranks*)ranks)->fail(step); }
 CHORUS_API void chorus_ranks_lose(void* ranks) { ((Ranks*)ranks)->lose(); }
+CHORUS_API int chorus_ranks_meet(void* ranks) { return ((Ranks*)ranks)->meet(); }
+CHORUS_API void chorus_ranks_post(void* ranks) { ((Ranks*)ranks)->post(); }
+CHORUS_API float* chorus_ranks_mine(void* ranks) { return ((Ranks*)ranks)->mine(); }
+CHORUS_API const float* chorus_ranks_part(void* ranks, int rank) { return ((Ranks*)ranks)->part(rank); }
 CHORUS_API void chorus_ranks_destroy(void* ranks) { delete (Ranks*)ranks; }
+
+// An assistant: see lend.h. `desc` must outlive the call.
+CHORUS_API int64_t chorus_assist_head() { return sizeof(Handover); }
+CHORUS_API int64_t chorus_assist_row(int element, int n) {
+    return element == 2 ? spread<Act<bf16>>(n) * sizeof(Act<bf16>) : spread<float>(n) * sizeof(float);
+}
+CHORUS_API void chorus_assist_hand_over(void* ranks, int element, const float* x, int64_t rows, int64_t k) {
+    if (element == 2) hand_over<bf16>(*(Ranks*)ranks, x, rows, k);
+    else hand_over<float>(*(Ranks*)ranks, x, rows, k);
+}
+CHORUS_API void* chorus_assist_create(int element) {
+    if (element == 2) return (AnyAssistant*)new Assistant<bf16>;
+    return (AnyAssistant*)new Assistant<float>;
+}
+CHORUS_API void chorus_assist_serve(void* assistant, void* ranks, const AssistDesc* desc) {
+    ((AnyAssistant*)assistant)->serve(*(Ranks*)ranks, *desc);
+}
+CHORUS_API void chorus_assist_destroy(void* assistant) { delete (AnyAssistant*)assistant; }
 
 // The rows of a file, group by group: see file_rows.h. `jobs` stay the caller's and must outlive it, as must `fd`.
 CHORUS_API void* chorus_rows_open(int fd, const Span* spans, const ReadGroup* groups, int64_t count,

@@ -9,19 +9,13 @@
 
 namespace chorus {
 
-// Groups of modules with outputs side by side: 0 query, key and value, 1 output, 2 gate and up, 3 down.
 template <class T>
 class Projections {
     using X = Act<T>;
 
    public:
-    Projections(const ModelDesc& model, Team& team) : m_(model), team_(team), scratch_(team.most()) {
-        const int q = m_.heads * m_.head_dim, kv = m_.kv_heads * m_.head_dim;
-        groups_[0] = {{0, 0, q}, {1, q, kv}, {2, q + kv, kv}};
-        groups_[1] = {{3, 0, m_.hidden}};
-        groups_[2] = {{4, 0, m_.ffn}, {5, m_.ffn, m_.ffn}};
-        groups_[3] = {{6, 0, m_.hidden}};
-    }
+    Projections(const ModelDesc& model, Team& team)
+        : m_(model), team_(team), scratch_(team.most()), shapes_(model), groups_(shapes_.targets) {}
 
     const std::vector<Target>& group(int g) const { return groups_[g]; }
     bool few() const { return few_; }      // the step has few tokens
@@ -30,7 +24,7 @@ class Projections {
     // Units of work of the step, the same for all layers.
     void plan(const StepDesc& step) {
         few_ = step.tokens <= kFewTokens;
-        gated_ = !few_ && m_.ffn % kPanel == 0;
+        gated_ = !few_ && m_.ffn % kPanel == 0 && !step.lent;
         const Segments segments{step.segments, step.segment_begin, step.segment_end, step.segment_adapters,
                                 step.segment_level};
         int rank = 0, levels = 1;
@@ -293,7 +287,8 @@ class Projections {
     const ModelDesc m_;
     Team& team_;
     std::vector<Scratch> scratch_;
-    std::vector<Target> groups_[4];
+    const Groups shapes_;
+    const std::vector<Target>* groups_;
     std::vector<LoraUnit> shrink_[4], expand_[4];
     std::vector<Later> later_[4];  // of the levels from 1 on
     std::vector<Team::Gate> gates_;  // of the chunks

@@ -45,8 +45,16 @@ class Ranks {
 
     // Once the part is written: wait for all ranks' parts. At once where the step has failed or the ranks are lost.
     State meet() {
+        post();
+        return wait();
+    }
+
+    // The first half of `meet`. A rank that wants none of the others' parts need not wait for them.
+    void post() {
         shared_->posted[rank_].at.store(++at_, std::memory_order_release);
         tell();
+    }
+    State wait() {
         const auto began = Clock::now();
         for (int i = 0; i % kSpins || Clock::now() - began < kSpinning; i++) {
             if (all_posted()) return kWell;

@@ -8,6 +8,7 @@ must be the one that a request gets alone in a calm engine, with its log-probabi
 
     python -m chorus.perf.chaos.life --answers 30000 --seed 1 --log life.log
     python -m chorus.perf.chaos.life --answers 20000 --seed 1 --first 31
+    python -m chorus.perf.chaos.life --ranks 2           # or: --assistants 1, with adapters over a slow link
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ from tokenizers import Tokenizer
 from ...core.config import EngineConfig
 from ...core.engine import Engine
 from ...core.executors.choice import open_executor
+from ...core.executors.cpu import CpuExecutor
 from ...core.requests.request import Request
 from ...core.requests.sampling_params import SamplingParams
 from ...core.requests.types import StepPlan, StepResult
 from ...memory.files.format import AdapterFormatError
 from ...server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 from ...server.demo.skills import BASE, SKILLS, prompt, sample_inputs
+from ..cpu.slow_link import slow_down
 from ..report.command import conclude, parser
 from .asked import Asked, Told, Violation, promise
 from .engine_life import Campaign, EngineLife, Lived, lived
@@ -106,20 +109,28 @@ class Faulty:
 
 
 class Life(EngineLife):
-    """One engine on the built-in model. where: a folder for its adapters. over: lets go of the reads that hang."""
+    """One engine on the built-in model. where: a folder for its adapters. over: lets go of the reads that hang. ranks,
+    assistants: processes beside it; with assistants, layers come over a slow link.
+    """
 
     weights = (48, 144)
 
-    def __init__(self, seed: int, calm: Calm, where: Path, over: threading.Event) -> None:
+    def __init__(
+        self, seed: int, calm: Calm, where: Path, over: threading.Event, ranks: int = 1, assistants: int = 0
+    ) -> None:
         super().__init__(seed)
+        self._ranks, self._assistants = ranks, assistants
         self.calm, self.where, self.over = calm, where, over
         self.names = [name for name in calm.prompts if name is not None]
         self.broken: set[Path] = set()
         self.has_hung = False
         config = self._draw_config()
-        self.executor: Any = Faulty(open_executor(config))
+        inner = open_executor(config)
+        self.executor: Any = Faulty(inner)
         self.engine = Engine(config, late_results(self.executor, seed))
         self._draw = random.Random(self.rng.random())  # for the threads that read
+        if isinstance(inner, CpuExecutor) and assistants:
+            slow_down(inner.adapters, inner.arena.pages, lambda *_: time.sleep(self._draw.choice([0.0, 0.001, 0.01])))
         hold_up(self.engine, self._begin_read)
         swapped = self.engine.swapped
         if swapped.backend is not None and self.rng.random() < 0.5:
@@ -131,15 +142,17 @@ class Life(EngineLife):
         rng = self.rng
         seats = rng.choice([1, 2, 4, 8, 16])
         return _config(
-            num_pages=rng.choice([40, 60, 90, 400]), block_tokens=rng.choice([4, 8, 16]), max_num_seqs=seats,
-            max_num_batched_tokens=max(seats, rng.choice([16, 32, 256])), chunked_prefill=rng.random() < 0.8,
+            num_pages=self._ranks * rng.choice([40, 60, 90, 400]), block_tokens=rng.choice([4, 8, 16]),
+            max_num_seqs=seats, max_num_batched_tokens=max(seats, rng.choice([16, 32, 256])),
+            chunked_prefill=rng.random() < 0.8,
             adapter_read_seconds=rng.choice([0.02, 0.2, 30.0]), host_cache_bytes=rng.choice([0, 100_000, 1 << 30]),
             eviction=rng.choice(["cost", "lru"]), prefix_cache=rng.random() < 0.7,
             share_prefix_cache=rng.random() < 0.3, lookahead=rng.choice([1, 2, 8]), prefetch=rng.choice([0, 1, 3]),
             max_adapters_per_step=rng.choice([None, None, 1, 3]), max_overtake_seconds=rng.choice([0.0, 0.01, 1.0]),
             max_load_stall_seconds=rng.choice([0.0, 0.002, 0.02]), max_waiting=rng.choice([None, 8, 64]),
-            cpu_kernels=rng.choice(["auto", "auto", "auto", "torch"]), seed=rng.randrange(1 << 30),
-            preemption=rng.choice(["auto", "swap", "recompute"]),
+            cpu_kernels=rng.choice(["auto", "auto", "auto", "auto" if self._assistants else "torch"]),
+            seed=rng.randrange(1 << 30), preemption=rng.choice(["auto", "swap", "recompute"]),
+            tensor_parallel_size=self._ranks, assist_workers=self._assistants,
         )  # fmt: skip
 
     def _span(self) -> Iterator[None]:
@@ -223,11 +236,11 @@ def _config(**options: Any) -> EngineConfig:
     return EngineConfig(**{"model": BUILTIN_MODEL, "device": "cpu", "dtype": "float32", "threads": 1, **options})
 
 
-def live(seed: int, calm: Calm) -> Lived:
+def live(seed: int, calm: Calm, ranks: int = 1, assistants: int = 0) -> Lived:
     over = threading.Event()
     with tempfile.TemporaryDirectory(prefix="chorus-life-") as where:
         try:
-            return lived(seed, lambda seed: Life(seed, calm, Path(where), over))
+            return lived(seed, lambda seed: Life(seed, calm, Path(where), over, ranks, assistants))
         finally:
             over.set()
 
@@ -238,10 +251,12 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("--seed", type=int, default=0, help="what all engines are drawn from")
     command.add_argument("--first", type=int, default=0, help="the first engine, to go on or to see one again")
     command.add_argument("--log", type=Path, help="file to which progress is appended")
+    command.add_argument("--ranks", type=int, default=1, help="ranks of each engine")
+    command.add_argument("--assistants", type=int, default=0, help="assistants of each engine")
     args = command.parse_args(argv)
     calm, campaign = Calm(), Campaign(args.log, 1)
     while campaign.reached["answered"] < args.answers and len(campaign.failed) <= 20:
-        campaign.add(live(1_000_000 * args.seed + args.first + campaign.count, calm))
+        campaign.add(live(1_000_000 * args.seed + args.first + campaign.count, calm, args.ranks, args.assistants))
     return conclude({"ok": not campaign.failed, **campaign.result()}, not campaign.failed)
 
 

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from ...core.cold_start import Arrival
 from ...core.costs.models import CostModel
 from ...memory.files.format import AdapterFormatError, AdapterManifest
 from ...memory.host.image import HostImage, LayerStream
@@ -36,7 +37,7 @@ class SimAdapters:
     def __init__(self, page: PageLayout, targets: tuple[str, ...] = MODULES) -> None:
         """targets: projections that they change, in every layer."""
         self._page = page
-        self._targets = targets
+        self.targets = targets
         self._known: dict[str, tuple[AdapterManifest, AdapterLayout, int]] = {}
         self._shapes: dict[tuple[int, int], tuple[tuple[AdapterPart, ...], AdapterLayout]] = {}
 
@@ -50,7 +51,7 @@ class SimAdapters:
         """Make an adapter known; register the path that is returned. num_bytes: of its image on device and host."""
         shape = self._shapes.get((rank, num_bytes))
         if shape is None:
-            part = AdapterPart(rank, 1.0, tuple(range(self._page.num_layers)), self._targets)
+            part = AdapterPart(rank, 1.0, tuple(range(self._page.num_layers)), self.targets)
             pages = max(1, -(-num_bytes // self._page.page_bytes))
             layout = AdapterLayout((), num_bytes // self._page.itemsize, pages, self._page.num_layers)
             shape = self._shapes[rank, num_bytes] = (part,), layout
@@ -252,6 +253,11 @@ class SimTransfer:
         # Arrivals and computation are both even, so the wait for the first or for the last layer is the longest.
         last = self.end + seconds / self._num_layers
         return max(0.0, self.first - start, last - start - seconds)
+
+    def arrival(self, now: float, num_layers: int) -> Arrival:
+        """As a step sees it that begins now."""
+        first, end = max(0.0, self.first - now), max(0.0, self.end - now)
+        return Arrival(num_layers, first, end)
 
     def wait_layer(self, layer: int, timeout: float) -> bool:
         share = layer / max(1, self._num_layers - 1)

@@ -1,10 +1,16 @@
-"""Costs of a step beside its rows: all-reduces, and LoRA on the CPU."""
+"""Costs of a step beside its rows: all-reduces, adapters on their way, and LoRA on the CPU."""
 
 from __future__ import annotations
 
+from typing import Literal
+
+from ...core.cold_start import ColdStart, ColdStarts, stalls
 from ...core.costs.models import CostModel
 from ...core.requests.types import StepPlan
+from .adapters import SimTransfer
 from .link import Link, Urgency
+
+When = Literal["never", "always", "chosen"]
 
 
 class Charges:
@@ -13,16 +19,29 @@ class Charges:
     A term that the profile doesn't have is not charged, and what it prices is not done.
     """
 
-    def __init__(self, costs: CostModel, link: Link, *, hidden_bytes: int, num_layers: int, degree: int = 1) -> None:
-        """hidden_bytes: of a token's hidden state. degree: of tensor parallelism, for which the profile's steps were
-        measured; only the all-reduces come on top.
+    def __init__(
+        self,
+        costs: CostModel,
+        link: Link,
+        *,
+        hidden_bytes: int,
+        num_layers: int,
+        product_bytes: int = 0,
+        degree: int = 1,
+        assist: When = "chosen",
+    ) -> None:
+        """hidden_bytes: of a token's hidden state. product_bytes: of a token's x·A·B in all layers. degree: of tensor
+        parallelism, for which the profile's steps were measured; only the all-reduces come on top. assist: when the
+        CPU computes LoRA of adapters on their way, if the profile has its cost.
         """
         self._costs = costs
         self._link = link
         self._hidden_bytes = hidden_bytes
         self._num_layers = num_layers
         self._degree = degree
-        self.num_assisted = 0
+        self._product_bytes = product_bytes
+        self._assist = assist
+        self.starts = ColdStarts()
 
     @property
     def is_idle(self) -> bool:
@@ -39,16 +58,21 @@ class Charges:
             self._link.send(seconds, Urgency.ALL_REDUCE)
         return seconds
 
-    def assisted(self, plan: StepPlan, slot: int, stall: float) -> float:
-        """Return the stall for an adapter that is being loaded, or what it takes to compute x·A·B on the CPU instead
-        (CaraServe §4), if that is less.
+    def stall(self, plan: StepPlan, slot: int, transfer: SimTransfer, now: float, computing: float) -> float:
+        """Return by how much a step that begins now, and takes `computing` for its layers otherwise, waits for an
+        adapter on its way, or for the CPU, which computes x·A·B of layers that are not there (CaraServe §4).
         """
-        cost = self._costs.cpu_lora
+        cost, stall = self._costs.cpu_lora, transfer.stall(now, computing)
         if cost is None or stall <= 0:
             return stall
         tokens = sum(len(row.tokens) for row in plan.rows if row.slot == slot)
-        seconds = cost.seconds(tokens, plan.adapters[slot].rank)
-        if seconds >= stall:
-            return stall
-        self.num_assisted += 1
-        return seconds
+        returned = tokens * self._product_bytes * self._costs.link.per_byte
+        arrival = transfer.arrival(now, self._num_layers)
+        found = stalls(arrival, computing, cost.seconds(tokens, plan.adapters[slot].rank), returned)
+        assists = self._assist == "always" or (self._assist == "chosen" and found.assist < stall)
+        self.starts.count(ColdStart.ASSIST if assists else ColdStart.STREAM)
+        chosen = found.assist if assists else stall
+        self.starts.regret_seconds += chosen - min(stall, found.assist)
+        if assists:
+            self._link.send(returned * found.lent / self._num_layers, Urgency.ALL_REDUCE)
+        return chosen

@@ -9,6 +9,7 @@ from ...core.costs.profile import Profile
 from ...core.engine import Engine
 from ...core.policies import Policies
 from .adapters import SimAdapters, VirtualClock
+from .charges import When
 from .executor import SimExecutor
 from .scheduler import SimScheduler
 
@@ -47,6 +48,7 @@ def simulated_engine(
     engine_type: type[Engine] = SimEngine,
     policies: Policies | None = None,
     degree: int = 1,
+    assist: When = "chosen",
 ) -> tuple[Engine, SimExecutor]:
     """An engine in virtual time, with its executor. Its arguments are `SimExecutor`'s.
 
@@ -57,7 +59,9 @@ def simulated_engine(
     """
     clock = VirtualClock() if clock is None else clock
     config = EngineConfig(model=MODEL, prefix_cache=False) if config is None else config
-    executor = SimExecutor(profile, adapters, config, clock, stream=stream, read_threads=read_threads, degree=degree)
+    executor = SimExecutor(
+        profile, adapters, config, clock, stream=stream, read_threads=read_threads, degree=degree, assist=assist
+    )
     engine = engine_type(config, executor, clock, executor.adapters.reads, policies)
     if isinstance(engine, SimEngine):
         engine.scheduler.mix = mix

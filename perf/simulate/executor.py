@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ...core.cold_start import ColdStarts
 from ...core.config import EngineConfig
 from ...core.costs.profile import Profile
 from ...core.costs.work import step_work
 from ...core.executors.base import ModelInfo
 from ...core.requests.types import StepPlan, StepResult
-from .adapters import SimAdapterBackend, SimAdapters, VirtualClock
-from .charges import Charges
+from .adapters import SimAdapterBackend, SimAdapters, SimTransfer, VirtualClock
+from .charges import Charges, When
 from .repeats import RepeatedPlan, RepeatedResult
 from .shadow import SimShadow
 from .swaps import SimSwaps
@@ -87,9 +88,10 @@ class SimExecutor:
         stream: bool = True,
         read_threads: int = 2,
         degree: int = 1,
+        assist: When = "chosen",
     ) -> None:
         """adapters: the catalogue, made for the page layout of `profile` and `config`. stream, read_threads:
-        `SimAdapterBackend`'s. degree: `Charges`'.
+        `SimAdapterBackend`'s. degree, assist: `Charges`'.
 
         The arena has the profile's size unless the configuration sets `num_pages` or `memory_bytes`.
         """
@@ -104,7 +106,8 @@ class SimExecutor:
         self.adapters = SimAdapterBackend(adapters, self.costs, clock, stream=stream, read_threads=read_threads)
         self.charges = Charges(
             self.costs, self.adapters.link, hidden_bytes=geometry.hidden_size * geometry.itemsize,
-            num_layers=geometry.num_layers, degree=degree,
+            num_layers=geometry.num_layers, degree=degree, assist=assist,
+            product_bytes=geometry.product_bytes(adapters.targets),
         )  # fmt: skip
         self.swaps = SimSwaps(self.costs, self.adapters.link, clock, self.layout.page_bytes)
         self.start = None
@@ -118,6 +121,10 @@ class SimExecutor:
         self._max_stall = config.max_load_stall_seconds if stream else math.inf
         self._priced: tuple[StepPlan, StepPrice] | None = None
         self._timed: tuple[StepPlan, float, tuple[int, float]] | None = None  # with its horizon
+
+    @property
+    def cold_starts(self) -> ColdStarts:
+        return self.charges.starts
 
     @property
     def stalled_seconds(self) -> float:
@@ -189,10 +196,9 @@ class SimExecutor:
         computing: the part of `first` that goes through the layers, under which bytes may come.
         """
         adapters = enumerate(plan.adapters)
-        coming = [(slot, adapter.transfer) for slot, adapter in adapters if adapter.transfer is not None]
-        stalls = {slot: transfer.stall(self._clock.now, computing) for slot, transfer in coming}
-        if self.costs.cpu_lora is not None:
-            stalls = {slot: self.charges.assisted(plan, slot, stall) for slot, stall in stalls.items()}
+        coming = [(slot, adapter.transfer) for slot, adapter in adapters if isinstance(adapter.transfer, SimTransfer)]
+        now, charges = self._clock.now, self.charges
+        stalls = {slot: charges.stall(plan, slot, transfer, now, computing) for slot, transfer in coming}
         late = frozenset(slot for slot, stall in stalls.items() if stall > self._max_stall)
         stall = min(self._max_stall, max(stalls.values()))
         return StepPrice(first + stall, growth, stall, late)

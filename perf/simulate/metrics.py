@@ -44,6 +44,8 @@ METRICS: Mapping[str, Metric] = {
     "total_tokens_per_second": Metric("tokens/s", digits=0),
     "tokens_per_busy_second": Metric("tokens per busy second", digits=0),
     "cold_starts_per_second": Metric("cold starts/s"),
+    "assisted_share": Metric("assisted cold starts, %", _PERCENT),
+    "cold_start_regret": Metric("regret of a cold start, ms", _MS, 2),
     "replica_hours": Metric("replica-hours", digits=2),
     "replicas_in_use": Metric("replicas in use"),
     "replicas_released": Metric("idle for ≥ 1 min, %", _PERCENT),

@@ -19,6 +19,7 @@ from ...memory.pages.pool import OutOfPages
 from ...server.cluster.router import ReplicaState
 from ..workload.request import TraceRequest
 from .adapters import SimAdapters, VirtualClock
+from .charges import When
 from .engine import MODEL, simulated_engine
 from .executor import TOKEN
 from .link import Urgency
@@ -97,6 +98,7 @@ class Replica:
         tells_tenants: bool = True,
         policies: Policies | None = None,
         degree: int = 1,
+        assist: When = "chosen",
         now: float = 0.0,
     ) -> None:
         """adapters: shared by all replicas; adapters that requests name are registered when they first come.
@@ -111,7 +113,7 @@ class Replica:
         self.engine, self.executor = simulated_engine(
             profile, adapters, config or EngineConfig(model=MODEL, prefix_cache=False, max_waiting=None), self.clock,
             stream=stream, mix=mix, most_prompts=most_prompts, most_rows=most_rows, read_threads=read_threads,
-            policies=policies, degree=degree,
+            policies=policies, degree=degree, assist=assist,
         )  # fmt: skip
         self.clock.now = now
         self.wake = math.inf

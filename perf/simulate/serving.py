@@ -92,8 +92,8 @@ def _run(setup: Setup) -> Outcome:
         return Replica(
             profile, adapters.catalogue, adapters.config, index=index, stream=setup.stream, mix=setup.mix,
             most_prompts=setup.most_prompts, most_rows=setup.most_rows, read_threads=setup.read_threads,
-            keep_idle=setup.keep_idle, tells_tenants=setup.tells_tenants, degree=setup.tensor_parallel, now=now,
-            policies=_policies(setup, adapters.config, profile),
+            keep_idle=setup.keep_idle, tells_tenants=setup.tells_tenants, degree=setup.tensor_parallel,
+            assist=setup.assist, now=now, policies=_policies(setup, adapters.config, profile),
         )  # fmt: skip
 
     replicas = [make(index) for index in range(setup.replicas)]
@@ -399,6 +399,10 @@ def _outcome(
     )
     metrics["merges"] = sum(replica.engine.merging.num_merges for replica in replicas)
     metrics["cold_starts_per_second"] = cold / seconds
+    starts = [replica.executor.cold_starts for replica in replicas]
+    assisted, others = sum(each.num_assisted for each in starts), sum(each.num_streamed for each in starts)
+    metrics["assisted_share"] = assisted / max(1, assisted + others)
+    metrics["cold_start_regret"] = sum(each.regret_seconds for each in starts) / max(1, assisted + others)
     metrics["busy_batch"] = float((records.column("e2e") - records.column("queue")).sum(dtype=np.float64)) / busy
     metrics["simulated_seconds"] = seconds
     metrics["moved"] = records.num_moved

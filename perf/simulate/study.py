@@ -199,9 +199,10 @@ class Setup(Strict):
     requests. flood: a tenant; the others' metrics leave out its requests; only the requests for one in `flood_keeps`
     of its adapters come, while the others' stay the same. slo: seconds per token, the prompt's time included;
     slo_classes: of requests of a class of the workload's own. read_threads, stream, mix, most_prompts,
-    most_rows, keep_idle, tells_tenants: `Replica`'s; tensor_parallel: its degree. placement: for each replica, or the
-    first few, numbers of adapters that it has in the arena from the start, the most popular being 0. script: what is
-    done to replicas when. preload, migration, flash, scaling, limit: see `Preload` and so on. mode: a policy of modes
+    most_rows, keep_idle, tells_tenants: `Replica`'s; tensor_parallel: its degree; assist: when the CPU computes LoRA of
+    adapters on their way, see `Charges`. placement: for each replica, or the first few, numbers of adapters that it has
+    in the arena from the start, the most popular being 0. script: what is done to replicas when. preload, migration,
+    flash, scaling, limit: see `Preload` and so on. mode: a policy of modes
     that only studies compare with, in place of the engine's (`MergedOnly`). mode_prices: what the engine's compares
     modes by. directory: of the study's file, from which relative paths of the profile and of traces count.
     """
@@ -236,6 +237,7 @@ class Setup(Strict):
     keep_idle: bool = True
     tells_tenants: bool = True
     tensor_parallel: PositiveInt = 1
+    assist: Literal["never", "always", "chosen"] = "chosen"
     mode: Literal["merged-only"] | None = None
     mode_prices: Literal["learned", "profile"] = "learned"
     directory: Path | None = None

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from chorus.core.cold_start import ColdStarts
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.executors.base import Executor, StartedStep
@@ -41,6 +42,7 @@ class RecordingExecutor:
             inner.model, inner.layout, inner.num_pages, inner.adapters,
         )  # fmt: skip
         self.shadow, self.swaps = inner.shadow, inner.swaps
+        self.cold_starts = getattr(inner, "cold_starts", ColdStarts())
         self.start = None if inner.start is None else self._start
         self.before = before
         self.plans: list[StepPlan] = []

@@ -1,0 +1,334 @@
+"""CPU-assisted prefill (CaraServe §4): processes that compute x·A·B of prompts with an adapter still on its way.
+
+Each has a processor of its own. A step lends them the rows of an adapter, layer by layer, until the layer is in the
+adapter's pages; from there on SGMV serves. They read A and B from the host image, which lies in shared memory like all
+that is handed over. Should one end, the rows that it had are void and wait for their adapter, and so do all later ones.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import logging
+import math
+import os
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...memory.host.image import HostImage
+from ...memory.pages.adapter_layout import AdapterLayout
+from ...memory.pages.arena import Arena
+from ...memory.pages.layout import MODULES
+from ...memory.transfers.dma import Dma
+from ...memory.transfers.pinned import PinnedBuffers
+from ...memory.transfers.transfer import ExecutorLost, Transfer
+from ...ops.lend import MOST_LENT, Lent, hand_over, handed_floats
+from ...ops.sgmv import AdapterRows, Segments
+from ..cold_start import Arrival, ColdStart, ColdStarts, CpuLoraCost, Stalls, stalls
+from ..config import EngineConfig
+from ..model.config import ModelConfig
+from ..requests.types import StepPlan
+from .adapters import ModelAdapters
+from .assist_memory import AssistLayout, AssistMemory
+from .assistant import AssistantProcess
+from .followers import Followers
+
+logger = logging.getLogger(__name__)
+
+#: Seconds that a step waits for an assistant: then all are given up.
+PATIENCE_SECONDS = 5.0
+
+#: Seconds per element of a copy before any has been seen: nothing is expected to come.
+_UNKNOWN_PACE = 1.0
+
+#: An assistant is given rows that take it at least so many times as long as a hand-over.
+_WORTH_A_HANDOVER = 8
+
+_LEAST_IMAGE_BYTES = 64 << 20
+
+_PROFILE_ROUNDS, _PROFILE_TOKENS, _PROFILE_RANK = 20, 64, 16
+
+
+@dataclass(slots=True)
+class _Coming:
+    """An adapter on its way into its pages. began: when its copy did. is_counted: a step has begun with it."""
+
+    image: HostImage
+    layout: AdapterLayout
+    began: float
+    is_counted: bool = False
+
+    def arrival(self, arrived: int, now: float, per_elem: float) -> Arrival:
+        """As it looks now, by its own pace, or before its first layer by `per_elem`, that of earlier copies."""
+        layers, elapsed = self.layout.num_layers, now - self.began
+        each = elapsed / arrived if arrived else max(elapsed, per_elem * self.layout.num_elems / layers)
+        return Arrival(layers, each, each * (layers - arrived), arrived)
+
+
+@dataclass(frozen=True, slots=True)
+class AssistProfile:
+    """What an assistant takes on this machine. handover: seconds to hand a row over and to get its product, from both
+    sides; per_elem: seconds per token and element of A or B.
+    """
+
+    handover: float
+    per_elem: float
+
+    def cost(self, layout: AdapterLayout, handovers: int, workers: int) -> CpuLoraCost:
+        """Of an adapter as if it had rank 1. handovers: of all layers."""
+        seconds = self.per_elem * layout.num_elems
+        each = max(1, math.ceil(_WORTH_A_HANDOVER * self.handover * handovers / seconds)) if seconds else 1
+        return CpuLoraCost(self.handover * handovers, per_token_rank=seconds, cores=workers, tokens_each=each)
+
+
+class LendableAdapters(ModelAdapters):
+    """Reads adapters into memory that the assistants share, and knows the images of adapters on their way."""
+
+    def __init__(self, config: ModelConfig, arena: Arena, dtype: torch.dtype, memory: AssistMemory) -> None:
+        super().__init__(config, arena, dtype)
+        self.dma = Dma(self.dma.copies, PinnedBuffers(memory, memory.layout.image_bytes))
+        self.coming: weakref.WeakKeyDictionary[Transfer, _Coming] = weakref.WeakKeyDictionary()
+
+    def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
+        began = time.monotonic()
+        transfer = super().place(image, layout, pages)
+        if transfer is not None:
+            self.coming[transfer] = _Coming(image, layout, began)
+        return transfer
+
+
+class Assist:
+    """The assistants of an executor on the CPU, and the choice between them and waiting for layers.
+
+    starts: what was chosen. way: None: chosen by the cost model; else always so, for studies.
+    """
+
+    def __init__(self, config: EngineConfig, model: ModelConfig, arena: Arena, dtype: torch.dtype) -> None:
+        self._workers = workers = config.assist_workers
+        self._dtype, self._page_elems = dtype, arena.layout.page_elems
+        self._shapes = model.hidden_size, model.intermediate_size, model.q_size, model.kv_size
+        self._most_rows = config.max_num_batched_tokens
+        layout = AssistLayout(1 + workers, handed_floats(self._shapes, self._most_rows), _image_bytes(config))
+        fd = AssistMemory.create(layout)
+        try:
+            self._memory = AssistMemory(fd, layout)
+            self._ranks = self._memory.ranks(0, PATIENCE_SECONDS)
+            cpus = assistant_cpus(workers)
+            makers = {
+                f"assistant {number} of {workers}": partial(
+                    AssistantProcess, layout, number, self._shapes, dtype, self._page_elems, cpus[number - 1]
+                )
+                for number in range(1, 1 + workers)
+            }
+            self._followers = Followers(makers, fd, self._ranks, PATIENCE_SECONDS)
+        finally:
+            os.close(fd)
+        self.adapters = LendableAdapters(model, arena, dtype, self._memory)
+        self.starts = ColdStarts()
+        self.way: ColdStart | None = None
+        self.profile = AssistProfile(0.0, 0.0)
+        self.lent: Lent | None = None
+        """What the last step lent."""
+        self._coming: dict[int, _Coming] = {}  # of the step, by the address of the count of layers that have arrived
+        self._chosen: dict[int, tuple[int, ColdStart]] = {}  # of these the tokens, and the way to begin
+        self._images: list[Any] = []  # of what is lent
+        self._step = 0
+        self._per_token = 0.0  # seconds of a step with prompts, with adapters that were there
+        self._per_elem = _UNKNOWN_PACE
+        self._is_lost = False
+
+    def join(self) -> None:
+        """Wait until the assistants are ready, and take their profile."""
+        try:
+            self._followers.join()
+            one, many = self.time_handover(1, 1), self.time_handover(_PROFILE_TOKENS, 1)
+        except BaseException:
+            self.close()
+            raise
+        elems = _PROFILE_RANK * (self._shapes[0] + self._shapes[2])
+        self.profile = AssistProfile(one, max(0.0, many - one) / (elems * (_PROFILE_TOKENS - 1)))
+        logger.info(
+            "%d assistants: a hand-over takes %.0f µs, a token %.2f ns per element of an adapter", self._workers,
+            1e6 * one, 1e9 * self.profile.per_elem,
+        )  # fmt: skip
+
+    @property
+    def pids(self) -> list[int]:
+        return self._followers.pids
+
+    def run(self, forward: Callable[[StepPlan], torch.Tensor], plan: StepPlan) -> torch.Tensor:
+        """Run a step; what of it is lent is chosen by `begin`, once its segments are known."""
+        coming = ((adapter.transfer, self.adapters.coming) for adapter in plan.adapters if adapter.transfer is not None)
+        self._coming = {transfer.address: known[transfer] for transfer, known in coming if transfer in known}
+        began = time.monotonic()
+        if not self._coming:
+            logits = forward(plan)
+            if plan.bucket is None:
+                self._per_token = (time.monotonic() - began) / plan.num_tokens
+            return logits
+        self.lent, self._chosen = None, {}
+        try:
+            return forward(plan)
+        finally:
+            self._end()
+
+    def begin(self, segments: Segments) -> Lent | None:
+        """See `Lending.begin`."""
+        now, entries, offsets, row = time.monotonic(), [], [], [0]
+        for address, coming in self._coming.items():
+            if layers_at(address) == coming.layout.num_layers:
+                continue
+            own = [index for index, ready in enumerate(segments.ready) if ready == address]
+            tokens = sum(segments.end[index] - segments.begin[index] for index in own)
+            offset = None if coming.image.data is None else self._memory.offset(coming.image.data)
+            fits = row[-1] + tokens <= self._most_rows and len(entries) + len(own) <= MOST_LENT
+            way = self._choose(address, coming, tokens, now)
+            if way is ColdStart.ASSIST and (offset is None or not fits or self._is_lost):
+                way = ColdStart.STREAM
+            self._chosen[address] = tokens, way
+            if not coming.is_counted:
+                coming.is_counted = True
+                self.starts.count(way)
+            if way is ColdStart.ASSIST and offset is not None:
+                entries += own
+                offsets += [offset] * len(own)
+                lengths = (segments.end[index] - segments.begin[index] for index in own)
+                row += [*itertools.accumulate(lengths, initial=row[-1])][1:]
+        return self._lend(segments, entries, offsets, row) if entries else None
+
+    def _choose(self, address: int, coming: _Coming, tokens: int, now: float) -> ColdStart:
+        """A step does not wait for all layers: requests that are to wait are none of it (`LoadPolicy`)."""
+        if self.way is not None:
+            return self.way
+        found = self._stalls(address, coming, tokens, now)
+        return ColdStart.ASSIST if found.assist < found.stream else ColdStart.STREAM
+
+    def _stalls(self, address: int, coming: _Coming, tokens: int, now: float) -> Stalls:
+        arrival = coming.arrival(max(0, layers_at(address)), now, self._per_elem)
+        return stalls(arrival, self._per_token * tokens, self._cost(coming).seconds(tokens, 1))
+
+    def _cost(self, coming: _Coming) -> CpuLoraCost:
+        return self.profile.cost(coming.layout, 4 * coming.layout.num_layers, self._workers)
+
+    def _lend(
+        self, segments: Segments, entries: Sequence[int], offsets: Sequence[int], row: Sequence[int]
+    ) -> Lent | None:
+        comings = [self._coming[segments.ready[index]] for index in entries]
+        share = shares(row[-1], max(int(self._cost(coming).tokens_each) for coming in comings), self._workers)
+        # from the image, with its pages in order, in place of the arena's
+        rows = [replace(part, pages=range(len(part.pages))) for part in map(segments.rows.__getitem__, entries)]
+        try:
+            self._begin(rows, row, share, offsets)
+        except ExecutorLost as error:
+            self._give_up(error)
+            return None
+        self._images = [coming.image.data for coming in comings]  # which stay, whatever becomes of the reads
+        self.lent = Lent(self._ranks, entries, row, share, [coming.image.stream.address for coming in comings])
+        return self.lent
+
+    def _begin(
+        self, rows: Sequence[AdapterRows], row: Sequence[int], share: Sequence[int], offsets: Sequence[int]
+    ) -> None:
+        """Have the assistants wait for hand-overs. Raises ExecutorLost."""
+        self._step += 1
+        self._ranks.begin(self._step)
+        self._followers.send("serve", self._step, rows, row, share, offsets)
+
+    def _finish(self) -> None:
+        """Have the assistants leave the step. Raises ExecutorLost, or their error."""
+        self._ranks.fail(self._step)
+        self._followers.answers()
+
+    def _end(self) -> None:
+        """After a step with adapters on their way."""
+        if self.lent is not None:
+            try:
+                self._finish()
+            except Exception as error:
+                self._give_up(error)
+            self._images = []
+        now = time.monotonic()
+        for address, (tokens, way) in self._chosen.items():
+            coming = self._coming[address]
+            if arrived := max(0, layers_at(address)):
+                per_layer = (now - coming.began) / arrived
+                self._per_elem = per_layer * coming.layout.num_layers / coming.layout.num_elems
+            self.starts.regret_seconds += self._hindsight(coming, tokens, arrived, now).regret(way)
+
+    def _hindsight(self, coming: _Coming, tokens: int, arrived: int, now: float) -> Stalls:
+        """Prices of the ways to have begun, by the pace of the copy as it is known after the step."""
+        whole = coming.arrival(arrived, now, self._per_elem)
+        arrival = Arrival(whole.layers, whole.first, whole.first * whole.layers)
+        return stalls(arrival, self._per_token * tokens, self._cost(coming).seconds(tokens, 1))
+
+    def _give_up(self, error: Exception) -> None:
+        """Lend nothing any more: prompts wait for their adapters."""
+        if not self._is_lost:
+            self._is_lost = True
+            self._ranks.lose()
+            logger.error("no prompt is assisted any more until the next start: %s", error)
+
+    def time_handover(
+        self, tokens: int, workers: int, rank: int = _PROFILE_RANK, rounds: int = _PROFILE_ROUNDS
+    ) -> float:
+        """Median seconds to hand x of the query projection over, and to get the products of an adapter of zeros.
+
+        workers: assistants among which the tokens are split.
+        """
+        hidden, q = self._shapes[0], self._shapes[2]
+        pages = range(-(-rank * (hidden + q) // self._page_elems))
+        image = self.adapters.dma.buffers.take((len(pages), self._page_elems), self._dtype).zero_()
+        offset = self._memory.offset(image)
+        if offset is None:
+            raise MemoryError(f"host_cache_bytes leaves no room for {image.nbytes} bytes of a profile; raise it")
+        others = (-1,) * (len(MODULES) - 1)
+        rows = AdapterRows(pages, rank, 1.0, hidden + q, (0, *others), (hidden, *others), (0,))
+        x = torch.zeros(tokens, hidden)
+        self._begin([rows], [0, tokens], [*shares(tokens, 1, workers), *[tokens] * (self._workers - workers)], [offset])
+        found = []
+        for _ in range(rounds):
+            began = time.perf_counter()
+            hand_over(self._ranks, x, self._dtype)
+            self._ranks.meet()
+            found.append(time.perf_counter() - began)
+        self._finish()
+        return statistics.median(found)
+
+    def close(self) -> None:
+        self._followers.close()
+
+
+def _image_bytes(config: EngineConfig) -> int:
+    """Room for images: twice what host memory is to hold, as runs in between are lost. Only what is used is taken."""
+    return max(_LEAST_IMAGE_BYTES, 2 * config.host_bytes)
+
+
+def shares(rows: int, each: int, workers: int) -> list[int]:
+    """Where each assistant's rows begin, and the last's end: so many have rows that none has more than `each`, if there
+    are as many, and all of these have as many.
+    """
+    used = max(1, min(workers, -(-rows // each)))
+    return [rows * min(index, used) // used for index in range(workers + 1)]
+
+
+def assistant_cpus(workers: int) -> list[int | None]:
+    """Processors for the assistants, the last that the process may use, all but the first; in turns where they
+    are too few.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return [None] * workers
+    cpus = sorted(os.sched_getaffinity(0))
+    own = cpus[max(1, len(cpus) - workers) :]
+    return [own[index % len(own)] if own else None for index in range(workers)]
+
+
+def layers_at(address: int) -> int:
+    """An adapter's layers that have arrived, by the address of their count."""
+    return ctypes.c_int32.from_address(address).value

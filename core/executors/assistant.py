@@ -1,0 +1,48 @@
+"""A process that computes LoRA products for the base model's (CPU-assisted prefill, CaraServe §4)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from ...ops.lend import Assistant
+from ...ops.sgmv import AdapterRows
+from .assist_memory import AssistLayout, AssistMemory
+
+#: Seconds that an assistant waits for the base model within a step: more than any step takes.
+_PATIENCE_SECONDS = 600.0
+
+
+class AssistantProcess:
+    """Computes a share of what each step lends; its methods are messages (`followers`). Rank `number`, from 1 on."""
+
+    joined = None
+
+    def __init__(
+        self,
+        layout: AssistLayout,
+        number: int,
+        shapes: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        page_elems: int,
+        cpu: int | None,
+        memory_fd: int,
+    ) -> None:
+        """cpu: the processor that it stays on."""
+        if cpu is not None:
+            os.sched_setaffinity(0, {cpu})
+        self._memory = AssistMemory(memory_fd, layout)
+        self._ranks = self._memory.ranks(number, _PATIENCE_SECONDS)
+        self._assistant = Assistant(shapes, dtype)
+        self._number, self._page_elems = number, page_elems
+
+    def serve(
+        self, step: int, rows: Sequence[AdapterRows], row: Sequence[int], share: Sequence[int], offsets: Sequence[int]
+    ) -> None:
+        """Compute until the base model's process gives the step up. row, share: see `Lent`; offsets: of the images."""
+        self._ranks.begin(step)
+        own = share[self._number - 1], share[self._number]
+        images = [self._memory.address(offset) for offset in offsets]
+        self._assistant.serve(self._ranks, rows, row, own, images, self._page_elems)

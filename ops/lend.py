@@ -1,0 +1,147 @@
+"""LoRA products of a step that other processes of the machine compute (`native/lend.h`), from adapters' images.
+
+The process of the base model hands rows over in memory that all share, layer by layer; an assistant computes a share of
+them until the step ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_int32, c_void_p
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from .native_library import MODULES, AdapterDescriptor, AssistDescriptor, LentDescriptor, library
+from .ranks import Ranks
+from .sgmv import AdapterRows, Segments
+
+#: Most segments that are handed over at once: kLent in lend.h.
+MOST_LENT = 1000
+
+
+@dataclass(slots=True)
+class Lent:
+    """What of a step is lent.
+
+    entries: indices of its segments. row: where the rows of each begin in what is handed over, and where the last's
+    end. share: the same of each assistant's rows. image_ready: address of an int32 for each entry, the number of layers
+    that are in host memory. layers: set by the step: how many layers of each were lent.
+    """
+
+    ranks: Ranks
+    entries: Sequence[int]
+    row: Sequence[int]
+    share: Sequence[int]
+    image_ready: Sequence[int]
+    layers: Sequence[int] = ()
+
+
+class Lending(Protocol):
+    """Chooses what of a step is lent, and has the assistants begin with it."""
+
+    def begin(self, segments: Segments, /) -> Lent | None:
+        """Called before a step with segments that have adapters on their way; None where nothing is lent."""
+        ...
+
+
+def described(rows: AdapterRows) -> tuple[AdapterDescriptor, tuple[torch.Tensor, torch.Tensor]]:
+    """A part of an adapter as the library takes it, and what that points to."""
+    pages = torch.tensor(rows.pages, dtype=torch.int64)
+    first_elem = torch.tensor(rows.first_elem, dtype=torch.int64)
+    descriptor = AdapterDescriptor(
+        pages=pages.data_ptr(), first_elem=first_elem.data_ptr(), rank=rows.rank, scale=rows.scale,
+        slab_elems=rows.slab_elems,
+        a_offset=(c_int32 * MODULES)(*rows.a_offset), b_offset=(c_int32 * MODULES)(*rows.b_offset),
+    )  # fmt: skip
+    return descriptor, (pages, first_elem)
+
+
+class LentTables:
+    """A step's lent segments as the library takes them. adapters: descriptors of the step's segments."""
+
+    def __init__(self, lent: Lent, rows: Sequence[AdapterRows], adapters: Any) -> None:
+        """Gives each lent segment a descriptor of its own, in which the step marks the layers that it lends."""
+        count = len(lent.entries)
+        own = [described(rows[entry]) for entry in lent.entries]
+        for entry, (descriptor, _) in zip(lent.entries, own, strict=True):
+            adapters[entry] = ctypes.addressof(descriptor)
+        self._lent, self._layers = lent, (c_int32 * count)()
+        tables = (
+            (c_int32 * count)(*lent.entries), (c_int32 * (count + 1))(*lent.row),
+            (c_int32 * len(lent.share))(*lent.share), (c_void_p * count)(*(own[1].data_ptr() for _, own in own)),
+            (c_void_p * count)(*lent.image_ready), self._layers,
+        )  # fmt: skip
+        self._kept = own, tables  # what the descriptor points to
+        self._descriptor = LentDescriptor(lent.ranks.handle, count, *map(ctypes.addressof, tables))
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self._descriptor)
+
+    def settle(self) -> None:
+        """Note how many layers were lent, after the step."""
+        self._lent.layers = list(self._layers)
+
+
+class Assistant:
+    """Computes a share of what a step lends, in a process of its own.
+
+    shapes: hidden size, MLP size, widths of q and of k.
+    """
+
+    def __init__(self, shapes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+        found = library()
+        if found is None:
+            raise RuntimeError("the native library is not built; reinstall chorus with a C++ compiler")
+        self._library, self._shapes = found, shapes
+        self._handle = found.chorus_assist_create(dtype.itemsize)
+
+    def serve(
+        self,
+        ranks: Ranks,
+        rows: Sequence[AdapterRows],
+        row: Sequence[int],
+        share: tuple[int, int],
+        images: Sequence[int],
+        page_elems: int,
+    ) -> None:
+        """Compute until rank 0 gives the step up. row: see `Lent`; share: the first row, and the one behind the last;
+        images: address of each adapter's image, into which its `pages` are indices.
+        """
+        count = len(rows)
+        own = [described(each) for each in rows]
+        tables = (
+            (c_int32 * (count + 1))(*row), (c_void_p * count)(*(ctypes.addressof(each) for each, _ in own)),
+            (c_void_p * count)(*images),
+        )  # fmt: skip
+        descriptor = AssistDescriptor(*self._shapes, *share, count, page_elems, *map(ctypes.addressof, tables))
+        self._library.chorus_assist_serve(self._handle, ranks.handle, ctypes.addressof(descriptor))
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self._library.chorus_assist_destroy(self._handle)
+            self._handle = None
+
+
+def handed_floats(shapes: tuple[int, int, int, int], tokens: int) -> int:
+    """Float32 values of memory that a process needs for `tokens` rows, of x or of the products. See `Ranks`."""
+    found = library()
+    if found is None:
+        return 0
+    hidden, ffn, q, kv = shapes
+    widest = max(q + 2 * kv, hidden, 2 * ffn)
+    return -(-(found.chorus_assist_head() + tokens * found.chorus_assist_row(4, widest)) // 4)
+
+
+def hand_over(ranks: Ranks, x: torch.Tensor, dtype: torch.dtype) -> None:
+    """Hand rows of the first layer's input over, as a step with one lent segment does, to measure what that takes.
+
+    dtype: of the model. The products are in the assistants' parts after `ranks.meet`.
+    """
+    found = library()
+    if found is None:
+        raise RuntimeError("the native library is not built; reinstall chorus with a C++ compiler")
+    found.chorus_assist_hand_over(ranks.handle, dtype.itemsize, x.data_ptr(), len(x), x.shape[1])

@@ -1,0 +1,184 @@
+// LoRA products that other processes of the machine compute, of prompts with an adapter that is still being copied into its pages
+// (CPU-assisted prefill, CaraServe §4).
+//
+// The rows of x are handed over in memory that the processes share, by `Ranks`: rank 0 is the process of the base model, the
+// others are assistants. A hand-over takes two meetings. Rank 0's part of the first is a `Handover` and rows of x, and it
+// goes on with the base product without waiting; the assistants' parts of the second are x·A·B of a share of the rows each.
+// They read A and B from the adapter's image in host memory.
+#pragma once
+#include <algorithm>
+#include <vector>
+#include "buffer.h"
+#include "descriptors.h"
+#include "elementwise.h"
+#include "ranks.h"
+
+namespace chorus {
+
+constexpr int kLent = 1000;  // most segments that are handed over at once
+
+// What a layer's group of projections needs, before the rows of x.
+struct alignas(64) Handover {
+    int32_t layer, group;
+    uint8_t active[kLent];  // of each lent segment: whether its rows are there
+};
+
+// Rank 0's side, within a step. One thread at a time; `add` on any.
+template <class T>
+class Lender {
+    using X = Act<T>;
+
+   public:
+    explicit Lender(const ModelDesc& model) : groups_(model) {}
+
+    // Before a layer: lend the segments with pages that lack it, if the image has it; a layer that is lent has no rows in the
+    // segment's own descriptor.
+    void begin_layer(const StepDesc& step, int layer) {
+        const LentDesc& lent = *step.lent;
+        std::fill(active_, active_ + lent.count, 0);
+        if (lent.ranks->state() != Ranks::kWell) return;
+        for (int i = 0; i < lent.count; i++) {
+            const int s = lent.segment[i];
+            const auto* pages = step.segment_ready[s];
+            if (step.segment_late[s] || pages->load(std::memory_order_acquire) > layer) continue;
+            if (lent.first_elem[i][layer] < 0 || lent.image_ready[i]->load(std::memory_order_acquire) <= layer)
+                continue;
+            lent.first_elem[i][layer] = -1;
+            active_[i] = 1;
+            lent.layers[i]++;
+        }
+    }
+    // True if a segment needs no page of the layer.
+    bool has(const StepDesc& step, int segment) const {
+        for (int i = 0; i < step.lent->count; i++)
+            if (step.lent->segment[i] == segment) return active_[i];
+        return false;
+    }
+
+    // Hand the rows over, if a segment's adapter changes the group.
+    void lend(const StepDesc& step, int g, int layer, const X* x, long ldx) {
+        const LentDesc& lent = *step.lent;
+        lent_ = false;
+        auto& head = *(Handover*)lent.ranks->mine();
+        for (int i = 0; i < lent.count; i++) {
+            head.active[i] = active_[i] && groups_.changed(g, *step.segment_adapters[lent.segment[i]]);
+            if (!head.active[i]) continue;
+            lent_ = true;
+            memcpy((X*)(&head + 1) + lent.row[i] * ldx, x + step.segment_begin[lent.segment[i]] * ldx,
+                   (lent.row[i + 1] - lent.row[i]) * ldx * sizeof(X));
+        }
+        if (!lent_) return;
+        head.layer = layer;
+        head.group = g;
+        lent.ranks->post();
+    }
+
+    // Wait for what was handed over. If an assistant has ended, the rows are void.
+    void collect(const StepDesc& step) {
+        if (!lent_ || step.lent->ranks->meet() == Ranks::kWell) return;
+        lent_ = false;
+        for (int i = 0; i < step.lent->count; i++)
+            if (active_[i]) step.segment_late[step.lent->segment[i]] = 1;
+        std::fill(active_, active_ + step.lent->count, 0);
+    }
+
+    // y: the token's row of the group's outputs.
+    void add(const StepDesc& step, int g, int token, float* y) const {
+        if (!lent_) return;
+        const LentDesc& lent = *step.lent;
+        const long ldy = spread<float>(groups_.outputs[g]);
+        for (int i = 0; i < lent.count; i++) {
+            const int s = lent.segment[i];
+            const Adapter& adapter = *step.segment_adapters[s];
+            if (!active_[i] || token < step.segment_begin[s] || token >= step.segment_end[s]) continue;
+            const int row = lent.row[i] + token - step.segment_begin[s];
+            const int32_t* end = std::upper_bound(lent.share, lent.share + lent.ranks->size(), row);
+            const int rank = (int)(end - lent.share);
+            const float* part = lent.ranks->part(rank) + (row - end[-1]) * ldy;
+            for (const Target& t : groups_.targets[g])
+                if (adapter.b_offset[t.module] >= 0)
+                    for (int c = t.column; c < t.column + t.width; c++) y[c] += part[c];
+        }
+    }
+
+   private:
+    const Groups groups_;
+    uint8_t active_[kLent] = {};
+    bool lent_ = false;  // the group that is under way
+};
+
+// To measure what a hand-over takes: rows of float32 as the first group's input of layer 0, of one segment.
+template <class T>
+void hand_over(Ranks& ranks, const float* x, int64_t rows, int k) {
+    auto& head = *(Handover*)ranks.mine();
+    head.layer = head.group = 0;
+    head.active[0] = 1;
+    for (int64_t r = 0; r < rows; r++) convert(x + r * k, k, (Act<T>*)(&head + 1) + r * spread<Act<T>>(k));
+    ranks.post();
+}
+
+struct AnyAssistant {
+    virtual ~AnyAssistant() = default;
+    virtual void serve(Ranks& ranks, const AssistDesc& desc) = 0;
+};
+
+// An assistant's side, on one thread.
+template <class T>
+class Assistant final : public AnyAssistant {
+    using X = Act<T>;
+
+   public:
+    // Compute a share of every hand-over of a step, until rank 0 ends it.
+    void serve(Ranks& ranks, const AssistDesc& desc) override {
+        const Groups groups(desc.hidden, desc.ffn, desc.q, desc.kv);
+        while (ranks.meet() == Ranks::kWell) {
+            const auto& head = *(const Handover*)ranks.part(0);
+            compute(groups, desc, head, (const X*)(&head + 1), ranks.mine());
+            if (ranks.meet() != Ranks::kWell) return;
+        }
+    }
+
+   private:
+    void compute(const Groups& groups, const AssistDesc& desc, const Handover& head, const X* x, float* y) {
+        const int g = head.group, first = desc.first, last = desc.last, k = groups.inputs[g];
+        const long ldx = spread<X>(k), ldy = spread<float>(groups.outputs[g]);
+        const auto& targets = groups.targets[g];
+        for (int i = 0; i < desc.count; i++) {
+            const Adapter& adapter = *desc.adapters[i];
+            const int begin = std::max(first, desc.row[i]), end = std::min(last, desc.row[i + 1]);
+            if (!head.active[i] || begin >= end) continue;
+            const Arena<T> image{(T*)desc.images[i], desc.page_elems};
+            const int32_t own_begin = 0, own_end = end - begin;
+            const Adapter* adapters[1] = {&adapter};
+            const Segments one{1, &own_begin, &own_end, adapters, nullptr};
+            const X* rows = x + begin * ldx;
+            float* out = y + (begin - first) * ldy;
+            const long ldh = (adapter.rank + 2) & ~1;
+            grow(h_, targets.size() * own_end * ldh);
+            grow(spare_, (size_t)std::max(kRankChunk * k, adapter.rank * kColumnChunk));
+            grow(panel_, (size_t)(adapter.rank + 1) * kPanel);
+            pointers_.resize(adapter.rank + kAddedRows);
+            auto h = [&](const LoraUnit& u) { return h_.data() + u.module * own_end * ldh; };
+            units_.clear();
+            shrink_units(one, targets, 0, own_end, units_);
+            for (const LoraUnit& u : units_)
+                shrink<T>(image, adapter, head.layer, targets[u.module].module, u, rows, ldx, k, h(u), ldh,
+                          spare_.data(), Upcoming{});
+            for (const Target& t : targets)
+                for (int r = 0; r < own_end; r++) std::fill_n(out + r * ldy + t.column, t.width, 0.0f);
+            expand_units(one, 0, targets, 1, units_);
+            for (const LoraUnit& u : units_)
+                expand<T>(image, adapter, head.layer, targets[u.module].module, u, h(u), ldh,
+                          out + targets[u.module].column, ldy, pointers_.data(), panel_.data(), spare_.data(),
+                          Upcoming{});
+        }
+    }
+
+    Buffer<X> h_;
+    Buffer<T> spare_;
+    Buffer<X> panel_;
+    std::vector<const T*> pointers_;
+    std::vector<LoraUnit> units_;
+};
+
+}  // namespace chorus

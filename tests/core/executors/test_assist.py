@@ -1,0 +1,211 @@
+"""Prompts whose adapter is on its way: other processes compute its products, and give the same tokens."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from chorus.core.cold_start import ColdStart
+from chorus.core.config import EngineConfig
+from chorus.core.executors.assist import AssistProfile, assistant_cpus, shares
+from chorus.core.executors.choice import open_executor
+from chorus.core.model.config import UnsupportedModel
+from chorus.ops import native_library
+from chorus.perf.cpu.slow_link import slow_down
+
+from ..test_parity import add_all, check, make_cases
+from .thread_ranks import ThreadProcess
+
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.skipif(not native_library.available(torch.float32), reason="assistants run the native library"),
+]
+
+
+@pytest.fixture
+def kernels():
+    return "native"
+
+
+class Link:
+    """Lets layers through as many as have been let; all once it is open."""
+
+    def __init__(self):
+        self._changed = threading.Condition()
+        self.most = 0
+
+    def let(self, most):
+        with self._changed:
+            self.most = most
+            self._changed.notify_all()
+
+    def __call__(self, layer, layout):
+        with self._changed:
+            self._changed.wait_for(lambda: layer < self.most, 120)
+
+
+@pytest.fixture
+def assisted(drive):
+    """`assisted(subject, workers)`: a driver with assistants always chosen, and the link of its adapters."""
+    links = []
+
+    def make(it, workers=2, way=ColdStart.ASSIST, **config):
+        driver = drive(it, assist_workers=workers, memory_bytes=16 << 20, **config)
+        executor = driver.executor.inner
+        links.append(Link())
+        slow_down(executor.adapters, executor.arena.pages, links[-1])
+        executor._assist.way = way  # noqa: SLF001
+        return driver, links[-1], executor._assist  # noqa: SLF001
+
+    yield make
+    for link in links:
+        link.let(1000)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("model", ["gqa", "tied", "mha"])
+def test_no_layer_arrives_and_the_tokens_are_the_reference_s(subject, assisted, model, workers):
+    """Prompts and answers of all adapters, with none of them in the arena to the end."""
+    it = subject(model)
+    driver, link, assist = assisted(it, workers, max_num_batched_tokens=200)
+    cases = make_cases(it, 10, seed=3, longest=90, tokens=(4, 8))
+    add_all(driver, cases)
+    check(driver, cases)
+    assert link.most == 0
+    assert assist.starts.num_assisted >= 4
+    assert assist.starts.num_streamed == 0
+    assert assist.lent is not None
+    assert max(plan.num_tokens for plan in driver.plans) > 100
+
+
+def test_bfloat16_differs_by_rounding_alone(subject, assisted, drive):
+    it = subject("gqa")
+    driver, *_ = assisted(it, dtype="bfloat16")
+    plain = drive(it, dtype="bfloat16", memory_bytes=16 << 20)
+    cases = make_cases(it, 10, seed=4, longest=60, tokens=(1, 1))
+    for each in (driver, plain):
+        add_all(each, cases)
+        each.drain()
+    same = [driver.answers[case.id].tokens == plain.answers[case.id].tokens for case in cases]
+    assert sum(same) >= len(cases) - 1
+
+
+@pytest.mark.parametrize("arrived", [0, 1, 2])
+def test_sgmv_takes_over_in_mid_prefill(subject, assisted, arrived):
+    it = subject("gqa")
+    driver, link, assist = assisted(it)
+    link.let(arrived)
+    case = make_cases(it, 1, adapters=["r33-all"], seed=5, longest=60, tokens=(1, 2))
+    add_all(driver, case)
+    layers = (
+        it.config.num_layers
+        if hasattr(it, "config")
+        else len(driver.engine.store.get("r33-all").manifest.parts[0].layers)
+    )
+    engine = driver.engine
+    plan = engine.begin_step()
+    transfer = plan.adapters[0].transfer
+    while transfer.arrived.num_ready < arrived:
+        time.sleep(0.001)
+    engine.end_step(plan)
+    assert set(assist.lent.layers) == {layers - arrived}
+
+
+@pytest.mark.parametrize(("handover", "way"), [(0.0, "assist"), (10.0, "stream")])
+def test_the_cost_model_chooses(subject, assisted, handover, way):
+    """A link that brings nothing is not waited for, unless the assistants would take still longer."""
+    it = subject("gqa")
+    driver, link, assist = assisted(it, way=None)
+    assist.profile, assist._per_elem = AssistProfile(handover, 0.0), 1e-6  # noqa: SLF001
+    case = make_cases(it, 2, adapters=["r33-all"], seed=5, longest=40, tokens=(2, 3))
+    add_all(driver, case)
+    driver.step()
+    stats = driver.engine.stats()
+    assert (stats.num_assisted_starts, stats.num_streamed_starts) == ((1, 0) if way == "assist" else (0, 1))
+    assert stats.cold_start_regret >= 0
+    link.let(1000)
+    check(driver, case)
+
+
+def test_a_loaded_adapter_is_no_cold_start(subject, assisted):
+    driver, link, assist = assisted(subject("gqa"), way=None)
+    link.let(1000)
+    driver.run("load", "r33-all", [3, 4], max_tokens=2)
+    before = assist.starts.num_assisted + assist.starts.num_streamed
+    driver.run("again", "r33-all", [3, 4], max_tokens=2)
+    assert assist.starts.num_assisted + assist.starts.num_streamed == before <= 1
+
+
+def test_an_assistant_that_dies_leaves_prompts_to_wait(subject, assisted, caplog):
+    it = subject("gqa")
+    driver, link, assist = assisted(it, max_load_stall_seconds=0.0)
+    cases = make_cases(it, 6, seed=8, longest=60, tokens=(4, 6))
+    add_all(driver, cases)
+    driver.step()
+    assert assist.lent is not None
+    assist._followers._processes[0].kill()  # noqa: SLF001 - as if the system did
+    for _ in range(5):
+        driver.step()
+    assert "no prompt is assisted any more" in caplog.text
+    assert "assistant 1 of 2 has ended" in caplog.text
+    link.let(1000)
+    check(driver, cases)
+
+
+def test_an_assistant_that_dies_within_a_layer_voids_its_rows(subject, assisted, monkeypatch):
+    it = subject("gqa")
+    driver, link, assist = assisted(it, max_load_stall_seconds=0.0)
+    cases = make_cases(it, 3, seed=9, longest=60, tokens=(4, 6))
+    add_all(driver, cases)
+    begin = assist._begin  # noqa: SLF001
+    monkeypatch.setattr(assist, "_begin", lambda *args: (begin(*args), assist._ranks.lose()))  # noqa: SLF001
+    driver.step()
+    monkeypatch.undo()
+    link.let(1000)
+    check(driver, cases)
+
+
+def test_rows_are_split_by_what_is_worth_a_handover():
+    assert shares(10, 100, 3) == [0, 10, 10, 10]
+    assert shares(100, 50, 3) == [0, 50, 100, 100]
+    assert shares(100, 1, 3) == [0, 33, 66, 100]
+    assert shares(1, 1, 2) == [0, 1, 1]
+
+
+def test_assistants_leave_the_first_processor(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {2, 5, 7, 9}, raising=False)
+    assert assistant_cpus(2) == [7, 9]
+    assert assistant_cpus(4) == [5, 7, 9, 5]
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {4}, raising=False)
+    assert assistant_cpus(2) == [None, None]
+
+
+@pytest.mark.parametrize(("options", "why"), [
+    ({"cpu_kernels": "torch"}, "assist_workers is 1, and steps run on torch's operators"),
+    ({"tensor_parallel_size": 2}, "assist_workers is 1, and tensor_parallel_size is 2"),
+])  # fmt: skip
+def test_what_can_not_be_assisted_is_refused(subject, options, why):
+    config = {"model": subject("gqa").model, "dtype": "float32", "memory_bytes": 8 << 20, "device": "cpu", **options}
+    with pytest.raises(UnsupportedModel, match=why):
+        open_executor(EngineConfig(assist_workers=1, **config))
+
+
+def test_without_assistants_nothing_is_counted(subject, drive):
+    stats = drive(subject("gqa")).engine.stats()
+    assert stats.num_assisted_starts == stats.num_streamed_starts == stats.cold_start_regret == 0
+
+
+def test_an_assistant_that_can_not_join_ends_the_start(subject, monkeypatch):
+    def broken(*args):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr("chorus.core.executors.followers.Popen", ThreadProcess)
+    monkeypatch.setattr("chorus.core.executors.assistant.AssistMemory", broken)
+    settings = EngineConfig(
+        model=subject("gqa").model, dtype="float32", memory_bytes=8 << 20, device="cpu", assist_workers=2
+    )
+    with pytest.raises(RuntimeError, match="assistant 1 of 2 could not join: MemoryError: no room"):
+        open_executor(settings)
