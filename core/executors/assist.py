@@ -186,22 +186,26 @@ class Assist:
             if layers_at(address) == coming.layout.num_layers:
                 continue
             own = [index for index, ready in enumerate(segments.ready) if ready == address]
-            tokens = sum(segments.end[index] - segments.begin[index] for index in own)
-            offset = None if coming.image.data is None else self._memory.offset(coming.image.data)
-            fits = row[-1] + tokens <= self._most_rows and len(entries) + len(own) <= MOST_LENT
-            way = self._choose(address, coming, tokens, now)
-            if way is ColdStart.ASSIST and (offset is None or not fits or self._is_lost):
-                way = ColdStart.STREAM
-            self._chosen[address] = tokens, way
-            if not coming.is_counted:
-                coming.is_counted = True
-                self.starts.count(way)
-            if way is ColdStart.ASSIST and offset is not None:
+            lengths = [segments.end[index] - segments.begin[index] for index in own]
+            fits = row[-1] + sum(lengths) <= self._most_rows and len(entries) + len(own) <= MOST_LENT
+            offset = self._lendable(address, coming, sum(lengths), now, fits)
+            if offset is not None:
                 entries += own
                 offsets += [offset] * len(own)
-                lengths = (segments.end[index] - segments.begin[index] for index in own)
                 row += [*itertools.accumulate(lengths, initial=row[-1])][1:]
         return self._lend(segments, entries, offsets, row) if entries else None
+
+    def _lendable(self, address: int, coming: _Coming, tokens: int, now: float, fits: bool) -> int | None:
+        """Return where the assistants find an adapter if its tokens are theirs; None if its layers are waited for."""
+        offset = None if coming.image.data is None else self._memory.offset(coming.image.data)
+        way = self._choose(address, coming, tokens, now)
+        if offset is None or not fits or self._is_lost:
+            way = ColdStart.STREAM
+        self._chosen[address] = tokens, way
+        if not coming.is_counted:
+            coming.is_counted = True
+            self.starts.count(way)
+        return offset if way is ColdStart.ASSIST else None
 
     def _choose(self, address: int, coming: _Coming, tokens: int, now: float) -> ColdStart:
         """A step does not wait for all layers: requests that are to wait are none of it (`LoadPolicy`)."""

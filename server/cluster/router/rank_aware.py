@@ -61,23 +61,12 @@ class RankAware:
             self._costs = costs
             self._steps.clear()
         adapter, load, steps = request.adapter, estimates.load_of(request.adapter), self._steps
-        mix, model = estimates.mix, costs.step
-        per_kv_token, per_longest, ragged, with_prompt = (
-            model.per_kv_token, model.per_longest, model.ragged, model.with_prompt,
-        )  # fmt: skip
+        queues = self._mixed_queues if estimates.mix else self._queues
+        per_kv_token, per_longest = costs.step.per_kv_token, costs.step.per_longest
 
         def price(replica: ReplicaState) -> tuple[float, float, float]:
             requests, pending, longest = replica.num_requests, replica.pending_tokens, replica.longest_tokens
-            if mix:  # rows that decode are in the queue's step; adapters are left out: they are Δdecode's part
-                waiting = replica.num_waiting
-                before, queue = with_prompt(pending + requests - waiting, requests, tokens)
-                queue += ragged
-                if waiting:
-                    before += ragged
-                elif not requests:
-                    before = 0.0
-            else:
-                before, queue = self._queues(replica, tokens, rank)
+            before, queue = queues(replica, tokens, rank)
             key = requests, replica.num_with_adapter, replica.sum_ranks, replica.max_rank, rank
             more, after = steps.get(key) or self._decode_steps(key)
             more += per_kv_token * tokens
@@ -105,6 +94,14 @@ class RankAware:
             self._steps.clear()
         self._steps[key] = found = after - before, after
         return found
+
+    def _mixed_queues(self, replica: ReplicaState, tokens: int, rank: int) -> tuple[float, float]:
+        """As `_queues`, of a step that rows in decode are in; adapters are left out: they are Δdecode's part."""
+        model, requests, waiting = self._costs.step, replica.num_requests, replica.num_waiting
+        before, queue = model.with_prompt(replica.pending_tokens + requests - waiting, requests, tokens)
+        if waiting:
+            return before + model.ragged, queue + model.ragged
+        return before if requests else 0.0, queue + model.ragged
 
     def _queues(self, replica: ReplicaState, tokens: int, rank: int) -> tuple[float, float]:
         """Return the seconds of the step of prompts alone that prefills the queue without the request, and with it."""
