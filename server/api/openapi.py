@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ... import __version__
+from ..version import VERSION
 from .absent import ABSENT
 from .adapter_api import AddAdapter, ChangeAdapter, DrainAdapter, LoadLoraAdapter, UnloadLoraAdapter
 from .chat_request import ChatCompletionRequest
@@ -111,7 +111,7 @@ def document(routes: Sequence[Route]) -> Body:
             paths.setdefault(path, {})[method.lower()] = _operation(method, path, route)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Chorus", "version": __version__},
+        "info": {"title": "Chorus", "version": VERSION},
         "paths": paths,
         "components": {
             "schemas": {**shared.get("$defs", {}), "Error": _ERROR},
