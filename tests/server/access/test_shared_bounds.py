@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import json
 import os
 import signal
+import subprocess
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -13,24 +15,25 @@ from chorus.server.access.shared_bounds import MERGE_SECONDS, MOST_SEATS, Seats,
 from chorus.server.errors import ApiError
 
 
-def take_forever(file, tenant, most, count, queue):
-    seats = Seats(file)
-    queue.put([seats.take(tenant, most) for _ in range(count)])
-    signal.pause()
+TAKE = """
+import json, signal, sys
+from chorus.server.access.shared_bounds import Seats
+seats, (tenant, most, count) = Seats(sys.argv[1]), json.loads(sys.argv[2])
+print(json.dumps([seats.take(tenant, most) for _ in range(count)]), flush=True)
+signal.pause()
+"""
 
 
 @contextmanager
 def another_process(file, tenant, most, count):
     """Gives the seats that another process has taken, and the process."""
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    process = context.Process(target=take_forever, args=(file, tenant, most, count, queue), daemon=True)
-    process.start()
+    command = [sys.executable, "-c", TAKE, str(file), json.dumps([tenant, most, count])]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
-        yield queue.get(timeout=60), process
+        yield json.loads(process.stdout.readline()), process
     finally:
         process.kill()
-        process.join()
+        process.communicate()
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
@@ -50,7 +53,7 @@ def test_processes_share_seats_and_the_seats_of_one_that_is_killed_are_free(tmp_
         assert taken == [1, 2, None]
         assert seats.take("a", 3) is None and seats.take("b", 3) == 0
         os.kill(process.pid, signal.SIGKILL)
-        process.join()
+        process.wait()
         assert [seats.take("a", 3) for _ in range(3)] == [1, 2, None]
 
 
