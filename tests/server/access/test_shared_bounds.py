@@ -14,7 +14,6 @@ import pytest
 from chorus.server.access.shared_bounds import MERGE_SECONDS, MOST_SEATS, Seats, TokenBudgets
 from chorus.server.errors import ApiError
 
-
 TAKE = """
 import json, signal, sys
 from chorus.server.access.shared_bounds import Seats
