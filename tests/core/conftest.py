@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,19 @@ import pytest
 from chorus.core.cold_start import ColdStarts
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.core.executors.base import Executor, StartedStep
+from chorus.core.executors.base import Executor, ModelExecutor, StartedStep
 from chorus.core.executors.choice import open_executor
+from chorus.core.executors.cpu import CpuExecutor
+from chorus.core.model.config import ModelConfig, UnsupportedModel
+from chorus.core.model.shard import Shard
 from chorus.core.policies import Policies
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.requests.types import FinishReason, RequestOutput, StepPlan, StepResult, TokenLogprobs
 from chorus.core.scheduling.output_lengths import OutputLengths
+from chorus.memory.files.format import inspect_adapter
 from chorus.memory.host.images import InlineReads, Reads
+from chorus.memory.pages.adapter_layout import AdapterLayout
 from chorus.perf.chaos.late_results import LateResults
 
 from .executors.thread_ranks import ThreadProcess
@@ -46,6 +51,11 @@ class RecordingExecutor:
         self.start = None if inner.start is None else self._start
         self.before = before
         self.plans: list[StepPlan] = []
+
+    @property
+    def rank(self) -> CpuExecutor:
+        """What computes in this process: all of the model, or of several ranks the first one's share."""
+        return getattr(self.inner, "first", self.inner)
 
     def execute(self, plan: StepPlan) -> StepResult:
         self._note(plan)
@@ -151,6 +161,30 @@ def ticking(seconds: float = 1e-3) -> Callable[[], float]:
     return lambda: next(ticks) * seconds
 
 
+def on_ranks(settings: EngineConfig, adapters: Iterable[Path]) -> EngineConfig:
+    """The same on `RANKS` ranks. A pool of a given number of pages has as many more as the largest adapter takes more:
+    a rank's share of an adapter is more than its part of the ranks, and its part of a page is not. Skips models whose
+    shapes don't divide.
+    """
+    whole = ModelConfig.read(settings.model)
+    try:
+        Shard(0, RANKS).config(whole)
+    except UnsupportedModel as error:
+        pytest.skip(str(error))
+
+    def most_pages(size: int) -> int:
+        shapes = ModelExecutor(settings, Shard(0, size))
+        page, dims = shapes.layout, shapes.config.module_dims
+        parts = [inspect_adapter(path, whole.module_dims, whole.num_layers).parts for path in adapters]
+        layouts = [AdapterLayout.build(each, dims, whole.num_layers, page.page_elems, page.itemsize) for each in parts]
+        return max((layout.num_pages for layout in layouts), default=0)
+
+    adapters, changes = list(adapters), {"tensor_parallel_size": RANKS}
+    if settings.num_pages is not None:
+        changes["num_pages"] = settings.num_pages + most_pages(RANKS) - most_pages(1)
+    return settings.model_copy(update=changes)
+
+
 @pytest.fixture(params=KERNELS)
 def kernels(request: pytest.FixtureRequest) -> str:
     """Every engine test runs with each; a test may choose by parametrising `kernels` itself."""
@@ -190,15 +224,17 @@ def drive(kernels: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> Iterato
         **config: Any,
     ) -> Driver:
         defaults = {
-            "dtype": "float32", "memory_bytes": 8 << 20, "cpu_kernels": kernels, "threads": 1, "device": "cpu",
-            "tensor_parallel_size": RANKS,
+            "dtype": "float32", "memory_bytes": RANKS * (8 << 20), "cpu_kernels": kernels, "threads": 1, "device": "cpu",
         }  # fmt: skip
         settings = EngineConfig(model=subject.model, **{**defaults, **config})
+        paths = subject.adapters if adapters is None else adapters
+        if RANKS > 1 and "tensor_parallel_size" not in config:
+            settings = on_ranks(settings, paths.values())
         inner = open_executor(settings)
         executor = RecordingExecutor(LateResults(inner) if ahead else inner, before)
         engine = Engine(settings, executor, clock or ticking(), reads or InlineReads(), policies)
         engines.append(engine)
-        for name, path in (subject.adapters if adapters is None else adapters).items():
+        for name, path in paths.items():
             engine.store.register(name, path)
         return Driver(engine, executor)
 

@@ -167,7 +167,7 @@ def test_every_architecture_is_covered():
 def test_mixed_batch_equals_transformers_and_peft(tiny, drive, family, kernels):
     it = tiny(family)
     driver = drive(it, cpu_kernels=kernels, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128)
-    assert isinstance(driver.executor.inner.decoder, NativeDecoderModel if kernels == "native" else DecoderModel)
+    assert isinstance(driver.executor.rank.decoder, NativeDecoderModel if kernels == "native" else DecoderModel)
     rng = random.Random(family)
     want = {}
     for index in range(8):

@@ -154,7 +154,7 @@ def test_batches_of_every_kind_on_one_engine(subject, drive):
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 9, 17, 30])
 def test_small_batch_in_a_large_bucket_after_a_full_one(subject, drive, rows):
     """Padding rows and what an earlier step left in the static buffers change nothing."""
-    it = subject("mha")
+    it = subject("tied")
     driver = drive(it, max_num_seqs=31)
     full = make_cases(it, 31, seed=30, tokens=(3, 6))
     add_all(driver, full)
@@ -237,7 +237,7 @@ def test_without_the_cache_nothing_is_kept(subject, drive, families):
 
 def test_conversations_go_on_from_their_answers(subject, drive):
     """The KV of generated tokens is reused too."""
-    it = subject("mha")
+    it = subject("tied")
     driver = drive(it, block_tokens=8)
     prompts = {adapter: it.prompt(adapter, 12, 12, seed=70) for adapter in ("r2-qv", "r33-all", None)}
     for turn in range(4):

@@ -56,21 +56,31 @@ class LateSwaps:
         def is_quiet(self):
             return self.state != "coming"
 
-    def __init__(self, swaps, arena, failing=0.0):
+    def __init__(self, swaps, failing=0.0):
         self.page_seconds = swaps.page_seconds
         self.copies = []
         self._swaps = swaps
-        self._arena = arena
         self._random = random.Random(4)
         self._failing = failing
 
     def copy_out(self, pages):
-        image = torch.full((len(pages), self._arena.shape[1]), torch.nan)
-        return image, self._begin(lambda: image.copy_(self._swaps.copy_out(pages)[0]))
+        image = self._wrong(pages)
+        return image, self._begin(lambda: self._fill(image, pages))
 
     def copy_in(self, image, skip, pages):
-        self._arena[list(pages)] = torch.nan
+        self._swaps.copy_in(self._wrong(pages), 0, pages)
         return self._begin(lambda: self._swaps.copy_in(image, skip, pages))
+
+    def _wrong(self, pages):
+        """An image of as many pages, of every rank's arena, that holds nothing."""
+        image = self._swaps.copy_out(pages)[0]
+        for share in shares(image):
+            share.fill_(torch.nan)
+        return image
+
+    def _fill(self, image, pages):
+        for share, found in zip(shares(image), shares(self._swaps.copy_out(pages)[0]), strict=True):
+            share.copy_(found)
 
     def wait(self, timeout):
         self.end_one()
@@ -82,6 +92,10 @@ class LateSwaps:
     def _begin(self, make):
         self.copies.append(self.Copy(make))
         return self.copies[-1]
+
+
+def shares(image):
+    return [image] if isinstance(image, torch.Tensor) else image
 
 
 def begun(it, driver):
@@ -96,7 +110,7 @@ def begun(it, driver):
 def slow_link(driver, failing=0.0):
     """Let an engine's copies end one after the other, a step or more apart."""
     executor = driver.executor
-    late = LateSwaps(executor.swaps, executor.inner.arena.pages, failing)
+    late = LateSwaps(executor.swaps, failing)
     driver.engine.swapped.backend = late
     ends = random.Random(9)
     executor.before = lambda plan: late.end_one() if ends.random() < 0.4 else None

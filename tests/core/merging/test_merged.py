@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from chorus.core.engine import Engine
-from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.merging.learned_prices import LearnedPrices
 from chorus.core.merging.mode_policy import ModeChoice
 from chorus.core.model.shadow import MATRICES, MOST_GROWTH
@@ -65,7 +64,7 @@ def test_requests_of_the_merged_adapter_alone(subject, drive, model):
         add_all(driver, cases)
         check(driver, cases)
         assert modes(driver) == {StepMode.MERGED}
-        lora = driver.executor.inner._lora  # noqa: SLF001 - what the step was given
+        lora = driver.executor.rank._lora  # noqa: SLF001 - what the step was given
         assert not lora.segments.rows, "rows of the merged adapter pay for it"
 
 
@@ -164,7 +163,7 @@ def test_cached_prefixes_are_shared_by_the_modes(subject, drive):
 
 
 def weights_of(driver):
-    layers = driver.executor.inner.decoder.layers
+    layers = driver.executor.rank.decoder.layers
     weights = [getattr(layer, name) for layer in layers for name in MATRICES]
     return [weight.to_dense() if weight.is_mkldnn else weight.clone() for weight in weights]
 
@@ -484,7 +483,5 @@ def test_the_executor_refuses_a_plan_of_another_shadow(subject, drive):
     driver.add("x", None, [4, 5], max_tokens=3)
     plan = driver.engine.begin_step()
     plan.merged = driver.engine.store.get("r1-all")
-    inner = driver.executor.inner
-    assert isinstance(inner, CpuExecutor)
     with pytest.raises(RuntimeError, match="not those of"):
-        inner.execute(plan)
+        driver.executor.execute(plan)
