@@ -198,7 +198,8 @@ class NativeDecoder:
         `score_logits` computes logits for afterwards. max_stall: seconds to wait in all for adapters being loaded.
         merged: with the weights of `use_merged`. `best` then holds per logit token the most likely token (the first of
         equal ones; -1 if a logit is NaN or +inf) or, for tokens in `chances`, a drawn one; logits needed for a draw and
-        not kept are computed again.
+        not kept are computed again. Of several ranks the logits are this one's columns, and `best`, on the first rank,
+        is of all; they draw none.
         """
         step = self._step
         lent = None

@@ -90,11 +90,14 @@ class CpuExecutor(ModelExecutor):
         model, rows = self.decoder, plan.rows
         self._check(plan)
         asking = [index for index, row in enumerate(rows) if needs_logits(row)]
-        if not isinstance(model, NativeDecoderModel) or self.shard.size > 1:  # ranks have columns of the logits each
+        if not isinstance(model, NativeDecoderModel):
             with torch.inference_mode():
                 logits = self.steps.forward(plan)
                 return self._draw(plan, greedy(logits), RowLogits(logits, {index: index for index in asking}))
-        drawn = {index: chances for index in asking if (chances := plain_chances(rows[index]))}
+        plain = (
+            asking if self.shard.size == 1 else []
+        )  # ranks have columns of the logits each: none draws within a step
+        drawn = {index: chances for index in plain if (chances := plain_chances(rows[index]))}
         kept = [
             index
             for index in asking
@@ -105,9 +108,14 @@ class CpuExecutor(ModelExecutor):
         at = {index: place for place, index in enumerate(kept)}
         return self._draw(plan, model.best, RowLogits(logits, at), drawn)
 
-    def compute(self, plan: StepPlan) -> list[str]:
-        """Compute a step as another rank than the first, which draws the tokens; return the requests with void rows."""
+    def compute(self, plan: StepPlan, kept: Sequence[int]) -> list[str]:
+        """Compute a step as another rank than the first, which draws the tokens; return the requests with void rows.
+
+        kept: rows of which the first rank wants more logits than the largest.
+        """
         self._check(plan)
+        if isinstance(self.decoder, NativeDecoderModel):
+            self.decoder.keep_logits(kept)
         with torch.inference_mode():
             self.steps.forward(plan)
             for begin, end in score_slices(plan.rows, self.model.vocab_size):

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ class Follower:
             layout = AdapterLayout.build(parts, model.module_dims, model.num_layers, page.page_elems, page.itemsize)
             self._adapters[version] = Adapter(str(version), version, AdapterManifest(Path(), parts), layout)
 
-    def step(self, number: int, plan: Mapping[str, Any], coming: Mapping[int, int]) -> list[str]:
+    def step(self, number: int, plan: Mapping[str, Any], kept: Sequence[int], coming: Mapping[int, int]) -> list[str]:
         """Compute a step; see `CpuExecutor.compute`. coming: of the slots with adapters on their way their counts."""
         ranks = self._seat.ranks
         ranks.begin(number)
@@ -77,7 +77,7 @@ class Follower:
             for slot, adapter in enumerate(found.adapters):
                 at = coming.get(slot)
                 adapter.transfer = None if at is None else CountedTransfer(self._memory.counts[at : at + 1])
-            return self._executor.compute(found)
+            return self._executor.compute(found, kept)
         except BaseException:
             ranks.fail(number)
             raise

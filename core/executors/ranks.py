@@ -24,6 +24,7 @@ from ...memory.transfers.transfer import ExecutorLost
 from ...ops import native_library
 from ..config import EngineConfig
 from ..model.config import UnsupportedModel
+from ..model.sampler import needs_logits
 from ..model.shadow import ShadowWeights
 from ..model.shard import Shard
 from ..model.weights import num_weights
@@ -108,7 +109,8 @@ class RanksExecutor:
         self._introduce([*plan.adapters, *([] if plan.merged is None else [plan.merged])])
         self._steps = number = self._steps + 1
         self._ranks.begin(number)
-        step = "step", number, plan_to_wire(plan, draws=False), coming
+        kept = [index for index, row in enumerate(plan.rows) if needs_logits(row)]
+        step = "step", number, plan_to_wire(plan, draws=False), kept, coming
         result, late = self._followers.beside(partial(self._run, plan, number), *step)
         for request_id in {name for names in late for name in names}:
             result.retract(request_id)

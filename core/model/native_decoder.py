@@ -93,10 +93,12 @@ class NativeDecoderModel:
         return self._gathered(self._decoder.score_logits(begin, end))
 
     def _gathered(self, logits: torch.Tensor) -> torch.Tensor:
-        """All ranks' columns, see `Ranks.gather`."""
+        """All ranks' columns, see `Ranks.gather`. Ranks agree on how many rows they keep."""
         if self._ranks is None:
             return logits
         self._ranks.check()
+        if not len(logits):
+            return logits
         return self._ranks.gather(logits, self.config.vocab_size)
 
     def forward(self, batch: StepBatch[native.NativeRows, LoraState]) -> torch.Tensor:

@@ -29,6 +29,9 @@ struct Best {
         value = other.value;
         token = other.token;
     }
+
+    // The token, -1 where a logit is NaN or +inf, or all are -inf.
+    int64_t chosen() const { return nan || !std::isfinite(value) ? -1 : token; }
 };
 
 }  // namespace chorus

@@ -180,7 +180,9 @@ class Decoder {
         });
         const int rows = step.logits_wanted;
         head_.run(thread, phase, normed_.data(), rows, step.logits, step.logit_rows, step.draws);
-        if (step.draws) {
+        if (ranks_) {
+            if (!thread) agree(step);
+        } else if (step.draws) {
             team_.each(phase, rows, [&](int r) { head_.choose(step, thread, normed_.data(), r); });
         } else if (!thread) {
             for (int r = 0; r < rows; r++) head_.choose(step, thread, normed_.data(), r);
@@ -207,6 +209,22 @@ class Decoder {
         team_.each(phase, 1, [&](int) { ranks_->meet(); });
         each_part(team_, phase, thread, step.tokens,
                   [&](int t, bool) { ranks_->add(x_.data() + t * ldx, t * ldx, m_.hidden); });
+    }
+
+    // The likeliest token of each row over all ranks' shares of the vocabulary, on rank 0; the others want none.
+    void agree(const StepDesc& step) {
+        const int rows = step.logits_wanted, first = (int)((int64_t)vocab_ * ranks_->rank() / ranks_->size());
+        auto* own = (Best*)ranks_->mine();
+        for (int r = 0; r < rows; r++) {
+            own[r] = head_.best(rows, r);
+            if (own[r].token != INT_MAX) own[r].token += first;
+        }
+        if (ranks_->meet() != Ranks::kWell || ranks_->rank()) return;
+        for (int r = 0; r < rows; r++) {
+            Best all;
+            for (int rank = 0; rank < ranks_->size(); rank++) all.join(((const Best*)ranks_->part(rank))[r]);
+            step.best[r] = all.chosen();
+        }
     }
 
     // A late segment is computed with what lies in its pages: its rows are to be run again, the others don't see them.

@@ -57,12 +57,16 @@ class OutputHead {
             [](const LoraUnit&, const LoraUnit*) {});
     }
 
-    // Once `run` has been: the likeliest token of a row of x, or the one that is drawn.
-    void choose(const StepDesc& step, int thread, const X* x, int row) {
-        const int rows = step.logits_wanted;
+    // Once `run` has been: the best of a row of `rows`.
+    Best best(int rows, int row) const {
         Best all = best_[row];
         for (int t = 1; t < team_.size(); t++) all.join(best_[(long)t * rows + row]);
-        step.best[row] = all.nan || !std::isfinite(all.value) ? -1 : all.token;
+        return all;
+    }
+
+    // The likeliest token of a row of x, or the one that is drawn.
+    void choose(const StepDesc& step, int thread, const X* x, int row) {
+        step.best[row] = best(step.logits_wanted, row).chosen();
         if (step.best[row] < 0 || !step.draws || !(step.draws[row].inverse_temperature > 0)) return;
         const int kept = !step.logits ? -1 : step.logit_rows ? step.logit_rows[row] : row;
         step.best[row] =

@@ -49,7 +49,8 @@ class Ranks {
         return wait();
     }
 
-    // The first half of `meet`. A rank that wants none of the others' parts need not wait for them.
+    // The first half of `meet`: a rank may do other work before it waits for the others' parts. It must wait before it
+    // writes its part of the next sum, which lies where the others may still be reading its last one.
     void post() {
         shared_->posted[rank_].at.store(++at_, std::memory_order_release);
         tell();

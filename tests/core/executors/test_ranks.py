@@ -18,7 +18,7 @@ from chorus.core.executors.ranks import RanksExecutor
 from chorus.core.model.config import ModelConfig, UnsupportedModel
 from chorus.core.model.open_weights import open_weights
 from chorus.core.model.shard import Shard
-from chorus.core.model.weights import num_weights
+from chorus.core.model.weights import Weights, num_weights
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.graphs.runner import StepMode
@@ -74,8 +74,48 @@ def test_shared_beginnings_and_swapped_requests(subject, drive, kernels, monkeyp
     assert stats.num_swaps_in > 0
 
 
+@pytest.mark.parametrize("model", ["gqa", "tied"])
+def test_steps_ahead_on_ranks(subject, drive, kernels, model, monkeypatch):
+    """Plans of steps that are foreseen go to the ranks in rank 0's order, beside swapped requests."""
+    monkeypatch.setattr(
+        "chorus.core.scheduling.output_lengths.OutputLengths.final_lengths", lambda self, them: [0] * len(them)
+    )
+    it = subject(model)
+    names = ["r1-all", "r16-down", None]
+    driver = drive(
+        it, tensor_parallel_size=2, adapters={name: it.adapters[name] for name in names if name}, block_tokens=8,
+        max_num_batched_tokens=48, num_pages=60, preemption="swap", is_ahead=True,
+    )  # fmt: skip
+    cases = make_cases(it, 12, adapters=names, seed=11, tokens=(16, 24))
+    add_all(driver, cases)
+    check(driver, cases)
+    stats = driver.engine.stats()
+    assert stats.num_steps_ahead > 3
+    assert stats.num_swaps_in > 0
+
+
+@pytest.mark.parametrize("bad", [None, 0, 1])
+def test_the_likeliest_token_is_of_all_ranks_shares(subject, drive, bad, monkeypatch):
+    """Of equal logits the first one's, and none where one is not a number, whichever rank has it."""
+    read = Weights._tied  # noqa: SLF001 - where the shares of a tied output projection are cut
+
+    def equal(self, embed):
+        head = torch.zeros_like(read(self, embed))
+        if self._shard.rank == bad:
+            head[1] = torch.nan
+        return head
+
+    monkeypatch.setattr(Weights, "_tied", equal)
+    driver = drive(subject("tied"), tensor_parallel_size=2, cpu_kernels="native", adapters={})
+    answer = driver.run("a", None, [5, 6, 7], max_tokens=3)
+    if bad is None:
+        assert answer.tokens == [0, 0, 0]
+    else:
+        assert "not finite" in answer.error
+
+
 def test_draws_and_scores_are_those_of_one_rank(subject, drive, kernels):
-    """Sampled tokens by seed, log-probabilities of answers and of prompts."""
+    """Sampled tokens by seed, log-probabilities of answers and of prompts, beside a row of which no logits are kept."""
     it = subject("tied")
     found = []
     for size in (1, 2):
@@ -85,18 +125,21 @@ def test_draws_and_scores_are_those_of_one_rank(subject, drive, kernels):
             driver.add(
                 f"{name}", name, prompt, max_tokens=8, temperature=0.7, seed=index, logprobs=2, prompt_logprobs=1
             )
+            driver.add(f"greedy {name}", name, prompt, max_tokens=8)
         found.append(driver.drain())
     for name, want in found[0].items():
         got = found[1][name]
         assert got.tokens == want.tokens
-        for ours, theirs in ((got.logprobs, want.logprobs), (got.prompt_logprobs, want.prompt_logprobs)):
+        for ours, theirs in ((got.logprobs, want.logprobs), (got.prompt_logprobs or (), want.prompt_logprobs or ())):
             assert [one.logprob for one in ours] == pytest.approx([one.logprob for one in theirs], abs=1e-4)
 
 
-@pytest.mark.parametrize("model", ["gqa", "tied"])
-def test_merged_adapter_beside_others(subject, drive, kernels, model):
+@pytest.mark.parametrize(("model", "is_ahead"), [("gqa", False), ("tied", True)])
+def test_merged_adapter_beside_others(subject, drive, kernels, model, is_ahead):
     it = subject(model)
-    driver = drive(it, tensor_parallel_size=2, memory_bytes=16 << 20, max_num_batched_tokens=56)
+    driver = drive(
+        it, tensor_parallel_size=2, memory_bytes=16 << 20, max_num_batched_tokens=56, is_ahead=is_ahead
+    )  # fmt: skip
     driver.run("load", "r33-all", [3], max_tokens=1)
     driver.engine.merge("r33-all")
     driver.add("beside", None, [5, 6, 7], max_tokens=60)
@@ -108,6 +151,7 @@ def test_merged_adapter_beside_others(subject, drive, kernels, model):
     driver.engine.abort("beside")
     check(driver, cases)
     assert {plan.mode for plan in driver.plans} == {StepMode.MERGED}
+    assert any(plan.sources is not None for plan in driver.plans) == is_ahead
     driver.engine.unmerge()
     again = make_cases(it, 4, seed=33, tokens=(6, 9))
     add_all(driver, again)
@@ -134,11 +178,11 @@ def test_a_step_that_fails_on_another_rank_fails_alone(subject, drive, kernels, 
     it = subject("gqa")
     compute, bad = CpuExecutor.compute, []
 
-    def failing(self, plan):
+    def failing(self, plan, kept):
         if any(row.request_id == "bad" for row in plan.rows):
             bad.append(plan)
             raise MemoryError("no room")
-        return compute(self, plan)
+        return compute(self, plan, kept)
 
     monkeypatch.setattr(CpuExecutor, "compute", failing)
     driver = drive(it, tensor_parallel_size=4)
@@ -233,7 +277,7 @@ def greedy(request_id, prompt, count, adapter=None):
 
 
 def test_a_rank_that_ends_within_a_step_ends_the_engine(opened, monkeypatch):
-    monkeypatch.setattr(CpuExecutor, "compute", lambda self, plan: sys.exit(1))
+    monkeypatch.setattr(CpuExecutor, "compute", lambda self, plan, kept: sys.exit(1))
     engine = opened()
     engine.add_request(greedy("one", [3, 4], 4))
     with pytest.raises(ExecutorLost, match=r"rank 1 of 2 has ended \(exit status 1\)"):
@@ -243,7 +287,7 @@ def test_a_rank_that_ends_within_a_step_ends_the_engine(opened, monkeypatch):
 def test_a_rank_that_keeps_the_others_waiting_ends_the_engine(opened, monkeypatch):
     monkeypatch.setattr(followers, "STOP_SECONDS", 0.1)
     released = threading.Event()
-    monkeypatch.setattr(CpuExecutor, "compute", lambda self, plan: released.wait())
+    monkeypatch.setattr(CpuExecutor, "compute", lambda self, plan, kept: released.wait())
     engine = opened(patience=0.2)
     engine.add_request(greedy("one", [3, 4], 4))
     with pytest.raises(ExecutorLost, match="rank 1 of 2 kept the others waiting"):
