@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -11,6 +12,10 @@ import torch
 from .transfer import ExecutorLost
 
 _NOT_READY = 600  # cudaErrorNotReady
+
+#: The driver's library; CuPy has no calls for values in a stream.
+_LIBCUDA = "libcuda.so.1"
+_WAIT_UNTIL_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ, of counts that may wrap around
 
 
 class MissingCupy(ImportError):
@@ -107,3 +112,20 @@ class CupyDriver(CupyCalls):
         kind = self._runtime.memcpyHostToDevice if to_device else self._runtime.memcpyDeviceToHost
         with self._device():
             self._runtime.memcpyAsync(target, source, num_bytes, kind, stream)
+
+    def write_value(self, stream: int, address: int, value: int) -> None:
+        """Let `stream` write a uint32 to an address, once all that it was given so far is complete and can be seen."""
+        self._of_values("cuStreamWriteValue32_v2", stream, address, value, 0)
+
+    def wait_value(self, stream: int, address: int, value: int) -> None:
+        """Let what `stream` is given from now on begin once the uint32 at an address is at least `value`."""
+        self._of_values("cuStreamWaitValue32_v2", stream, address, value, _WAIT_UNTIL_AT_LEAST)
+
+    def _of_values(self, name: str, stream: int, address: int, value: int, flags: int) -> None:
+        with self._device():
+            call = getattr(ctypes.CDLL(_LIBCUDA), name)
+            status = call(
+                ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(value), ctypes.c_uint(flags)
+            )
+            if status:
+                raise self._cuda.driver.CUDADriverError(status)

@@ -71,6 +71,12 @@ class FakeDriver:
         self.on_copy(copy)
         self.queues[stream].append(copy)
 
+    def write_value(self, stream: int, address: int, value: int) -> None:
+        self.queues[stream].append(lambda: setattr(ctypes.c_uint32.from_address(address), "value", value))
+
+    def wait_value(self, stream: int, address: int, value: int) -> None:
+        self.queues[stream].append(("wait value", ctypes.c_uint32.from_address(address), value))
+
     # -- what a test does
 
     def launch(self, kernel: Callable[[], None]) -> None:
@@ -81,7 +87,7 @@ class FakeDriver:
         """Run the next `count` entries of a stream, or fewer if it has to wait; returns how many ran."""
         queue = self.queues[stream]
         for done in range(count):
-            if not queue or (isinstance(queue[0], tuple) and queue[0][0] == "wait" and not queue[0][1][0]):
+            if not queue or self._has_to_wait(queue[0]):
                 return done
             self._execute(queue.popleft())
         return count
@@ -94,11 +100,20 @@ class FakeDriver:
     def pending_copies(self) -> list[Copy]:
         return [entry for queue in self.queues.values() for entry in queue if isinstance(entry, Copy)]
 
+    @staticmethod
+    def _has_to_wait(entry: Any) -> bool:
+        match entry:
+            case ("wait", record):
+                return not record[0]
+            case ("wait value", word, value):
+                return ctypes.c_int32(word.value - value).value < 0
+        return False
+
     def _execute(self, entry: Any) -> None:
         match entry:
             case ("record", record):
                 record[0] = True
-            case ("wait", _):
+            case ("wait" | "wait value", *_):
                 pass
             case Copy(target, source, num_bytes, source_then):
                 if source_then is not None:
