@@ -113,8 +113,6 @@ class CudaHandover:
             self.give_up()
 
     def give_up(self) -> None:
-        """Let the device go on without the processes, all of which have ended or never write their words again; from any
-        thread.
-        """
+        """Let the device go on without the processes, which have all ended or write no word any more; from any thread."""
         self.is_given_up = True
         self._memory.returned[:] = self._number

@@ -225,7 +225,8 @@ def drive(kernels: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> Iterato
         **config: Any,
     ) -> Driver:
         defaults = {
-            "dtype": "float32", "memory_bytes": RANKS * (8 << 20), "cpu_kernels": kernels, "threads": 1, "device": "cpu",
+            "dtype": "float32", "memory_bytes": RANKS * (8 << 20), "cpu_kernels": kernels, "threads": 1,
+            "device": "cpu",
         }  # fmt: skip
         settings = EngineConfig(model=subject.model, **{**defaults, **config})
         paths = subject.adapters if adapters is None else adapters
