@@ -113,6 +113,6 @@ class CudaHandover:
             self.give_up()
 
     def give_up(self) -> None:
-        """Let the device go on without the processes, which have all ended or write no word any more; from any thread."""
+        """Let the device go on without the processes, which have ended or write no word any more; from any thread."""
         self.is_given_up = True
         self._memory.returned[:] = self._number
