@@ -361,7 +361,8 @@ def test_a_request_that_cannot_be_served_names_its_field(gqa, drive, field, mess
 def test_a_request_that_just_fits_is_served(gqa, drive):
     """The largest request that is not refused comes to its end."""
     driver = drive(gqa, adapters={"r1-all": gqa.adapters["r1-all"]}, num_pages=4)
-    size = driver.executor.layout.block_tokens * (3 - driver.engine.store.get("r1-all").num_pages)
+    pages = driver.executor.num_pages - 1 - driver.engine.store.get("r1-all").num_pages
+    size = driver.executor.layout.block_tokens * pages
     size += 1  # nothing is computed from the last token that is drawn, so its KV takes no room
     with pytest.raises(InvalidRequest):
         driver.add("a", "r1-all", [5] * 8, max_tokens=size - 7)
@@ -372,7 +373,7 @@ def test_a_request_that_just_fits_is_served(gqa, drive):
 def test_a_limit_that_nobody_asked_for_is_what_model_and_arena_allow(gqa, drive, adapter):
     adapters = {"r1-all": gqa.adapters["r1-all"]}
     driver = drive(gqa, adapters=adapters, num_pages=6)
-    pages = 5 - (driver.engine.store.get("r1-all").num_pages if adapter else 0)
+    pages = driver.executor.num_pages - 1 - (driver.engine.store.get("r1-all").num_pages if adapter else 0)
     in_arena = driver.executor.layout.block_tokens * pages + 1
     assert in_arena < driver.engine.model.max_model_len
     assert len(driver.run("small", adapter, [5] * 8, max_tokens=None).tokens) == in_arena - 8
