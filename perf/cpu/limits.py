@@ -10,9 +10,6 @@ from ...memory.host.bandwidth import Bandwidth, shortest
 from ...memory.pages import hugepages
 
 PRODUCT = "product"
-GEMM_SIZE = 2048
-GEMM_ROWS = (8, 512, 1024)
-_STREAMED_BYTES = 400 << 20
 
 
 def product_name(features_in: int, features_out: int) -> str:
@@ -34,7 +31,6 @@ class Limits:
         self._seconds = seconds
         self._rows, self._products, self._dtype = rows, products, getattr(torch, dtype)
         self._bandwidth = Bandwidth(hugepages.zeros((buffer_bytes,), torch.uint8).zero_(), threads, seconds)
-        self._streamed_bytes = min(_STREAMED_BYTES, 2 * buffer_bytes)
         return {"version": f"torch {torch.__version__}"}
 
     def measure(self) -> dict[str, float]:
@@ -44,23 +40,12 @@ class Limits:
         better of the two layouts of its weight.
         """
         found = {"read": self._bandwidth.read(), "copy": self._bandwidth.copy()}
-        for dtype in (torch.bfloat16, torch.float32):
-            name = str(dtype).removeprefix("torch.")
-            for rows in GEMM_ROWS:
-                found[f"gemm_{name}_{rows}"] = self._gemm_rate(rows, dtype)
-            found[f"stream_{name}_8"] = self._stream_rate(8, dtype)
         for features_in, features_out in self._products:
             found[product_name(features_in, features_out)] = self._product_rate(features_in, features_out)
         return found
 
     def close(self) -> None:
         pass
-
-    def _gemm_rate(self, rows: int, dtype: torch.dtype) -> float:
-        x, weight = torch.randn(rows, GEMM_SIZE).to(dtype), torch.randn(GEMM_SIZE, GEMM_SIZE).to(dtype)
-        with torch.inference_mode():
-            best = shortest(lambda: torch.nn.functional.linear(x, weight), self._seconds)
-        return 2 * rows * GEMM_SIZE**2 / best / 1e9
 
     def _product_rate(self, features_in: int, features_out: int) -> float:
         x = torch.randn(self._rows, features_in).to(self._dtype)
@@ -72,16 +57,3 @@ class Limits:
                 shortest(lambda: x @ other, self._seconds),
             )
         return 2 * self._rows * features_in * features_out / best / 1e9
-
-    def _stream_rate(self, rows: int, dtype: torch.dtype) -> float:
-        """GB/s of weights in products that read them from memory."""
-        count = max(2, self._streamed_bytes // (GEMM_SIZE**2 * dtype.itemsize))
-        x = torch.randn(rows, GEMM_SIZE).to(dtype)
-        weights = torch.zeros(count, GEMM_SIZE, GEMM_SIZE, dtype=dtype).add_(0.01)
-
-        def run() -> None:
-            for weight in weights:
-                torch.nn.functional.linear(x, weight)
-
-        with torch.inference_mode():
-            return weights.numel() * dtype.itemsize / shortest(run, self._seconds) / 1e9

@@ -74,7 +74,7 @@ def _write_model(workload: Workload, path: Path) -> None:
         workload.dtype, rope_theta=10000.0, attention_bias=False, mlp_bias=False, bos_token_id=1, eos_token_id=2
     )
     _write_json(path / "config.json", config)
-    _write_tokenizer(shape.vocab, path)
+    write_tokenizer(shape.vocab, path)
 
 
 def _write_adapter(workload: Workload, index: int, rank: int, path: Path) -> None:
@@ -102,7 +102,7 @@ def _write_adapter(workload: Workload, index: int, rank: int, path: Path) -> Non
     _write_json(path / "adapter_config.json", config)
 
 
-def _write_tokenizer(vocab_size: int, path: Path) -> None:
+def write_tokenizer(vocab_size: int, path: Path) -> None:
     """A BPE with byte fallback in the form of Llama 2's: made-up pieces, but one that every converter knows."""
     pieces = [*_SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *_ALPHABET]
     if vocab_size < len(pieces):

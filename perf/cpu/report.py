@@ -143,9 +143,6 @@ def _machine_lines(summary: dict[str, Any]) -> list[str]:
     if not machine:
         return ["machine: its limits could not be measured"]
 
-    def rates(prefix: str) -> str:
-        return ", ".join(f"M={key.rpartition('_')[2]} {rate:.0f}" for key, rate in machine.items() if prefix in key)
-
     products = ", ".join(f"{k}→{n} {machine[product_name(k, n)]:.0f}" for k, n in dict.fromkeys(shape.products))
     own = summary["cases"]["base"]["contenders"].get("chorus")
     done = f"; base prefill does {bounds['base']['prefill_gflop'] / own['prefill_seconds']:.0f}" if own else ""
@@ -156,9 +153,6 @@ def _machine_lines(summary: dict[str, Any]) -> list[str]:
     }
     return [
         f"machine (best of rounds): read {machine['read']:.1f} GB/s, copy {machine['copy']:.1f} GB/s (read + written)",
-        f"  library GEMM GFLOP/s: bf16 {rates('gemm_bfloat16')}; f32 {rates('gemm_float32')}",
-        f"  library GEMM over uncached weights at M=8, GB/s: bf16 {machine['stream_bfloat16_8']:.1f}, "
-        f"f32 {machine['stream_float32_8']:.1f}",
         f"  library GEMM of a layer's products, {summary['workload']['dtype']} GFLOP/s: {products}; together "
         f"{product_rate(shape, machine):.0f}{done}",
         "  limit = prefill work at the rate of these products + bytes of the decode steps at the read rate; step MB: "

@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None, clock: Callable[[], float] = time.monoto
     store = options.store()
     if options.worker is not None:
         return 0 if run_section(options.worker, options) else 1
-    if options.device == "cpu" and (obstacle := interpreter_obstacle()) is not None:
+    if options.smoke and (obstacle := interpreter_obstacle()) is not None:
         print(obstacle, file=sys.stderr)
         return 2
     if options.archive is not None and options.archive.is_file():
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None, clock: Callable[[], float] = time.monoto
         _run(name, options, store, environment, timeout)
         if options.archive is not None:
             store.pack(options.archive)
-    combined = store.combine(SECTIONS, environment)
+    combined = store.combine([*dict.fromkeys([*options.known, *options.sections])], environment)
     report(combined, options.out / REPORT)
     if options.archive is not None:
         store.pack(options.archive)
@@ -93,7 +93,7 @@ def _run(name: str, options: Options, store: ResultStore, environment: dict, tim
 
 def run_section(name: str, options: Options) -> bool:
     """Run a section in this process and write its file; whether it went well."""
-    if options.device == "cpu":
+    if options.smoke:
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
     environment = describe(options.device, opened=False)
     store = options.store()

@@ -17,7 +17,7 @@ from ..cpu import random_model
 from ..cpu.roofline import bound
 from ..cpu.workload import Workload
 from ..report.command import say
-from .sizes import ModelSize
+from .sizes import ModelSize, is_smoke
 from .store import ResultStore
 from .timer import Timer
 
@@ -34,7 +34,7 @@ class Floors(NamedTuple):
 
 @dataclass(frozen=True)
 class Context:
-    """device: `cuda` or `cpu`. quick: few cases. smoke: on a CPU, where shapes are small and times mean nothing.
+    """device: `cuda` or `cpu`. quick: few cases. smoke: the tiny model on a CPU, in which times mean nothing.
 
     work_dir: where adapters and configurations are written; kept from call to call. save: keeps what a section has
     found so far, whatever becomes of its process. engine: fields of EngineConfig that every engine is started with.
@@ -52,20 +52,24 @@ class Context:
 
     @property
     def smoke(self) -> bool:
-        return self.device == "cpu"
+        return is_smoke(self.device, self.size.name)
 
     @property
     def dtype(self) -> torch.dtype:
-        """bf16 on a GPU; float32 on a CPU, where Triton's interpreter is right only in that."""
+        """bf16; float32 in a smoke run: Triton's interpreter is right only in that."""
         return torch.float32 if self.smoke else torch.bfloat16
 
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
-    def pick(self, smoke: Any, quick: Any, full: Any) -> Any:
-        """The value for this kind of run."""
-        return smoke if self.smoke else quick if self.quick else full
+    def pick(self, smoke: Any, quick: Any, full: Any, *, cpu: Any = None) -> Any:
+        """The value for this kind of run. cpu: for one that measures a CPU, if it is another."""
+        if self.smoke:
+            return smoke
+        if self.device == "cpu" and cpu is not None:
+            return cpu
+        return quick if self.quick else full
 
     @contextmanager
     def row(self, found: dict[str, Any], case: str, clear: Callable[[], object] = lambda: None) -> Iterator[None]:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from ...core.config import EngineConfig
 from .. import gpu
 from ..report.command import parser
-from .sections.registry import SECTIONS
-from .sizes import SIZES
+from .sections.registry import SECTIONS, sections_of
+from .sizes import SIZES, TINY, is_smoke, size_of
 from .store import ResultStore
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ class Options(argparse.Namespace):
         options = _parser().parse_args(given, cls(given=given))
         options.out = options.out.resolve()
         options.work_dir = (options.work_dir or options.out / "work").resolve()
-        options.model_size = options.model_size or ("tiny" if options.device == "cpu" else "llama-3.1-8b")
+        options.model_size = options.model_size or (TINY if options.device == "cpu" else "llama-3.1-8b")
+        options.sections = options.sections or list(options.known)
         options.redo = list(SECTIONS) if "all" in options.redo else options.redo
         options.budget = options.budget or (QUICK_SECONDS if options.quick else math.inf)
         options.section_timeout = options.section_timeout or (QUICK_SECTION_SECONDS if options.quick else math.inf)
@@ -46,6 +47,15 @@ class Options(argparse.Namespace):
     def engine_fields(self) -> dict[str, str]:
         """Fields of EngineConfig that are not as they are by default, in `--engine NAME=VALUE`."""
         return dict(field.split("=", 1) for field in self.engine)
+
+    @property
+    def known(self) -> dict[str, str]:
+        """Sections of this kind of run, which is whole when they are all there."""
+        return sections_of(self.device, self.smoke)
+
+    @property
+    def smoke(self) -> bool:
+        return is_smoke(self.device, self.model_size)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -68,10 +78,19 @@ class Options(argparse.Namespace):
 
         if self.device == "cuda" and not torch.cuda.is_available():
             raise RuntimeError("torch sees no CUDA device; for a smoke run without one: --device cpu")
-        timer = CudaTimer(0.05 if self.quick else 0.3) if self.device == "cuda" else WallTimer(1)
-        size = SIZES[self.model_size]
+        timer = WallTimer(1 if self.smoke else 5)
+        if self.device == "cuda":
+            timer = CudaTimer(0.05 if self.quick else 0.3)
         return Context(
-            self.device, size, self.quick, timer, self.store(), self.work_dir, self.seed, save, self.engine_fields
+            self.device,
+            size_of(self.model_size),
+            self.quick,
+            timer,
+            self.store(),
+            self.work_dir,
+            self.seed,
+            save,
+            self.engine_fields,
         )
 
 
@@ -82,9 +101,16 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--quick", action="store_true", help="few cases: at most 8 minutes")
     how.add_argument("--full", action="store_true", help="all cases")
     add("--out", type=Path, required=True, help="folder of the result files")
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a smoke run of the benchmark itself")
-    add("--model-size", choices=tuple(SIZES), help="default: llama-3.1-8b, on a CPU tiny")
-    add("--sections", nargs="+", choices=tuple(SECTIONS), default=list(SECTIONS), metavar="NAME", help="default: all")
+    add(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu: with the model size tiny a smoke run of the benchmark itself",
+    )
+    add("--model-size", type=_size, help=f"{', '.join(SIZES)}, or shapes as of perf.cpu; default: llama-3.1-8b, on a "
+        "CPU tiny")  # fmt: skip
+    add("--sections", nargs="+", choices=tuple(SECTIONS), metavar="NAME",
+        help="default: all of this device")  # fmt: skip
     add("--redo", nargs="+", choices=(*SECTIONS, "all"), default=[], metavar="NAME", help="run these again, or all")
     add("--work-dir", type=Path, help="where adapters are written; default: work in the folder of the results")
     add("--budget", type=float, metavar="SECONDS", help="time for all; default: 480 with --quick, else no limit")
@@ -101,6 +127,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0)
     add("--worker", choices=tuple(SECTIONS), help=argparse.SUPPRESS)
     return command
+
+
+def _size(text: str) -> str:
+    try:
+        size_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def _field(text: str) -> str:

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..report.table import Table, goal_table
+from ..report.table import Goal, Table, goal_table
 from .goals import goals
 from .sections.registry import SECTIONS, rows_table, section
+from .sizes import is_smoke
 
 REPORT = "report.txt"
 SMOKE = "smoke run, not a measurement"
@@ -30,18 +31,30 @@ def report(combined: dict[str, Any], path: Path) -> None:
 
 def digest(combined: dict[str, Any], path: Path) -> dict[str, Any]:
     """The results that matter most, short enough for one line; path: where the rest is."""
-    measured = combined["settings"]["device"] == "cuda"
+    measured = not _is_smoke(combined)
     found = {"ok": not combined["failed"] and not combined["missing"], "measurement": measured}
     found |= {"settings": combined["settings"], "device": combined["environment"]["device"].get("name")}
     found |= {"commit": combined["environment"]["commit"], "one_commit": combined["one_commit"]}
     found |= {"done": list(combined["sections"]), "failed": list(combined["failed"]), "missing": combined["missing"]}
     if measured:
-        found["goals"] = [goal.to_json() for goal in goals(combined["sections"])]
+        found["goals"] = [goal.to_json() for goal in _goals(combined)]
     return {**found, "seconds": combined["seconds"], "result": str(path)}
 
 
+def _is_smoke(combined: dict[str, Any]) -> bool:
+    return is_smoke(combined["settings"]["device"], combined["settings"]["model"])
+
+
+def _goals(combined: dict[str, Any]) -> list[Goal]:
+    """On a GPU its marks, of all sections; on a CPU the sections' own."""
+    if combined["settings"]["device"] == "cuda":
+        return goals(combined["sections"])
+    found = [(section(name), values) for name, values in combined["sections"].items()]
+    return [goal for module, values in found if hasattr(module, "goals") for goal in module.goals(values)]
+
+
 def _parts(combined: dict[str, Any]) -> Iterator[Table | str]:
-    smoke = combined["settings"]["device"] != "cuda"
+    smoke = _is_smoke(combined)
     for name in SECTIONS:
         values = combined["sections"].get(name) or combined["partial"].get(name)
         if values is not None:
@@ -55,7 +68,8 @@ def _parts(combined: dict[str, Any]) -> Iterator[Table | str]:
                     table.title += f" ({SMOKE})"
                 yield table
     if not smoke:
-        yield goal_table("goals (H200, Llama-3.1-8B, bf16)", goals(combined["sections"]))
+        of = "H200, Llama-3.1-8B, bf16" if combined["settings"]["device"] == "cuda" else "CPU"
+        yield goal_table(f"goals ({of})", _goals(combined))
     yield from _closing(combined, smoke)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...memory.pages.layout import MODULES
-from ..cpu.workload import Geometry
+from ..cpu.workload import GEOMETRIES, Geometry
 
 #: Projections that share an input, so that their LoRA products are one pair of launches.
 GROUPS = {
@@ -42,7 +42,7 @@ class ModelSize:
         """Make `directory` a checkpoint without weights. Returns it."""
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.json").write_text(
-            json.dumps(self.geometry.config(dtype, **self.rope), indent=1), encoding="utf-8"
+            json.dumps(self.geometry.config(dtype, eos_token_id=2, **self.rope), indent=1), encoding="utf-8"
         )
         return directory
 
@@ -58,15 +58,30 @@ _LLAMA3_ROPE = {
     },
 }
 
+TINY = "tiny"
+
+_ROPE = {"rope_theta": 10000.0}
+
 SIZES = {
     "llama-3.1-8b": ModelSize(
         "llama-3.1-8b",
         Geometry(hidden=4096, ffn=14336, layers=32, heads=32, kv_heads=8, vocab=128256, positions=131072),
         _LLAMA3_ROPE,
     ),
-    "tiny": ModelSize(
-        "tiny",
-        Geometry(hidden=128, ffn=256, layers=2, heads=2, kv_heads=1, vocab=512, positions=2048),
-        {"rope_theta": 10000.0},
+    TINY: ModelSize(
+        TINY, Geometry(hidden=128, ffn=256, layers=2, heads=2, kv_heads=1, vocab=512, positions=2048), _ROPE
     ),
+    **{name: ModelSize(name, geometry, _ROPE) for name, geometry in GEOMETRIES.items()},
 }
+
+
+def is_smoke(device: str, size: str) -> bool:
+    """True for a run that tries the benchmark itself: a model that is too small to measure anything, on a CPU."""
+    return device == "cpu" and size == TINY
+
+
+def size_of(text: str) -> ModelSize:
+    """A size by name, or of shapes as `Geometry.parse` takes them. Raises ValueError."""
+    if text in SIZES:
+        return SIZES[text]
+    return ModelSize("".join(char if char.isalnum() else "-" for char in text), Geometry.parse(text), _ROPE)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from random import Random
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -35,10 +35,10 @@ class Subject:
     """An idle engine with `adapters` registered. Use as a context: leaving it frees the device.
 
     max_seqs, max_batched, max_len: EngineConfig's max_num_seqs, max_num_batched_tokens, max_model_len; there are pages
-    for the KV of `max_seqs` requests of `max_len` tokens, and for all adapters. graph_capture: as in EngineConfig.
-    shadow: with room to merge an adapter. small_gemm: as in EngineConfig; by default the engine measures, and may
-    choose otherwise the next time. inline_reads: read adapters on the engine's thread, so that the disk's speed does
-    not change the steps.
+    for the KV of `max_seqs` requests of `max_len` tokens, and for all adapters. shadow: with room to merge an adapter.
+    inline_reads: read adapters on the engine's thread, so that the disk's speed does not change the steps. fields: of
+    EngineConfig, before what the context has; `small_gemm` without any is measured, and may come out otherwise the next
+    time.
     """
 
     def __init__(
@@ -49,11 +49,10 @@ class Subject:
         max_seqs: int,
         max_batched: int,
         max_len: int,
-        graph_capture: Literal["ahead", "lazy", "off"] = "lazy",
-        small_gemm: Literal["auto", "on", "fused", "off"] = "auto",
         inline_reads: bool = False,
         shadow: bool = False,
         clock: Callable[[], float] = time.perf_counter,
+        **fields: Any,
     ) -> None:
         self._context = context
         self._clock = clock
@@ -68,17 +67,20 @@ class Subject:
         geometry = context.size.geometry
         shadow_bytes = geometry.layer_params * context.dtype.itemsize if shadow else 0
         shadow_pages = shadow_bytes // page.page_bytes + 4 * geometry.layers if shadow else 0
-        model = context.work_dir / context.size.name / context.dtype_name
-        fields: dict[str, Any] = {
-            "model": context.size.write_config(model, context.dtype_name), "load_format": "dummy",
-            "dtype": context.dtype_name, "device": context.device, "cpu_kernels": "torch", "max_model_len": max_len,
+        self.model = context.size.write_config(
+            context.work_dir / context.size.name / context.dtype_name, context.dtype_name
+        )
+        common: dict[str, Any] = {
+            "model": self.model, "load_format": "dummy",
+            "dtype": context.dtype_name, "device": context.device, "cpu_kernels": "torch" if context.smoke else "auto",
+            "max_model_len": max_len,
             "max_num_seqs": max_seqs, "max_num_batched_tokens": max(max_batched, max_seqs),
             "block_tokens": page.block_tokens, "num_pages": 2 + kv_pages + adapter_pages + shadow_pages,
-            "max_lora_rank": MAX_RANK, "graph_capture": graph_capture, "small_gemm": small_gemm,
+            "max_lora_rank": MAX_RANK, "graph_capture": "lazy",
             "host_cache_bytes": 2 * sum(files.values()) + (1 << 20), "prefix_cache": False,
             "lookahead": max(1, max_seqs), "threads": 1 if context.smoke else None, "seed": context.seed,
         }  # fmt: skip
-        config = EngineConfig.model_validate({**fields, **context.engine})
+        config = EngineConfig.model_validate({**common, **context.engine, **fields})
         began = clock()
         self.engine = Engine.from_config(config, InlineReads() if inline_reads else None)
         context.timer.synchronize()
@@ -134,10 +136,11 @@ class Subject:
                 raise RuntimeError(f"request {output.request_id}: {output.error}")
         return outputs
 
-    def _step_seconds(self) -> float:
+    def timed_step(self) -> tuple[list[RequestOutput], float]:
+        """Outputs of a step, and its seconds."""
         began = self._clock()
-        self.step()
-        return self._clock() - began
+        outputs = self.step()
+        return outputs, self._clock() - began
 
     def finish(self) -> float:
         """Run until there is no work left; seconds."""
@@ -186,7 +189,7 @@ class Subject:
         """Seconds of each of `steps` decode steps; all of them have `rows` rows."""
         found = []
         for _ in range(steps):
-            found.append(self._step_seconds())
+            found.append(self.timed_step()[1])
             info = self.engine.stats().last_step
             if info is None or info.num_tokens != rows:
                 raise Unsettled(f"a step had {info and info.num_tokens} tokens where {rows} rows should decode")
@@ -220,7 +223,7 @@ class Subject:
         request = self.add(prompt_tokens, 1, adapter)
         seconds = [0.0]
         while not request.num_output_tokens:
-            seconds.append(self._step_seconds())
+            seconds.append(self.timed_step()[1])
         return max(seconds)
 
     @property

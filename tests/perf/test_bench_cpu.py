@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ import pytest
 from chorus.core.model.config import ModelConfig
 from chorus.memory.files.format import inspect_adapter
 from chorus.perf.contenders.process import ContenderError, ContenderProcess
-from chorus.perf.cpu import flood, merged, mode_policies, random_model
+from chorus.perf.cpu import random_model
 from chorus.perf.cpu.limits import Limits, product_name
 from chorus.perf.cpu.report import goals, product_rate, show, summarise
 from chorus.perf.cpu.roofline import bound
@@ -51,58 +50,6 @@ def test_every_case_has_rates_and_a_share_of_the_limit(outcome):
         assert values["share"] == pytest.approx(own["rate"] / found["bounds"][case]["rate"])
         assert own["prefill_rate"] == pytest.approx(4 * 24 / own["prefill_seconds"])
     assert all(value > 0 for value in found["machine"].values())
-
-
-@pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
-def test_modes_are_measured_by_skewness(capsys):
-    shape = "hidden=128,ffn=256,layers=2,heads=4,kv_heads=2,vocab=1024,positions=512"
-    options = ["--turns", "3", "--steps", "20", "--skews", "0,1", "--threads", "1", "--geometry", shape]
-    assert mode_policies.main(options) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])["mode_policies"]
-    assert list(found) == ["0", "1"]
-    assert all(each[mode] > 0 for each in found.values() for mode in mode_policies.MODES)
-
-
-@pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
-def test_merged_steps_are_measured(capsys):
-    shape = "hidden=64,ffn=96,layers=2,heads=2,kv_heads=1,vocab=300,positions=512"
-    assert merged.main(["--rounds", "1", "--steps", "2", "--threads", "1", "--geometry", shape]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])["merged"]
-    assert list(found["steps"]) == list(merged.VARIANTS)
-    assert all(each["seconds"] > 0 for each in found["steps"].values())
-    assert len(found["merging"]) == 4
-    assert all(each["pause"] <= each["seconds"] for each in found["merging"].values())
-    assert all(each["steps"] > 0 for each in found["merging"].values())
-
-
-@pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
-def test_a_flood_is_measured_in_rounds(capsys, tmp_path):
-    shape = "hidden=64,ffn=96,layers=2,heads=2,kv_heads=1,vocab=300,positions=512"
-    options = ["--rounds", "2", "--seconds", "1", "--tenants", "3", "--seats", "4", "--threads", "1"]
-    flood.main([*options, "--geometry", shape, "--work-dir", str(tmp_path)])
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert len(found["capacity"]) == len(found["slower_by_round"]) == 2
-    assert list(found["ttft_p99"]) == ["alone", "calm", "turns", "resident first", "first come"]
-    assert all(value > 0 for value in [*found["ttft_p99"].values(), *found["tokens_per_second"].values()])
-    for name in ("slower", "throughput"):
-        low, high = found[f"{name}_range"]
-        assert 0 < low <= found[name] <= high
-
-
-def test_rounds_of_a_flood_are_taken_together():
-    """One long wait of a round is one of all; the flood's own waits do not count."""
-    quick, slow, own = [0.1] * 49, [2.1], [9.0] * 50
-    calm = flood.Served({0: own, 1: quick}, 60, 1.0)
-    rounds = [
-        {"turns": flood.Served({0: own, 1: quick + slow}, 90, 1.0), "calm": calm},
-        {"turns": flood.Served({0: own, 1: quick}, 110, 1.0), "calm": calm},
-    ]
-    turns = flood.Runs(rounds, "turns")
-    assert flood.Runs(rounds, "calm").p99() == pytest.approx(0.1)
-    assert flood.slower(rounds[:1], "calm") == pytest.approx(11.2)  # between the two longest of 50
-    assert 1 < flood.slower(rounds, "calm") < 1.5  # half as far from the longest of 99
-    assert turns.worst() == pytest.approx(0.1)
-    assert turns.tokens_per_second() == 100
 
 
 def test_contenders_compute_the_same(outcome):

@@ -22,7 +22,9 @@ RANK = 16
 
 def run(context: Context) -> dict[str, Any]:
     """Milliseconds of whole engine steps (schedule, execute, draw, update), beside the byte floor."""
-    buckets = context.pick((1, 2), (1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 128))
+    buckets = context.pick(
+        (1, 2), (1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 128), cpu=(1, 8)
+    )
     most = max(buckets)
     found: dict[str, Any] = {
         "timed": "engine steps by the host clock, median; they end with the tokens on the host. device: replays alone",
@@ -124,7 +126,7 @@ def _row(context: Context, bucket: int, base: _Base, lora: tuple[float, float]) 
 
 
 def _prompt(context: Context) -> int:
-    return context.pick(8, 256, 512)
+    return context.pick(8, 256, 512, cpu=64)
 
 
 def tables(values: dict[str, Any]) -> list[Table]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
+from ....memory.host.bandwidth import Bandwidth
+from ....memory.pages import hugepages
 from ...report.table import Table
 from ..context import Context
 
@@ -31,6 +34,8 @@ def run(context: Context) -> dict[str, Any]:
 
 def _device_memory(context: Context, rate: Callable[..., dict]) -> dict[str, Any]:
     """Copying, and reading by the better of two reductions."""
+    if context.device == "cpu":
+        return _host_memory(context)
     num_bytes = context.pick(1 << 20, 4 << 30, 8 << 30)
     source = torch.empty(num_bytes // 4, dtype=torch.float32, device=context.device).normal_()
     target = torch.empty_like(source)
@@ -44,9 +49,19 @@ def _device_memory(context: Context, rate: Callable[..., dict]) -> dict[str, Any
     return {"copy": copy, "read": {**reads[best], "by": best}}
 
 
+def _host_memory(context: Context) -> dict[str, Any]:
+    """The same of a host's memory, by all of its threads, through huge pages as the engine has them."""
+    buffer = hugepages.zeros((context.pick(1 << 20, 0, 0, cpu=512 << 20),), torch.uint8).zero_()
+    bandwidth = Bandwidth(buffer, torch.get_num_threads(), context.pick(0.0, 0, 0, cpu=0.3))
+    return {
+        "copy": {"bytes_per_s": bandwidth.copy() * 1e9, "counted": "bytes read + bytes written"},
+        "read": {"bytes_per_s": bandwidth.read() * 1e9, "counted": "bytes read"},
+    }
+
+
 def _host_to_device(context: Context, rate: Callable[..., dict]) -> dict[str, Any]:
     """From pinned memory: at once, and in pages as adapters are loaded."""
-    num_bytes = context.pick(4 << 20, 1 << 30, 1 << 30)
+    num_bytes = context.pick(4 << 20, 1 << 30, 1 << 30, cpu=256 << 20)
     pinned = context.device == "cuda"
     host = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=pinned)
     target = torch.empty(num_bytes, dtype=torch.uint8, device=context.device)
@@ -68,11 +83,16 @@ def _host_to_device(context: Context, rate: Callable[..., dict]) -> dict[str, An
 
 
 def _matmul(context: Context, rate: Callable[..., dict]) -> dict[str, Any]:
-    size = context.pick(64, 8192, 8192)
-    a, b = (torch.randn(size, size, device=context.device).to(torch.bfloat16) for _ in range(2))
-    out = torch.empty_like(a)
-    work = rate(f"2 · {size}³, bf16, random data", 2 * size**3, lambda: torch.matmul(a, b, out=out), unit="flops_per_s")
-    return {"matmul": {**work, "size": size}}
+    """In bf16; on a CPU in float32 where that is faster, as without instructions for bf16."""
+    size = context.pick(64, 8192, 8192, cpu=1024)
+    found = []
+    for dtype in (torch.bfloat16, torch.float32)[: 1 if context.device == "cuda" else 2]:
+        a, b = (torch.randn(size, size, device=context.device).to(dtype) for _ in range(2))
+        counted = f"2 · {size}³, {str(dtype).removeprefix('torch.')}, random data"
+        out = torch.empty_like(a)
+        work = partial(torch.matmul, a, b, out=out)
+        found.append(rate(counted, 2 * size**3, work, unit="flops_per_s"))
+    return {"matmul": {**max(found, key=lambda each: each["flops_per_s"]), "size": size}}
 
 
 def tables(values: dict[str, Any]) -> list[Table]:

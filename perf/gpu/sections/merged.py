@@ -18,7 +18,7 @@ MIXES = {"one adapter": "m", "mixture": "mmmmmmmo", "with base": "mmmmmmm-"}
 
 def run(context: Context) -> dict[str, Any]:
     """Milliseconds of whole engine steps, in turns: base, the mix unmerged, the mix with its adapter in the weights."""
-    buckets = context.pick((2,), (8, 32, 64), (1, 8, 16, 32, 64))
+    buckets = context.pick((2,), (8, 32, 64), (1, 8, 16, 32, 64), cpu=(8,))
     most = max(buckets)
     found: dict[str, Any] = {
         "timed": "engine steps by the host clock, median over rounds of the medians of a round",
@@ -28,6 +28,8 @@ def run(context: Context) -> dict[str, Any]:
     }
     size = {"max_seqs": most, "max_batched": context.pick(64, 8192, 8192), "max_len": context.pick(64, 512, 1024)}
     adapters = context.adapters(RANK, context.pick(2, 3, 3))
+    for rank in context.pick((), (), (), cpu=(8, 32, 64)):
+        adapters |= context.adapters(rank, 1)
     with Subject(context, adapters, shadow=True, inline_reads=True, **size) as subject:
         names = list(adapters)
         subject.load(names)
@@ -67,7 +69,7 @@ def _row(context: Context, subject: Subject, names: list[str], mix: str, kinds: 
 def _steps(context: Context, subject: Subject, adapters: list[str | None]) -> float:
     """Median seconds of a decode step."""
     count = context.pick(3, 16, 50)
-    requests = subject.decoding(adapters, context.pick(8, 256, 512), count)
+    requests = subject.decoding(adapters, context.pick(8, 256, 512, cpu=64), count)
     try:
         return median(subject.step_seconds(count, len(adapters)))
     finally:
@@ -78,7 +80,7 @@ def _merge(context: Context, subject: Subject, name: str) -> dict[str, Any]:
     """Cost of merging beside decoding requests of the base model: in all, the longest pause, and graphs captured."""
     before, steps = subject.num_captured, 0
     subject.engine.unmerge()
-    requests = subject.decoding([None] * 2, context.pick(8, 256, 512), context.pick(40, 200, 400))
+    requests = subject.decoding([None] * 2, context.pick(8, 256, 512, cpu=64), context.pick(40, 200, 400))
     subject.engine.merge(name)
     while subject.engine.merging.is_under_way and subject.engine.has_work():
         subject.step()

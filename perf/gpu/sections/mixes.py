@@ -16,8 +16,8 @@ RANK = 16
 
 def load(context: Context) -> dict[str, int]:
     """Requests that come at once, seats for them, and their tokens."""
-    requests, seats = context.pick((4, 2), (64, 64), (256, 64))
-    prompt, output = context.pick((8, 4), (128, 64), (256, 256))
+    requests, seats = context.pick((4, 2), (64, 64), (256, 64), cpu=(8, 8))
+    prompt, output = context.pick((8, 4), (128, 64), (256, 256), cpu=(128, 64))
     return {"requests": requests, "seats": seats, "prompt_tokens": prompt, "output_tokens": output}
 
 

@@ -15,7 +15,9 @@ RANK = 16
 
 def run(context: Context) -> dict[str, Any]:
     """Prompt tokens per second: the base model, and with an adapter on all projections."""
-    lengths = context.pick((8, 32), (128, 512, 2048, 8192), (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384))
+    lengths = context.pick(
+        (8, 32), (128, 512, 2048, 8192), (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384), cpu=(128, 512)
+    )
     repeats = context.pick(1, 3, 7)
     adapters = context.adapters(RANK, 1)
     (name,) = adapters

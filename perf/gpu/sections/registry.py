@@ -24,7 +24,19 @@ SECTIONS = {
     "prefill": "(d) prefill against its floor",
     "mixes": "(f) output tokens per second, end to end",
     "http": "(i) output tokens per second over HTTP",
+    "modes": "(l) a policy of modes beside the two fixed ones, by skewness",
+    "swapping": "(m) twice the KV that fits: swapped or computed again",
+    "tenants": "(n) a tenant that sends many times its share: the others' time to a first token",
 }
+
+_OF_KERNELS = {"equality", "sgmv", "products", "attention", "tests"}
+_OF_CPUS = {"modes", "swapping", "tenants"}
+
+
+def sections_of(device: str, smoke: bool) -> dict[str, str]:
+    """The sections that a whole run on a device has, by name; a smoke run tries all of them."""
+    left_out = set() if smoke else _OF_CPUS if device == "cuda" else _OF_KERNELS
+    return {name: about for name, about in SECTIONS.items() if name not in left_out}
 
 
 def rows_table(title: str, columns: Mapping[str, str | Callable[[Any], Any]], rows: Iterable[Any]) -> Table:

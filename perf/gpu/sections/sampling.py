@@ -2,24 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 
 from ....core.model import sampler
+from ....core.requests.grammar import Grammar
+from ....core.requests.sampling_params import SamplingParams
 from ....ops.sampling import Chances, draw_into, pick, sample, sampling_draws, uniform
-from ...report.table import Table
+from ...cpu import random_model
+from ...report.table import Goal, Table
 from ..context import Context
 from ..subject import Subject
 from .registry import rows_table
 
-#: Name → what each row asks for.
-CASES: dict[str, dict[str, float]] = {
-    "temperature": {"temperature": 1.0},
-    "top_p": {"temperature": 1.0, "top_p": 0.9},
+
+class Way(NamedTuple):
+    """Parameters of a step's rows.
+
+    least: share of the tokens/s of `over` that it must have on a CPU. one: one row alone has them, the others are
+    greedy.
+    """
+
+    params: Mapping[str, Any]
+    least: float = 0.0
+    over: str = "greedy"
+    one: bool = False
+
+
+#: An answer that goes on for as long as it is measured.
+_SCHEMA = {
+    "type": "array",
+    "minItems": 100_000,
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "size": {"type": "integer"}, "kind": {"enum": ["one", "two"]}},
+        "required": ["name", "size", "kind"],
+        "additionalProperties": False,
+    },
+}
+
+_HOT = {"temperature": 1.0}
+
+#: Draws of all rows, which a GPU has kernels for.
+CASES = {"temperature": Way(_HOT, 0.95), "top_p": Way({**_HOT, "top_p": 0.9}, 0.85)}
+
+#: What a CPU is asked beyond them.
+MORE = {
+    "top_k": Way({**_HOT, "top_k": 50}, 0.85),
+    "min_p": Way({**_HOT, "min_p": 0.05}, 0.85),
+    "hot top_p": Way({"temperature": 2.0, "top_p": 0.9}),
+    "penalties": Way({**_HOT, "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5}, 0.8),
+    "20 logprobs": Way({"logprobs": 20}, 0.8),
+    "200 bad words": Way({"bad_words": tuple((token, token + 1) for token in range(300, 500))}),
+    "one temperature": Way(_HOT, 0.95, one=True),
+    "one top_p": Way({**_HOT, "top_p": 0.9}, 0.9, one=True),
+    "grammar": Way({**_HOT, "grammar": Grammar("json_schema", json.dumps(_SCHEMA))}, 1 / 1.1, "temperature"),
 }
 
 #: Standard deviations of random logits: as flat as with random weights, and as peaked as a trained model's.
@@ -27,8 +69,8 @@ SPREADS = {"flat": 1.3, "peaked": 4.0}
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Microseconds of draws alone, and milliseconds of whole engine steps with draws, beside greedy steps."""
-    buckets = context.pick((1, 2), (1, 16, 64), (1, 16, 64, 128, 256))
+    """Microseconds of draws alone, and rates of whole engine steps with draws, beside greedy steps."""
+    buckets = context.pick((1, 2), (1, 16, 64), (1, 16, 64, 128, 256), cpu=(8,))
     found: dict[str, Any] = {
         "method": context.timer.method,
         "timed": "draw: calls with their uploads, back to back; device: the launches alone, captured; torch: the torch "
@@ -37,17 +79,23 @@ def run(context: Context) -> dict[str, Any]:
         "draws": [],
         "steps": [],
     }
-    for bucket in buckets:
+    for bucket in buckets if _draws_alone(context) else ():
         for case in CASES:
             for logits in SPREADS:
                 with context.row(found, f"draw, {case}, {logits} logits, {bucket} rows"):
                     found["draws"].append(_draw(context, bucket, case, logits))
     size = {"max_seqs": max(buckets), "max_batched": context.pick(64, 8192, 8192)}
     with Subject(context, {}, max_len=context.pick(64, 512, 1024), **size) as subject:
+        random_model.write_tokenizer(context.size.geometry.vocab, subject.model)  # a grammar's
         for bucket in buckets:
             with context.row(found, f"steps that draw, {bucket} rows", subject.abort_all):
                 found["steps"].append(_steps(context, subject, bucket))
     return found
+
+
+def _draws_alone(context: Context) -> bool:
+    """True where kernels draw, and where these are interpreted: a CPU's draws are part of its steps."""
+    return context.smoke or context.device == "cuda"
 
 
 def _draw(context: Context, rows: int, case: str, logits: str) -> dict[str, Any]:
@@ -55,7 +103,7 @@ def _draw(context: Context, rows: int, case: str, logits: str) -> dict[str, Any]
     generator = torch.Generator().manual_seed(context.seed)
     on_host = torch.randn(rows, vocab, generator=generator) * SPREADS[logits]
     values = on_host.to(context.device)
-    chances = [Chances(u=uniform(context.seed, row), **CASES[case]) for row in range(rows)]
+    chances = [Chances(u=uniform(context.seed, row), **CASES[case].params) for row in range(rows)]
     tokens = torch.zeros(2, rows, dtype=torch.long, device=context.device)
     time = context.timer.time
     seconds = {
@@ -83,35 +131,53 @@ def _torch_draw(tokens: torch.Tensor, logits: torch.Tensor, rows: Sequence[int],
 
 
 def _steps(context: Context, subject: Subject, bucket: int) -> dict[str, Any]:
-    rounds, count = context.pick(1, 4, 8), context.pick(2, 12, 40)
-    ways = {"greedy": {}, **CASES}
-    seconds: dict[str, list[float]] = {
-        name: [] for way in ways for name in ((way,) if way == "greedy" else (way, f"{way}_torch"))
-    }
+    """Rates, and shares of the rates without what is measured. A GPU's draws are timed by the torch path, too."""
+    rounds, count = context.pick(1, 4, 8, cpu=10), context.pick(2, 12, 40, cpu=16)
+    cases = {name: (way, draw_into) for name, way in {"greedy": Way({}), **CASES}.items()}
+    if _draws_alone(context):
+        cases |= {f"{name}_torch": (way, _torch_draw) for name, way in CASES.items()}
+    if context.device == "cpu":
+        cases |= {name: (way, draw_into) for name, way in MORE.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
     for index in range(rounds):
-        for name in sorted(seconds, reverse=bool(index % 2)):
-            by_torch = name.endswith("_torch")
-            with patch.object(sampler, "draw_into", _torch_draw if by_torch else draw_into):
-                seconds[name].append(_median(context, subject, bucket, count, ways[name.removesuffix("_torch")]))
-    greedy = seconds["greedy"]
+        for name in sorted(cases, reverse=bool(index % 2)):
+            way, draw = cases[name]
+            with patch.object(sampler, "draw_into", draw):
+                seconds[name].append(_median(context, subject, bucket, count, way))
     return {
         "bucket": bucket,
         **{f"{name}_tokens_per_s": bucket / median(its) for name, its in seconds.items()},
         **{
-            f"{name}_over_greedy": median(base / own for base, own in zip(greedy, its, strict=True))
+            f"{name}_over_{way.over}": median(base / own for base, own in zip(seconds[way.over], its, strict=True))
             for name, its in seconds.items()
-            if name != "greedy"
+            if (way := cases[name][0]).params
         },
     }
 
 
-def _median(context: Context, subject: Subject, bucket: int, count: int, params: dict[str, float]) -> float:
+def _median(context: Context, subject: Subject, bucket: int, count: int, way: Way) -> float:
     """Median seconds of a decode step."""
-    requests = subject.decoding([None] * bucket, context.pick(8, 256, 512), count, **params)
+    requests = subject.decoding([None] * bucket, context.pick(8, 256, 512, cpu=32), count, **way.params)
+    for request in requests[1:] if way.one else ():
+        assert request.row is not None
+        limit = request.params.max_tokens
+        request.params = request.row.params = SamplingParams(max_tokens=limit, temperature=0.0, ignore_eos=True)
     try:
         return median(subject.step_seconds(count, bucket))
     finally:
         subject.clear(requests)
+
+
+def goals(values: dict[str, Any]) -> list[Goal]:
+    """The least shares on a CPU."""
+    return [
+        Goal(
+            f"tokens/s, {name} / {way.over}", row[f"{name}_over_{way.over}"], way.least, where=f"batch {row['bucket']}"
+        )
+        for row in values["steps"]
+        for name, way in {**CASES, **MORE}.items()
+        if way.least
+    ]
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
@@ -119,10 +185,13 @@ def tables(values: dict[str, Any]) -> list[Table]:
         "rows": "bucket", "case": "case", "logits": "logits", "device µs": lambda row: row.get("device_us"),
         "draw µs": "draw_us", "torch µs": "torch_us", "same tokens": "same_tokens",
     }  # fmt: skip
-    steps: dict[str, Any] = {"rows": "bucket", "greedy tokens/s": "greedy_tokens_per_s"}
-    for case in CASES:
-        steps |= {f"{case}/greedy": f"{case}_over_greedy", f"{case} by torch/greedy": f"{case}_torch_over_greedy"}
-    return [
-        rows_table("(k) draws alone, top_p 0.9", draws, values["draws"]),
-        rows_table("(k) tokens/s of decode steps that draw, as a share of greedy ones", steps, values["steps"]),
-    ]
+    steps = Table("(k) decode steps that draw", ["rows", "sampling", "tokens/s", "of greedy", "by torch, of greedy"])
+    for row in values["steps"]:
+        steps.add(row["bucket"], "greedy", row["greedy_tokens_per_s"], 1.0, None)
+        for name, way in {**CASES, **MORE}.items():
+            if (rate := row.get(f"{name}_tokens_per_s")) is not None:
+                label = name if way.over == "greedy" else f"{name}, of {way.over}"
+                steps.add(
+                    row["bucket"], label, rate, row[f"{name}_over_{way.over}"], row.get(f"{name}_torch_over_greedy")
+                )
+    return [*([rows_table("(k) draws alone, top_p 0.9", draws, values["draws"])] if values["draws"] else []), steps]

@@ -20,9 +20,9 @@ LOADINGS = ("stream", "wait")
 
 def run(context: Context) -> dict[str, Any]:
     """Milliseconds on an idle engine, and the longest step that running requests see while one joins them cold."""
-    lengths = context.pick((8,), (128, 512, 2048), (64, 128, 256, 512, 1024, 2048, 4096))
+    lengths = context.pick((8,), (128, 512, 2048), (64, 128, 256, 512, 1024, 2048, 4096), cpu=(128,))
     repeats = context.pick(1, 5, 15)
-    running = context.pick(1, 8, 32)
+    running = context.pick(1, 8, 32, cpu=7)
     found: dict[str, Any] = {
         "timed": "from a request's coming to its first token, by the host clock, median; the engine is idle",
         "cold": "host: the image is in pinned memory; disk: the file is to be read, from the page cache",

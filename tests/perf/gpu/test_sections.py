@@ -162,6 +162,69 @@ def test_mixes(context):
     assert values["base"]["tokens_per_s"] > 0
 
 
+def test_sampling(context):
+    values = run(context, "sampling")
+    assert [row["bucket"] for row in values["steps"]] == [1, 2]
+    for row in values["steps"]:
+        assert row["greedy_tokens_per_s"] > 0
+        assert row["temperature_torch_over_greedy"] > 0, "the torch path of draws, which a GPU is timed beside"
+        assert {"penalties_over_greedy", "one top_p_over_greedy", "grammar_over_temperature"} <= set(row)
+    goals = section("sampling").goals(values)
+    assert {goal.mark for goal in goals} == {0.95, 0.9, 0.85, 0.8, 1 / 1.1}
+
+
+def test_modes(context):
+    values = run(context, "modes")
+    assert values["policy"] == "fastest"
+    assert [row["skew"] for row in values["rows"]] == [0.0, 1.0]
+    for row in values["rows"]:
+        assert row["of_merged"] == pytest.approx(row["policy"] / row["merged"])
+        assert row["of_unmerged_error"] > 0
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.long
+def test_swapping(context):
+    values = run(context, "swapping")
+    rows = {row["setting"]: row for row in values["rows"]}
+    assert list(rows) == ["swap", "recompute", "auto", "room for all"]
+    assert rows["swap"]["swapped"] > 0 and rows["swap"]["bytes_out"] > 0
+    assert rows["recompute"]["preempted"] > 0 and rows["recompute"]["swapped"] == 0
+    assert rows["room for all"]["preempted"] == 0
+    auto, *_ = section("swapping").goals(values)
+    assert auto.value == pytest.approx(rows["auto"]["over_recompute"] / max(rows["swap"]["over_recompute"], 1.0))
+
+
+def test_a_flood_is_measured_in_rounds(context):
+    values = run(context, "tenants")
+    assert len(values["capacity"]) == len(values["slower_by_round"]) == 2
+    assert [row["run"] for row in values["rows"]] == ["alone", "calm", "turns", "resident first", "first come"]
+    assert all(row["ttft_p99_ms"] > 0 and row["tokens_per_s"] > 0 for row in values["rows"])
+    for name in ("slower", "throughput"):
+        low, high = values[f"{name}_range"]
+        assert 0 < low <= values[name] <= high
+
+
+def test_a_cpu_that_is_measured_has_sections_and_bars_of_its_own(tmp_path, capsys):
+    options = Options.parse(["--quick", "--device", "cpu", "--model-size", "125m", "--out", str(tmp_path)])
+    context = options.context()
+    assert not context.smoke
+    assert context.dtype is torch.bfloat16
+    assert set(SECTIONS) - set(options.known) == {"equality", "sgmv", "products", "attention", "tests"}
+    environment = describe("cpu")
+    store = options.store()
+    values = {"rows": [], "load": 0.7, "slower": 1.2, "throughput": 0.9}
+    store.write("tenants", 1.0, environment, values=values)
+    found = digest(store.combine(options.known, environment), tmp_path / RESULT)
+    assert found["measurement"] is True
+    assert [goal["met"] for goal in found["goals"]] == [True, False]
+
+
+def test_a_gpu_leaves_out_what_is_of_cpus(tmp_path):
+    known = Options.parse(["--quick", "--out", str(tmp_path)]).known
+    assert set(SECTIONS) - set(known) == {"modes", "swapping", "tenants"}
+
+
 def test_equality(context):
     cases = run(context, "equality")["cases"]
     assert all(case["equal"] for case in cases)
