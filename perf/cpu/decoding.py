@@ -1,4 +1,4 @@
-"""An engine whose decode steps are timed: the requests, the adapters and the options that its benchmarks share."""
+"""An engine with timed decode steps: the requests, the adapters and the options that its benchmarks share."""
 
 from __future__ import annotations
 

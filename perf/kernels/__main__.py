@@ -1,7 +1,7 @@
 """Resources that the Triton kernels take, without a GPU: `python -m chorus.perf.kernels --compile sm_80,sm_90`.
 
 Compiles every variant that serving launches for the newest architecture that is named, for the others the widest one of
-each kernel and group; with `--known`, those alone that are not in the file, by all that goes into them (source,
+each kernel and group; with `--known`, only variants that are not in the file, by all that goes into them (source,
 constants, compiler), and one of each kernel, which must come out as known. Fails on a register spill, on too much
 shared memory, and where loads are narrow or a matrix instruction is missing. `loads`: loads one after the other that
 one of weights waits for; `bars`: barriers of all warps; `KiB/SM`: asked of memory at once by the programs that fit on a
