@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ...ops import native_library
+from ..bench.host_time import host_times, prefill_time
 from ..contenders.chorus import Contender
 from ..cpu import random_model
 from ..cpu.allocator import Study
@@ -25,7 +26,6 @@ from ..cpu.rounds import processor
 from ..cpu.schedule_time import Load, schedule_times
 from ..cpu.step_overhead import StepTimer
 from ..cpu.workload import Geometry, Job, Workload
-from ..gpu.host_time import host_times, prefill_time
 from ..report.command import conclude, parser
 from ..report.table import Table
 

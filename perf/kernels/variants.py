@@ -15,7 +15,7 @@ from ...ops.sgmv import AdapterRows, Segments
 from ...ops.sgmv_schedule import Schedule, decode, expand_constants, prefill, shrink_constants
 from ...ops.sgmv_tables import NUM_MODULES, place_pages
 from ...ops.small_gemm_schedule import MAX_ROWS, gemm_constants, gemm_options, gemm_schedule
-from ..gpu.sizes import SIZES
+from ..bench.sizes import SIZES
 from .cost import (
     Cost,
     attention_cost,

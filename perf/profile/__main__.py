@@ -18,11 +18,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ..gpu.context import Context
-from ..gpu.popularity import POPULARITIES
-from ..gpu.sizes import SIZES
-from ..gpu.store import ResultStore
-from ..gpu.timer import CudaTimer, WallTimer
+from ..bench.context import Context
+from ..bench.popularity import POPULARITIES
+from ..bench.sizes import SIZES
+from ..bench.store import ResultStore
+from ..bench.timer import CudaTimer, WallTimer
 from ..report.command import conclude, parser
 from ..report.table import Table
 from . import commands, tables

@@ -11,10 +11,10 @@ from typing import Any
 from ...memory.pages.layout import MODULES
 from ...ops.sgmv import AdapterRows, Segments
 from ...ops.sgmv_schedule import decode
-from ..gpu.context import Context
-from ..gpu.lora_case import ArenaPages, Launch, LoraCase, layer_bytes, layer_launches, layers_for, num_pages
-from ..gpu.popularity import segment_lengths
-from ..gpu.subject import MAX_RANK, Subject
+from ..bench.context import Context
+from ..bench.lora_case import ArenaPages, Launch, LoraCase, layer_bytes, layer_launches, layers_for, num_pages
+from ..bench.popularity import segment_lengths
+from ..bench.subject import MAX_RANK, Subject
 
 KINDS = ("decode", "sgmv")
 

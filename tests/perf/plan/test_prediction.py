@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from chorus.core.model.config import UnsupportedModel
-from chorus.perf.gpu.sizes import SIZES
+from chorus.perf.bench.sizes import SIZES
 from chorus.perf.plan import prediction
 from chorus.perf.plan.errors import PlanError
 from chorus.perf.plan.gpus import GPUS, gpu_named

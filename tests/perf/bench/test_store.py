@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from chorus.perf.gpu.store import RESULT, OtherSettings, ResultStore
+from chorus.perf.bench.store import RESULT, OtherSettings, ResultStore
 
 CLEAN = {"hash": "abc", "dirty": False}
 ENVIRONMENT = {"commit": CLEAN, "device": {"name": "X"}}

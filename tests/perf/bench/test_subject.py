@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from chorus.memory.adapters.adapter import Tier
-from chorus.perf.gpu.options import Options
-from chorus.perf.gpu.subject import Subject, Unsettled
+from chorus.perf.bench.options import Options
+from chorus.perf.bench.subject import Subject, Unsettled
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from chorus.perf.gpu import __main__ as command
-from chorus.perf.gpu.environment import describe
-from chorus.perf.gpu.options import Options
-from chorus.perf.gpu.sections.registry import SECTIONS
-from chorus.perf.gpu.store import RESULT, ResultStore
+from chorus.perf.bench import __main__ as command
+from chorus.perf.bench.environment import describe
+from chorus.perf.bench.options import Options
+from chorus.perf.bench.sections.registry import SECTIONS
+from chorus.perf.bench.store import RESULT, ResultStore
 
 
 @pytest.fixture

@@ -17,15 +17,15 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from chorus.perf.gpu.context import Context
-from chorus.perf.gpu.environment import describe
-from chorus.perf.gpu.options import Options
-from chorus.perf.gpu.report import SMOKE, digest, report
-from chorus.perf.gpu.sections import decode, equality, http
-from chorus.perf.gpu.sections import tests as gpu_tests
-from chorus.perf.gpu.sections.registry import SECTIONS, section
-from chorus.perf.gpu.store import RESULT, ResultStore
-from chorus.perf.gpu.subject import Subject
+from chorus.perf.bench.context import Context
+from chorus.perf.bench.environment import describe
+from chorus.perf.bench.options import Options
+from chorus.perf.bench.report import SMOKE, digest, report
+from chorus.perf.bench.sections import decode, equality, http
+from chorus.perf.bench.sections import tests as gpu_tests
+from chorus.perf.bench.sections.registry import SECTIONS, section
+from chorus.perf.bench.store import RESULT, ResultStore
+from chorus.perf.bench.subject import Subject
 
 RATE = {"bytes_per_s": 4e9, "counted": "bytes"}
 LIMITS = {
@@ -304,7 +304,7 @@ def test_attention_in_the_interpreter(context):
 
 
 def worker(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "chorus.perf.gpu", "--worker", *arguments]
+    command = [sys.executable, "-m", "chorus.perf.bench", "--worker", *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )

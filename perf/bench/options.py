@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.config import EngineConfig
-from .. import gpu
+from .. import bench
 from ..report.command import parser
 from .sections.registry import SECTIONS, sections_of
 from .sizes import SIZES, TINY, is_smoke, size_of
@@ -95,7 +95,7 @@ class Options(argparse.Namespace):
 
 
 def _parser() -> argparse.ArgumentParser:
-    command = parser(gpu.__spec__, _ABOUT)
+    command = parser(bench.__spec__, _ABOUT)
     add = command.add_argument
     how = command.add_mutually_exclusive_group(required=True)
     how.add_argument("--quick", action="store_true", help="few cases: at most 8 minutes")

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from chorus.perf.gpu import environment
+from chorus.perf.bench import environment
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Host time of a decode step on a GPU that is not there: `python -m chorus.perf.gpu.host_time [--rows 1 8 32 64]`.
+"""Host time of a decode step on a GPU that is not there: `python -m chorus.perf.bench.host_time [--rows 1 8 32 64]`.
 
 The real engine, scheduler, executor, static buffers and tables; a replay, a copy on the device and a kernel's launch do
 nothing, so what is left is what the host does between them. Microseconds, the fastest of the steps, of

@@ -1,4 +1,4 @@
-"""Gather what a GPU machine without a network lacks: `python -m chorus.perf.gpu.carry --out DIR`.
+"""Gather what a GPU machine without a network lacks: `python -m chorus.perf.bench.carry --out DIR`.
 
 Downloads wheels for that machine's Python with pip, copies an archive of FlashInfer's prebuilt modules beside them
 where one is given, and the native library that was built here, and writes a script to be sourced there: it unpacks all

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chorus.perf.gpu.goals import goals
+from chorus.perf.bench.goals import goals
 
 
 def bucket(size: int, **values: float | None) -> dict:

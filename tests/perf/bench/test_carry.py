@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from chorus.perf.gpu import carry
+from chorus.perf.bench import carry
 
 
 def wheel(folder: Path, name: str, version: str, *needs: str) -> Path:

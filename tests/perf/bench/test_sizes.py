@@ -9,8 +9,8 @@ from chorus.core.model.config import ModelConfig
 from chorus.core.model.weights import tensor_shapes
 from chorus.memory.pages.layout import MODULES
 from chorus.ops.sgmv_schedule import decode
-from chorus.perf.gpu.lora_case import ArenaPages, LoraCase, layer_bytes, layers_for, num_pages
-from chorus.perf.gpu.sizes import SIZES
+from chorus.perf.bench.lora_case import ArenaPages, LoraCase, layer_bytes, layers_for, num_pages
+from chorus.perf.bench.sizes import SIZES
 from chorus.perf.kernels.variants import GROUPS
 
 LLAMA, TINY = SIZES["llama-3.1-8b"], SIZES["tiny"]

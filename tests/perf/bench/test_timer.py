@@ -7,7 +7,7 @@ from itertools import accumulate
 import pytest
 import torch
 
-from chorus.perf.gpu.timer import CudaTimer, WallTimer
+from chorus.perf.bench.timer import CudaTimer, WallTimer
 
 from ...graphs.fake_graphs import fake_graphs
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chorus.perf.gpu.sections.tenants import Runs, Served, slower
+from chorus.perf.bench.sections.tenants import Runs, Served, slower
 
 
 def test_rounds_of_a_flood_are_taken_together():

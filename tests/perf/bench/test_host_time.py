@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from chorus.perf.gpu.host_time import PacedDevice, main
+from chorus.perf.bench.host_time import PacedDevice, main
 
 
 def test_a_step_is_measured_with_and_without_adapters(tmp_path, capsys):

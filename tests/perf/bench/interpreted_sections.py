@@ -11,10 +11,10 @@ import torch
 from chorus.core.config import EngineConfig
 from chorus.core.executors import choice, cuda_products
 from chorus.core.executors.cuda import CudaExecutor
-from chorus.perf.gpu.options import Options
-from chorus.perf.gpu.sections import equality
-from chorus.perf.gpu.sections.registry import section
-from chorus.perf.gpu.subject import MAX_RANK
+from chorus.perf.bench.options import Options
+from chorus.perf.bench.sections import equality
+from chorus.perf.bench.sections.registry import section
+from chorus.perf.bench.subject import MAX_RANK
 
 from ...graphs.host_device import HostDevice
 

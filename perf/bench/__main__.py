@@ -1,4 +1,4 @@
-"""`python -m chorus.perf.gpu`: run the sections that have no results yet, then show all that there are.
+"""`python -m chorus.perf.bench`: run the sections that have no results yet, then show all that there are.
 
 Every section runs in a process of its own and writes its own file, row by row: one that fails or hangs costs no other,
 and a row that fails no other row. The last line is one JSON object; the exit code is not zero while a section has

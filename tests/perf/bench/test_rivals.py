@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from chorus.ops.sgmv_schedule import decode
-from chorus.perf.gpu.lora_case import ArenaPages, LoraCase, num_pages
-from chorus.perf.gpu.rivals import GatherBmm, Loop, RivalAbsent, VllmKernels
-from chorus.perf.gpu.sizes import SIZES
+from chorus.perf.bench.lora_case import ArenaPages, LoraCase, num_pages
+from chorus.perf.bench.rivals import GatherBmm, Loop, RivalAbsent, VllmKernels
+from chorus.perf.bench.sizes import SIZES
 
 TINY = SIZES["tiny"]
 LENGTHS, RANKS, LAYERS = [2, 1, 1], [4, 8, 2], 2
