@@ -1,4 +1,4 @@
-"""The models that the GPU benchmark builds from their configuration alone, with random weights."""
+"""The models that the benchmark builds from their configuration alone, with random weights."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def _host_memory(context: Context) -> dict[str, Any]:
 
 def _host_to_device(context: Context, rate: Callable[..., dict]) -> dict[str, Any]:
     """From pinned memory: at once, and in pages as adapters are loaded."""
-    num_bytes = context.pick(4 << 20, 1 << 30, 1 << 30, cpu=256 << 20)
+    num_bytes = context.pick(4 << 20, 1 << 30, 1 << 30, cpu=64 << 20)
     pinned = context.device == "cuda"
     host = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=pinned)
     target = torch.empty(num_bytes, dtype=torch.uint8, device=context.device)
@@ -84,7 +84,7 @@ def _host_to_device(context: Context, rate: Callable[..., dict]) -> dict[str, An
 
 def _matmul(context: Context, rate: Callable[..., dict]) -> dict[str, Any]:
     """In bf16; on a CPU in float32 where that is faster, as without instructions for bf16."""
-    size = context.pick(64, 8192, 8192, cpu=1024)
+    size = context.pick(64, 8192, 8192, cpu=512)
     found = []
     for dtype in (torch.bfloat16, torch.float32)[: 1 if context.device == "cuda" else 2]:
         a, b = (torch.randn(size, size, device=context.device).to(dtype) for _ in range(2))
