@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 #: A quick run ends within 8 minutes, and one section that hangs leaves time for the others.
 QUICK_SECONDS, QUICK_SECTION_SECONDS = 480.0, 200.0
 
-_ABOUT = "Run all tests and measurements of a device; a second call runs only what is missing.\n\nSections:\n" + "\n".join(
+_ABOUT = "Measure a device; a second call runs only what is missing.\n\nSections:\n" + "\n".join(
     f"  {name}: {what}" for name, what in SECTIONS.items()
 )
 
