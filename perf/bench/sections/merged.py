@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -22,16 +23,16 @@ def run(context: Context) -> dict[str, Any]:
     most = max(buckets)
     found: dict[str, Any] = {
         "timed": "engine steps by the host clock, median over rounds of the medians of a round",
-        "rank": RANK,
         "rows": [],
         "merges": [],
     }
     size = {"max_seqs": most, "max_batched": context.pick(64, 8192, 8192), "max_len": context.pick(64, 512, 1024)}
-    adapters = context.adapters(RANK, context.pick(2, 3, 3))
-    for rank in context.pick((), (), (), cpu=(8, 32, 64)):
-        adapters |= context.adapters(rank, 1)
+    adapters: dict[str, Path] = {}
+    for rank, count in context.pick({RANK: 2}, {RANK: 3}, {RANK: 3}, cpu={32: 1, 8: 1, 16: 1, 64: 1}).items():
+        adapters |= context.adapters(rank, count)
+    names = list(adapters)
+    found["adapter"] = names[0]
     with Subject(context, adapters, shadow=True, inline_reads=True, **size) as subject:
-        names = list(adapters)
         subject.load(names)
         for bucket in buckets:
             for mix, kinds in MIXES.items():
@@ -105,6 +106,6 @@ def tables(values: dict[str, Any]) -> list[Table]:
         "pages": "shadow_pages", "graphs captured": "captured",
     }  # fmt: skip
     return [
-        rows_table(f"(h) decode step with an r{values['rank']} adapter in the weights, ms", steps, values["rows"]),
+        rows_table(f"(h) decode step with {values['adapter']} in the weights, ms", steps, values["rows"]),
         rows_table("(h) merging beside steps", merges, values["merges"]),
     ]
