@@ -106,6 +106,6 @@ def tables(values: dict[str, Any]) -> list[Table]:
         "pages": "shadow_pages", "graphs captured": "captured",
     }  # fmt: skip
     return [
-        rows_table(f"(h) decode step with {values['adapter']} in the weights, ms", steps, values["rows"]),
+        rows_table("(h) decode step with an adapter in the weights, ms", steps, values["rows"]),
         rows_table("(h) merging beside steps", merges, values["merges"]),
     ]
