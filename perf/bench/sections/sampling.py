@@ -131,7 +131,10 @@ def _torch_draw(tokens: torch.Tensor, logits: torch.Tensor, rows: Sequence[int],
 
 
 def _steps(context: Context, subject: Subject, bucket: int) -> dict[str, Any]:
-    """Rates, and shares of the rates without what is measured. A GPU's draws are timed by the torch path, too."""
+    """Rates, and of each way its share of that beside which it is measured, in turns: greedy's, mostly.
+
+    A GPU's draws are timed by the torch path, too.
+    """
     rounds, count = context.pick(1, 4, 8, cpu=10), context.pick(2, 12, 40, cpu=16)
     cases = {name: (way, draw_into) for name, way in {"greedy": Way({}), **CASES}.items()}
     if _draws_alone(context):
@@ -139,19 +142,18 @@ def _steps(context: Context, subject: Subject, bucket: int) -> dict[str, Any]:
     if context.device == "cpu":
         cases |= {name: (way, draw_into) for name, way in MORE.items()}
     seconds: dict[str, list[float]] = {name: [] for name in cases}
+    ratios: dict[str, list[float]] = {f"{name}_over_{way.over}": [] for name, (way, _) in cases.items() if way.params}
     for index in range(rounds):
-        for name in sorted(cases, reverse=bool(index % 2)):
-            way, draw = cases[name]
-            with patch.object(sampler, "draw_into", draw):
-                seconds[name].append(_median(context, subject, bucket, count, way))
+        for name, over in (key.split("_over_") for key in ratios):
+            for each in (name, over) if index % 2 else (over, name):
+                way, draw = cases[each]
+                with patch.object(sampler, "draw_into", draw):
+                    seconds[each].append(_median(context, subject, bucket, count, way))
+            ratios[f"{name}_over_{over}"].append(seconds[over][-1] / seconds[name][-1])
     return {
         "bucket": bucket,
         **{f"{name}_tokens_per_s": bucket / median(its) for name, its in seconds.items()},
-        **{
-            f"{name}_over_{way.over}": median(base / own for base, own in zip(seconds[way.over], its, strict=True))
-            for name, its in seconds.items()
-            if (way := cases[name][0]).params
-        },
+        **{key: median(its) for key, its in ratios.items()},
     }
 
 
