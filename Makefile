@@ -70,6 +70,8 @@ timed: ## with nothing beside it
 	python -m chorus.perf.cpu.allocator > $(RESULTS)/allocator
 	python -m chorus.perf.gate.cpu_suite > $(RESULTS)/cpu
 	python -m chorus.perf.serving.decision_time --policies least-delay --decisions 400 --limit 500 > $(RESULTS)/decision_time
+	python -m chorus.perf.serving.placement_plans --programs-to 5 --solve-seconds 60 \
+	    > $(RESULTS)/placement_plans
 
 compare: ## what is in $(RESULTS) with the baselines of this kind of machine
 	python -m chorus.perf.gate --skip-unknown $(RESULTS)/*

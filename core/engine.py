@@ -107,6 +107,8 @@ class Engine:
         self._ahead = None if start is None else StepAhead(start, executor, self._foresee)
         self.last_decode: tuple[StepPlan | None, float] = None, 0.0
         """The last decode step and its seconds, which bound the pause for merging."""
+        self.last_prefill: tuple[StepPlan | None, float] = None, 0.0
+        """The last step with at least a block of tokens for each row, and its seconds."""
         self._next_check = 0.0
         self._base_names = names_of(config.model, config.served_model_name)
         self.quarantine: dict[str, Quarantined] = {}
@@ -261,6 +263,7 @@ class Engine:
     def _measure_prefill(self, plan: StepPlan, seconds: float) -> None:
         """Update the estimated cost of recomputing a cached block from the time of a prefill step."""
         if plan.num_tokens >= self.block_tokens * len(plan.rows):
+            self.last_prefill = plan, seconds
             self.costs.observe("prefix_page", seconds * self.block_tokens / plan.num_tokens)
 
     def check_when_idle(self) -> None:

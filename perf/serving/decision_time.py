@@ -119,10 +119,15 @@ def timed(make: Callable[[], Callable[[], Any]], decisions: int) -> list[float]:
     return found[_WARM:]
 
 
-def over_loop(found: Sequence[float]) -> list[float]:
-    """Medians of a few parts of what was timed, over the time of a fixed loop."""
-    loop = float(np.median(timed(lambda: partial(sum, [index * index for index in range(1000)]), _LOOPS)))
-    return [float(np.median(part)) / loop for part in np.array_split(found, _PARTS)]
+def loop_us() -> float:
+    """Microseconds of processor time of a fixed loop."""
+    return float(np.median(timed(lambda: partial(sum, [index * index for index in range(1000)]), _LOOPS)))
+
+
+def repeats(found: Sequence[float]) -> dict[str, list[float]]:
+    """Medians of a few parts of what was timed, in µs, and over the time of a fixed loop."""
+    loop, parts = loop_us(), [float(np.median(part)) for part in np.array_split(found, _PARTS)]
+    return {"choose": [part / loop for part in parts], "choose_us": parts}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -142,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             values = (float(np.percentile(found, share)) for found, share in shares)
             rows.append(dict(zip(columns, (policy, size, *values), strict=True)))
             if policy == OWN:
-                ratios = {"choose": over_loop(chosen)}
+                ratios = repeats(chosen)
     table = Table(f"µs of a decision among replicas with {args.adapters} adapters", columns)
     for row in rows:
         table.add(*row.values())

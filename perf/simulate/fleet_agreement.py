@@ -1,37 +1,38 @@
 """Prediction of a real cluster, by policy: `python -m chorus.perf.simulate.fleet_agreement`.
 
 For each policy a cluster of the built-in model serves the same skewed requests in real time, with migration, and the
-same arrivals are simulated with the same objects for policy and planner. Step costs are what the replicas have
-learned and report; what front, event loop and client add is fitted to other requests, sent to the first cluster before.
-Printed are both sides' TTFT and latency, the requests that moved, and the orders of policies. Every answer is compared
-with the answer to the same request alone.
+same arrivals are simulated with the same objects for policy and planner, after the same requests before them, which
+leave adapters in arenas. Nothing is taken from the runs that are compared: the costs of steps and transfers are
+measured before, as by `chorus profile`, and what front, event loop and client add to them is fitted to other requests,
+sent to the same cluster just before. Printed are both sides' TTFT and latency, the requests that moved, and the orders
+of policies. Every answer is compared with the answer to the same request alone.
 
 The bars: means of TTFT and latency within 15 %, the policies in the same order by latency where their real means differ
-by more than 5 %, and no answer changed.
+by more than 5 %, and no answer changed. Exits with 2 where other processes took more of the processors' time than a
+quiet machine's do: then the times say nothing.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families as families
 
 from ...core.config import EngineConfig
-from ...core.costs.machine import geometry_of
-from ...core.costs.profile import Number, Profile, Terms, Whole
+from ...core.costs.machine import measure_machine
+from ...core.costs.profile import Profile
 from ...core.engine import Engine
-from ...core.model.config import ModelConfig
 from ...server.cluster.placement.settings import MigrationSettings
 from ...server.cluster.router import POLICIES, AnswerLengths, Estimates
 from ...server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
-from ..cpu.rounds import processor
+from ..cpu.rounds import FOREIGN_LIMIT, CpuSample, processor
 from ..report.command import judge, parser
 from ..report.table import Goal, Table
 from ..serving.server_process import launched
@@ -41,8 +42,8 @@ from .adapters import SimAdapters
 from .cluster import simulate
 from .loads import prompt_of
 from .migrating import Migrating
-from .over_http import HostTimes, HttpServer, fit_host
-from .records import Records
+from .over_http import HttpServer, fit_host
+from .records import Records, Served
 from .replica import Replica
 
 MOST_ERROR, LEAST_GAP = 0.15, 0.05
@@ -50,12 +51,15 @@ MIGRATION = ("interval_seconds=2", "excess_requests=2", "hold_seconds=2")
 """The built-in model's answers take a few hundred ms; migration's own settings are for answers of seconds."""
 
 SEATS = 16
-_LEARNING = 40  # requests before the costs are read
+_BATCHES, _ROUNDS = 60, 3  # of the profile
+_LEARNING = 40  # requests that come before all others, with prompts of their own
+_EARLIER = 1_000_000  # the first of their ids in virtual time, by which prompts are drawn
+_BREAK = 1.0  # seconds between the last of them and the first of the others, in virtual time
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Replicas as they are configured: sizes of an engine's that has ended."""
+    """Replicas as they are configured: costs and sizes of an engine's that has ended."""
 
     config: EngineConfig
     ranks: dict[str, int]
@@ -65,6 +69,7 @@ class Fleet:
 
     @classmethod
     def of(cls, config: EngineConfig, replicas: int) -> Fleet:
+        profile = measure_machine(config, batches=_BATCHES, rounds=_ROUNDS).profile
         engine = Engine.from_config(config)
         try:
             page, pages = engine.executor.layout, engine.executor.num_pages
@@ -72,31 +77,46 @@ class Fleet:
             adapters = SimAdapters(page)
             for name, adapter in sizes.items():
                 adapters.add(name, adapter.rank, adapter.num_pages * page.page_bytes)
-            geometry, none = geometry_of(ModelConfig.read(config.model), engine.executor), Terms(terms={})
-            profile = Profile(
-                name="reported", device=processor(), model=config.model.name, source="reports of the replicas",
-                kernel="sgmv", geometry=geometry, step=none, disk=none, link=none,
-                memory_bytes=Whole(value=pages * page.page_bytes, source="the engine's arena"),
-            )  # fmt: skip
             config = config.model_copy(update={"block_tokens": page.block_tokens, "num_pages": pages})
             ranks = {name: adapter.rank for name, adapter in sizes.items()}
             return cls(config, ranks, adapters, profile, replicas)
         finally:
             engine.close()
 
-    def simulate(self, profile: Profile, trace: Sequence[TraceRequest], policy: str) -> Records:
-        """Serve a trace in virtual time. The means of answers are learned, as in the front."""
+    def simulate(
+        self, profile: Profile, trace: Sequence[TraceRequest], policy: str, before: Sequence[TraceRequest] = ()
+    ) -> Records:
+        """Serve a trace in virtual time, from second 0 on. The means of answers are learned, as in the front.
+
+        before: requests that were served before it, of which nothing is recorded.
+        """
         costs, vocab = profile.costs(), profile.geometry.vocab_size
         estimates = Estimates(costs, answers=AnswerLengths(), adapter_bytes=self._num_bytes)
         migrating = Migrating("greedy", MigrationSettings.of(MIGRATION), costs, self.adapters)
-        replicas = [Replica(profile, self.adapters, self.config, index=index) for index in range(self.replicas)]
-        return simulate(
-            trace, replicas, POLICIES[policy](estimates, 0), prompt=lambda request: prompt_of(request, vocab),
-            controller=migrating, answers=estimates.answers,
+        begin = -before[-1].arrival - _BREAK if before else 0.0
+        earlier = [each._replace(id=_EARLIER + each.id, arrival=begin + each.arrival) for each in before]
+        replicas = [
+            Replica(profile, self.adapters, self.config, index=index, now=begin) for index in range(self.replicas)
+        ]
+        records = simulate(
+            [*earlier, *trace], replicas, POLICIES[policy](estimates, 0),
+            prompt=lambda request: prompt_of(request, vocab), controller=migrating, answers=estimates.answers,
         )  # fmt: skip
+        return _since(records, 0.0)
 
     def _num_bytes(self, name: str) -> int:
         return self.adapters.manifest(name).file_size
+
+
+def _since(records: Records, time: float) -> Records:
+    """Records of the requests that came at a time or later."""
+    found = Records()
+    for row in zip(*map(records.column, Served._fields), strict=True):
+        if row[0] >= time:
+            found.add(Served(*row))
+    found.failures = [failure for failure in records.failures if failure[0] >= time]
+    found.num_moved = records.num_moved
+    return found
 
 
 @contextmanager
@@ -112,21 +132,11 @@ def cluster(config: EngineConfig, replicas: int, policy: str) -> Iterator[tuple[
         yield server.url, HttpServer(server.url, config)
 
 
-def metrics(url: str) -> dict[tuple[str, str], float]:
-    """A front's metrics, by name and term."""
+def num_moved(url: str) -> float:
+    """Requests that a front has moved, as of now."""
     text = httpx.get(f"{url}/metrics", trust_env=False).text
     samples = itertools.chain.from_iterable(family.samples for family in families(text))
-    return {(each.name, each.labels.get("term", "")): each.value for each in samples}
-
-
-def reported(profile: Profile, found: Mapping[tuple[str, str], float]) -> Profile:
-    """The profile with the costs that the replicas have reported."""
-    terms = {
-        term: Number(value=value, source="reported") for (name, term), value in found.items()
-        if name == "chorus_replica_cost_seconds"
-    }  # fmt: skip
-    links = {name: Terms(terms={"per_byte": terms.pop(name)}) for name in ("disk", "link")}
-    return profile.model_copy(update={"step": Terms(terms=terms), **links})
+    return next(each.value for each in samples if each.name == "chorus_requests_moved_total")
 
 
 def made(args: Any, ranks: Mapping[str, int]) -> list[TraceRequest]:
@@ -156,45 +166,41 @@ def run(args: Any) -> dict[str, dict[str, Any]]:
     )  # fmt: skip
     fleet = Fleet.of(config, args.replicas)
     trace = made(args, fleet.ranks)
-    found, known = {}, None
+    found: dict[str, dict[str, Any]] = {}
+    alone: list[str] = []
     for policy in args.policies:
         with cluster(config, args.replicas, policy) as (url, server):
-            server.serve(trace[:_LEARNING])
-            if known is None:
-                known = prepared(fleet, url, server, trace, policy)
-            before = metrics(url)
-            real, counted = server.serve(trace)
-            time.sleep(1.0)  # a report
-            after = metrics(url)
-        (alone, host), served = known, _Simulated(fleet, policy)
-        virtual = host.simulate(served, reported(fleet.profile, after), counted)
-        moved = "chorus_requests_moved_total", ""
+            _, before = server.serve(trace[:_LEARNING])
+            served = _Simulated(fleet, policy, before)
+            quiet = CpuSample.take([os.getpid()])
+            host = fit_host(
+                server, fleet.profile, served, SEATS, in_process=False, adapter=trace[0].adapter, rank=trace[0].rank
+            )
+            moved = num_moved(url)
+            real, counted = server.serve(trace, prompts="judged")
+            foreign = CpuSample.take([os.getpid()]).foreign_share(quiet)
+            texts, moved = server.texts, num_moved(url) - moved
+            if not alone:
+                server.serve(trace, one_by_one=True, prompts="judged")
+                alone = server.texts
+        virtual = host.simulate(served, fleet.profile, counted)
         found[policy] = {
-            "real": means(real), "simulated": means(virtual), "moved": after[moved] - before[moved],
-            "simulated_moved": served.num_moved, "requests": len(real),
-            "changed": sum(one != other for one, other in zip(server.texts, alone, strict=True)),
+            "real": means(real), "simulated": means(virtual), "moved": moved, "simulated_moved": served.num_moved,
+            "requests": len(real), "changed": sum(one != other for one, other in zip(texts, alone, strict=True)),
+            "foreign": foreign, "host": asdict(host),
         }  # fmt: skip
     return found
-
-
-def prepared(
-    fleet: Fleet, url: str, server: HttpServer, trace: Sequence[TraceRequest], policy: str
-) -> tuple[list[str], HostTimes]:
-    """Each request's answer alone, and what front, event loop and client add to the replicas' steps."""
-    server.serve(trace, one_by_one=True)
-    alone = server.texts
-    return alone, fit_host(server, reported(fleet.profile, metrics(url)), _Simulated(fleet, policy), SEATS)
 
 
 class _Simulated:
     """Serves traces in virtual time. num_moved: requests that moved in the last one."""
 
-    def __init__(self, fleet: Fleet, policy: str) -> None:
-        self._fleet, self._policy = fleet, policy
+    def __init__(self, fleet: Fleet, policy: str, before: Sequence[TraceRequest] = ()) -> None:
+        self._fleet, self._policy, self._before = fleet, policy, before
         self.num_moved = 0
 
     def __call__(self, profile: Profile, trace: Sequence[TraceRequest]) -> Records:
-        records = self._fleet.simulate(profile, trace, self._policy)
+        records = self._fleet.simulate(profile, trace, self._policy, self._before)
         self.num_moved = records.num_moved
         return records
 
@@ -211,12 +217,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = command.parse_args(argv)
     found = run(args)
     columns = ["policy", *(f"{side} {name}, ms" for name in ("TTFT", "latency") for side in ("real", "simulated"))]
-    table = Table("means, real and simulated", [*columns, "moved", "simulated moved", "changed"])
+    table = Table("means, real and simulated", [*columns, "moved", "simulated", "changed", "others %"])
     goals = []
     for policy, each in found.items():
         sides = each["real"], each["simulated"]
         values = (1e3 * side[name] for name in ("ttft", "e2e") for side in sides)
-        table.add(policy, *values, each["moved"], each["simulated_moved"], each["changed"])
+        table.add(policy, *values, each["moved"], each["simulated_moved"], each["changed"], 100 * each["foreign"])
         for name, label in (("ttft", "TTFT"), ("e2e", "latency")):
             off = abs(sides[1][name] / sides[0][name] - 1)
             goals.append(Goal(f"{policy}: {label} off by", off, MOST_ERROR, at_most=True))
@@ -227,7 +233,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         real, virtual = (one[side]["e2e"] / other[side]["e2e"] - 1 for side in ("real", "simulated"))
         wrong += abs(real) > LEAST_GAP and real * virtual < 0
     goals.append(Goal("pairs of policies in another order", wrong, 0, at_most=True))
-    return judge({"device": processor(), "policies": found}, goals)
+    code = judge({"device": processor(), "policies": found}, goals)
+    others = max(each["foreign"] for each in found.values())
+    if others > FOREIGN_LIMIT:
+        print(f"inconclusive: others took {others:.0%} of the processors' time", file=sys.stderr)
+        return 2
+    return code
 
 
 if __name__ == "__main__":

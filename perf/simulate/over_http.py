@@ -33,10 +33,10 @@ from .records import Records, Served
 _TIMEOUT = 300.0
 _STREAMS = (1, 2, 4, 8, 16)
 _STREAM_TOKENS = (32, 128)
-_PROMPTS = (1, 8, 32)  # short, so that the engine has done with them before the event loop has brought the next
-_LONE = 12  # requests, one after another
+_PROMPTS = (1, 32, 128)
+_LONE, _LONE_TOKENS = 8, 4  # requests, one after another; the stream of a request may hold up its own first token
 _CROWDS = (16, 64)  # requests of one token that come at once
-_APART = 0.05  # seconds between requests that meet no other
+_APART = 0.2  # seconds between requests that meet no other
 _BESIDE, _COMING = 4, 32  # streams, and requests that come while they run
 _REPEATS = 3
 _LEAST = 1e-7  # seconds: a fit's samples are above 0
@@ -100,15 +100,21 @@ class HttpServer:
     def __init__(self, url: str, config: EngineConfig) -> None:
         self._url = url
         self.texts: list[str] = []
+        self._num_served = 0
         self._base = config.model.name
         self._tokenizer = Tokenizer.from_file(str(config.model / "tokenizer.json"))
 
-    def serve(self, trace: Sequence[TraceRequest], *, one_by_one: bool = False) -> tuple[Records, Traced]:
+    def serve(
+        self, trace: Sequence[TraceRequest], *, one_by_one: bool = False, prompts: str | None = None
+    ) -> tuple[Records, Traced]:
         """Serve a trace in real time: the client's records, and the trace with the prompts' lengths as the server
-        counted them. Its answers are in `texts`. one_by_one: each request when the one before it has ended. Raises
-        LoadError for a request that failed.
+        counted them. Its answers are in `texts`. one_by_one: each request when the one before it has ended. prompts:
+        the same name gives the same prompts again; without one they are new, as a prefix that was cached for an earlier
+        trace is none of this one's simulation. Raises LoadError for a request that failed.
         """
-        plan = [self._planned(request) for request in trace]
+        self._num_served += 1
+        drawn = f"trace {self._num_served}" if prompts is None else prompts
+        plan = [self._planned(request, drawn) for request in trace]
         found = asyncio.run(self._serve(plan, one_by_one))
         self.texts = [record.text for record in found]
         records, counted = Records(), []
@@ -127,9 +133,9 @@ class HttpServer:
             await warm_up(client, plan[:1])  # opens a connection
             return (await run_load(client, plan)).records
 
-    def _planned(self, request: TraceRequest) -> PlannedRequest:
+    def _planned(self, request: TraceRequest, drawn: str) -> PlannedRequest:
         """Random letters, so that no two prompts share a beginning worth caching."""
-        source = random.Random(request.id)
+        source = random.Random(f"{drawn}, request {request.id}")
         letters = "".join(source.choices(string.ascii_lowercase + " ", k=8 * request.prompt_tokens))
         count = max(1, request.prompt_tokens - self._tokenizer.num_special_tokens_to_add(is_pair=False))
         ids = self._tokenizer.encode(letters, add_special_tokens=False).ids[:count]
@@ -149,34 +155,43 @@ def served(config: EngineConfig) -> Iterator[HttpServer]:
         yield HttpServer(server.url, config)
 
 
-def fit_host(server: HttpServer, profile: Profile, simulate: Simulate, rows: int) -> HostTimes:
-    """Fit what a server adds to `profile`'s engine: by many requests that come at once, by streams beside each other,
-    and by requests that meet no other. rows: most that run at a time.
+def fit_host(
+    server: HttpServer, profile: Profile, simulate: Simulate, rows: int, *, in_process: bool = True,
+    adapter: str | None = None, rank: int | None = None,
+) -> HostTimes:  # fmt: skip
+    """Fit what a server adds to `profile`'s engine: by many requests that come at once, by requests that meet no other,
+    of several lengths, and by streams beside each other.
+
+    rows: most that run at a time. in_process: event loop and engine share an interpreter; a cluster's front and
+    replicas don't, so that no intake holds up a step. adapter, rank: of all requests.
 
     Each is what the client saw, less what is simulated without it.
     """
 
-    def serve(prompt: int, output: int, count: int, apart: float = 0.0) -> Iterator[tuple[Records, Traced]]:
-        for _ in range(_REPEATS):
-            yield server.serve([TraceRequest(index, apart * index, None, prompt, output) for index in range(count)])
+    def serve(prompt: int, output: int, count: int, apart: float = 0.0) -> list[tuple[Records, Traced]]:
+        trace = [TraceRequest(index, apart * index, adapter, prompt, output, rank) for index in range(count)]
+        return [server.serve(trace) for _ in range(_REPEATS)]
 
-    def more(known: HostTimes, name: str, *load: float) -> float:
+    def more(known: HostTimes, name: str, served: Sequence[tuple[Records, Traced]]) -> float:
         return median(
             float(np.median(real.column(name)) - np.median(known.simulate(simulate, profile, trace).column(name)))
-            for real, trace in serve(*load)
+            for real, trace in served
         )
 
     known = HostTimes(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    crowds = []
-    for prompt in _PROMPTS:  # the difference of two crowds, so that what is there once falls out
-        few, many = (median(real.column("e2e").max() for real, _ in serve(prompt, 1, count)) for count in _CROWDS)
-        crowds.append(max(_LEAST, (many - few) / (_CROWDS[1] - _CROWDS[0])))
-    known = replace(known, **fit(("intake", "intake_per_token"), [(1.0, prompt) for prompt in _PROMPTS], crowds).terms)
+    # the difference of two crowds, so that what is there once falls out
+    few, many = (median(real.column("e2e").max() for real, _ in serve(_PROMPTS[0], 1, count)) for count in _CROWDS)
+    known = replace(known, intake=max(0.0, float(many - few) / (_CROWDS[1] - _CROWDS[0])))
+    lone = [serve(prompt, _LONE_TOKENS, _LONE, _APART) for prompt in _PROMPTS]
+    later = [more(known, "ttft", served) for served in lone]
+    slope = float(np.polynomial.Polynomial.fit(_PROMPTS, later, 1).convert().coef[1])
+    known = replace(known, intake=max(0.0, known.intake - slope * _PROMPTS[0]), intake_per_token=max(0.0, slope))
     streams = sorted({min(count, rows) for count in _STREAMS})
-    slower = [max(_LEAST, more(known, "tpot", *_STREAM_TOKENS, count)) for count in streams]
+    slower = [max(_LEAST, more(known, "tpot", serve(*_STREAM_TOKENS, count))) for count in streams]
     known = replace(known, **fit(("per_step", "per_row"), [(1.0, count) for count in streams], slower).terms)
-    known = replace(known, per_prompt=max(0.0, _beside_streams(server, known, profile, simulate)))
-    return replace(known, latency=max(0.0, more(known, "ttft", _PROMPTS[0], 1, _LONE, _APART)))
+    if in_process:
+        known = replace(known, per_prompt=max(0.0, _beside_streams(server, known, profile, simulate)))
+    return replace(known, latency=max(0.0, more(known, "ttft", lone[0])))
 
 
 def _beside_streams(server: HttpServer, known: HostTimes, profile: Profile, simulate: Simulate) -> float:

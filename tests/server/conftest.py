@@ -120,6 +120,7 @@ class FakeEngine:
         self.modes = None
         self.pool = PagePool(101)
         self.last_decode = None, 0.0
+        self.last_prefill = None, 0.0
         self.gate = threading.Event()
         self.gate.set()
         self.fail_steps = 0

@@ -17,15 +17,17 @@ PAGE = 1 << 16
 def engine():
     costs = SimpleNamespace(prefix_page=16e-4, disk_adapter_page=1e-3, host_adapter_page=1e-4)
     executor = SimpleNamespace(layout=SimpleNamespace(page_bytes=PAGE))
-    return SimpleNamespace(last_decode=(None, 0.0), costs=costs, executor=executor, block_tokens=16)
+    return SimpleNamespace(
+        last_decode=(None, 0.0), last_prefill=(None, 0.0), costs=costs, executor=executor, block_tokens=16
+    )
 
 
-def plan(rows, start):
+def plan(rows, start, tokens=1):
     made = [
-        ScheduledRow(f"r{index}", BASE_SLOT, [1], start, [], SamplingParams(), 0, True, [1], start + 1)
+        ScheduledRow(f"r{index}", BASE_SLOT, [1] * tokens, start, [], SamplingParams(), 0, True, [1], start + tokens)
         for index in range(rows)
     ]
-    return StepPlan(1, made, [], bucket=rows)
+    return StepPlan(1, made, [], bucket=rows if tokens == 1 else None)
 
 
 def test_steps_teach_their_price():
@@ -41,6 +43,19 @@ def test_steps_teach_their_price():
         assert model.batch_seconds(rows, 0, 0, 0, 100 * rows) == pytest.approx(0.01 + 0.001 * rows, rel=0.1)
     assert model.step.per_token == pytest.approx(1e-4)
     assert model.disk.seconds(PAGE) == pytest.approx(1e-3) and model.link.seconds(PAGE) == pytest.approx(1e-4)
+
+
+def test_a_prompts_token_is_priced_beside_the_step_that_it_is_in():
+    """Of a short prompt most is the step's own time, which a token must not pay for again."""
+    replica, learned, draw = engine(), LearnedCosts(), random.Random(0)
+    for _ in range(300):
+        rows, prompts, tokens = draw.randint(1, 32), draw.randint(1, 4), draw.randint(16, 64)
+        replica.last_decode = plan(rows, draw.randint(1, 400)), 0.01 + 0.001 * rows
+        seconds = 0.01 + 0.001 * prompts + 2e-5 * prompts * (tokens - 1)
+        replica.last_prefill = plan(prompts, 0, tokens), seconds
+        told = learned.observe(replica)
+    model = mean_costs([told])
+    assert model.step.per_token == pytest.approx(2e-5, rel=0.3)
 
 
 def test_replicas_are_priced_by_their_mean_whatever_else_they_tell():
