@@ -60,7 +60,9 @@ MAX_HASHES = 1024
 
 
 class ClusterWorker:
-    """Runs links and dispatcher on an event loop of its own thread; all methods may be called from any thread."""
+    """Runs links and dispatcher on an event loop, which is the server's from `take_loop` on, and on a thread of its own
+    before; all methods may be called from any thread, and their futures be awaited there, but not waited for on the loop.
+    """
 
     progress: int | None = None  # replicas that hang are found by their links
     stalled: str | None = None
@@ -104,7 +106,8 @@ class ClusterWorker:
         self._change = threading.Condition()
         self._gone = totals.NOTHING
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="chorus-cluster", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="chorus-cluster", daemon=True)
+        self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
         self._model: ModelInfo  # once a replica has been there
 
@@ -121,6 +124,9 @@ class ClusterWorker:
             self.adapters, self._inspect, [*((path.name, path) for path in found), *settings.lora_modules],
             strict=settings.strict_adapters, seconds=settings.adapter_load_seconds,
         )  # fmt: skip
+        self._tasks = [self._loop.create_task(one) for one in (
+            *(link.run(self) for link in self.links), self._look(), self._follow_registry(),
+        )]  # fmt: skip
         self._thread.start()
 
     def wait_until_ready(self, trouble: Callable[[], str | None] = lambda: None) -> None:
@@ -131,6 +137,14 @@ class ClusterWorker:
                     raise EngineUnavailable(text)
                 self._change.wait(0.1)
 
+    def take_loop(self) -> asyncio.AbstractEventLoop:
+        """The loop of the links, so that no frame goes from thread to thread on its way to a client. What has come
+        meanwhile waits until the caller runs it.
+        """
+        self.soon(self._loop.stop)
+        self._thread.join()
+        return self._loop
+
     def stop(self, timeout: float | None = 10.0) -> None:
         with self._change:
             if self._stopping:
@@ -138,9 +152,12 @@ class ClusterWorker:
             self._stopping = True
         self.failure = self.failure or SHUTTING_DOWN
         self.give_up(SHUTTING_DOWN)
-        if self._thread.is_alive():
-            self.soon(self._loop.stop)
-            self._thread.join(timeout)
+        if self._thread.is_alive():  # no server has taken the loop
+            loop = self.take_loop()
+            with asyncio.Runner(loop_factory=lambda: loop):
+                pass  # its end is that of all tasks
+        else:
+            self.soon(self._cancel)
         self._on_stop()
 
     def give_up(self, reason: str) -> int:
@@ -148,18 +165,9 @@ class ClusterWorker:
         self.soon(self.dispatcher.end_all)
         return len(ended)
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        tasks = [self._loop.create_task(link.run(self)) for link in self.links]
-        tasks.append(self._loop.create_task(self._look()))
-        tasks.append(self._loop.create_task(self._follow_registry()))
-        try:
-            self._loop.run_forever()
-            for task in tasks:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        finally:
-            self._loop.close()
+    def _cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
 
     async def _follow_registry(self) -> None:
         if self._registry is None or not isinstance(self.adapters, RegisteredCatalog):
