@@ -60,8 +60,9 @@ MAX_HASHES = 1024
 
 
 class ClusterWorker:
-    """Runs links and dispatcher on an event loop, which is the server's from `take_loop` on, and on a thread of its own
-    before; all methods may be called from any thread, and their futures be awaited there, but not waited for on the loop.
+    """Links and dispatcher on an event loop: the server's from `take_loop` on, and until then a thread's of its own.
+
+    All methods may be called from any thread; what `check_adapter` waits for comes on the loop.
     """
 
     progress: int | None = None  # replicas that hang are found by their links

@@ -31,7 +31,7 @@ class Subscribers:
             return list(self._receivers)
 
     def add(self, request_id: str, on_output: OnOutput, loop: asyncio.AbstractEventLoop | None) -> None:
-        """`on_output` is called on `loop`, or on the thread that delivers where there is none, or where it runs that."""
+        """`on_output` is called on `loop`, on the thread that delivers where that runs it, or where there is none."""
         with self._lock:
             self._receivers[request_id] = on_output, loop
 
