@@ -75,6 +75,9 @@ MOVES_SECONDS = 2.0
 HELD = ("chorus_requests_running", "chorus_requests_waiting", 'chorus_pages{kind="kv"}')
 """Metrics of what replicas hold for requests."""
 
+LISTENS = "0A"
+"""State of a socket in /proc/net/tcp."""
+
 LAST_ASKS = 12
 """Connections by which every front of a few is met."""
 
@@ -82,10 +85,11 @@ LAST_ASKS = 12
 class Chaos:
     """A cluster under load, and counts of what became of its answers."""
 
-    def __init__(self, server: LaunchedServer, root: Path, seed: int) -> None:
+    def __init__(self, server: LaunchedServer, root: Path, fronts: int, seed: int) -> None:
         self.counts: Counter[str] = Counter()
         self.examples: list[str] = []
         self._server = server
+        self._fronts = fronts
         self._client = httpx.Client(base_url=server.url, timeout=TIMEOUT_SECONDS)
         self._root = root
         self._random = random.Random(seed)
@@ -124,7 +128,7 @@ class Chaos:
         with ThreadPoolExecutor(clients + 4) as threads:
             tasks = [threads.submit(self._load, index) for index in range(clients)]
             tasks.append(threads.submit(self._every, kill_seconds, partial(self._kill, "replica")))
-            tasks.append(threads.submit(self._every, front_kill_seconds, partial(self._kill, "front")))
+            tasks.append(threads.submit(self._every, front_kill_seconds, self._kill_front))
             tasks.append(threads.submit(self._every, reload_seconds, self._reload_next))
             tasks.append(threads.submit(self._every, MOVES_SECONDS, self._note_moves))
             self._stop.wait(seconds)
@@ -162,10 +166,23 @@ class Chaos:
 
     def _kill(self, kind: str) -> None:
         if there := self._server.children(kind):
-            if kind == "front":
-                self._front_killed_at = time.monotonic()
             os.kill(self._random.choice(there), signal.SIGKILL)
             self.counts[f"{kind} kills"] += 1
+
+    def _kill_front(self) -> None:
+        """Kill a front once all of them listen: clients are to find another one."""
+        while not self._stop.is_set():
+            if self._all_listen():
+                self._front_killed_at = time.monotonic()
+                self._kill("front")
+                return
+            self._stop.wait(AGAIN_SECONDS)
+
+    def _all_listen(self) -> bool:
+        """True if each of several fronts listens on the port that they share."""
+        sockets = [line.split()[1:4] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        here = f":{self._server.address[1]:04X}"
+        return sum(where.endswith(here) and state == LISTENS for where, _, state in sockets) >= self._fronts
 
     def _reload_next(self) -> None:
         with self._reloads.lock:
@@ -243,14 +260,18 @@ class Chaos:
     # --- after ---
 
     def held(self) -> int:
-        """Requests and KV pages that replicas hold though no client asks: none, unless one lasts `REST_SECONDS`."""
+        """Requests and KV pages that replicas hold though no client asks, once all processes are there: what of them
+        lasts `REST_SECONDS`.
+        """
         deadline = time.monotonic() + REST_SECONDS
         while True:
-            with httpx.Client(base_url=self._server.url, timeout=TIMEOUT_SECONDS) as client:
-                text = client.get("/metrics").text
-            work = sum(_metric(text, name) for name in HELD)
-            is_whole = _metric(text, "chorus_replicas_up") == _metric(text, "chorus_replicas")
-            if (is_whole and not work) or time.monotonic() > deadline:
+            is_late, work = time.monotonic() > deadline, -1
+            if self._all_listen() or is_late:
+                with httpx.Client(base_url=self._server.url, timeout=TIMEOUT_SECONDS) as client:
+                    text = client.get("/metrics").text
+                is_whole = _metric(text, "chorus_replicas_up") == _metric(text, "chorus_replicas")
+                work = sum(_metric(text, name) for name in HELD) if is_whole or is_late else -1
+            if work == 0 or is_late:
                 return work
             time.sleep(1)
 
@@ -320,17 +341,18 @@ def main() -> int:
         flags += ["--fronts", str(args.fronts), "--adapter-roots", str(root)]
         flags += [] if args.ray is None else ["--ray", args.ray]
         with launched(flags, command=("cluster", "up")) as server:
-            chaos = Chaos(server, root, args.seed)
+            chaos = Chaos(server, root, args.fronts, args.seed)
             chaos.prepare()
             say(f"{args.replicas} replicas are there; killing one every {args.kill_seconds:g} s")
             chaos.run(args.seconds, args.clients, args.kill_seconds, args.front_kill_seconds, args.reload_seconds)
+            held = chaos.held()
             chaos.check_last_content()
             counts = {
                 name: chaos.counts[name]
                 for name in ("right", "wrong", "lost", "stale", "cut", "replica kills", "front kills", "reloads")
             }
             counts["moved"] = chaos.num_moves()
-            counts["held"] = chaos.held()
+            counts["held"] = held
             ended = server.process.poll()
     if ended is not None:
         say(f"the cluster had ended by itself with {ended}")

@@ -130,10 +130,15 @@ class ClusterWorker:
         )]  # fmt: skip
         self._thread.start()
 
-    def wait_until_ready(self, trouble: Callable[[], str | None] = lambda: None) -> None:
-        """Return once all replicas are there. EngineUnavailable with `trouble`'s text as soon as it has one."""
+    def wait_until_ready(
+        self, trouble: Callable[[], str | None] = lambda: None, *, was_whole: bool = False
+    ) -> None:  # fmt: skip
+        """Return once all replicas are there. EngineUnavailable with `trouble`'s text as soon as it has one.
+
+        was_whole: they were before, so that one will do: another one's absence must not keep a front from its clients.
+        """
         with self._change:
-            while not self._has_copy or sum(link.is_up for link in self.links) < self.dispatcher.num_replicas:
+            while not self._has_copy or self._num_up() < (1 if was_whole else self.dispatcher.num_replicas):
                 if (text := trouble()) is not None:
                     raise EngineUnavailable(text)
                 self._change.wait(0.1)
@@ -145,6 +150,9 @@ class ClusterWorker:
         self.soon(self._loop.stop)
         self._thread.join()
         return self._loop
+
+    def _num_up(self) -> int:
+        return sum(link.is_up for link in self.links)
 
     def stop(self, timeout: float | None = 10.0) -> None:
         with self._change:

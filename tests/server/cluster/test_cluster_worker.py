@@ -14,14 +14,15 @@ from chorus.server.cluster.link import Link
 from chorus.server.cluster.router import POLICIES, Estimates
 from chorus.server.demo.builtin import BUILTIN_MODEL
 from chorus.server.engine.subscribers import Subscribers
+from chorus.server.errors import EngineUnavailable
 from chorus.server.settings import Settings
 
 
 @pytest.fixture
 def worker(tmp_path):
-    """A worker that waits for a replica which never comes."""
+    """A worker that waits for two replicas which never come."""
     estimates = Estimates()
-    links = [Link("r0", UnixSocket(tmp_path / "nowhere"), b"s" * 32, 30.0)]
+    links = [Link(f"r{index}", UnixSocket(tmp_path / "nowhere"), b"s" * 32, 30.0) for index in range(2)]
     ended = []
     worker = ClusterWorker(
         links, POLICIES["least-delay"](estimates, None), Settings(model=BUILTIN_MODEL),
@@ -61,6 +62,20 @@ def test_a_worker_of_which_no_server_took_the_loop_ends_it_and_its_thread(worker
     (thread,) = threads()
     worker.stop()
     assert not thread.is_alive() and worker.take_loop().is_closed()
+
+
+def test_a_front_waits_for_all_replicas_at_the_cluster_s_start_and_for_one_when_it_is_started_again(worker):
+    def wait(was_whole):
+        worker.wait_until_ready(lambda: "a replica is away", was_whole=was_whole)
+
+    with pytest.raises(EngineUnavailable):
+        wait(was_whole=True)
+    worker.links[1].hello = object()
+    with pytest.raises(EngineUnavailable):
+        wait(was_whole=False)
+    wait(was_whole=True)
+    worker.links[0].hello = object()
+    wait(was_whole=False)
 
 
 def test_outputs_that_are_delivered_on_their_receiver_s_loop_are_there_at_once():
