@@ -11,9 +11,9 @@ STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Tokens of a step up to which it counts in each bucket but the last: vLLM's."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: made for each step, which would take four times as long
 class EngineStats:
-    """Counts and seconds of an engine at one moment; pages are counts."""
+    """Counts and seconds of an engine at one moment, which nothing changes; pages are counts."""
 
     num_running: int
     num_waiting: int

@@ -93,9 +93,11 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        api.metrics.start()
         try:
             yield
         finally:
+            api.metrics.stop()
             sourced.stop()
             loads.stop()
             watchdog.stop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any
 
 from ...memory.adapters.adapter import Adapter
@@ -12,6 +12,9 @@ from .sampling_params import SamplingParams
 from .types import ScheduledRow, StepPlan
 
 VERSION = 5
+
+_PARAMS = tuple(one.name for one in fields(SamplingParams))
+_GRAMMAR = tuple(one.name for one in fields(Grammar))
 
 
 def plan_to_wire(plan: StepPlan, *, draws: bool = True) -> dict[str, Any]:
@@ -77,12 +80,14 @@ def adapter_to_wire(adapter: Adapter) -> dict[str, Any]:
 
 def params_to_wire(params: SamplingParams) -> dict[str, Any]:
     """Return sampling parameters as plain data that JSON can hold."""
-    data = asdict(params)
+    data = {name: getattr(params, name) for name in _PARAMS}
     data["logit_bias"] = [[token, bias] for token, bias in params.logit_bias.items()]
     data["stop_token_ids"] = list(params.stop_token_ids)
     data["logprob_token_ids"] = list(params.logprob_token_ids)
     data["bad_words"] = [list(word) for word in params.bad_words]
     data["allowed_token_ids"] = None if params.allowed_token_ids is None else list(params.allowed_token_ids)
+    grammar = params.grammar
+    data["grammar"] = None if grammar is None else {name: getattr(grammar, name) for name in _GRAMMAR}
     return data
 
 

@@ -89,6 +89,11 @@ class TokenBudgets:
             if self._clock() >= self._merge_at:
                 self._merge()
 
+    def share(self) -> None:
+        """Tell the other processes at once what was spent here: nothing more may come that would."""
+        if self._unshared:
+            self._merge()
+
     def _merge(self) -> None:
         """Add what was spent here to what all processes have, and take that over."""
         if self._file is None:

@@ -49,9 +49,9 @@ class Api:
         self._settings = settings
         self._view = EngineView()
         self._scraping: dict[str, asyncio.Task[bytes]] = {}  # by format
-        self.metrics = Metrics(lambda: worker.stats, lambda: self._view, settings.base_name)
+        self.metrics = Metrics(lambda: worker.stats, lambda: self._view, settings.base_name, worker.shared)
         if worker.collector is not None:
-            self.metrics.registry.register(worker.collector)
+            self.metrics.counted.register(worker.collector)
         self._started = int(time.time())
 
     async def health(self, request: Request) -> Response:

@@ -60,7 +60,10 @@ MAX_HASHES = 1024
 
 
 class ClusterWorker:
-    """Runs links and dispatcher on an event loop of its own thread; all methods may be called from any thread."""
+    """Links and dispatcher on an event loop: the server's from `take_loop` on, and until then a thread's of its own.
+
+    All methods may be called from any thread; what `check_adapter` waits for comes on the loop.
+    """
 
     progress: int | None = None  # replicas that hang are found by their links
     stalled: str | None = None
@@ -104,7 +107,8 @@ class ClusterWorker:
         self._change = threading.Condition()
         self._gone = totals.NOTHING
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="chorus-cluster", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="chorus-cluster", daemon=True)
+        self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
         self._model: ModelInfo  # once a replica has been there
 
@@ -121,15 +125,34 @@ class ClusterWorker:
             self.adapters, self._inspect, [*((path.name, path) for path in found), *settings.lora_modules],
             strict=settings.strict_adapters, seconds=settings.adapter_load_seconds,
         )  # fmt: skip
+        self._tasks = [self._loop.create_task(one) for one in (
+            *(link.run(self) for link in self.links), self._look(), self._follow_registry(),
+        )]  # fmt: skip
         self._thread.start()
 
-    def wait_until_ready(self, trouble: Callable[[], str | None] = lambda: None) -> None:
-        """Return once all replicas are there. EngineUnavailable with `trouble`'s text as soon as it has one."""
+    def wait_until_ready(
+        self, trouble: Callable[[], str | None] = lambda: None, *, was_whole: bool = False
+    ) -> None:  # fmt: skip
+        """Return once all replicas are there. EngineUnavailable with `trouble`'s text as soon as it has one.
+
+        was_whole: they were before, so that one will do: another one's absence must not keep a front from its clients.
+        """
         with self._change:
-            while not self._has_copy or sum(link.is_up for link in self.links) < self.dispatcher.num_replicas:
+            while not self._has_copy or self._num_up() < (1 if was_whole else self.dispatcher.num_replicas):
                 if (text := trouble()) is not None:
                     raise EngineUnavailable(text)
                 self._change.wait(0.1)
+
+    def take_loop(self) -> asyncio.AbstractEventLoop:
+        """The loop of the links, so that no frame goes from thread to thread on its way to a client. What has come
+        meanwhile waits until the caller runs it.
+        """
+        self.soon(self._loop.stop)
+        self._thread.join()
+        return self._loop
+
+    def _num_up(self) -> int:
+        return sum(link.is_up for link in self.links)
 
     def stop(self, timeout: float | None = 10.0) -> None:
         with self._change:
@@ -138,9 +161,12 @@ class ClusterWorker:
             self._stopping = True
         self.failure = self.failure or SHUTTING_DOWN
         self.give_up(SHUTTING_DOWN)
-        if self._thread.is_alive():
-            self.soon(self._loop.stop)
-            self._thread.join(timeout)
+        if self._thread.is_alive():  # no server has taken the loop
+            loop = self.take_loop()
+            with asyncio.Runner(loop_factory=lambda: loop):
+                pass  # its end is that of all tasks
+        else:
+            self.soon(self._cancel)
         self._on_stop()
 
     def give_up(self, reason: str) -> int:
@@ -148,18 +174,9 @@ class ClusterWorker:
         self.soon(self.dispatcher.end_all)
         return len(ended)
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        tasks = [self._loop.create_task(link.run(self)) for link in self.links]
-        tasks.append(self._loop.create_task(self._look()))
-        tasks.append(self._loop.create_task(self._follow_registry()))
-        try:
-            self._loop.run_forever()
-            for task in tasks:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        finally:
-            self._loop.close()
+    def _cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
 
     async def _follow_registry(self) -> None:
         if self._registry is None or not isinstance(self.adapters, RegisteredCatalog):

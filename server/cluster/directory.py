@@ -72,7 +72,7 @@ class ClusterDirectory:
         return self.path / f"r{index}.address"
 
     def ready_file(self, front: int) -> Path:
-        """The file that a front makes once it listens."""
+        """The file that a front makes once it listens for the first time."""
         return self.path / f"f{front}.ready"
 
     def stuck_file(self, name: str) -> Path:

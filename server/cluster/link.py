@@ -146,24 +146,28 @@ class Link:
             self.reset()
 
     async def _talk(self, stream: FrameStream, events: LinkEvents) -> None:
-        while True:
-            async with asyncio.timeout(self._silent_seconds):
-                frame = await stream.read()
-            if frame is None:
-                return
-            try:
-                if frame.kind == "hello":
-                    (data,) = frame.fields
-                    self.hello = Hello.from_wire(data)
-                    self.pid = self.hello.pid
-                    events.on_up(self)
-                elif self.hello is None:
-                    raise Malformed(f"a replica began with {frame.kind}")
-                elif frame.kind == "stats":
-                    (data,) = frame.fields
-                    self.note_report(Report.from_wire(data))
-                    events.on_frame(self, frame)
-                else:
-                    events.on_frame(self, frame)
-            except (TypeError, ValueError) as error:
-                raise Malformed(f"a frame {frame.kind} can't be read: {error!r}") from None
+        clock, silent = asyncio.get_running_loop().time, self._silent_seconds
+        async with asyncio.timeout(silent) as limit:
+            until = clock()
+            while (frame := await stream.read()) is not None:
+                if (now := clock()) > until:  # not for each frame, which is dear
+                    until = now + silent / 16
+                    limit.reschedule(until + silent)
+                try:
+                    self._take(frame, events)
+                except (TypeError, ValueError) as error:
+                    raise Malformed(f"a frame {frame.kind} can't be read: {error!r}") from None
+
+    def _take(self, frame: Frame, events: LinkEvents) -> None:
+        if frame.kind == "hello":
+            (data,) = frame.fields
+            self.hello = Hello.from_wire(data)
+            self.pid = self.hello.pid
+            events.on_up(self)
+            return
+        if self.hello is None:
+            raise Malformed(f"a replica began with {frame.kind}")
+        if frame.kind == "stats":
+            (data,) = frame.fields
+            self.note_report(Report.from_wire(data))
+        events.on_frame(self, frame)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from ...core.engine_stats import AccountStats, EngineStats
@@ -73,7 +73,7 @@ class Report:
     costs: dict[str, float] = field(default_factory=dict)
 
     def to_wire(self) -> dict[str, Any]:
-        stats = asdict(self.stats)
+        stats = {name: getattr(self.stats, name) for name in _STATS}
         stats["last_step"] = None if self.stats.last_step is None else list(self.stats.last_step)
         stats["mode"] = self.stats.mode.value
         accounts = [[one.name, one.num_running, one.num_waiting, one.standing] for one in self.accounts]
@@ -94,4 +94,5 @@ class Report:
             raise Malformed(f"a replica's report can't be read: {error!r}") from None
 
 
+_STATS = [one.name for one in fields(EngineStats)]
 _PLAIN = [one.name for one in fields(Report) if one.name not in ("stats", "accounts")]

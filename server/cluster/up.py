@@ -58,8 +58,9 @@ def front(directory: ClusterDirectory, index: int, plan: Plan) -> int:
     settings = read_settings(Namespace(**json.loads(directory.given_file.read_text())))
     logging.getLogger("chorus").setLevel(settings.log_level.upper())
     ready = directory.ready_file(index)
-    ready.unlink(missing_ok=True)
-    return serve(settings, partial(_open_front, directory, index, plan), shares_port=True, on_listening=ready.touch)
+    was_whole = ready.exists()
+    open_front = partial(_open_front, directory, index, plan, was_whole)
+    return serve(settings, open_front, shares_port=True, on_listening=ready.touch)
 
 
 def _open_one(plan: Plan, settings: Settings) -> tuple[Backend, Tokenizer]:
@@ -78,13 +79,17 @@ def _open_one(plan: Plan, settings: Settings) -> tuple[Backend, Tokenizer]:
         raise
 
 
-def _open_front(directory: ClusterDirectory, index: int, plan: Plan, settings: Settings) -> tuple[Backend, Tokenizer]:
+def _open_front(
+    directory: ClusterDirectory, index: int, plan: Plan, was_whole: bool, settings: Settings
+) -> tuple[Backend, Tokenizer]:  # fmt: skip
+    """was_whole: an earlier process of this front has served the cluster."""
+
     def tell(link: Link) -> None:
         directory.stuck_file(link.name).write_text(str(link.pid))
 
     registry = AddressFile(directory.registry_file, plan.tls)
     owner = _Owner(tell, partial(directory.tell_hint, index))
-    worker, tokenizer = _open(directory, plan, settings, registry, owner)
+    worker, tokenizer = _open(directory, plan, settings, registry, owner, was_whole=was_whole)
     worker.shared = directory.path
     return worker, tokenizer
 
@@ -114,6 +119,8 @@ def _open(
     settings: Settings,
     registry: AddressFile | None,
     owner: _Owner,
+    *,
+    was_whole: bool = False,
 ) -> tuple[ClusterWorker, Tokenizer]:
     """Connect to a cluster's processes. Raises LaunchError."""
     try:
@@ -132,7 +139,7 @@ def _open(
             worker.lookers.append(Preloader(dispatcher).look)
         tokenizer = Tokenizer.load(settings.model)
         worker.start()
-        worker.wait_until_ready(owner.trouble)
+        worker.wait_until_ready(owner.trouble, was_whole=was_whole)
     except Exception as error:
         log.debug("starting failed", exc_info=True)
         raise LaunchError(f"can't serve {settings.model}: {error}") from error

@@ -172,6 +172,10 @@ class Backend(Protocol):
         """Reason why it is not healthy."""
         ...
 
+    def take_loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop to serve the app on, once the app is there; the caller runs it, and closes it at the end."""
+        ...
+
     def stop(self, timeout: float | None = 10.0) -> None: ...
 
     def give_up(self, reason: str) -> int:

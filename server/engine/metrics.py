@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -16,6 +17,7 @@ from .adapter_metrics import adapter_families
 from .call_metrics import CallMetrics, Ended
 from .engine_view import EngineView
 from .metric_families import ENGINE, MODEL_LABELS, histogram, label, with_samples
+from .shared_counts import SharedCounts
 
 if TYPE_CHECKING:
     from ...core.engine_stats import EngineStats
@@ -101,9 +103,21 @@ class Metrics:
     `MAX_MODEL_SERIES` models have series of their own, which are removed with their adapter.
     """
 
-    def __init__(self, stats: Callable[[], EngineStats], view: Callable[[], EngineView], base: str) -> None:
-        self.registry = registry = CollectorRegistry()
-        registry.register(_EngineCollector(stats, view, base))
+    def __init__(
+        self,
+        stats: Callable[[], EngineStats],
+        view: Callable[[], EngineView],
+        base: str,
+        directory: Path | None = None,
+    ) -> None:
+        """directory: of all processes that serve the same clients, whose requests are counted together."""
+        self.registry = CollectorRegistry()
+        self.registry.register(_EngineCollector(stats, view, base))
+        self.counted = registry = self.registry if directory is None else CollectorRegistry()
+        """What is of this process's requests; the engine's state is the same in all processes."""
+        self.shared = None if directory is None else SharedCounts(registry, directory)
+        if self.shared is not None:
+            self.registry.register(self.shared)
         self.first_tokens: list[float] | None = None
         """Seconds to first tokens since the operator's page last took them; None while none is open."""
         self._base = base
@@ -127,6 +141,15 @@ class Metrics:
         self._e2e = _Seconds("request", "From arrival to the end", E2E_BUCKETS, self, "e2e_request_latency")
         self._calls = CallMetrics(self.everything, registry)
         self.call_ended = self._calls.call_ended
+
+    def start(self) -> None:
+        """Begin to tell the other processes, if there are any, what is counted here."""
+        if self.shared is not None:
+            self.shared.start()
+
+    def stop(self) -> None:
+        if self.shared is not None:
+            self.shared.stop()
 
     @property
     def everything(self) -> tuple[str, str]:
@@ -159,6 +182,8 @@ class Metrics:
     def forget_all_but(self, names: Collection[str]) -> None:
         """Drop the series of models that are none of these, nor the base model."""
         kept = {label(name) for name in names} | {label(self._base), OTHERS}
+        if self.shared is not None:
+            self.shared.forget_all_but(kept)
         for series in self._models - kept:
             self._models.discard(series)
             for counter in (self._prompt_tokens, self._generated_tokens):
@@ -206,7 +231,7 @@ class _Tokens(Collector):
         self._gateway_name, self._everything = f"vllm:{gateway_name}", of.everything
         self._counts: dict[str, int] = {}  # of models with series; a labelled Counter takes ten times as long
         self._total = 0
-        of.registry.register(self)
+        of.counted.register(self)
 
     def add(self, series: str, tokens: int) -> None:
         self._counts[series] = self._counts.get(series, 0) + tokens
@@ -229,7 +254,7 @@ class _Seconds(Collector):
         self._name, self._text, self._bounds = f"chorus_{name}_seconds", text, buckets
         self._gateway_name, self._everything = f"vllm:{gateway_name or name}_seconds", of.everything
         self._counts, self._sum = [0] * (len(buckets) + 1), 0.0  # the library's take six times as long
-        of.registry.register(self)
+        of.counted.register(self)
 
     def observe(self, seconds: float, times: int = 1) -> None:
         self._counts[bisect_left(self._bounds, seconds)] += times

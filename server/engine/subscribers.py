@@ -31,7 +31,7 @@ class Subscribers:
             return list(self._receivers)
 
     def add(self, request_id: str, on_output: OnOutput, loop: asyncio.AbstractEventLoop | None) -> None:
-        """`on_output` is called on `loop`, or on the thread that delivers where there is none."""
+        """`on_output` is called on `loop`, on the thread that delivers where that runs it, or where there is none."""
         with self._lock:
             self._receivers[request_id] = on_output, loop
 
@@ -58,8 +58,9 @@ class Subscribers:
                 on_output, loop = receiver
                 batches[loop].append((on_output, output))
         orphaned: list[str] = []
+        here = _running_loop()
         for loop, batch in batches.items():
-            if loop is None:
+            if loop in (None, here):
                 _hand_over(batch)
                 continue
             try:
@@ -67,6 +68,13 @@ class Subscribers:
             except RuntimeError:  # the loop was closed, and the clients with it
                 orphaned += [output.request_id for _, output in batch]
         return orphaned
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 def _hand_over(batch: _Batch) -> None:

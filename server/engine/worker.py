@@ -101,6 +101,10 @@ class EngineWorker:
         self._thread.start()
         self._started.result()
 
+    def take_loop(self) -> asyncio.AbstractEventLoop:
+        """Any loop: the engine has a thread of its own."""
+        return asyncio.new_event_loop()
+
     def stop(self, timeout: float | None = 10.0) -> None:
         """Ends the requests in progress, closes the engine and waits for the thread, at most `timeout` seconds."""
         with self._wake:

@@ -103,6 +103,7 @@ class Gate:
             self.num_generating -= path in GENERATING
             if works:
                 self.requests.give_back(tenant)
+                self.tokens.share()
                 if seat is not None:
                     self.seats.give_back(caller, seat)
 

@@ -64,6 +64,11 @@ class HttpServer(uvicorn.Server):
             os._exit(130)
         self.gate.draining = True
 
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve on the worker's event loop, to the end."""
+        with asyncio.Runner(loop_factory=self.worker.take_loop) as runner:
+            runner.run(self.serve(sockets))
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         for listener in sockets or ():
             listener.listen(LISTEN_BACKLOG)

@@ -13,6 +13,8 @@ import httpx
 import openai
 import pytest
 
+from chorus.server.engine.worker import EngineWorker
+
 LENGTH, COUNT = 12, 8
 
 
@@ -116,3 +118,9 @@ def test_text_and_tokens_agree(url, tokenizer):
     choice = answer.choices[0]
     assert choice.message.content == tokenizer.decode(choice.token_ids)
     assert answer.usage.completion_tokens == len(choice.token_ids)
+
+
+def test_the_app_is_served_on_the_event_loop_that_its_worker_gives(start, fake_engine, monkeypatch):
+    loop = asyncio.new_event_loop()
+    monkeypatch.setattr(EngineWorker, "take_loop", lambda _: loop)
+    assert start(fake_engine).loop is loop

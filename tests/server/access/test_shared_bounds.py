@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -11,8 +12,10 @@ from contextlib import contextmanager
 
 import pytest
 
+from chorus.server.access.grants import Grant
 from chorus.server.access.shared_bounds import MERGE_SECONDS, MOST_SEATS, Seats, TokenBudgets
 from chorus.server.errors import ApiError
+from chorus.server.http.gate import Gate
 
 TAKE = """
 import json, signal, sys
@@ -80,3 +83,16 @@ def test_processes_add_up_the_tokens_that_they_spend(tmp_path):
     now[0] += 6
     one.check("a", 60)
     other.check("a", 60)
+
+
+def test_what_a_request_spent_at_last_is_known_to_other_processes_when_it_has_ended(tmp_path):
+    async def test():
+        gates = [Gate(shared=tmp_path) for _ in range(2)]
+        grant = Grant(tokens_per_minute=6)
+        with gates[0].passing("POST", "/v1/completions", "a", "a", grant):
+            for _ in range(8):  # all but the first within `MERGE_SECONDS`
+                gates[0].tokens.spend("a", 6, 1)
+        with pytest.raises(ApiError), gates[1].passing("POST", "/v1/completions", "a", "a", grant):
+            pass
+
+    asyncio.run(test())

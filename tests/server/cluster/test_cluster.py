@@ -236,6 +236,11 @@ def test_several_fronts_on_one_port_know_the_same_adapters_share_bounds_and_outl
         answer = post(name, "operator")
         return answer.status_code, answer.json()["choices"][0]["text"]
 
+    def num_ended() -> float:
+        text = httpx.get(f"{url}/metrics", headers={"authorization": "Bearer sk-operator-key"}, timeout=SECONDS).text
+        lines = (line for line in text.splitlines() if line.startswith("vllm:request_success_total"))
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
     keys = tmp_path / "keys"
     lines = (
         "sk-operator-key ops admin=yes",
@@ -254,6 +259,7 @@ def test_several_fronts_on_one_port_know_the_same_adapters_share_bounds_and_outl
                 assert set(threads.map(lambda _: ask(), range(12))) == {(200, answer)}
                 assert set(threads.map(ask, [f"stored/{name}"] * 12)) == {(200, answer)}
                 assert 1 <= store.asked[f"/{name}/adapter_model.safetensors"] <= 3
+        several.wait_until(lambda: {num_ended() for _ in range(8)} == {48})  # whichever front is asked
         assert post("mine", "frugal").status_code == 200
         time.sleep(2 * MERGE_SECONDS)
         assert {post("mine", "frugal").status_code for _ in range(12)} == {429}

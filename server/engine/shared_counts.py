@@ -1,0 +1,149 @@
+"""Counts of processes that share a port, added up: a scrape meets any of them, and no count may seem to fall."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+from ..access.shared_bounds import Seats
+
+log = logging.getLogger(__name__)
+
+PUBLISH_SECONDS = 1.0
+"""Seconds for which the other processes may not know a count; a process that is killed loses as much."""
+
+MOST_PROCESSES = 256
+
+ADDED_UP = ("counter", "histogram")
+CREATED = "_created"
+"""End of the name of the sample that says since when something is counted, which is no count."""
+
+_Key = tuple[str, tuple[tuple[str, str], ...]]  # a sample's name and labels
+_Counts = dict[str, dict[_Key, float]]  # by family
+
+
+class SharedCounts(Collector):
+    """Counters and histograms of a registry, with the ones of all processes that share a directory; what else it has is
+    this process's own.
+
+    Each process has a file there, a seat's. The process that takes the seat of one that has ended goes on from its
+    counts.
+    """
+
+    def __init__(self, counted: CollectorRegistry, directory: Path) -> None:
+        """RuntimeError if no seat is free."""
+        self._seats = Seats(directory / "count_seats")
+        seat = self._seats.take("", MOST_PROCESSES)
+        if seat is None:
+            raise RuntimeError(f"more than {MOST_PROCESSES} processes count requests in {directory}")
+        self._counted, self._directory = counted, directory
+        self._file = directory / f"counts-{seat}"
+        self._before = _read(self._file)
+        self._published: _Counts | None = None
+        self._kept: frozenset[str] | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="chorus-counts", daemon=True)
+
+    def start(self) -> None:
+        """Begin to publish this process's counts."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Publish the last of them, and end."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(PUBLISH_SECONDS)
+
+    def forget_all_but(self, models: Collection[str]) -> None:
+        """Drop what was counted of other models than these."""
+        self._kept = kept = frozenset(models)
+        self._before = {
+            family: {key: value for key, value in counts.items() if _is_kept(key, kept)}
+            for family, counts in self._before.items()
+        }
+
+    def publish(self) -> None:
+        """Write this process's counts, and the ones that it went on from, unless nothing has changed."""
+        counts = {
+            family.name: _added(_counts_of(family), self._before.get(family.name, {}))
+            for family in self._counted.collect()
+            if family.type in ADDED_UP
+        }
+        if counts == self._published:
+            return
+        told = {
+            family: [[name, dict(labels), value] for (name, labels), value in samples.items()]
+            for family, samples in counts.items()
+        }
+        new = self._file.with_suffix(".new")
+        new.write_text(json.dumps(told))
+        new.replace(self._file)
+        self._published = counts
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        files = (file for file in self._directory.glob("counts-*") if file != self._file and not file.suffix)
+        more = [self._before, *map(_read, files)]
+        for family in self._counted.collect():
+            yield self._sum(family, more) if family.type in ADDED_UP else family
+
+    def _sum(self, family: Metric, more: Iterable[_Counts]) -> Metric:
+        rest: dict[_Key, float] = defaultdict(float)
+        for one in more:
+            for key, value in one.get(family.name, {}).items():
+                if self._kept is None or _is_kept(key, self._kept):
+                    rest[key] += value
+        whole = Metric(family.name, family.documentation, family.type, family.unit)
+        for sample in family.samples:
+            whole.add_sample(sample.name, sample.labels, sample.value + rest.pop(_key(sample), 0.0))
+        for (name, labels), value in rest.items():
+            whole.add_sample(name, dict(labels), value)
+        return whole
+
+    def _run(self) -> None:
+        while True:
+            ends = self._stopping.wait(PUBLISH_SECONDS)
+            try:
+                self.publish()
+            except OSError as error:  # the directory may be gone at the end
+                if not ends:
+                    log.warning("counts of requests can't be told to the other fronts: %s", error)
+            if ends:
+                return
+
+
+def _counts_of(family: Metric) -> dict[_Key, float]:
+    return {_key(sample): sample.value for sample in family.samples if not sample.name.endswith(CREATED)}
+
+
+def _key(sample: Sample) -> _Key:
+    return sample.name, tuple(sorted(sample.labels.items()))
+
+
+def _added(own: dict[_Key, float], before: dict[_Key, float]) -> dict[_Key, float]:
+    return {key: own.get(key, 0.0) + before.get(key, 0.0) for key in [*own, *(before.keys() - own.keys())]}
+
+
+def _is_kept(key: _Key, models: Collection[str]) -> bool:
+    return all(value in models for label, value in key[1] if label == "model")
+
+
+def _read(file: Path) -> _Counts:
+    with suppress(FileNotFoundError):
+        return {
+            family: {(name, tuple(sorted(labels.items()))): value for name, labels, value in samples}
+            for family, samples in json.loads(file.read_text()).items()
+        }
+    return {}

@@ -1,0 +1,107 @@
+"""The event loop of a cluster's links: a thread of its own runs it until a server takes it over."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from chorus.core.requests.types import RequestOutput
+from chorus.server.cluster.address import UnixSocket
+from chorus.server.cluster.cluster_worker import ClusterWorker
+from chorus.server.cluster.link import Link
+from chorus.server.cluster.router import POLICIES, Estimates
+from chorus.server.demo.builtin import BUILTIN_MODEL
+from chorus.server.engine.subscribers import Subscribers
+from chorus.server.errors import EngineUnavailable
+from chorus.server.settings import Settings
+
+
+@pytest.fixture
+def worker(tmp_path):
+    """A worker that waits for two replicas which never come."""
+    estimates = Estimates()
+    links = [Link(f"r{index}", UnixSocket(tmp_path / "nowhere"), b"s" * 32, 30.0) for index in range(2)]
+    ended = []
+    worker = ClusterWorker(
+        links, POLICIES["least-delay"](estimates, None), Settings(model=BUILTIN_MODEL),
+        on_stop=lambda: ended.append(True), estimates=estimates,
+    )  # fmt: skip
+    worker.start()
+    yield worker
+    worker.stop()
+    assert ended == [True]
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "chorus-cluster"]
+
+
+def test_no_thread_but_the_server_s_runs_the_links_once_it_has_taken_their_loop(worker):
+    (thread,) = threads()
+    assert worker.abort("unknown").result(10) is False
+    loop = worker.take_loop()
+    assert not thread.is_alive() and not loop.is_running()
+    later = worker.abort("unknown")
+    assert not later.done(), "nothing runs the loop"
+
+    async def serve():
+        assert await asyncio.wrap_future(worker.abort("unknown")) is False
+        assert later.result() is False, "what came meanwhile was waiting"
+        await asyncio.to_thread(worker.stop)
+        links = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.wait_for(asyncio.gather(*links, return_exceptions=True), 10)
+
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(serve())
+    assert worker.abort("unknown").result(10) is False, "an ended worker answers, too"
+
+
+def test_a_worker_of_which_no_server_took_the_loop_ends_it_and_its_thread(worker):
+    (thread,) = threads()
+    worker.stop()
+    assert not thread.is_alive() and worker.take_loop().is_closed()
+
+
+def test_a_front_waits_for_all_replicas_at_the_cluster_s_start_and_for_one_when_it_is_started_again(worker):
+    def wait(was_whole):
+        worker.wait_until_ready(lambda: "a replica is away", was_whole=was_whole)
+
+    with pytest.raises(EngineUnavailable):
+        wait(was_whole=True)
+    worker.links[1].hello = object()
+    with pytest.raises(EngineUnavailable):
+        wait(was_whole=False)
+    wait(was_whole=True)
+    worker.links[0].hello = object()
+    wait(was_whole=False)
+
+
+def test_outputs_that_are_delivered_on_their_receiver_s_loop_are_there_at_once():
+    subscribers, seen = Subscribers(), []
+
+    async def deliver():
+        subscribers.add("a", seen.append, asyncio.get_running_loop())
+        subscribers.deliver([output := RequestOutput("a", (5,))])
+        assert seen == [output]
+
+    asyncio.run(deliver())
+
+
+def test_outputs_of_another_thread_are_handed_over_to_their_receiver_s_loop():
+    subscribers, seen = Subscribers(), []
+
+    async def receive():
+        here, came = threading.get_ident(), asyncio.Event()
+
+        def on_output(output):
+            seen.append((output.token_ids, threading.get_ident() == here))
+            came.set()
+
+        subscribers.add("a", on_output, asyncio.get_running_loop())
+        await asyncio.to_thread(subscribers.deliver, [RequestOutput("a", (5,))])
+        await asyncio.wait_for(came.wait(), 10)
+
+    asyncio.run(receive())
+    assert seen == [((5,), True)]
