@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from .native_library import library
 from .sampling_schedule import FIELDS
 
 #: Of a slice of logits that are drawn from or scored together.
@@ -126,7 +127,11 @@ def ban(logits: torch.Tensor, masks: np.ndarray) -> None:
     masks: `[n, 1 + words]` int32: a row of the logits, then a bit for each token, the lowest first.
     """
     if _on_host(logits):
-        values, vocab = logits.numpy(), logits.shape[1]
+        vocab = logits.shape[1]
+        if (found := library()) is not None and logits.is_contiguous() and masks.flags.c_contiguous:
+            found.chorus_ban(logits.data_ptr(), vocab, masks.ctypes.data, *masks.shape)
+            return
+        values = logits.numpy()
         for mask in masks:
             banned = np.unpackbits(~mask[1:].view(np.uint8), bitorder="little", count=vocab)
             np.copyto(values[mask[0]], -np.inf, where=banned.view(bool))

@@ -1,5 +1,6 @@
 // The library's functions, as ops/native.py and ops/native_reader.py call them; one library for each level.
 #pragma once
+#include "ban.h"
 #include "decoder.h"
 #include "file_rows.h"
 #include "rates.h"
@@ -60,6 +61,12 @@ CHORUS_API void chorus_decoder_score_logits(void* decoder, int first, int count,
 
 CHORUS_API void chorus_decoder_sample(void* decoder, Draw* draws, int num_draws, Score* scores, int num_scores) {
     ((AnyDecoder*)decoder)->sample(draws, num_draws, scores, num_scores);
+}
+
+// masks: [count, words], of each a row of the logits, then its mask; see ban.h.
+CHORUS_API void chorus_ban(float* logits, int64_t vocab, const int32_t* masks, int64_t count, int64_t words) {
+    for (const int32_t* mask = masks; mask < masks + count * words; mask += words)
+        ban(logits + mask[0] * vocab, vocab, mask + 1);
 }
 
 // One matrix with adapters in it, between steps; see Merge.

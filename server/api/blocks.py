@@ -41,6 +41,7 @@ class BlockFormat(AnswerFormat):
         super().__init__(generation, scores, extras)
         self._blocks: list[Block] = []
         self._new_scores: list[Any] = []  # of tokens whose text has not come yet
+        self._num_left_out = 0  # scores of reasoning's tokens
 
     def answer(self) -> Body:
         (choice,) = self._generation.choices
@@ -80,7 +81,12 @@ class BlockFormat(AnswerFormat):
         return block
 
     def _take_scores(self, block: Block) -> list[Body]:
-        """Scores of the tokens up to here; only content shows them."""
+        """Scores of the tokens up to here; only content shows them. A whole answer's tokens come all at once."""
+        reasoned = self._new_scores[: self._generation.num_reasoning_tokens - self._num_left_out]
+        self._num_left_out += len(reasoned)
+        del self._new_scores[: len(reasoned)]
+        if block.kind is PartKind.REASONING:
+            return []
         scores, self._new_scores = self._new_scores, []
         if block.kind is not PartKind.CONTENT:
             return []

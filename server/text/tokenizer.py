@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -28,6 +29,9 @@ THREAD_CHARACTERS = 8192
 
 THREAD_MESSAGES = 32
 """Messages, or bad words, above which the same is so."""
+
+TAG = re.compile(r"<.*>", re.DOTALL)
+"""An added token that llguidance takes for a special one whether it is or not."""
 
 THREADS = 2
 
@@ -92,10 +96,16 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self.backend = backend
         """The library's own tokenizer."""
-        special = {i: token.content for i, token in backend.get_added_tokens_decoder().items() if token.special}
-        self._special = frozenset(special)
-        self.specials_in = lru_cache(64)(lambda text: {word: i for i, word in special.items() if word and word in text})
-        """The ids of the special tokens that are spelt in a text."""
+        added = backend.get_added_tokens_decoder()
+        self._special = frozenset(i for i, token in added.items() if token.special)
+        marks = {
+            token.content: i
+            for i, token in added.items()
+            if token.content and (token.special or TAG.fullmatch(token.content))
+        }
+        self.specials_in = lru_cache(64)(lambda text: {word: i for word, i in marks.items() if word in text})
+        """The tokens spelt in a text that are no part of a grammar's texts, by their ids: the special ones, and other
+        added ones in angle brackets, such as Qwen3's <think>, which llguidance takes for special ones."""
         self._spelt = SpeltSpecials(backend)
         self._threads = DaemonPool("tokenizer", THREADS)
         self.vocabulary = Vocabulary(backend)

@@ -23,6 +23,7 @@ from chorus.ops.sampling import (
     UNDECIDED,
     Chances,
     TorchSampling,
+    ban,
     first_above,
     pick,
     sample,
@@ -208,6 +209,29 @@ def native_sampling(vocab, threads):
     decoder = native.NativeDecoder(model, threads)
     decoder.sampling.keeps = decoder  # as long as what uses its threads
     return decoder.sampling
+
+
+@pytest.mark.parametrize("implementation", ["torch", "native"])
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_tokens_whose_bit_is_not_set_are_banned(monkeypatch, implementation, vocab):
+    """Where all may come, where few do, at the end of the vocabulary, and of logits that are not finite."""
+    if implementation == "torch":
+        monkeypatch.setenv(native_library.ISA, "none")
+    elif reason := native_library.why_unavailable(torch.float32):
+        pytest.skip(f"no native library: {reason}")
+    generator = np.random.default_rng(vocab)
+    logits = torch.from_numpy(generator.standard_normal((6, vocab), np.float32))
+    logits[2, 0], logits[3, -1] = torch.nan, torch.inf
+    words = -(-vocab // 32)
+    allowed = generator.random((5, words * 32)) < np.array([[0.5], [0.01], [0.99], [1.0], [0.0]])
+    masks = np.empty((5, 1 + words), np.int32)
+    masks[:, 0] = 5, 2, 3, 1, 0
+    masks[:, 1:] = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
+    want = logits.numpy().copy()
+    for row, may in zip(masks[:, 0], allowed[:, :vocab], strict=True):
+        want[row][~may] = -np.inf
+    ban(logits, masks)
+    assert np.array_equal(logits.numpy(), want, equal_nan=True)
 
 
 @pytest.fixture(params=["torch", "native"], scope="module")

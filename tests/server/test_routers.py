@@ -1,7 +1,8 @@
-"""Three servers behind routers of other projects: sglang-router and vllm-router, each where it is installed."""
+"""Servers behind routers of other projects, each where it is installed: sglang-router, vllm-router, litellm's proxy."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -18,8 +19,8 @@ from chorus.core.engine import Engine
 
 pytestmark = pytest.mark.router
 
-SECONDS = 60
-"""A deadline, not an expectation: routers start within two seconds."""
+SECONDS = 180
+"""A deadline, not an expectation: routers start within two seconds, litellm's proxy within ten."""
 
 
 def free_port():
@@ -28,25 +29,29 @@ def free_port():
         return bound.getsockname()[1]
 
 
-def command(name, *arguments):
+def command(name, *arguments, package=None):
     found = shutil.which(name)
     if found is None:
-        pytest.skip(f"{name} is not installed; pip install {name}, best into an environment of its own")
+        pytest.skip(f"{name} is not installed; pip install {package or name}, best into an environment of its own")
     return [found, *arguments]
 
 
+def with_metrics(*router):
+    return command(*router, "--prometheus-port", str(free_port()))
+
+
 @contextmanager
-def routing(log, *arguments):
-    """A router as a process of its own; gives a client of it."""
+def routing(log, *arguments, ready="/health"):
+    """A router as a process of its own; gives a client of it. ready: the route that says that it has started."""
     port = free_port()
-    common = ("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port()))
-    direct = {**os.environ, "NO_PROXY": "*", "no_proxy": "*"}
+    common = ("--host", "127.0.0.1", "--port", str(port))
+    direct = {**os.environ, "NO_PROXY": "*", "no_proxy": "*", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     with log.open("wb") as out:
         process = subprocess.Popen([*arguments, *common], stdout=out, stderr=out, env=direct)
         try:
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=SECONDS, trust_env=False) as client:
                 deadline = time.monotonic() + SECONDS
-                while not is_ready(client):
+                while not is_ready(client, ready):
                     assert process.poll() is None and time.monotonic() < deadline, log.read_text("utf-8", "replace")
                     time.sleep(0.05)
                 yield client
@@ -55,9 +60,9 @@ def routing(log, *arguments):
             process.wait()
 
 
-def is_ready(client):
+def is_ready(client, route):
     try:
-        return client.get("/health").status_code == 200
+        return client.get(route).status_code == 200
     except httpx.TransportError:
         return False
 
@@ -68,7 +73,7 @@ def is_ready(client):
     ids=lambda router: router[0],
 )
 def test_a_router_in_front_of_three_servers(start, make_engine, read_events, tmp_path, router):
-    arguments = command(*router)
+    arguments = with_metrics(*router)
     lives = [start(make_engine(["alice", "bob"])) for _ in range(3)]
     with routing(tmp_path / "log", *arguments, "--worker-urls", *(live.url for live in lives)) as client:
         for _ in range(6):
@@ -86,12 +91,47 @@ def test_a_router_in_front_of_three_servers(start, make_engine, read_events, tmp
         assert missing.status_code == 404 and missing.json()["error"]["code"] == "model_not_found"
 
 
+@pytest.mark.parametrize("provider", ["hosted_vllm", "openai"])
+def test_litellm_proxy_in_front_of_a_server(start, make_engine, read_events, tmp_path, provider):
+    """An adapter and the base model by names of the proxy's own: answers, streams, and errors as they are."""
+    live = start(make_engine(["alice"]))
+    models = [
+        {"model_name": name, "litellm_params": {"model": f"{provider}/{model}", "api_base": f"{live.url}/v1"}}
+        for name, model in (("support", "alice"), ("plain", "base"), ("gone", "nobody"))
+    ]
+    for model in models:
+        model["litellm_params"]["api_key"] = "none"
+    config = tmp_path / "litellm.yaml"
+    general = {"dangerously_permit_weak_or_unset_master_key": True}  # it listens on this machine alone
+    config.write_text(
+        json.dumps({"model_list": models, "litellm_settings": {"num_retries": 0}, "general_settings": general})
+    )
+    arguments = command("litellm", "--config", str(config), package="litellm[proxy]")
+    with routing(tmp_path / "log", *arguments, ready="/health/liveliness") as client:
+        asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+        whole = client.post("/v1/chat/completions", json={"model": "support", **asked})
+        assert whole.status_code == 200, whole.text
+        direct = live.client.post("/v1/chat/completions", json={"model": "alice", **asked}).json()
+        assert whole.json()["choices"][0]["message"]["content"] == direct["choices"][0]["message"]["content"]
+        assert whole.json()["usage"]["total_tokens"] == direct["usage"]["total_tokens"]
+        stream = client.post("/v1/chat/completions", json={"model": "plain", **asked, "stream": True})
+        deltas = [event["choices"][0]["delta"] for event in read_events(stream) if event["choices"]]
+        base = live.client.post("/v1/chat/completions", json={"model": "base", **asked}).json()
+        assert "".join(delta.get("content") or "" for delta in deltas) == base["choices"][0]["message"]["content"]
+        answer = client.post("/v1/completions", json={"model": "support", "prompt": "abc"})
+        assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == "cba", answer.text
+        wrong = client.post("/v1/chat/completions", json={"model": "plain", **asked, "temperature": -1})
+        assert wrong.status_code == 400 and "temperature" in wrong.text
+        missing = client.post("/v1/chat/completions", json={"model": "gone", **asked})
+        assert missing.status_code == 404 and "nobody" in missing.text
+
+
 def test_vllm_router_sends_prompts_to_the_server_that_has_cached_them(start, subject, tmp_path):
     """By KV events alone: all servers are idle, and each prompt is cached on one of them.
 
     Prompts of the base model: vllm-router 0.1.17 leaves blocks with a LoRA name out of its index.
     """
-    arguments = command("vllm-router", "--policy", "kv_aware", "--kv-event-model", "base")
+    arguments = with_metrics("vllm-router", "--policy", "kv_aware", "--kv-event-model", "base")
     reference, lives = subject("wide_heads"), []
     for _ in range(3):
         engine = Engine.from_config(

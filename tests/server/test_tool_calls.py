@@ -301,6 +301,20 @@ FLAT = {"type": "function", "name": "f", "parameters": PARAMETERS}
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_responses_log_probabilities_are_of_what_stands_behind_its_reasoning(live, stream):
+    """But for the mark between them, of which some may be counted to the content."""
+    live.engine.text = "<think>\nA.\n</think>\n\nWell"
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
+        asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+        answer = client.responses.create(model="base", input="hi", stream=stream, **asked)
+        response = list(answer)[-1].response if stream else answer
+    reasoning, message = response.output
+    tokens = "".join(score.token for score in message.content[0].logprobs)
+    assert reasoning.content[0].text == "A." and message.content[0].text == "Well"
+    assert tokens.endswith("\n\nWell<eos>") and "A." not in tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_response_with_reasoning_and_calls(live, stream):
     live.engine.text = CALLS
     with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:

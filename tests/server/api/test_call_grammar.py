@@ -7,13 +7,15 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from llguidance import LLTokenizer
 from tokenizers import AddedToken
 
 from chorus.core.requests.grammar import Grammar
 from chorus.core.requests.grammars import Grammars
 from chorus.server.api.call_grammar import answer_grammar
 from chorus.server.text.answer_reader import AnswerReader, Message
-from chorus.server.text.call_formats import CALL_FORMATS, REASONING_FORMATS, AnswerSyntax, wide
+from chorus.server.text.call_formats import CALL_FORMATS, HERMES, REASONING_FORMATS, AnswerSyntax, wide
+from chorus.server.text.tokenizer import Tokenizer
 
 from ...tiny_tokenizer import save_tokenizer
 
@@ -111,6 +113,38 @@ def test_reasoning_comes_before_forced_calls(tokenizer, name, reasoning):
     assert ok(f"So.{marks.close}{one}", reasons_already=True) and not ok(one, reasons_already=True)
     assert not ok(f"{marks.open}So.{marks.close}No.") and not ok(f"So.{one}")
     assert ok(f"{marks.open}So.{marks.close}No.", forced=False)
+
+
+QWEN3_MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["plain", "special"])
+@pytest.mark.parametrize("forced", [False, True], ids=["free", "forced"])
+def test_marks_that_are_tokens_are_taken_as_these_tokens(tmp_path, special, forced):
+    """Qwen3's are added tokens, but not special ones."""
+    backend = save_tokenizer(tmp_path)
+    backend.add_tokens([AddedToken(mark, special=special, normalized=False) for mark in QWEN3_MARKS])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    grammars = Grammars(tmp_path, backend.get_vocab_size(), [backend.token_to_id("</s>")])
+    syntax = AnswerSyntax(HERMES, REASONING_FORMATS[-1])
+    specials = Tokenizer.load(tmp_path).specials_in(syntax.marks)
+    lark = answer_grammar(syntax, TOOLS, specials, forced=forced, parallel=True, reasons_already=False)
+    matcher = grammars.compile(Grammar("grammar", lark))
+    tokens = backend.encode(f"<think>\nhm\n</think>\n\n{written(HERMES, F)}", add_special_tokens=False).ids
+    assert {backend.token_to_id(mark) for mark in QWEN3_MARKS} <= set(tokens)
+    assert matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+def test_the_tokens_that_a_grammar_has_by_their_ids_are_llguidances(tmp_path):
+    words = ["<a>", "[THINK]", "<seed:think>", wide("<|sep|>"), "<a", "a>", "<a b>", "```json", "f<x>"]
+    backend = save_tokenizer(tmp_path)
+    backend.add_tokens([AddedToken(word, special=False, normalized=False) for word in words])
+    backend.add_special_tokens([AddedToken("[MASK]", special=True)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    theirs = LLTokenizer(backend.to_str(), eos_token=[backend.token_to_id("</s>")])
+    added = {word: backend.token_to_id(word) for word in [*words, "[MASK]"]}
+    found = Tokenizer.load(tmp_path).specials_in(" ".join(added))
+    assert found == {word: token for word, token in added.items() if theirs.is_special_token(token)}
 
 
 CONTENTS = [
