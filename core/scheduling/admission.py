@@ -275,7 +275,9 @@ class Admission:
             return False
         if draft.is_reserved(request):
             return False
-        return adapter is None or self._loads.may_start(adapter, min(request.num_tokens, draft.budget))
+        if adapter is None or (adapter.pages and adapter.transfer is None):
+            return True
+        return self._loads.may_start(adapter, min(request.num_tokens, draft.budget))
 
     def _has_room(self, request: Request, blocks: list[Block], draft: Draft) -> bool:
         """True if there are pages for a request's known tokens and for the expected growth of all running requests.

@@ -61,15 +61,16 @@ class RequestMemory:
         blocks: the request's cached prefix.
         """
         wanted = -(-request.num_tokens // self.block_tokens) - len(blocks) + spare
+        adapter = request.adapter
+        if adapter is not None and not adapter.pages:
+            wanted += adapter.num_pages
+        if wanted <= self._pool.num_free:  # then nothing has to be evicted
+            return True
         available = self.num_available_pages
         if blocks:
             available -= self._prefix.unused(blocks)
-        adapter = request.adapter
-        if adapter is not None:
-            if not adapter.pages:
-                wanted += adapter.num_pages
-            elif adapter.is_idle:
-                available -= len(adapter.pages)
+        if adapter is not None and adapter.is_idle:
+            available -= len(adapter.pages)
         return wanted <= available
 
     def start(self, request: Request, blocks: list[Block], count: int) -> None:

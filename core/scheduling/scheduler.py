@@ -160,7 +160,7 @@ class Scheduler:
             return None
         plan = plan_step(self.num_steps + 1, groups, counts, self._buckets)
         self.running.plan = plan if all_decode and not counts else None
-        if plan.bucket is None and any(request.row is None and not request.call for request in counts):
+        if self.running.calls and plan.bucket is None and any(each.row is None and not each.call for each in counts):
             self._shares.forget()
         return plan
 
@@ -173,7 +173,7 @@ class Scheduler:
         running, memory = self.running, self._memory
         if (
             plan.bucket is None or running.calls or running.num_looking_back or self.only is not None
-            or self._loading or memory.arriving or memory.swapped.is_under_way
+            or self._loading or memory.arriving or memory.swapped.copies
             or len(running) > self._limits.max_num_seqs
         ):  # fmt: skip
             return None
@@ -286,7 +286,7 @@ class Scheduler:
 
     def _settle(self) -> None:
         """Apply what has ended since the last step: copies, loads, and shared prefills."""
-        if self._memory.swapped.is_under_way:
+        if self._memory.swapped.copies:
             for request in self._memory.settle():  # its KV is lost and must be recomputed
                 self._send_back(request, RequestState.SWAPPED)
         if self._loading or self._store.loads.under_way:
@@ -307,6 +307,8 @@ class Scheduler:
 
     def _fail_hopeless(self) -> None:
         """End the waiting requests for adapters that can't be loaded."""
+        if not self.waiting.has_absent():
+            return
         for request, error in self._ahead.hopeless(self.waiting):
             self.waiting.remove(request)
             self._fail(request, *load_error(request, error))
@@ -429,8 +431,8 @@ class Scheduler:
     def _take_waiting(self, draft: Draft) -> None:
         """Admit waiting requests and prefetch adapters for the queue."""
         self._fail_hopeless()
-        before = self.num_preemptions
-        if not draft.was_short and not self._memory.swapped.frees_pages:  # else pages are free only after a copy
+        before, swapped = self.num_preemptions, self._memory.swapped
+        if not draft.was_short and not (swapped.copies and swapped.frees_pages):  # else pages are free after a copy
             draft.begin_admission()
             self._admission.admit(draft)
             self._loading += [request for request in draft.begun if request.state is RequestState.LOADING]
@@ -443,6 +445,8 @@ class Scheduler:
 
     def _read_ahead(self) -> None:
         """Read and load the adapters of the next candidates."""
+        if not self.waiting.has_absent():
+            return
         self._ahead.read(self._admission.coming())
         if self._limits.prefetch:
             self._ahead.load(self.waiting)
@@ -482,7 +486,9 @@ class Scheduler:
             self._admission.note_late(adapter)
 
     def _give_back(self, request: Request) -> None:
-        """Free all that a running request holds, and charge its tenant for what it has computed."""
+        """Free all that a request that has left the running ones holds, and charge its tenant for what it computed."""
+        if request.call and not self.running.calls:
+            self._shares.forget()
         self._admission.end(request)
         self._memory.release(request)
 

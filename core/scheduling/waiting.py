@@ -108,6 +108,10 @@ class WaitingQueue(OrderedDict[Request, None]):
         """True if the first answer of a call is a candidate."""
         return any(group.firsts for groups in self.accounts.values() for group in groups.values())
 
+    def has_absent(self) -> bool:
+        """True if a request waits for an adapter without pages; looks at one such, and no more than are resident."""
+        return any(adapter is not None and not adapter.pages for adapter in self.num_of)
+
     def adapters(self) -> set[Adapter]:
         """Return the adapters of all candidates for admission."""
         return {adapter for adapter in self.by_adapter if adapter is not None}

@@ -220,7 +220,7 @@ class SimScheduler(Scheduler):
         Arrivals and aborts are left out. Nothing is decided until a request ends or pages run short. What waiting
         requests' adapters hold is not touched, since that would change what is read ahead and which request is first.
         """
-        if self._store.loads.under_way or self._memory.swapped.is_under_way or not self.may_repeat:
+        if self._store.loads.under_way or self._memory.swapped.copies or not self.may_repeat:
             return plan
         most = min(MOST_REPEATS, min([request.max_length - len(request.token_ids) for request in self.running]))
         until = math.inf
