@@ -20,10 +20,9 @@ from .load_ahead import LoadPolicy
 from .output_lengths import Growth, OutputLengths
 from .page_shares import PageShares
 from .policies import QueuePolicy
-from .queue_order import QueueOrder, Turns
 from .request_memory import RequestMemory
-from .service import Service
-from .waiting import Group, WaitingQueue
+from .service import Service, Turns
+from .waiting import Group, QueueOrder, WaitingQueue
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from ...memory.adapters.adapter import Adapter
 from ..config import EngineConfig
 from ..requests.request import Request
 from .output_lengths import Growth
-from .queue_order import QueueOrder
 from .running import Running
 from .service import Service
+from .waiting import QueueOrder
 
 MOST_SHORT = 2
 """Tenants that may lack pages in a step before its admission ends. Chosen."""

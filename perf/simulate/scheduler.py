@@ -14,9 +14,9 @@ from ...core.requests.sampling_params import SamplingParams
 from ...core.requests.types import BASE_SLOT, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
 from ...core.scheduling.admission import Admission
 from ...core.scheduling.draft import Draft, Place
-from ...core.scheduling.queue_order import QueueOrder
 from ...core.scheduling.running import Running
 from ...core.scheduling.scheduler import Scheduler
+from ...core.scheduling.waiting import QueueOrder
 from ...memory.adapters.adapter import Adapter, Tier
 from ...memory.pages.prefix import Block
 from .executor import TOKEN
