@@ -298,7 +298,7 @@ class Engine:
             num_steps=scheduler.num_steps,
             num_step_tokens=scheduler.num_step_tokens,
             step_sizes=tuple(scheduler.step_sizes),
-            num_preemptions=scheduler.num_preemptions,
+            num_preemptions=scheduler.lifecycle.num_preemptions,
             num_swapped=len(self.swapped),
             swapped_bytes=self.swapped.num_bytes,
             num_swaps_out=self.swapped.num_out,

@@ -75,6 +75,11 @@ class WaitingQueue(OrderedDict[Request, None]):
         self.by_adapter: dict[Adapter | None, dict[str, None]] = {}
         """Tenants with candidates for an adapter, or for the base model."""
         self._new_accounts: dict[str, None] = {}
+        self._held: dict[Request, None] = {}
+
+    def has(self, account: str) -> bool:
+        """True if a tenant has a waiting request, held back or not."""
+        return account in self.accounts or any(request.account == account for request in self._held)
 
     def count(self, account: str) -> int:
         """Return the number of a tenant's waiting requests, without held-back ones; from any thread."""
@@ -97,22 +102,27 @@ class WaitingQueue(OrderedDict[Request, None]):
             request.place -= _BEFORE_ALL
         _insert(self, request)
         self._count(request)
-        self.release(request)
+        _insert(self._group(request).line(request), request)
 
     def remove(self, request: Request) -> None:
         del self[request]
         self.num_of[request.adapter] -= 1
         if not self.num_of[request.adapter]:
             del self.num_of[request.adapter]
-        self._leave_group(request)
+        if request in self._held:
+            del self._held[request]
+        else:
+            self._leave_group(request)
 
     def hold_back(self, request: Request) -> None:
         """Keep a request in the queue, but not among the candidates for admission, until it is released."""
         self._leave_group(request)
+        self._held[request] = None
 
     def release(self, request: Request) -> None:
         """Make a held-back request a candidate again, at its position in its group, unless it has left the queue."""
-        if request in self:
+        if request in self._held:
+            del self._held[request]
             _insert(self._group(request).line(request), request)
 
     def take_new_accounts(self) -> list[str]:
@@ -151,10 +161,8 @@ class WaitingQueue(OrderedDict[Request, None]):
         return group
 
     def _leave_group(self, request: Request) -> None:
-        groups = self.accounts.get(request.account)
-        group = None if groups is None else groups.get(request.adapter)
-        if groups is None or group is None or request not in group:
-            return
+        groups = self.accounts[request.account]
+        group = groups[request.adapter]
         del group.line(request)[request]
         if not group:
             del groups[request.adapter]

@@ -294,7 +294,7 @@ def taken(seats, requests):
 def draft_of(service):
     running = service._running  # noqa: SLF001
     limits = EngineConfig(model=Path("fake"), max_num_seqs=service.max_rows)
-    draft = Draft(limits, service, running, list(running), 0.0, all_decode=True)
+    draft = Draft(limits, service, None, running, list(running), 0.0, all_decode=True)
     draft.begin_admission()
     return draft
 
