@@ -19,7 +19,6 @@ from .load_ahead import LoadPolicy
 from .output_lengths import Growth
 from .page_shares import PageShares
 from .request_memory import RequestMemory
-from .service import Tenants
 from .waiting import Group, QueueOrder, WaitingQueue
 
 DOUBT_SECONDS = 10.0
@@ -37,7 +36,6 @@ class Admission:
 
     _limits: EngineConfig
     _waiting: WaitingQueue
-    _tenants: Tenants
     _store: AdapterStore
     _memory: RequestMemory
     _loads: LoadPolicy
@@ -59,7 +57,7 @@ class Admission:
         """
         accounts = self._waiting.accounts
         if len(accounts) > 1:
-            turns = self._tenants.restart()
+            turns = self._lifecycle.restart_turns()
             lines: list[Iterable[Group]] = []
             while len(lines) < 2 * self._limits.lookahead and (account := turns.top()) is not None:
                 lines.append(islice(accounts[account].values(), _MOST_GROUPS))
@@ -176,10 +174,9 @@ class Admission:
         if draft.running or self._store.loads.under_way:
             draft.pass_over_tenant(request.account)
             return request.account in draft.running.accounts or not draft.order.is_late()
-        self._waiting.remove(request)
-        draft.order.go_on()
         message = "the arena has too few pages left beside pinned adapters; unpin some"
-        self._lifecycle.fail(request, message, LoadFailure.NO_ROOM)
+        self._lifecycle.end(request, message, LoadFailure.NO_ROOM)
+        draft.order.go_on()
         return True
 
     def _find_victims(self, request: Request, draft: Draft) -> list[Request]:
@@ -207,7 +204,7 @@ class Admission:
         is_limited = self._limits.max_adapters_per_step is not None or doubts or self.late or draft.only is not None
         draft.place = place
         draft.order = QueueOrder(
-            self._waiting, self._tenants.restart(), self._store, draft.overdue_before,
+            self._waiting, self._lifecycle.restart_turns(), self._store, draft.overdue_before,
             partial(self._may_come, draft, doubts) if is_limited else None, place is Place.CALL, draft.is_candidate,
         )  # fmt: skip
 
@@ -265,18 +262,19 @@ class Admission:
 
         An adapter that can't be loaded fails this request only.
         """
-        self._waiting.remove(request)
-        draft.order.go_on()
         if request.start_time is None:
             request.start_time = self._clock()
         try:
             self._memory.start(request, blocks, count)
         except Exception as error:
-            self._lifecycle.fail(request, *load_error(request, error))
+            self._lifecycle.end(request, *load_error(request, error))
+            draft.order.go_on()
             return
+        self._waiting.remove(request)
+        draft.order.go_on()
         request.state = RequestState.LOADING if is_loading(request) else RequestState.RUNNING
         request.began_at = len(blocks) * self._memory.block_tokens
-        self._tenants.charge(request, self._lifecycle.lengths.final_length(request) - 1)
+        self._lifecycle.charge(request)
         self._prefills.begin(request)
         draft.begin(request, 0 if request.coming is not None else count)
 

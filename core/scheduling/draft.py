@@ -97,8 +97,10 @@ class Draft:
                 break
             if not request.is_running:  # preempted for an earlier request
                 continue
-            wanted = min(self.budget, _missing(request))
-            count = _take_share(request, wanted, shares)
+            count = wanted = min(self.budget, _missing(request))
+            if shares is not None and _missing(request) > 1:
+                count = min(wanted, shares[request.account])
+                shares[request.account] -= count
             if count < wanted:
                 self.cut.append(request)
             if count:
@@ -318,15 +320,6 @@ def prompt_shares(wanted: Mapping[str, int], budget: int, others: bool) -> dict[
         budget -= shares[account]
         left -= 1
     return shares
-
-
-def _take_share(request: Request, wanted: int, shares: dict[str, int] | None) -> int:
-    """Take up to `wanted` tokens from the share of a request's tenant, if there are shares; return their number."""
-    if shares is None or _missing(request) == 1:
-        return wanted
-    count = min(wanted, shares[request.account])
-    shares[request.account] -= count
-    return count
 
 
 def _split(sharing: Sequence[Request]) -> tuple[list[Request], Sequence[Request]]:

@@ -29,7 +29,7 @@ from .output_lengths import Growth
 from .policies import QueuePolicy
 from .request_memory import RequestMemory
 from .running import Running, follow, group_by_adapter, plan_step
-from .service import Service, Tenants, TokenCounters
+from .service import Service, TokenCounters
 from .step_shares import StepShares
 from .waiting import WaitingQueue
 
@@ -63,12 +63,12 @@ class Scheduler:
         self.running = Running()
         self._service = Service(limits.max_num_seqs, self.running, clock)
         policy = queue or TokenCounters(limits.weights)
-        self._tenants = Tenants(limits, self.waiting, policy, self._service, clock, lambda: self.num_steps)
-        self.lifecycle = self.lifecycle_type(limits, self.waiting, self.running, self._tenants, store, memory, clock)
+        self.lifecycle = self.lifecycle_type(
+            limits, self.waiting, self.running, self._service, policy, store, memory,
+            lambda: (clock(), self.num_steps), clock,
+        )  # fmt: skip
         self._requests = self.lifecycle.requests
-        self._admission = self.admission_type(
-            limits, self.waiting, self._tenants, store, memory, loads, self.lifecycle, clock
-        )
+        self._admission = self.admission_type(limits, self.waiting, store, memory, loads, self.lifecycle, clock)
         self._clock = clock
         self._shares = StepShares(limits.max_num_seqs, clock)
         self._loading: list[Request] = []  # running while their adapter is still being loaded
@@ -120,7 +120,10 @@ class Scheduler:
 
     def has_late_turn(self) -> bool:
         """True if a tenant is overdue for its turn."""
-        return self._tenants.has_late_turn()
+        if len(self.waiting.accounts) < 2:
+            return False
+        turns = self.lifecycle.restart_turns()
+        return turns.top() is not None and turns.is_late
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None when nothing can run. Its rows' block tables already cover their new tokens."""
@@ -277,7 +280,7 @@ class Scheduler:
     def accounts(self) -> list[AccountStats]:
         """Return the tenants with requests in progress, most requests first."""
         running, waiting = (Counter(request.account for request in queue) for queue in (self.running, self.waiting))
-        standing = self._tenants.policy.standing
+        standing = self.lifecycle.policy.standing
         names = sorted(running | waiting, key=lambda name: (-running[name] - waiting[name], name))
         return [AccountStats(name, running[name], waiting[name], standing(name)) for name in names]
 
@@ -309,8 +312,7 @@ class Scheduler:
         if not self.waiting.has_absent():
             return
         for request, error in self._ahead.hopeless(self.waiting):
-            self.waiting.remove(request)
-            self.lifecycle.fail(request, *load_error(request, error))
+            self.lifecycle.end(request, *load_error(request, error))
 
     def _candidates(self) -> list[Request]:
         """Return the running requests that may have a row of the next step: `running` itself if all of them may.

@@ -98,10 +98,6 @@ class WaitingTenants(Protocol):
         """Tenants with candidates, and these."""
         ...
 
-    def has(self, account: str) -> bool:
-        """True if a tenant has a waiting request, held back or not."""
-        ...
-
     def take_new_accounts(self) -> list[str]:
         """Return the tenants that have become waiting since the last call, in order of arrival."""
         ...
@@ -353,54 +349,6 @@ class Service:
     def _lately(self, account: str, now: float) -> float:
         cost, then = self._ended.get(account, (0.0, now))
         return cost * math.exp((then - now) / WINDOW_SECONDS)
-
-
-class Tenants:
-    """Tenants with requests in progress: what each was served, and the order of turns of the waiting ones."""
-
-    def __init__(
-        self,
-        limits: EngineConfig,
-        waiting: WaitingTenants,
-        policy: QueuePolicy,
-        service: Service,
-        clock: Callable[[], float],
-        num_steps: Callable[[], int],
-    ) -> None:
-        """num_steps: steps so far."""
-        self._waiting = waiting
-        self._clock, self._num_steps = clock, num_steps
-        self.policy = policy
-        self.service = service
-        self.turns = Turns(limits, waiting, policy)
-
-    def arrive(self, account: str) -> None:
-        """If a tenant's queue was empty, enter the tenant with the policy and in the order of turns."""
-        if not self._waiting.has(account):
-            now, step = self._clock(), self._num_steps()
-            self.policy.arrive(account, self._waiting.accounts, self.turns.least(now, step))
-            self.turns.take(account, now, step)
-
-    def charge(self, request: Request, length: int) -> None:
-        """Charge the tenant of a request that begins, and is expected to end with `length` tokens, for a turn."""
-        self.policy.charge(request, length)
-        self.turns.take(request.account, self._clock(), self._num_steps())
-
-    def end(self, request: Request) -> None:
-        """Charge the tenant of a request that has left the running ones for what it has computed."""
-        expected = request.charged
-        self.policy.settle(request)
-        self.service.end(request, expected)
-        self.turns.note(request.account)
-
-    def restart(self) -> Turns:
-        """Return the turns, from the first on."""
-        self.turns.restart(self._clock(), self._num_steps())
-        return self.turns
-
-    def has_late_turn(self) -> bool:
-        """True if a tenant is overdue for its turn."""
-        return len(self._waiting.accounts) > 1 and self.restart().top() is not None and self.turns.is_late
 
 
 def _decodes(request: Request) -> bool:

@@ -116,8 +116,9 @@ class WaitingQueue(OrderedDict[Request, None]):
 
     def hold_back(self, request: Request) -> None:
         """Keep a request in the queue, but not among the candidates for admission, until it is released."""
-        self._leave_group(request)
-        self._held[request] = None
+        if request not in self._held:
+            self._leave_group(request)
+            self._held[request] = None
 
     def release(self, request: Request) -> None:
         """Make a held-back request a candidate again, at its position in its group, unless it has left the queue."""
