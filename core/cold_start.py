@@ -99,21 +99,24 @@ def stalls(arrival: Arrival, prefill: float, cpu: float, returned: float = 0.0) 
 
 @dataclass(slots=True)
 class ColdStarts:
-    """How prompts with an adapter on its way have begun.
+    """How prompts with an adapter on its way have begun; `LoadPolicy` and the executor count here.
 
-    regret_seconds: by how much their steps were longer than the best way would have made them, by the times that were
-    known afterwards.
+    num_waited: adapters that a request waited for to the end of the read. regret_seconds: by how much the steps of the
+    others were longer than the best way would have made them, by the times that were known afterwards.
     """
 
+    num_waited: int = 0
     num_streamed: int = 0
     num_assisted: int = 0
     regret_seconds: float = 0.0
 
     def count(self, way: ColdStart) -> None:
-        if way is ColdStart.ASSIST:
-            self.num_assisted += 1
-        else:
+        if way is ColdStart.WAIT:
+            self.num_waited += 1
+        elif way is ColdStart.STREAM:
             self.num_streamed += 1
+        else:
+            self.num_assisted += 1
 
 
 @dataclass(frozen=True, slots=True)

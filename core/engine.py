@@ -73,7 +73,6 @@ class Engine:
         self.config = config
         self.model: ModelInfo = executor.model
         self.executor = executor
-        self._assisted = executor if isinstance(executor, Assisted) else None  # of every step, it would cost 20 µs
         self._clock = clock
         self.block_tokens = executor.layout.block_tokens
         """KV tokens per page."""
@@ -100,7 +99,8 @@ class Engine:
             self.pool, self.store, self.prefix, self.reclaimer, self.block_tokens, config.prefix_cache,
             config.share_prefix_cache, self.swapped, lambda: swaps(config.preemption, costs),
         )  # fmt: skip
-        loads = self._loads = LoadPolicy(self.store, costs, self.block_tokens, config.max_load_stall_seconds)
+        self._starts = executor.cold_starts if isinstance(executor, Assisted) else ColdStarts()
+        loads = LoadPolicy(self.store, costs, self._starts, self.block_tokens, config.max_load_stall_seconds)
         policies = policies or Policies()
         self.scheduler = self.scheduler_type(config, self.store, memory, loads, clock, policies.queue)
         self.modes = self._modes(policies.mode)
@@ -285,9 +285,8 @@ class Engine:
         self.swapped.check_integrity(self.scheduler.kv_images())
 
     def stats(self) -> EngineStats:
-        pool, scheduler, merging, modes = self.pool, self.scheduler, self.merging, self.modes
+        pool, scheduler, merging, modes, starts = self.pool, self.scheduler, self.merging, self.modes, self._starts
         reads = self.store.images.counts()
-        starts = ColdStarts() if self._assisted is None else self._assisted.cold_starts
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -299,7 +298,7 @@ class Engine:
             num_steps=scheduler.num_steps,
             num_step_tokens=scheduler.num_step_tokens,
             step_sizes=tuple(scheduler.step_sizes),
-            num_preemptions=scheduler.num_preemptions,
+            num_preemptions=scheduler.lifecycle.num_preemptions,
             num_swapped=len(self.swapped),
             swapped_bytes=self.swapped.num_bytes,
             num_swaps_out=self.swapped.num_out,
@@ -331,7 +330,7 @@ class Engine:
             wrong_step_seconds=modes.wrong_seconds if modes else 0.0,
             num_steps_leaving_out=modes.num_left_out if modes else 0,
             num_steps_ahead=self._ahead.num_ahead if self._ahead else 0,
-            num_waited_starts=self._loads.num_waited,
+            num_waited_starts=starts.num_waited,
             num_streamed_starts=starts.num_streamed,
             num_assisted_starts=starts.num_assisted,
             cold_start_regret=starts.regret_seconds,

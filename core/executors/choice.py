@@ -56,17 +56,19 @@ def open_executor(config: EngineConfig) -> Executor:
     Raises UnsupportedModel for a checkpoint, DeviceError for a device that is not there, OutOfDeviceMemory.
     """
     size, assistants = config.tensor_parallel_size, config.assist_workers
-    if uses_gpu(config.device):
-        if size > 1 or assistants:
-            from ...graphs.device import DeviceError
-
-            if size > 1:
-                raise DeviceError(
-                    f"tensor_parallel_size is {size}, and ranks compute on the CPU only; set device to cpu"
-                )
-            raise DeviceError(
-                f"assist_workers is {assistants}, and steps on a GPU lend nothing; set it to 0, or device to cpu"
-            )
+    on_gpu = uses_gpu(config.device)
+    if on_gpu and size > 1:
+        raise _refusal(f"tensor_parallel_size is {size}, and ranks compute on the CPU only; set device to cpu")
+    if assistants and on_gpu:
+        raise _refusal(
+            f"assist_workers is {assistants}, and steps on a GPU lend nothing; set it to 0, or device to cpu"
+        )
+    if assistants and size > 1:
+        raise _refusal(
+            f"assist_workers is {assistants}, and tensor_parallel_size is {size}: ranks have none; set one of them to "
+            "its default"
+        )
+    if on_gpu:
         from .cuda import CudaExecutor
 
         return CudaExecutor(config)
@@ -77,6 +79,12 @@ def open_executor(config: EngineConfig) -> Executor:
     from .cpu import CpuExecutor
 
     return CpuExecutor(config)
+
+
+def _refusal(text: str) -> RuntimeError:
+    from ...graphs.device import DeviceError  # imports torch
+
+    return DeviceError(text)
 
 
 def may_use_gpu(device: str) -> bool:

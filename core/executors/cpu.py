@@ -60,8 +60,11 @@ class CpuExecutor(ModelExecutor):
         self.arena = Arena(self.layout, self.num_pages, dtype, "cpu", None if seat is None else seat.pages(dtype))
         self._assist = None
         if config.assist_workers:
-            if reason := _why_unassisted(native, config):
-                raise UnsupportedModel(f"assist_workers is {config.assist_workers}, and {reason}")
+            if not native:
+                raise UnsupportedModel(
+                    f"assist_workers is {config.assist_workers}, and steps run on torch's operators, which lend "
+                    "nothing; set it to 0"
+                )
             self._assist = Assist(config, self.config, self.arena, dtype)
         self.adapters = self._assist.adapters if self._assist else ModelAdapters(self.config, self.arena, dtype)
         self.swaps = PageSwaps(self.arena, self.adapters.dma)
@@ -258,13 +261,6 @@ def _use_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) ->
         raise UnsupportedModel(f"cpu_kernels is 'native', but {reason}; or use 'auto' or 'torch'")
     logger.warning("steps run on torch's operators, many times as slow as the native decoder: %s", reason)
     return False
-
-
-def _why_unassisted(native: bool, config: EngineConfig) -> str | None:
-    """Return the reason why an executor can't have assistants; None if it can."""
-    if config.tensor_parallel_size > 1:
-        return f"tensor_parallel_size is {config.tensor_parallel_size}: ranks have none; set one of them to its default"
-    return None if native else "steps run on torch's operators, which lend nothing; set it to 0"
 
 
 def _torch_products(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:

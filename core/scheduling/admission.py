@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,22 +9,17 @@ from itertools import chain, islice, zip_longest
 
 from ...memory.adapters.adapter import Adapter, Tier
 from ...memory.adapters.store import AdapterStore
-from ...memory.files.error import AdapterFormatError, LoadFailure
+from ...memory.files.error import LoadFailure
 from ...memory.pages.prefix import Block
-from ...memory.transfers.transfer import ExecutorLost
 from ..config import EngineConfig
 from ..requests.request import Request, RequestState
 from .draft import Draft, Place
+from .lifecycle import Lifecycle, load_error
 from .load_ahead import LoadPolicy
-from .output_lengths import Growth, OutputLengths
+from .output_lengths import Growth
 from .page_shares import PageShares
-from .policies import QueuePolicy
-from .queue_order import QueueOrder, Turns
 from .request_memory import RequestMemory
-from .service import Service
-from .waiting import Group, WaitingQueue
-
-logger = logging.getLogger(__name__)
+from .waiting import Group, QueueOrder, WaitingQueue
 
 DOUBT_SECONDS = 10.0
 """After an adapter load misses its deadline, disable streamed starts for this many seconds: requests then start only
@@ -38,47 +32,22 @@ _MOST_GROUPS = 32
 
 @dataclass(eq=False)
 class Admission:
-    """Admits waiting requests while tokens, slots and pages last.
-
-    _num_steps: steps so far. _fail: ends a request that is in no queue, with an error message and the cause of a failed
-    adapter load. _preempt: sends a running request back to the queue.
-    """
+    """Admits waiting requests while tokens, slots and pages last."""
 
     _limits: EngineConfig
     _waiting: WaitingQueue
-    _policy: QueuePolicy
     _store: AdapterStore
     _memory: RequestMemory
     _loads: LoadPolicy
-    _lengths: OutputLengths
-    _service: Service
+    _lifecycle: Lifecycle
     _clock: Callable[[], float]
-    _num_steps: Callable[[], int]
-    _fail: Callable[[Request, str, LoadFailure | None], None]
-    _preempt: Callable[[Request], None]
 
     def __post_init__(self) -> None:
         self._prefills = SharedPrefills(self._memory, self._waiting)
         self._seats = self._limits.max_num_seqs
-        self._turns = Turns(self._limits, self._waiting, self._policy)
         self.late: set[Adapter] = set()  # missed their deadline: requests start only once they have been read
         self._doubt_until = 0.0
         self._pages = PageShares(self._limits, self._waiting, self._memory, self._loads.costs)
-
-    def arrive(self, account: str) -> None:
-        """If a tenant's queue was empty, enter the tenant with the policy and in the order of turns."""
-        accounts = self._waiting.accounts
-        if account not in accounts and not self._prefills.holds(account):
-            now, step = self._clock(), self._num_steps()
-            self._policy.arrive(account, accounts, self._turns.least(now, step))
-            self._turns.take(account, now, step)
-
-    def end(self, request: Request) -> None:
-        """Charge the tenant of a request that has left the running ones for what it has computed."""
-        expected = request.charged
-        self._policy.settle(request)
-        self._service.end(request, expected)
-        self._turns.note(request.account)
 
     def coming(self) -> Iterator[Request]:
         """Yield the waiting requests in the order in which their adapters are to be read.
@@ -86,9 +55,9 @@ class Admission:
         Where several tenants wait, requests for non-resident adapters come first, one of each tenant in order of turns,
         round robin: no tenant's adapter waits behind another tenant's whole queue.
         """
-        accounts, turns = self._waiting.accounts, self._turns
+        accounts = self._waiting.accounts
         if len(accounts) > 1:
-            turns.restart(self._clock(), self._num_steps())
+            turns = self._lifecycle.restart_turns()
             lines: list[Iterable[Group]] = []
             while len(lines) < 2 * self._limits.lookahead and (account := turns.top()) is not None:
                 lines.append(islice(accounts[account].values(), _MOST_GROUPS))
@@ -107,13 +76,6 @@ class Admission:
             self._prefills.settle()
         if self.late:
             self.late = {adapter for adapter in self.late if adapter.requests and not is_read(self._store, adapter)}
-
-    def has_late_turn(self) -> bool:
-        """True if a tenant is overdue for its turn."""
-        if len(self._waiting.accounts) < 2:
-            return False
-        self._turns.restart(self._clock(), self._num_steps())
-        return self._turns.top() is not None and self._turns.is_late
 
     def note_late(self, adapter: Adapter) -> None:
         """Record an adapter that missed its deadline; no read estimate is trusted for `DOUBT_SECONDS`."""
@@ -206,16 +168,15 @@ class Admission:
             return True
         if victims := self._find_victims(request, draft):
             for victim in victims:
-                self._preempt(victim)
+                self._lifecycle.preempt(victim)
                 draft.lose(victim)
             return not self._memory.swapped.frees_pages  # if so, the pages are free only after the copy
         if draft.running or self._store.loads.under_way:
             draft.pass_over_tenant(request.account)
             return request.account in draft.running.accounts or not draft.order.is_late()
-        self._waiting.remove(request)
-        draft.order.go_on()
         message = "the arena has too few pages left beside pinned adapters; unpin some"
-        self._fail(request, message, LoadFailure.NO_ROOM)
+        self._lifecycle.end(request, message, LoadFailure.NO_ROOM)
+        draft.order.go_on()
         return True
 
     def _find_victims(self, request: Request, draft: Draft) -> list[Request]:
@@ -239,12 +200,11 @@ class Admission:
 
     def _open(self, draft: Draft, place: Place) -> None:
         """Restart the step's candidates: the requests that may take this kind of slot."""
-        self._turns.restart(draft.now, self._num_steps())
         doubts = draft.now < self._doubt_until
         is_limited = self._limits.max_adapters_per_step is not None or doubts or self.late or draft.only is not None
         draft.place = place
         draft.order = QueueOrder(
-            self._waiting, self._turns, self._store, draft.overdue_before,
+            self._waiting, self._lifecycle.restart_turns(), self._store, draft.overdue_before,
             partial(self._may_come, draft, doubts) if is_limited else None, place is Place.CALL, draft.is_candidate,
         )  # fmt: skip
 
@@ -275,7 +235,9 @@ class Admission:
             return False
         if draft.is_reserved(request):
             return False
-        return adapter is None or self._loads.may_start(adapter, min(request.num_tokens, draft.budget))
+        if adapter is None or (adapter.pages and adapter.transfer is None):
+            return True
+        return self._loads.may_start(adapter, min(request.num_tokens, draft.budget))
 
     def _has_room(self, request: Request, blocks: list[Block], draft: Draft) -> bool:
         """True if there are pages for a request's known tokens and for the expected growth of all running requests.
@@ -292,7 +254,7 @@ class Admission:
     def _growth(self, draft: Draft) -> Growth:
         """Return the pages that the step's running requests are expected to grow by."""
         if draft.growth is None:
-            draft.growth = Growth(self._lengths, self._memory.block_tokens, draft.running)
+            draft.growth = Growth(self._lifecycle.lengths, self._memory.block_tokens, draft.running)
         return draft.growth
 
     def _start(self, request: Request, blocks: list[Block], count: int, draft: Draft) -> None:
@@ -300,19 +262,19 @@ class Admission:
 
         An adapter that can't be loaded fails this request only.
         """
-        self._waiting.remove(request)
-        draft.order.go_on()
         if request.start_time is None:
             request.start_time = self._clock()
         try:
             self._memory.start(request, blocks, count)
         except Exception as error:
-            self._fail(request, *load_error(request, error))
+            self._lifecycle.end(request, *load_error(request, error))
+            draft.order.go_on()
             return
+        self._waiting.remove(request)
+        draft.order.go_on()
         request.state = RequestState.LOADING if is_loading(request) else RequestState.RUNNING
         request.began_at = len(blocks) * self._memory.block_tokens
-        self._policy.charge(request, self._lengths.final_length(request) - 1)
-        self._turns.take(request.account, self._clock(), self._num_steps())
+        self._lifecycle.charge(request)
         self._prefills.begin(request)
         draft.begin(request, 0 if request.coming is not None else count)
 
@@ -346,11 +308,6 @@ class SharedPrefills:
         if request.caching and self._leads(request):
             self._leaders.setdefault(self._key(request), request)
 
-    def holds(self, account: str) -> bool:
-        """True if a request of a tenant is held back."""
-        followers = chain.from_iterable(self._followers.values())
-        return any(request.account == account and request in self._waiting for request in followers)
-
     def settle(self) -> None:
         """Release a leader's followers once it has computed the prompt, or never will."""
         for key, leader in list(self._leaders.items()):
@@ -383,20 +340,6 @@ def _same_prompt(one: Request, other: Request) -> bool:
 def is_loading(request: Request) -> bool:
     """True while a running request's adapter is being loaded, or its KV is being copied back."""
     return request.coming is not None or (request.adapter is not None and request.adapter.transfer is not None)
-
-
-def load_error(request: Request, error: BaseException) -> tuple[str, LoadFailure | None]:
-    """Return the error of a request with an unloadable adapter, and the cause; None for a fault of our own.
-
-    ExecutorLost is raised again: it affects more than this request.
-    """
-    if isinstance(error, ExecutorLost):
-        raise error
-    if isinstance(error, AdapterFormatError):
-        return str(error), error.failure
-    logger.error("loading %r failed", request.adapter, exc_info=error)
-    failure = LoadFailure.UNREADABLE if isinstance(error, OSError) else None
-    return f"adapter {request.adapter_name!r} was not loaded: {type(error).__name__}: {error}", failure
 
 
 def is_read(store: AdapterStore, adapter: Adapter) -> bool:

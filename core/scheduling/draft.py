@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from ...memory.adapters.adapter import Adapter
 from ..config import EngineConfig
 from ..requests.request import Request
+from .lifecycle import Lifecycle
 from .output_lengths import Growth
-from .queue_order import QueueOrder
 from .running import Running
 from .service import Service
+from .waiting import QueueOrder
 
 MOST_SHORT = 2
 """Tenants that may lack pages in a step before its admission ends. Chosen."""
@@ -52,6 +53,7 @@ class Draft:
 
     _limits: EngineConfig
     _service: Service
+    _lifecycle: Lifecycle
     running: Running
     taking: Sequence[Request]
     now: float
@@ -76,6 +78,89 @@ class Draft:
     _new_rows: Counter[str] = field(default_factory=Counter)  # of these, rows of admitted requests
     _served: dict[str, float] = field(default_factory=dict)  # cost of tenants, as of this step
     _giver: tuple[str | None] | None = None  # None: unknown
+
+    # -- running requests
+
+    def take_running(self, requests: Sequence[Request], waiting: Collection[str]) -> None:
+        """Take running requests until the tokens are used up. waiting: tenants.
+
+        Decoding requests come first, so that a long prompt's chunks never delay them; then in order of admission.
+        """
+        prompts, decoding = _split(requests)
+        self.budget = self._limits.max_num_batched_tokens
+        if len(decoding) <= self.budget and self._lifecycle.memory.grow_by_one(decoding):
+            self.counts, decoding = dict.fromkeys(decoding, 1), []
+            self.budget -= len(self.counts)
+        shares = self._prompt_shares(prompts, len(requests) - len(prompts), waiting)
+        for request in (*decoding, *prompts):
+            if self.budget <= 0:
+                break
+            if not request.is_running:  # preempted for an earlier request
+                continue
+            count = wanted = min(self.budget, _missing(request))
+            if shares is not None and _missing(request) > 1:
+                count = min(wanted, shares[request.account])
+                shares[request.account] -= count
+            if count < wanted:
+                self.cut.append(request)
+            if count:
+                self._take(request, count)
+
+    def _take(self, request: Request, count: int) -> None:
+        """Take `count` tokens of a running request if it gets pages; others, or itself, are preempted for them. Pages
+        that have to be copied out first become free only later.
+        """
+        end, memory, lifecycle = request.num_computed_tokens + count, self._lifecycle.memory, self._lifecycle
+        while request.room < end and not memory.grow(request, end):
+            if lifecycle.store.give_up_loads():
+                continue
+            self.was_short = True
+            if memory.swapped.frees_pages:
+                return
+            victim = self._service.last(self.running)
+            lifecycle.preempt(victim)
+            self.budget += self.counts.pop(victim, 0)
+            if victim is request:
+                return
+        self.counts[request] = count
+        self.budget -= count
+
+    def _prompt_shares(
+        self, prompts: Sequence[Request], num_decoding: int, waiting: Collection[str]
+    ) -> dict[str, int] | None:
+        """Split the step's tokens among the tenants with prompts under way; None where one tenant has them all."""
+        wanted: dict[str, int] = {}
+        for request in prompts:
+            wanted[request.account] = wanted.get(request.account, 0) + _missing(request)
+        here = wanted if len(self.running) < self._limits.max_num_seqs else self.running.accounts
+        others = any(account not in here for account in waiting)
+        if len(wanted) + others < 2 or not self._limits.chunked_prefill:
+            return None
+        return prompt_shares(wanted, self._limits.max_num_batched_tokens - num_decoding, others)
+
+    def add_to_chunks(self) -> None:
+        """Give prompts that were cut short the tokens left over, as far as there are rows and pages."""
+        counts, admitted, limits = self.counts, self.admitted, self._limits
+        budget = limits.max_num_batched_tokens - sum(counts.values()) - sum(admitted.values())
+        for request in self.cut:
+            count = counts.get(request, 0)
+            if not request.is_running or (not count and len(counts) + len(admitted) >= limits.max_num_seqs):
+                continue
+            more = min(budget, _missing(request) - count)
+            end = request.num_computed_tokens + count + more
+            if more > 0 and (request.room >= end or self._lifecycle.memory.grow(request, end)):
+                counts[request] = count + more
+                budget -= more
+
+    def yield_rows(self) -> None:
+        """Take the rows of running requests that don't keep theirs beside the admitted ones."""
+        counts, admitted = self.counts, self.admitted
+        taking = [r for r in self.running if r.coming is None and (self.all_decode or r in counts or r in admitted)]
+        dealt = self._service.deal(taking, admitted)
+        self.counts = {request: counts.get(request, 1) for request in dealt if request not in admitted}
+        self.all_decode = False
+
+    # -- waiting requests
 
     def begin_admission(self) -> None:
         """Count what running requests have taken, before waiting ones are admitted.
@@ -222,3 +307,27 @@ class Draft:
             givers = [account for account, own in rows.items() if own > 1 and own > new[account]]
             self._giver = (max(givers, key=lambda each: (self._served_of(each), rows[each]), default=None),)
         return self._giver[0]
+
+
+def prompt_shares(wanted: Mapping[str, int], budget: int, others: bool) -> dict[str, int]:
+    """Divide a step's tokens among the tenants with prompts under way: max-min fair, none more than it wants.
+
+    wanted: tokens by tenant. budget: tokens. others: leave one equal share for the waiting tenants.
+    """
+    shares, left = {}, len(wanted) + others
+    for account, tokens in sorted(wanted.items(), key=lambda item: item[1]):
+        shares[account] = min(tokens, -(-max(0, budget) // left))
+        budget -= shares[account]
+        left -= 1
+    return shares
+
+
+def _split(sharing: Sequence[Request]) -> tuple[list[Request], Sequence[Request]]:
+    """Return the requests with a prompt to compute, and the requests that decode."""
+    prompts = [each for each in sharing if len(each.token_ids) - each.num_computed_tokens > 1]
+    return prompts, [each for each in sharing if _missing(each) == 1] if prompts else sharing
+
+
+def _missing(request: Request) -> int:
+    """Return the number of known tokens that have no KV yet."""
+    return len(request.token_ids) - request.num_computed_tokens

@@ -13,6 +13,7 @@ from ...memory.adapters.store import AdapterStore
 from ...memory.files.error import NoRoom
 from ...memory.pages.eviction import RestoreCosts
 from ...memory.transfers.transfer import ExecutorLost
+from ..cold_start import ColdStart, ColdStarts
 from ..config import EngineConfig
 from ..requests.request import Request, RequestState
 from .request_memory import RequestMemory
@@ -116,15 +117,15 @@ class LoadPolicy:
     The prefill waits for each layer when it reaches it, and with it every other request of the step and every arrival.
     So the rest of the read must not take much longer than the prefill itself.
 
-    max_stall: the longest that a step waits for adapters, in seconds; rows of adapters that miss it are discarded. 0:
-    no request starts before its adapter has been read. num_waited: reads that a request waited for to the end.
+    starts: counts reads that a request waited for to the end. max_stall: the longest that a step waits for adapters, in
+    seconds; rows of adapters that miss it are discarded. 0: no request starts before its adapter has been read.
     """
 
     store: AdapterStore
     costs: RestoreCosts
+    starts: ColdStarts
     block_tokens: int
     max_stall: float
-    num_waited: int = 0
     _waiting: WeakSet[Adapter] = field(default_factory=WeakSet)
 
     def may_start(self, adapter: Adapter, num_tokens: int) -> bool:
@@ -136,7 +137,8 @@ class LoadPolicy:
             self._waiting.add(adapter)
         elif may and adapter in self._waiting:
             self._waiting.discard(adapter)
-            self.num_waited += self.store.images.is_ready(adapter)
+            if self.store.images.is_ready(adapter):
+                self.starts.count(ColdStart.WAIT)
         return may
 
     def _may_start_cold(self, adapter: Adapter, num_tokens: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -61,15 +61,16 @@ class RequestMemory:
         blocks: the request's cached prefix.
         """
         wanted = -(-request.num_tokens // self.block_tokens) - len(blocks) + spare
+        adapter = request.adapter
+        if adapter is not None and not adapter.pages:
+            wanted += adapter.num_pages
+        if wanted <= self._pool.num_free:  # then nothing has to be evicted
+            return True
         available = self.num_available_pages
         if blocks:
             available -= self._prefix.unused(blocks)
-        adapter = request.adapter
-        if adapter is not None:
-            if not adapter.pages:
-                wanted += adapter.num_pages
-            elif adapter.is_idle:
-                available -= len(adapter.pages)
+        if adapter is not None and adapter.is_idle:
+            available -= len(adapter.pages)
         return wanted <= available
 
     def start(self, request: Request, blocks: list[Block], count: int) -> None:
@@ -191,6 +192,11 @@ class RequestMemory:
             request.block_table.add_pages(missing)
             request.room += missing * self.block_tokens
         return True
+
+    def grow_by_one(self, requests: Sequence[Request]) -> bool:
+        """True if each request has a page for its next token now; False, and nothing done, if pages run short."""
+        short = [request for request in requests if request.room <= request.num_computed_tokens]
+        return not short or self.grow_each(short)
 
     def grow_each(self, requests: list[Request]) -> bool:
         """Add a page to each of `requests`, evicting unused pages if needed.

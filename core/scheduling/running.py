@@ -47,7 +47,7 @@ class Running(list[Request]):
         list.append(self, request)
         self.plan = self.dealt = None
         self.accounts[request.account] = self.accounts.get(request.account, 0) + 1
-        self.num_looking_back += request.params.looks_back
+        self.num_looking_back += request.looks_back
         if self._groups is not None:
             self._groups.setdefault(request.adapter, []).append(request)
         (self.calls.setdefault(request.call, {}) if request.call else self.lone)[request] = None
@@ -58,7 +58,7 @@ class Running(list[Request]):
         self.accounts[request.account] -= 1
         if not self.accounts[request.account]:
             del self.accounts[request.account]
-        self.num_looking_back -= request.params.looks_back
+        self.num_looking_back -= request.looks_back
         members = self.calls[request.call] if request.call else self.lone
         del members[request]
         if request.call and not members:

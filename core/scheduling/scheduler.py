@@ -21,26 +21,28 @@ from ..config import EngineConfig
 from ..engine_stats import STEP_SIZES, AccountStats
 from ..requests.request import Request, RequestState
 from ..requests.types import NOT_FINITE, FinishReason, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
-from .admission import Admission, is_loading, load_error
+from .admission import Admission, is_loading
 from .draft import Draft
+from .lifecycle import Lifecycle, load_error
 from .load_ahead import LoadAhead, LoadPolicy
-from .output_lengths import Growth, OutputLengths
-from .overload import QueueRoom
+from .output_lengths import Growth
 from .policies import QueuePolicy
 from .request_memory import RequestMemory
 from .running import Running, follow, group_by_adapter, plan_step
 from .service import Service, TokenCounters
-from .step_shares import StepShares, prompt_shares
+from .step_shares import StepShares
 from .waiting import WaitingQueue
 
 
 class Scheduler:
-    """Owns the waiting and running queues; `RequestMemory` allocates and frees what requests hold.
+    """Plans steps of the running and the waiting requests, and applies their results.
 
-    A subclass, such as the simulator's, may override what is documented here, and name its own `admission_type`.
+    Requests come and go by its `lifecycle`; `RequestMemory` allocates and frees what they hold. A subclass, such as the
+    simulator's, may override what is documented here, and name its own `admission_type` and `lifecycle_type`.
     """
 
     admission_type: type[Admission] = Admission
+    lifecycle_type: type[Lifecycle] = Lifecycle
 
     def __init__(
         self,
@@ -57,20 +59,18 @@ class Scheduler:
         self._memory = memory
         self._buckets = DecodeBuckets(limits.max_num_seqs)
         self._ahead = LoadAhead(limits, store, memory)
-        self._policy = queue or TokenCounters(limits.weights)
         self.waiting = WaitingQueue()
-        self._lengths = OutputLengths()
         self.running = Running()
         self._service = Service(limits.max_num_seqs, self.running, clock)
-        self._admission = self.admission_type(
-            limits, self.waiting, self._policy, store, memory, loads, self._lengths, self._service,
-            clock, lambda: self.num_steps, self._fail, self.preempt,
+        policy = queue or TokenCounters(limits.weights)
+        self.lifecycle = self.lifecycle_type(
+            limits, self.waiting, self.running, self._service, policy, store, memory,
+            lambda: (clock(), self.num_steps), clock,
         )  # fmt: skip
+        self._requests = self.lifecycle.requests
+        self._admission = self.admission_type(limits, self.waiting, store, memory, loads, self.lifecycle, clock)
         self._clock = clock
-        self._requests: dict[str, Request] = {}
         self._shares = StepShares(limits.max_num_seqs, clock)
-        self._room = QueueRoom(limits.max_waiting, clock)
-        self._failed: list[RequestOutput] = []
         self._loading: list[Request] = []  # running while their adapter is still being loaded
         self.only: Collection[Adapter | None] | None = None
         """Adapters (None: the base model) with requests that may run; excluded requests keep their pages. None: all.
@@ -82,10 +82,9 @@ class Scheduler:
         self.num_step_tokens = 0
         self.last_step: StepInfo | None = None
         self.num_generated_tokens = 0
-        self.num_preemptions = 0
 
     def has_work(self) -> bool:
-        return bool(self._requests or self._failed)
+        return bool(self._requests or self.lifecycle.failed)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -96,36 +95,35 @@ class Scheduler:
 
     def check_room(self, account: str, count: int = 1) -> None:
         """Raise Overloaded when the queue has no room for `count` more requests of `account`."""
-        self._room.check(self.waiting, account, count)
+        self.lifecycle.room.check(self.waiting, account, count)
 
     def add(self, request: Request) -> None:
         """Queue a validated request; one that has run on another engine goes first."""
-        self._requests[request.id] = request
-        self._admission.arrive(request.account)
-        (self.waiting.append_first if request.num_paid_tokens else self.waiting.append)(request)
-        if request.adapter is not None:
-            self._store.hold(request.adapter)
-            if len(self.waiting) <= self._limits.lookahead:
-                self._ahead.read(self._admission.coming())
+        self.lifecycle.add(request)
+        if request.adapter is not None and len(self.waiting) <= self._limits.lookahead:
+            self._ahead.read(self._admission.coming())
 
     def abort(self, request_id: str) -> bool:
         """End a request and free its pages; False when it is unknown or done."""
         request = self._requests.get(request_id)
         if request is None:
             return False
-        self._finish(request, FinishReason.ABORT)
+        self.lifecycle.finish(request, FinishReason.ABORT)
         return True
 
     def end_users(self, adapters: Collection[Adapter], error: str, failure: LoadFailure) -> int:
         """End every request that holds one of `adapters`, with an error; return their number."""
         users = [request for request in self._requests.values() if request.adapter in adapters]
         for request in users:
-            self._end(request, error, failure)
+            self.lifecycle.end(request, error, failure)
         return len(users)
 
     def has_late_turn(self) -> bool:
         """True if a tenant is overdue for its turn."""
-        return self._admission.has_late_turn()
+        if len(self.waiting.accounts) < 2:
+            return False
+        turns = self.lifecycle.restart_turns()
+        return turns.top() is not None and turns.is_late
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None when nothing can run. Its rows' block tables already cover their new tokens."""
@@ -148,7 +146,11 @@ class Scheduler:
 
     def _draft(self, taking: Sequence[Request], all_decode: bool) -> Draft:
         running, now = self.running, self._clock()
-        return Draft(self._limits, self._service, running, taking, now, self.only, all_decode)
+        return Draft(self._limits, self._service, self.lifecycle, running, taking, now, self.only, all_decode)
+
+    def _take_running(self, draft: Draft, candidates: Sequence[Request]) -> None:
+        """Take running requests; a subclass may leave some out."""
+        draft.take_running(candidates, self.waiting.accounts)
 
     def _plan(self, counts: dict[Request, int], all_decode: bool) -> StepPlan | None:
         """Return the plan of a step of `counts` and, if `all_decode`, of all other running requests; None if empty."""
@@ -160,7 +162,7 @@ class Scheduler:
             return None
         plan = plan_step(self.num_steps + 1, groups, counts, self._buckets)
         self.running.plan = plan if all_decode and not counts else None
-        if plan.bucket is None and any(request.row is None and not request.call for request in counts):
+        if self.running.calls and plan.bucket is None and any(each.row is None and not each.call for each in counts):
             self._shares.forget()
         return plan
 
@@ -173,7 +175,7 @@ class Scheduler:
         running, memory = self.running, self._memory
         if (
             plan.bucket is None or running.calls or running.num_looking_back or self.only is not None
-            or self._loading or memory.arriving or memory.swapped.is_under_way
+            or self._loading or memory.arriving or memory.swapped.copies
             or len(running) > self._limits.max_num_seqs
         ):  # fmt: skip
             return None
@@ -256,13 +258,13 @@ class Scheduler:
         running = self.running
         if not self.waiting or not running:
             return len(self.waiting)
-        growth = Growth(self._lengths, self._memory.block_tokens, running).total
+        growth = Growth(self.lifecycle.lengths, self._memory.block_tokens, running).total
         pages = sum([request.room for request in running]) // self._memory.block_tokens + growth
         return max(0, self._memory.num_available_pages - growth) * len(running) // max(1, pages)
 
     def take_failed(self) -> list[RequestOutput]:
         """Return the outputs of requests that failed before they could run, once."""
-        failed, self._failed = self._failed, []
+        failed, self.lifecycle.failed = self.lifecycle.failed, []
         return failed
 
     def holders(self) -> Iterator[tuple[PageKind, list[int]]]:
@@ -278,7 +280,7 @@ class Scheduler:
     def accounts(self) -> list[AccountStats]:
         """Return the tenants with requests in progress, most requests first."""
         running, waiting = (Counter(request.account for request in queue) for queue in (self.running, self.waiting))
-        standing = self._policy.standing
+        standing = self.lifecycle.policy.standing
         names = sorted(running | waiting, key=lambda name: (-running[name] - waiting[name], name))
         return [AccountStats(name, running[name], waiting[name], standing(name)) for name in names]
 
@@ -286,9 +288,9 @@ class Scheduler:
 
     def _settle(self) -> None:
         """Apply what has ended since the last step: copies, loads, and shared prefills."""
-        if self._memory.swapped.is_under_way:
+        if self._memory.swapped.copies:
             for request in self._memory.settle():  # its KV is lost and must be recomputed
-                self._send_back(request, RequestState.SWAPPED)
+                self.lifecycle.send_back(request, RequestState.SWAPPED)
         if self._loading or self._store.loads.under_way:
             self._settle_loads()
         if self.waiting or self._admission.late:
@@ -298,7 +300,7 @@ class Scheduler:
         """End requests of adapters that failed to load; mark requests of adapters now complete as running."""
         for adapter, error in self._store.poll():
             for request in [request for request in self.running if request.adapter is adapter]:
-                self._end(request, *load_error(request, error))
+                self.lifecycle.end(request, *load_error(request, error))
             self._store.evict(adapter)
         loading = [request for request in self._loading if request.state is RequestState.LOADING]
         self._loading = [request for request in loading if is_loading(request)]
@@ -307,9 +309,10 @@ class Scheduler:
 
     def _fail_hopeless(self) -> None:
         """End the waiting requests for adapters that can't be loaded."""
+        if not self.waiting.has_absent():
+            return
         for request, error in self._ahead.hopeless(self.waiting):
-            self.waiting.remove(request)
-            self._fail(request, *load_error(request, error))
+            self.lifecycle.end(request, *load_error(request, error))
 
     def _candidates(self) -> list[Request]:
         """Return the running requests that may have a row of the next step: `running` itself if all of them may.
@@ -320,6 +323,8 @@ class Scheduler:
         sharing: list[Request] = running
         if running.calls:
             sharing = self._shares.choose(running, self.waiting) or running
+        elif self._shares.began is not None:
+            self._shares.forget()
         if only is not None or self._memory.arriving:
             sharing = [each for each in sharing if each.coming is None and (only is None or each.adapter in only)]
         if len(sharing) <= self._limits.max_num_seqs:
@@ -329,14 +334,6 @@ class Scheduler:
         if running.dealt is None:
             running.dealt = self._service.deal(running)
         return running.dealt
-
-    def _yield_rows(self, draft: Draft) -> None:
-        """Take the rows of running requests that don't keep theirs beside the admitted ones."""
-        counts, admitted = draft.counts, draft.admitted
-        taking = [r for r in self.running if r.coming is None and (draft.all_decode or r in counts or r in admitted)]
-        dealt = self._service.deal(taking, admitted)
-        draft.counts = {request: counts.get(request, 1) for request in dealt if request not in admitted}
-        draft.all_decode = False
 
     def _grow_decodes(self) -> bool:
         """Fast path: True if every running request decodes one token and has a page for it.
@@ -348,126 +345,36 @@ class Scheduler:
             return False
         if running.plan is None and not self._all_decode():
             return False
-        return self._grow_by_one(running)
-
-    def _grow_by_one(self, requests: Sequence[Request]) -> bool:
-        """True if each request has a page for its next token now; False, and nothing done, if pages run short."""
-        short = [request for request in requests if request.room <= request.num_computed_tokens]
+        short = [request for request in running if request.room <= request.num_computed_tokens]
         return not short or self._memory.grow_each(short)
 
     def _all_decode(self) -> bool:
         """True if no running request must prefill."""
         return all(len(r.token_ids) - r.num_computed_tokens == 1 for r in [r for r in self.running if r.row is None])
 
-    def _take_running(self, draft: Draft, candidates: Sequence[Request]) -> None:
-        """Take running requests until the tokens are used up.
-
-        Decoding requests come first, so that a long prompt's chunks never delay them; then in order of admission.
-        """
-        prompts, decoding = _split(candidates)
-        draft.budget = self._max_tokens
-        if len(decoding) <= draft.budget and self._grow_by_one(decoding):
-            draft.counts, decoding = dict.fromkeys(decoding, 1), []
-            draft.budget -= len(draft.counts)
-        shares = self._prompt_shares(prompts, len(candidates) - len(prompts))
-        for request in (*decoding, *prompts):
-            if draft.budget <= 0:
-                break
-            if not request.is_running:  # preempted for an earlier request
-                continue
-            wanted = min(draft.budget, _missing(request))
-            count = _take_share(request, wanted, shares)
-            if count < wanted:
-                draft.cut.append(request)
-            if count:
-                self._take(draft, request, count)
-
-    def _take(self, draft: Draft, request: Request, count: int) -> None:
-        """Take `count` tokens of a running request if it gets pages; others, or itself, are preempted for them. Pages
-        that have to be copied out first become free only later.
-        """
-        end = request.num_computed_tokens + count
-        while request.room < end and not self._memory.grow(request, end):
-            if self._store.give_up_loads():
-                continue
-            draft.was_short = True
-            if self._memory.swapped.frees_pages:
-                return
-            victim = self._service.last(self.running)
-            self.preempt(victim)
-            draft.budget += draft.counts.pop(victim, 0)
-            if victim is request:
-                return
-        draft.counts[request] = count
-        draft.budget -= count
-
-    def _prompt_shares(self, prompts: Sequence[Request], num_decoding: int) -> dict[str, int] | None:
-        """Split the step's tokens among the tenants with prompts under way; None where one tenant has them all."""
-        wanted: dict[str, int] = {}
-        for request in prompts:
-            wanted[request.account] = wanted.get(request.account, 0) + _missing(request)
-        here = wanted if len(self.running) < self._limits.max_num_seqs else self.running.accounts
-        others = any(account not in here for account in self.waiting.accounts)
-        if len(wanted) + others < 2 or not self._limits.chunked_prefill:
-            return None
-        return prompt_shares(wanted, self._max_tokens - num_decoding, others)
-
-    def _add_to_chunks(self, draft: Draft) -> None:
-        """Give prompts that were cut short the tokens left over, as far as there are rows and pages."""
-        counts, admitted = draft.counts, draft.admitted
-        budget = self._max_tokens - sum(counts.values()) - sum(admitted.values())
-        for request in draft.cut:
-            count = counts.get(request, 0)
-            if not request.is_running or (not count and len(counts) + len(admitted) >= self._limits.max_num_seqs):
-                continue
-            more = min(budget, _missing(request) - count)
-            end = request.num_computed_tokens + count + more
-            if more > 0 and (request.room >= end or self._memory.grow(request, end)):
-                counts[request] = count + more
-                budget -= more
-
     def _take_waiting(self, draft: Draft) -> None:
         """Admit waiting requests and prefetch adapters for the queue."""
         self._fail_hopeless()
-        before = self.num_preemptions
-        if not draft.was_short and not self._memory.swapped.frees_pages:  # else pages are free only after a copy
+        lifecycle, swapped = self.lifecycle, self._memory.swapped
+        before = lifecycle.num_preemptions
+        if not draft.was_short and not (swapped.copies and swapped.frees_pages):  # else pages are free after a copy
             draft.begin_admission()
             self._admission.admit(draft)
             self._loading += [request for request in draft.begun if request.state is RequestState.LOADING]
         self._read_ahead()
-        full = draft.num_rows > self._limits.max_num_seqs or self.num_preemptions > before
+        full = draft.num_rows > self._limits.max_num_seqs or lifecycle.num_preemptions > before
         if full or (draft.all_decode and self._memory.arriving):  # admitted just now, without a row
-            self._yield_rows(draft)
+            draft.yield_rows()
         if draft.cut and not draft.was_short:
-            self._add_to_chunks(draft)
+            draft.add_to_chunks()
 
     def _read_ahead(self) -> None:
         """Read and load the adapters of the next candidates."""
+        if not self.waiting.has_absent():
+            return
         self._ahead.read(self._admission.coming())
         if self._limits.prefetch:
             self._ahead.load(self.waiting)
-
-    def preempt(self, request: Request) -> None:
-        """Preempt a running request; its KV comes back from host memory, or is computed again, when it runs again.
-
-        Sampling depends on (seed, position) only, so the tokens it has already returned stay valid.
-        """
-        self._send_back(request, RequestState.SWAPPED)
-        request.num_preemptions += 1
-        self.num_preemptions += 1
-
-    def _send_back(self, request: Request, state: RequestState) -> None:
-        """Free all that a running request holds, which may keep its KV in host memory, and put it at the head of the
-        queue.
-        """
-        self.running.remove(request)
-        if not self._memory.save(request):
-            request.prompt_logprobs.clear()
-        self._give_back(request)
-        request.state = state
-        request.num_computed_tokens = 0
-        self._admission.arrive(request.account)
-        self.waiting.append_first(request)
 
     def _send_back_late(self, plan: StepPlan, result: StepResult) -> None:
         """Send requests for adapters that missed their deadline back to the queue until the load is complete.
@@ -477,14 +384,9 @@ class Scheduler:
         slots = {row.slot for row in plan.rows if row.request_id in result.unready}
         late = {plan.adapters[slot] for slot in slots}
         for request in [request for request in reversed(self.running) if request.adapter in late]:
-            self._send_back(request, RequestState.LATE)
+            self.lifecycle.send_back(request, RequestState.LATE)
         for adapter in late:
             self._admission.note_late(adapter)
-
-    def _give_back(self, request: Request) -> None:
-        """Free all that a running request holds, and charge its tenant for what it has computed."""
-        self._admission.end(request)
-        self._memory.release(request)
 
     # -- a step's result
 
@@ -493,7 +395,7 @@ class Scheduler:
         if request.id in result.unready:
             return False
         if error := result.errors.get(request.id):
-            self._finish(request, FinishReason.ERROR)
+            self.lifecycle.finish(request, FinishReason.ERROR)
             failure = LoadFailure.OVERFLOWS if error == NOT_FINITE and request.adapter is not None else None
             outputs.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error, step=info, failure=failure))
             return False
@@ -533,61 +435,8 @@ class Scheduler:
             if request.start_time is not None:
                 queue_seconds = request.start_time - request.arrival_time
         if reason is not None:
-            self._finish(request, reason)
+            self.lifecycle.finish(request, reason)
         return RequestOutput(
             row.request_id, (token,), reason, stop_token, None, info, num_cached_tokens,
             (logprobs,) if logprobs else (), prompt_logprobs, None, queue_seconds, request.num_preemptions,
         )  # fmt: skip
-
-    # -- finishing
-
-    def _fail(self, request: Request, error: str, failure: LoadFailure | None = None) -> None:
-        """End a request that is in neither queue, with an error."""
-        request.finish_reason, request.state = FinishReason.ERROR, RequestState.DONE
-        self._forget(request)
-        self._failed.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error, failure=failure))
-
-    def _end(self, request: Request, error: str, failure: LoadFailure | None) -> None:
-        """End a request with an error, whichever queue it is in."""
-        self._finish(request, FinishReason.ERROR)
-        self._failed.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error, failure=failure))
-
-    def _finish(self, request: Request, reason: FinishReason) -> None:
-        if request.is_running:
-            self.running.remove(request)
-            self._give_back(request)
-            self._room.note_end()
-            if reason in (FinishReason.STOP, FinishReason.LENGTH):
-                if request.adapter is not None:
-                    request.adapter.num_overflows = None
-                self._lengths.end(request.num_output_tokens, reason is FinishReason.LENGTH)
-        else:
-            self.waiting.remove(request)
-        request.finish_reason, request.state = reason, RequestState.DONE
-        self._forget(request)
-
-    def _forget(self, request: Request) -> None:
-        del self._requests[request.id]
-        self._memory.forget_image(request)
-        if request.adapter is not None:
-            self._store.let_go(request.adapter)
-
-
-def _take_share(request: Request, wanted: int, shares: dict[str, int] | None) -> int:
-    """Take up to `wanted` tokens from the share of a request's tenant, if there are shares; return their number."""
-    if shares is None or _missing(request) == 1:
-        return wanted
-    count = min(wanted, shares[request.account])
-    shares[request.account] -= count
-    return count
-
-
-def _split(sharing: Sequence[Request]) -> tuple[list[Request], Sequence[Request]]:
-    """Return the requests with a prompt to compute, and the requests that decode."""
-    prompts = [each for each in sharing if len(each.token_ids) - each.num_computed_tokens > 1]
-    return prompts, [each for each in sharing if _missing(each) == 1] if prompts else sharing
-
-
-def _missing(request: Request) -> int:
-    """Return the number of known tokens that have no KV yet."""
-    return len(request.token_ids) - request.num_computed_tokens

@@ -1,9 +1,9 @@
-"""Shares of a step: its tokens among tenants with prompts, its rows among calls with one and with several answers."""
+"""Shares of a step's rows among calls with one and with several answers."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import islice
 
 from ..requests.request import Request
@@ -29,19 +29,6 @@ WINDOW = 16
 """Steps in a row with the larger calls, per such sample, before a step without them measures the baseline again."""
 
 
-def prompt_shares(wanted: Mapping[str, int], budget: int, others: bool) -> dict[str, int]:
-    """Divide a step's tokens among the tenants with prompts under way: max-min fair, none more than it wants.
-
-    wanted: tokens by tenant. budget: tokens. others: leave one equal share for the waiting tenants.
-    """
-    shares, left = {}, len(wanted) + others
-    for account, tokens in sorted(wanted.items(), key=lambda item: item[1]):
-        shares[account] = min(tokens, -(-max(0, budget) // left))
-        budget -= shares[account]
-        left -= 1
-    return shares
-
-
 class StepShares:
     """Chooses the answers that take part in a step, when some calls have more running answers than others.
 
@@ -62,7 +49,8 @@ class StepShares:
         self._debt = 0.0  # seconds
         self._places = PLACES  # of the larger calls in a step with them
         self._num_with = NUM_SAMPLES * WINDOW  # steps since the last one without
-        self._began: float | None = None  # of the step under way, None if its time says nothing
+        self.began: float | None = None
+        """Time of the last step, None if that says nothing of it."""
         self._dealt = 0  # places of the larger calls in it
 
     def choose(self, running: Running, waiting: WaitingQueue) -> list[Request] | None:
@@ -78,11 +66,11 @@ class StepShares:
         larger = sum(len(members) for members in running.calls.values() if len(members) > fewest)
         if not larger:
             self._without.clear()
-            self._num_with, self._began = NUM_SAMPLES * WINDOW, None
+            self._num_with, self.began = NUM_SAMPLES * WINDOW, None
             return None if len(running) <= free else self._deal(running, 0, max(1, free - len(running.lone)))
         now = self._clock()
-        self._account(None if self._began is None else now - self._began)
-        self._began = now
+        self._account(None if self.began is None else now - self.began)
+        self.began = now
         places = max(1, free - (len(running) - larger))
         if self._debt > 0 or self._num_with >= WINDOW * (1 + len(self._without)):
             self._num_with = self._dealt = 0
@@ -93,7 +81,7 @@ class StepShares:
 
     def forget(self) -> None:
         """Ignore the time of the step chosen last: it also computes a prompt of another call."""
-        self._began = None
+        self.began = None
 
     def _account(self, seconds: float | None) -> None:
         """Charge the larger calls for the last step, and fit their rows to its time; None: ignore its time."""

@@ -186,6 +186,8 @@ class AdapterStore:
     def near(self, adapters: Set[Adapter | None]) -> tuple[Collection[Adapter], Collection[Adapter]]:
         """Split `adapters`: return the resident ones, and the others that are being read."""
         resident, images = self._resident.keys() & adapters, self.images
+        if len(resident) + (None in adapters) == len(adapters):
+            return resident, ()
         return resident, [each for each in (images.keys() & adapters) - resident if images.is_coming(each)]
 
     def unfit(self, adapters: Iterable[Adapter]) -> list[Adapter]:

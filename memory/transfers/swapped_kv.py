@@ -80,7 +80,8 @@ class SwappedKv:
         self._budget = budget
         self._page_bytes = page_bytes
         self._images: dict[KvImage, None] = {}  # the oldest first
-        self._copies: list[_Copy] = []
+        self.copies: list[_Copy] = []
+        """Under way, in either direction."""
         self.num_bytes = 0
         self.num_out = self.num_in = self.num_bytes_out = self.num_bytes_in = self.num_dropped = 0
         budget.join(self)
@@ -90,18 +91,13 @@ class SwappedKv:
         return len(self._images)
 
     @property
-    def is_under_way(self) -> bool:
-        """True if something is being copied."""
-        return bool(self._copies)
-
-    @property
     def frees_pages(self) -> bool:
         """True if pages will be free when copies end."""
-        return any(copy.table is not None for copy in self._copies)
+        return any(copy.table is not None for copy in self.copies)
 
     def leaving(self) -> Counter[int]:
         """Count of the copies that hold a page until they end."""
-        return Counter(page for copy in self._copies if copy.table is not None for page in copy.table.pages)
+        return Counter(page for copy in self.copies if copy.table is not None for page in copy.table.pages)
 
     def save(self, table: BlockTable, blocks: range, num_tokens: int) -> KvImage | None:
         """Begin to copy blocks of a table that is about to be freed; None where there is no room, or no way.
@@ -117,7 +113,7 @@ class SwappedKv:
         self._images[image] = None
         self.num_bytes += num_bytes
         if transfer is not None:
-            self._copies.append(_Copy(transfer, image, True, table.hand_over()))
+            self.copies.append(_Copy(transfer, image, True, table.hand_over()))
         self.num_out += 1
         self.num_bytes_out += num_bytes
         return image
@@ -135,12 +131,12 @@ class SwappedKv:
             self.forget(image)
         else:
             image.is_used = True
-            self._copies.append(_Copy(transfer, image, False, None))
+            self.copies.append(_Copy(transfer, image, False, None))
         return transfer
 
     def cancel(self, image: KvImage, table: BlockTable) -> None:
         """End a copy back before its time; the image stays, and the table's pages are freed when that may be."""
-        for copy in self._copies:
+        for copy in self.copies:
             if copy.image is image and not copy.is_out and copy.table is None:
                 copy.table = table.hand_over()
                 copy.transfer.cancel()
@@ -154,7 +150,7 @@ class SwappedKv:
     def forget(self, image: KvImage) -> None:
         """Drop an image. Its memory counts until nothing is copied from or to it."""
         image.is_dropped = True
-        for copy in self._copies:
+        for copy in self.copies:
             if copy.image is image:
                 copy.transfer.cancel()
         self._clear(image)
@@ -165,7 +161,7 @@ class SwappedKv:
         The caller must `cancel` the failed ones.
         """
         done, failed = [], []
-        for copy in list(self._copies):
+        for copy in list(self.copies):
             state = _state_of(copy.transfer)
             if copy.table is None and state == "failed":
                 failed.append(copy.transfer)
@@ -173,7 +169,7 @@ class SwappedKv:
                 copy.image.is_whole = True
                 self._end(copy)
             elif state == "done" and copy.table is None:
-                self._copies.remove(copy)
+                self.copies.remove(copy)
                 self.forget(copy.image)
                 done.append(copy.transfer)
             elif state != "coming" and copy.transfer.is_quiet():
@@ -184,9 +180,9 @@ class SwappedKv:
 
     def wait(self, timeout: float) -> bool:
         """Let time go by until a copy may have ended; False, at once, if nothing is being copied."""
-        if self._copies and self.backend is not None:
+        if self.copies and self.backend is not None:
             self.backend.wait(timeout)
-        return bool(self._copies)
+        return bool(self.copies)
 
     # -- the budget's
 
@@ -204,20 +200,20 @@ class SwappedKv:
 
     def holders(self) -> Iterator[tuple[PageKind, list[int]]]:
         """Pages that copies hold, for `PagePool.check_integrity`."""
-        for copy in self._copies:
+        for copy in self.copies:
             if copy.table is not None:
                 yield PageKind.KV, copy.table.pages
 
     def check_integrity(self, wanted: Iterable[KvImage]) -> None:
         """Raise IntegrityError unless every image is `wanted`, or still being copied, and the bytes add up."""
-        known = {id(image) for image in wanted} | {id(copy.image) for copy in self._copies}
+        known = {id(image) for image in wanted} | {id(copy.image) for copy in self.copies}
         if any(id(image) not in known for image in self._images):
             raise IntegrityError("host memory holds KV of a request that is gone")
         if (total := sum(image.num_bytes for image in self._images)) != self.num_bytes:
             raise IntegrityError(f"swapped KV has {total} bytes, {self.num_bytes} are counted")
 
     def _end(self, copy: _Copy) -> None:
-        self._copies.remove(copy)
+        self.copies.remove(copy)
         if copy.table is not None:
             copy.table.free()
         if not copy.is_out:
@@ -226,7 +222,7 @@ class SwappedKv:
             self._clear(copy.image)
 
     def _clear(self, image: KvImage) -> None:
-        if image in self._images and all(copy.image is not image for copy in self._copies):
+        if image in self._images and all(copy.image is not image for copy in self.copies):
             del self._images[image]
             image.data = None
             self.num_bytes -= image.num_bytes

@@ -170,7 +170,7 @@ class EngineLife:
     def _preempt(self) -> None:
         scheduler = self.engine.scheduler
         if len(scheduler.running):
-            scheduler.preempt(self.rng.choice(list(scheduler.running)))
+            scheduler.lifecycle.preempt(self.rng.choice(list(scheduler.running)))
 
     def _merge(self) -> None:
         if self.current:

@@ -217,7 +217,7 @@ class Life(EngineLife):
 
     def _drain(self) -> None:
         for _ in range(100_000):
-            if not self.engine.has_work() and not self.engine.swapped.is_under_way:
+            if not self.engine.has_work() and not self.engine.swapped.copies:
                 break
             self._step()
             self._check_books()

@@ -14,9 +14,10 @@ from ...core.requests.sampling_params import SamplingParams
 from ...core.requests.types import BASE_SLOT, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
 from ...core.scheduling.admission import Admission
 from ...core.scheduling.draft import Draft, Place
-from ...core.scheduling.queue_order import QueueOrder
+from ...core.scheduling.lifecycle import Lifecycle
 from ...core.scheduling.running import Running
 from ...core.scheduling.scheduler import Scheduler
+from ...core.scheduling.waiting import QueueOrder
 from ...memory.adapters.adapter import Adapter, Tier
 from ...memory.pages.prefix import Block
 from .executor import TOKEN
@@ -48,13 +49,38 @@ class SimRequest(Request):
         self.quiet_until = 0
 
 
+class SimLifecycle(Lifecycle):
+    """A lifecycle of `SimRequest`s.
+
+    unnoted: requests with an adapter of which it is not known yet whether they have to wait for it.
+    """
+
+    requests: dict[str, SimRequest]
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.unnoted: dict[SimRequest, None] = {}
+
+    def add(self, request: SimRequest) -> None:
+        super().add(request)
+        if request.adapter is not None:
+            self.unnoted[request] = None
+
+    def send_back(self, request: SimRequest, state: RequestState) -> None:
+        super().send_back(request, state)
+        request.quiet_until = 0
+        if request.adapter is not None:
+            self.unnoted[request] = None
+
+
 class SimAdmission(Admission):
     """Admission that also counts cold starts.
 
     most_prompts, most_rows: in one step; None for as many as there is room for.
     awaits_growth: the last `admit` ended for what requests are expected to grow by, which may differ in any step.
-    unnoted: requests with an adapter of which it is not known yet whether they have to wait for it.
     """
+
+    _lifecycle: SimLifecycle
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -63,7 +89,6 @@ class SimAdmission(Admission):
         self._most_rows = math.inf  # of the step being decided
         self.awaits_growth = False
         self.num_cold_starts = 0
-        self.unnoted: dict[SimRequest, None] = {}
         self._current_order: QueueOrder | None = None
         self._has_passed_over = False
 
@@ -76,11 +101,11 @@ class SimAdmission(Admission):
             self._most_rows = min(self._most_rows, draft.num_rows + self.most_prompts - prompts)
         super().admit(draft)
         for request in draft.begun:
-            self.unnoted.pop(request, None)
+            self._lifecycle.unnoted.pop(request, None)
             if request.adapter is not None and request.adapter.transfer is not None:
                 self._count_cold(request)
         order = self._current_order
-        if self.unnoted and order is not None and (self._has_passed_over or order.next() is None):
+        if self._lifecycle.unnoted and order is not None and (self._has_passed_over or order.next() is None):
             self._note_cold()
 
     def _place(self, draft: Draft) -> Place | None:
@@ -124,11 +149,12 @@ class SimAdmission(Admission):
 
     def _note_cold(self) -> None:
         """Seats are free and requests wait: count each that needs an adapter still to be read."""
-        for request in list(self.unnoted):
+        unnoted = self._lifecycle.unnoted
+        for request in list(unnoted):
             if request not in self._waiting:
-                del self.unnoted[request]
+                del unnoted[request]
             elif not request.adapter.pages and self._store.tier(request.adapter) is not Tier.HOST:
-                del self.unnoted[request]
+                del unnoted[request]
                 self._count_cold(request)
 
     def _count_cold(self, request: SimRequest) -> None:
@@ -144,6 +170,7 @@ class SimScheduler(Scheduler):
     """
 
     admission_type = SimAdmission
+    lifecycle_type = SimLifecycle
     _admission: SimAdmission
     _requests: dict[str, SimRequest]
 
@@ -220,7 +247,7 @@ class SimScheduler(Scheduler):
         Arrivals and aborts are left out. Nothing is decided until a request ends or pages run short. What waiting
         requests' adapters hold is not touched, since that would change what is read ahead and which request is first.
         """
-        if self._store.loads.under_way or self._memory.swapped.is_under_way or not self.may_repeat:
+        if self._store.loads.under_way or self._memory.swapped.copies or not self.may_repeat:
             return plan
         most = min(MOST_REPEATS, min([request.max_length - len(request.token_ids) for request in self.running]))
         until = math.inf
@@ -293,20 +320,6 @@ class SimScheduler(Scheduler):
         if output.finish_reason is not None or not request.has_told:
             request.has_told = True
             outputs.append(output)
-
-    def add(self, request: SimRequest) -> None:
-        super().add(request)
-        if request.adapter is not None:
-            self._admission.unnoted[request] = None
-
-    def _send_back(self, request: SimRequest, state: RequestState) -> None:
-        super()._send_back(request, state)
-        if request.adapter is not None:
-            self._admission.unnoted[request] = None
-
-    def _give_back(self, request: SimRequest) -> None:
-        super()._give_back(request)
-        request.quiet_until = 0
 
 
 def _prompts_first(plan: StepPlan) -> StepPlan:

@@ -163,7 +163,7 @@ def test_the_place_in_the_grammar_is_found_again(wide, drive, preemption):
     for step in range(16):
         driver.step()
         if step % 3 == 2 and request.is_running:
-            driver.engine.scheduler.preempt(request)
+            driver.engine.scheduler.lifecycle.preempt(request)
     assert request.num_output_tokens > 2 and driver.engine.stats().num_preemptions > 2
     assert driver.drain()["a"].tokens == want
 

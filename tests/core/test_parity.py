@@ -277,7 +277,7 @@ def test_preemption_at_any_step(subject, drive, families, config, seed):
     def preempt():
         for request in list(scheduler.running):
             if rng.random() < 0.12:
-                scheduler.preempt(request)
+                scheduler.lifecycle.preempt(request)
 
     arrive(driver, families, seed, preempt)
     assert driver.engine.stats().num_preemptions > 20
@@ -341,7 +341,7 @@ def test_threads_read_beside_random_preemption_and_eviction(subject, drive, fami
             engine.reclaim_idle()
         for request in list(engine.scheduler.running):
             if rng.random() < 0.05:
-                engine.scheduler.preempt(request)
+                engine.scheduler.lifecycle.preempt(request)
 
     arrive(driver, families, 5, disturb)
     assert engine.stats().num_preemptions > 0

@@ -609,7 +609,7 @@ class EngineMachine(RuleBasedStateMachine):
         return sum(adapter.num_pages for adapter in self.pinned)
 
     def _wait(self, timeout):
-        preempted = self.scheduler.num_preemptions > self.preemptions_before
+        preempted = self.scheduler.lifecycle.num_preemptions > self.preemptions_before
         inline = isinstance(self.reads, InlineReads)  # what was asked for in this step is ready in the next
         assert self._pending() or preempted or inline, "the engine has work, runs nothing and waits for nothing"
         reached["waited for a read"] += 1
@@ -736,7 +736,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _preempt(self, request):
         self._note_turns()  # its account had nothing waiting until now
-        self.scheduler.preempt(request)
+        self.scheduler.lifecycle.preempt(request)
         self.requests[request.id].preempted = True
 
     @rule(seconds=st.sampled_from([0.01, 0.2, 5.0]))
@@ -789,7 +789,7 @@ class EngineMachine(RuleBasedStateMachine):
             self._bring_first_layers()
         self.running_before = [request.id for request in self.scheduler.running]
         self.overdue_before = self.clock.now - self.config.max_overtake_seconds
-        self.preemptions_before = self.scheduler.num_preemptions
+        self.preemptions_before = self.scheduler.lifecycle.num_preemptions
         here = (Tier.DEVICE, Tier.HOST)
         self._note_turns()
         self.decided = self.clock.now, self.scheduler.num_steps  # when the step is, which then takes time
@@ -879,7 +879,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.sat_out = {request.id for request in sitting_out}
         alone = [request for request in sitting_out if not request.call and request.coming is None]
         waits = self.engine.swapped.frees_pages  # for pages that are being copied out
-        preempted = self.scheduler.num_preemptions - self.preemptions_before  # whose rows nobody takes in this step
+        preempted = (
+            self.scheduler.lifecycle.num_preemptions - self.preemptions_before
+        )  # whose rows nobody takes in this step
         free_rows = self.config.max_num_seqs - len(plan.rows)
         reached["sat out for another account"] += not free_rows and bool(alone)
         if plan.num_tokens < self.config.max_num_batched_tokens and self.engine.reclaimer.available and not waits:
@@ -947,7 +949,7 @@ class EngineMachine(RuleBasedStateMachine):
         growth = sum(1 + (r.max_length - r.num_tokens) // block for r in running)
         growth += sum(2 + r.max_length // block for r in waiting) + sum(a.num_pages for a in self._adapters())
         has_room = growth <= self.engine.reclaimer.available and used < self.config.max_num_batched_tokens
-        if self.scheduler.num_preemptions > self.preemptions_before or not has_room or self.config.weights:
+        if self.scheduler.lifecycle.num_preemptions > self.preemptions_before or not has_room or self.config.weights:
             return
         if self.engine.swapped.frees_pages:  # nobody begins until they have been copied
             return

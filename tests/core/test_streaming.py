@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from chorus.core.cold_start import ColdStarts
 from chorus.core.model.config import ModelConfig
 from chorus.core.model.lora_state import LoraState
 from chorus.core.requests.types import FinishReason
@@ -235,6 +236,7 @@ class FakeStore:
         self.loads = SimpleNamespace(
             seconds_left=lambda adapter, patience: seconds, is_reading=lambda adapter: tier is Tier.LOADING
         )
+        self.images = SimpleNamespace(is_ready=lambda adapter: tier is Tier.HOST)
 
 
 class FakeAdapter:
@@ -248,13 +250,25 @@ class FakeAdapter:
     [(Tier.DISK, 0.0, False), (Tier.HOST, 9.0, True), (Tier.LOADING, 0.23, False), (Tier.LOADING, 0.21, True)],
 )
 def test_a_request_starts_when_the_rest_comes_with_its_prefill_or_little_later(tier, seconds, may):
-    policy = LoadPolicy(FakeStore(tier, seconds), RestoreCosts(prefix_page=0.1), block_tokens=16, max_stall=0.02)
+    policy = LoadPolicy(
+        FakeStore(tier, seconds), RestoreCosts(prefix_page=0.1), ColdStarts(), block_tokens=16, max_stall=0.02
+    )
     assert policy.may_start(FakeAdapter(), 32) is may
 
 
+def test_a_read_that_a_request_waited_for_to_the_end_is_counted_once():
+    starts, adapter = ColdStarts(), FakeAdapter()
+    policy = LoadPolicy(FakeStore(Tier.LOADING), RestoreCosts(), starts, block_tokens=16, max_stall=0.0)
+    assert not policy.may_start(adapter, 32)
+    assert starts == ColdStarts()
+    policy.store = FakeStore(Tier.HOST)
+    assert policy.may_start(adapter, 32) and policy.may_start(adapter, 32)
+    assert starts == ColdStarts(num_waited=1)
+
+
 def test_a_request_joins_those_that_run_with_its_adapter():
-    policy = LoadPolicy(FakeStore(Tier.LOADING, 9.0), RestoreCosts(), block_tokens=16, max_stall=0.02)
+    policy = LoadPolicy(FakeStore(Tier.LOADING, 9.0), RestoreCosts(), ColdStarts(), block_tokens=16, max_stall=0.02)
     assert policy.may_start(FakeAdapter([3], references=1), 1)
     assert not policy.may_start(FakeAdapter([3]), 1)
-    there = LoadPolicy(FakeStore(Tier.DEVICE), RestoreCosts(), block_tokens=16, max_stall=0.02)
+    there = LoadPolicy(FakeStore(Tier.DEVICE), RestoreCosts(), ColdStarts(), block_tokens=16, max_stall=0.02)
     assert there.may_start(FakeAdapter([3]), 1)

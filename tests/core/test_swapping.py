@@ -194,7 +194,7 @@ def test_a_preemption_at_any_step_loses_nothing(subject, drive, at):
             driver.step()
         if preempt_at:
             for request in [each for each in requests if each.is_running]:
-                driver.engine.scheduler.preempt(request)
+                driver.engine.scheduler.lifecycle.preempt(request)
                 assert request.state is RequestState.SWAPPED
                 computed = request.kv_image.num_tokens if request.kv_image is not None else 0
                 assert bool(computed) == (request.kv_image is not None)
@@ -216,7 +216,7 @@ def test_a_restored_request_computes_only_what_is_missing(subject, drive):
     for _ in range(3):
         driver.step()
     computed = request.num_computed_tokens
-    driver.engine.scheduler.preempt(request)
+    driver.engine.scheduler.lifecycle.preempt(request)
     assert driver.engine.stats().swapped_bytes == -(-computed // driver.engine.block_tokens) * (
         driver.executor.layout.page_bytes
     )
@@ -236,9 +236,9 @@ def test_blocks_that_others_use_are_not_copied(subject, drive):
     two = driver.add("b", None, [*stem, 8, 8], max_tokens=20)
     driver.step()
     assert two.num_known_blocks == 2
-    driver.engine.scheduler.preempt(two)
+    driver.engine.scheduler.lifecycle.preempt(two)
     assert two.kv_image.blocks == range(2, 3)
-    driver.engine.scheduler.preempt(one)
+    driver.engine.scheduler.lifecycle.preempt(one)
     assert one.kv_image.blocks.start == 0, "nobody else holds them now"
     answers = driver.drain()
     alone = drive(it, preemption="recompute", prefix_cache=False)
@@ -251,7 +251,7 @@ def test_an_aborted_request_leaves_nothing_on_the_host(subject, drive):
     driver = drive(it, preemption="swap")
     request = driver.add("a", "r1-all", [5] * 40, max_tokens=10)
     driver.step()
-    driver.engine.scheduler.preempt(request)
+    driver.engine.scheduler.lifecycle.preempt(request)
     assert driver.engine.stats().num_swapped == 1
     driver.engine.store.unregister("r1-all")
     driver.engine.abort("a")
@@ -268,11 +268,11 @@ def test_aborts_while_copies_are_under_way(subject, drive):
     leaving = driver.add("leaving", "r1-all", [5] * 40, max_tokens=10)
     coming = driver.add("coming", None, [6] * 40, max_tokens=10)
     driver.step()
-    driver.engine.scheduler.preempt(coming)
+    driver.engine.scheduler.lifecycle.preempt(coming)
     late.copies[0].end()
     driver.step()
     assert coming.coming is not None
-    driver.engine.scheduler.preempt(leaving)
+    driver.engine.scheduler.lifecycle.preempt(leaving)
     driver.engine.store.unregister("r1-all")
     pages = driver.engine.stats().num_kv_pages
     for name in ("leaving", "coming"):
@@ -294,11 +294,11 @@ def test_one_that_is_preempted_while_its_kv_comes_back_has_it_still(subject, dri
     driver = drive(it, preemption="swap", prefix_cache=False)
     late = slow_link(driver)
     request, prompt = begun(it, driver)
-    driver.engine.scheduler.preempt(request)
+    driver.engine.scheduler.lifecycle.preempt(request)
     late.copies[0].end()
     driver.engine.begin_step()
     assert request.coming is not None
-    driver.engine.scheduler.preempt(request)
+    driver.engine.scheduler.lifecycle.preempt(request)
     assert driver.engine.stats().num_kv_pages > 0, "something is still written to its pages"
     assert driver.drain()["a"].tokens == it.greedy("r1-all", prompt, 12)
     stats = driver.engine.stats()
@@ -314,7 +314,7 @@ def test_a_copy_that_is_refused_costs_time_only(subject, drive, monkeypatch, way
     driver = drive(it, preemption="swap")
     request, prompt = begun(it, driver)
     monkeypatch.setattr(driver.executor.swaps, way, refuse)
-    driver.engine.scheduler.preempt(request)
+    driver.engine.scheduler.lifecycle.preempt(request)
     assert driver.drain()["a"].tokens == it.greedy("r1-all", prompt, 12)
     stats = driver.engine.stats()
     assert (stats.num_swapped, stats.swapped_bytes, stats.num_swaps_in) == (0, 0, 0)
@@ -325,7 +325,7 @@ def test_an_exported_request_goes_on_elsewhere_while_its_kv_is_on_the_host(subje
     it = subject("gqa")
     here, there = drive(it, preemption="swap"), drive(it, preemption="swap")
     request, prompt = begun(it, here)
-    here.engine.scheduler.preempt(request)
+    here.engine.scheduler.lifecycle.preempt(request)
     for driver in (here, there):
         adapter = driver.engine.store.get("r1-all")
         adapter.manifest = with_content(adapter.manifest)
@@ -342,7 +342,7 @@ def test_a_reload_does_not_touch_swapped_kv(subject, drive):
     it = subject("gqa")
     driver = drive(it, preemption="swap")
     request, prompt = begun(it, driver)
-    driver.engine.scheduler.preempt(request)
+    driver.engine.scheduler.lifecycle.preempt(request)
     driver.engine.store.register("r1-all", it.adapters["r8-attention"])
     assert driver.drain()["a"].tokens == it.greedy("r1-all", prompt, 12)
 

@@ -450,7 +450,7 @@ class TestEngine:
         request = driver.add("a", "r1-all", prompt, max_tokens=6, prompt_logprobs=1, logprobs=0)
         for _ in range(after):
             driver.step()
-        driver.engine.scheduler.preempt(request)
+        driver.engine.scheduler.lifecycle.preempt(request)
         answer = driver.drain()["a"]
         assert answer.tokens == gqa.greedy("r1-all", prompt, 6)
         want = gqa.logits("r1-all", prompt + answer.tokens[:-1]).log_softmax(-1)

@@ -131,7 +131,7 @@ def test_a_running_version_outlives_its_directory(gqa, drive, tmp_path):
     driver.add("y", "voice", [7] * 5, max_tokens=8)
     for _ in range(3):
         for request in list(driver.engine.scheduler.running):
-            driver.engine.scheduler.preempt(request)
+            driver.engine.scheduler.lifecycle.preempt(request)
         driver.engine.reclaim_idle()
         driver.add(f"other-{driver.engine.stats().num_steps}", "other", [9] * 4, max_tokens=2)
         driver.step()

@@ -12,10 +12,9 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
-from chorus.core.scheduling import queue_order
-from chorus.core.scheduling.queue_order import QueueOrder, Turns
-from chorus.core.scheduling.service import TokenCounters
-from chorus.core.scheduling.waiting import WaitingQueue
+from chorus.core.scheduling import waiting as waiting_queue
+from chorus.core.scheduling.service import SomeTurns, TokenCounters, Turns
+from chorus.core.scheduling.waiting import QueueOrder, WaitingQueue
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.host.images import InlineReads
 
@@ -436,10 +435,10 @@ def test_only_those_who_can_run_are_looked_at_and_the_order_is_the_same(data):
         turns.restart(103.0, 7)
         found = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(queue_order, "MANY", many)
-            patch.setattr(queue_order, "SHARE", 0)
+            patch.setattr(waiting_queue, "MANY", many)
+            patch.setattr(waiting_queue, "SHARE", 0)
             candidates = QueueOrder(queue, turns, FakeStore(), 5.0)
-        assert isinstance(candidates._turns, queue_order.SomeTurns) == (many < 99 and bool(tiers))  # noqa: SLF001
+        assert isinstance(candidates._turns, SomeTurns) == (many < 99 and bool(tiers))  # noqa: SLF001
         while (request := candidates.next()) is not None:
             found.append((request.id, candidates.is_late()))
             if int(request.id) in skipped:

@@ -17,10 +17,10 @@ from chorus.core.policies import Policies
 from chorus.core.requests.request import Request, RequestState
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.scheduling.admission import DOUBT_SECONDS
+from chorus.core.scheduling.draft import prompt_shares
 from chorus.core.scheduling.output_lengths import OutputLengths
 from chorus.core.scheduling.overload import Overloaded
 from chorus.core.scheduling.service import TokenCounters
-from chorus.core.scheduling.step_shares import prompt_shares
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.host.images import InlineReads
 
@@ -542,10 +542,10 @@ class TestPreemption:
             house.add(name, prompt=[5] * 12, max_tokens=9, tenant=name)
         for _ in range(3):
             house.step()
-        house.engine.scheduler.preempt(house.expected["preempted"].request)
+        house.engine.scheduler.lifecycle.preempt(house.expected["preempted"].request)
         house.step()
         assert [account.num_running for account in house.engine.accounts()] == [1, 1]
-        house.engine.scheduler.preempt(house.expected["preempted"].request)
+        house.engine.scheduler.lifecycle.preempt(house.expected["preempted"].request)
         standing = {account.name: account.standing for account in house.engine.accounts()}
         assert standing["preempted"] <= 12 + 2 * 3 < standing["spared"]
         house.drain()
@@ -582,7 +582,7 @@ def test_requests_by_adapter_are_counted_as_by_a_walk(events, most):
         elif event == "abort" and house.expected:
             house.engine.abort(list(house.expected)[number % len(house.expected)])
         elif event == "preempt" and scheduler.running:
-            scheduler.preempt(scheduler.running[number % len(scheduler.running)])
+            scheduler.lifecycle.preempt(scheduler.running[number % len(scheduler.running)])
         walk = [request.adapter for request in chain(scheduler.running, scheduler.waiting)]
         requests, first = scheduler.count_by_adapter(most)
         assert requests == Counter(walk)

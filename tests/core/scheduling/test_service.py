@@ -22,11 +22,11 @@ from chorus.core.scheduling.service import WINDOW_SECONDS, Service, TokenCounter
 from .test_scheduling import HeldReads, House
 
 
-def flooded(**config):
+def flooded(prompt_tokens=4, **config):
     """A house in which every seat is taken by one tenant, with more of its requests behind them."""
     house = House(**config)
     for index in range(8):
-        house.add(f"many {index}", prompt=[5] * 4, max_tokens=30, tenant="many")
+        house.add(f"many {index}", prompt=[5] * prompt_tokens, max_tokens=30, tenant="many")
     for _ in range(3):
         house.step()
     return house
@@ -97,20 +97,14 @@ class TestNewcomer:
         assert house.computed == 8 * 33 + 5, "nothing is computed twice"
         assert house.engine.stats().num_preemptions == 0
 
-    def test_begins_though_decode_rows_take_all_tokens_of_a_step(self):
-        house = flooded(max_num_batched_tokens=4)
-        while len(house.engine.scheduler.running) < 4:
-            house.step()
-        house.add("new", tenant="few")
-        house.step()
-        assert "new" in rows(house)
-        house.drain()
-
-    def test_begins_beside_a_prompt_that_takes_all_tokens_of_a_step(self):
-        house = House(max_num_batched_tokens=8, max_num_seqs=2)
-        for index in range(2):
-            house.add(f"long {index}", prompt=[5] * 36, tenant="many")
-        while len(house.engine.scheduler.running) < 2:
+    @pytest.mark.parametrize(
+        ("prompt_tokens", "running", "config"),
+        [(4, 4, {"max_num_batched_tokens": 4}), (36, 2, {"max_num_batched_tokens": 8, "max_num_seqs": 2})],
+        ids=["decode rows", "a prompt"],
+    )
+    def test_begins_though_others_take_all_tokens_of_a_step(self, prompt_tokens, running, config):
+        house = flooded(prompt_tokens, **config)
+        while len(house.engine.scheduler.running) < running:
             house.step()
         house.add("new", tenant="few")
         house.step()
@@ -300,7 +294,7 @@ def taken(seats, requests):
 def draft_of(service):
     running = service._running  # noqa: SLF001
     limits = EngineConfig(model=Path("fake"), max_num_seqs=service.max_rows)
-    draft = Draft(limits, service, running, list(running), 0.0, all_decode=True)
+    draft = Draft(limits, service, None, running, list(running), 0.0, all_decode=True)
     draft.begin_admission()
     return draft
 

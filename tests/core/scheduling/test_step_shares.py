@@ -251,3 +251,20 @@ def test_answers_that_take_turns_are_those_that_each_gives_alone(subject, drive,
 def told(answer):
     """An answer without its scores, which may differ in the last bits with what shares a step."""
     return answer.tokens, answer.finish_reason, [score.token_id for score in answer.logprobs]
+
+
+def test_time_without_calls_is_charged_to_no_later_call():
+    engine, executor, _ = make_engine(1.0, 0.01)
+    engine.add_request(request("neighbour", 4000))
+    for call, count in (("one", 60), ("two", 60)):
+        for index in range(4):
+            engine.add_request(request(f"{call} {index}", count, call=call))
+        while len(engine.scheduler.running) < 5:
+            engine.step()
+        begun = len(executor.steps)
+        while len(engine.scheduler.running) > 1:
+            engine.step()
+        for _ in range(300):
+            engine.step()
+    taken = sum(name.startswith("two") for step in executor.steps[begun : begun + 80] for name in step)
+    assert taken == 4 * 59
