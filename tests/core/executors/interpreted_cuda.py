@@ -95,7 +95,7 @@ def drive(tiny):
 def make_config(tiny: Subject, **config) -> EngineConfig:
     defaults = {
         "dtype": "float32", "device": "cuda", "max_num_seqs": 4, "max_num_batched_tokens": 12, "block_tokens": 4,
-        "memory_bytes": 2 << 20, "max_lora_rank": 32, "threads": 1,
+        "memory_bytes": 2 << 20, "max_lora_rank": 32, "threads": 1, "mixed_graph_tokens": 0,
     }  # fmt: skip
     return EngineConfig(model=tiny.model, **{**defaults, **config})
 
