@@ -49,8 +49,8 @@ class MixedSteps:
         columns: torch.Tensor,
         sizes: Sequence[int],
     ) -> None:
-        """attention: for rows of any lengths. columns: int64, flat; a step's token ids, positions, pages and offsets lie
-        in it one behind the other, `width(bucket)` of each. sizes: buckets, rising; there may be none.
+        """attention: for rows of any lengths. columns: int64, flat; a step's token ids, positions, pages and offsets
+        lie in it one behind the other, `width(bucket)` of each. sizes: buckets, rising; there may be none.
         """
         self._decoder, self._device, self._attention, self._lora = decoder, device, attention, lora
         self._columns, self.sizes = columns, sizes
@@ -70,7 +70,7 @@ class MixedSteps:
         return next((size for size in self.sizes if size >= tokens), None)
 
     def begin(self, bucket: int, adapters: Sequence[Adapter], slots: Sequence[int], lengths: Sequence[int]) -> Lora:
-        """Write the tables of a step's adapters; the launches of its bucket, or others where these have too few tiles."""
+        """Write a step's tables of adapters; the launches of its bucket, or others where these have too few tiles."""
         return self._lora.begin_padded(adapters, slots, lengths, self.launches[bucket]) if adapters else None
 
     def run(self, bucket: int, num_tokens: int, lora: Lora) -> Residual:

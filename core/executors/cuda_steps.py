@@ -87,9 +87,7 @@ class CudaSteps:
         )
         self.bucket_lora = {size: self.lora.bucket(size) for size in sizes}
         self.mixture_lora = {size: self.lora.bucket(size, passes=2) for size in sizes}
-        self.mixed = MixedSteps(
-            model, device, self._ragged_attention, self.lora, self._inputs, token_buckets(padded)
-        )
+        self.mixed = MixedSteps(model, device, self._ragged_attention, self.lora, self._inputs, token_buckets(padded))
         self.ways: Mapping[int, Ways] = dict.fromkeys(sizes, BY_LIBRARY)  # of each bucket's products
         self.graphs: GraphRunner[None] = GraphRunner(self._capture, lambda: device.memory()[0])
         self._sampling = TorchSampling()
@@ -225,8 +223,8 @@ class CudaSteps:
         return found
 
     def _to_device(self, batch: StepBatch[Attention, LoraLaunches], tokens: int) -> StepBatch[Attention, LoraLaunches]:
-        """The batch with its tensors in static buffers of the device, in one copy, each with room for `tokens` and zeros
-        behind its own.
+        """The batch with its tensors in static buffers of the device, in one copy, each with room for `tokens` and
+        zeros behind its own.
         """
         names = ["token_ids", "positions", "page", "offset", "logit_tokens"]
         if batch.score_tokens is not None:
@@ -261,12 +259,12 @@ class CudaSteps:
                     prepare(bucket)
                     graphs.capture(bucket, mode)
                     advance(1)
-            seconds, num_bytes = (sum(getattr(step, name) for step in graphs.report) for name in ("seconds", "num_bytes"))
+            seconds, num_bytes = (sum(getattr(it, name) for it in graphs.report) for name in ("seconds", "num_bytes"))
             logger.info("captured %d %s in %.1f s, %s", len(keys), what, seconds, cuda_memory.gib(num_bytes))
 
     def graph_bytes(self) -> int:
-        """Return the memory that all graphs will take, from the two largest of decode steps and of mixed ones, which are
-        captured and freed again.
+        """Return the memory that all graphs will take, from the two largest of decode steps and of mixed ones, which
+        are captured and freed again.
         """
         total = 0
         for _, graphs, prepare, sizes in self._capturable():

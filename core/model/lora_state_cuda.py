@@ -28,7 +28,7 @@ MAX_PARTS = 16
 _SHORT = 8
 
 
-#: Tiles of prompts that a captured piece has beyond the tiles of its bucket's tokens: prompts seldom end where tiles do.
+#: Tiles of prompts that a captured piece has beyond those of its bucket's tokens: prompts seldom end where tiles do.
 _MORE_TILES = 4
 
 #: Most decode rows with adapters behind the prompts of a captured piece: of more, launches without work would take the
@@ -99,8 +99,8 @@ class CudaLoraState(LoraState):
         return LoraLaunches(self, decode(size, self.max_rank), size, passes=passes)
 
     def padded(self, tokens: int) -> LoraLaunches:
-        """The launches of captured pieces of `tokens` tokens: prompts, and behind them decode rows with the kernels of a
-        decode step, all of whose tiles count tokens from the first.
+        """The launches of captured pieces of `tokens` tokens: prompts, and behind them decode rows with the kernels of
+        a decode step, all of whose tiles count tokens from the first.
         """
         schedule, last = prefill(tokens, self.max_rank, self._itemsize), min(tokens, self._max_rows, _MOST_TAIL)
         num_tiles = -(-tokens // schedule.tile_tokens) + _MORE_TILES
@@ -232,8 +232,8 @@ def _border(lengths: Sequence[int]) -> int:
 
 
 class Tail(NamedTuple):
-    """Tokens of a step from `border` on, which have a schedule of their own and `num_tiles` tiles behind the others, and
-    count from there.
+    """Tokens of a step from `border` on, which have a schedule of their own and `num_tiles` tiles behind the others,
+    and count from there.
     """
 
     schedule: Schedule
