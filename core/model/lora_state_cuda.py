@@ -193,7 +193,7 @@ class CudaLoraState(LoraState):
         """Compile every kernel, as many at once as there are processors, and launch each with nothing to do, so that
         no request waits for a compiler.
         """
-        from ...ops.sgmv_triton import compiling  # needs triton
+        from ...ops.launch_triton import compiling  # needs triton
 
         device, dtype = self.arena.device, self.arena.dtype
         cases = []

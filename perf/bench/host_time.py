@@ -226,8 +226,9 @@ def prefill_time(
         ) as engine,
     ):  # fmt: skip
         assert isinstance(engine.executor, CudaExecutor)
-        owner, name = (engine.executor.steps.mixed, "run") if pieces else (engine.executor.steps.decoder, "forward")
-        inner = getattr(owner, name)
+        computing = engine.executor.steps
+        owner, method = (computing.mixed, "run") if pieces else (computing.decoder, "forward")
+        inner = getattr(owner, method)
 
         def timed(*args: Any) -> Any:
             began = clock()
@@ -242,7 +243,7 @@ def prefill_time(
         while len(engine.scheduler.running) < decoding:
             engine.step()
         skipped = int(pieces)  # the first step captures
-        with patch.object(owner, name, timed):
+        with patch.object(owner, method, timed):
             for index in range(steps + skipped):
                 once = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
                 engine.add_request(Request(f"p{index}", [1] * tokens, once, first))

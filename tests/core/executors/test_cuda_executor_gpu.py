@@ -147,10 +147,10 @@ def test_padding_changes_no_bits_of_other_tokens(drive):
     steps = executor.steps
     logits = []
     for left in (0.0, 7.5, torch.nan):
-        flow = steps.mixed._flow
+        flow = steps.mixed._flow  # noqa: SLF001
         for values in (flow.rows, flow.q, flow.attended):
             values.fill_(left)
-        steps._inputs.fill_(3)
+        steps._inputs.fill_(3)  # noqa: SLF001
         torch.cuda.synchronize()
         executor.execute(plan)
         logits.append(steps.logits[0].clone())
