@@ -102,8 +102,8 @@ class EngineConfig(BaseModel):
     )
     dependent_launch: Literal["auto", "off"] = Field(
         default="auto",
-        description="on a GPU of compute capability 9 and later: kernels of norms, LoRA and the like begin while the one "
-        "before them ends (programmatic dependent launch), where Triton compiles it; or never",
+        description="on a GPU of compute capability 9 and later: kernels of norms, LoRA and the like begin while the "
+        "one before them ends (programmatic dependent launch), where Triton compiles it; or never",
     )
     attention: Literal["auto", "flashinfer", "triton", "torch"] = Field(
         default="auto",
