@@ -95,8 +95,9 @@ class MixedSteps:
 
     def _pieces(self, bucket: int, lora: Lora) -> list[Callable[[], None]]:
         width = self.width(bucket)
-        columns = self._columns[: 4 * width].view(4, width)[:, :bucket].unbind(0)
-        batch, flow = StepBatch(*columns, self._attention, lora), self._flow.of(bucket)
+        token_ids, positions, page, offset = self._columns[: 4 * width].view(4, width)[:, :bucket].unbind(0)
+        batch = StepBatch(token_ids, positions, page, offset, self._attention, lora)
+        flow = self._flow.of(bucket)
         return [partial(self._decoder.piece, index, batch, flow) for index in range(len(self._decoder.layers) + 1)]
 
     def _run(self, pieces: Sequence[Callable[[], None]]) -> None:

@@ -101,7 +101,7 @@ def test_an_early_launch_waits_for_what_its_stream_waits_for():
             side.wait_stream(main)
             x.fill_(torch.nan)
             for _ in range(4):
-                large @ large  # so that the write comes late
+                torch.mm(large, large)  # so that the write comes late
             x.copy_(rows)
             ready.record()
         with torch.cuda.stream(main):

@@ -39,6 +39,9 @@ class NoLora:
     def add(self, *_):
         """Nothing."""
 
+    def wait(self, *_):
+        """Nothing is on its way."""
+
 
 @pytest.fixture
 def decoder():
