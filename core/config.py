@@ -92,10 +92,18 @@ class EngineConfig(BaseModel):
         description="when decode steps are captured as CUDA graphs: before the first request, at a batch size's first "
         "use, or never",
     )
+    mixed_graph_tokens: int = Field(
+        default=512,
+        ge=0,
+        le=4096,
+        description="on a GPU: steps of prompts, and decode rows among them, of up to so many tokens in all are padded "
+        "to one of a few sizes, and what lies between two layers' attentions is captured, as graph_capture says; "
+        "0: no such step is",
+    )
     dependent_launch: Literal["auto", "off"] = Field(
         default="auto",
-        description="on a GPU of compute capability 9: kernels of norms, LoRA and the like begin while the one before "
-        "them ends (programmatic dependent launch), where Triton compiles it; or never",
+        description="on a GPU of compute capability 9 and later: kernels of norms, LoRA and the like begin while the "
+        "one before them ends (programmatic dependent launch), where Triton compiles it; or never",
     )
     attention: Literal["auto", "flashinfer", "triton", "torch"] = Field(
         default="auto",

@@ -24,7 +24,9 @@ class Attention(Protocol):
         tables: Sequence[Sequence[int]] | None = None,
     ) -> None: ...
 
-    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor: ...
+    def run(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor: ...
 
 
 class PagedAttention:
@@ -75,14 +77,16 @@ class PagedAttention:
         else:
             self._decode_pages = page_table[:0]
 
-    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+    def run(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Attend with one layer's cache.
 
         q: `[tokens, heads, head_dim]`; k_cache, v_cache: `[num_pages, block_tokens, kv_heads, head_dim]`, any strides
-        and dtype.
+        and dtype. out: of q's shape, to write to.
         Returns `[tokens, heads · head_dim]`.
         """
-        out = torch.empty_like(q)
+        out = torch.empty_like(q) if out is None else out
         for tokens, pages, kv_len, mask in self._prefills:
             k, v = (self._gather(cache, pages, kv_len).to(q.dtype) for cache in (k_cache, v_cache))
             broken = None if (k.sum() + v.sum()).isfinite() else ~(k.isfinite() & v.isfinite()).all(-1, keepdim=True)

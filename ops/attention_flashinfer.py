@@ -156,9 +156,11 @@ class RaggedAttention:
             )
         backend.event.record()
 
-    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+    def run(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Attend with one layer's cache, as `PagedAttention.run`."""
-        out = torch.empty_like(q)
+        out = torch.empty_like(q) if out is None else out
         split = self._prefill_tokens
         if split:
             self._prefill.run(q[:split], (k_cache, v_cache), out=out[:split])
@@ -217,9 +219,11 @@ class DecodeAttention:
             self._planned = True
         backend.event.record()
 
-    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+    def run(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Attend with one layer's cache: q `[bucket, heads, head_dim]` → `[bucket, heads · head_dim]`."""
-        return self._wrapper.run(q, (k_cache, v_cache)).view(len(q), -1)
+        return self._wrapper.run(q, (k_cache, v_cache), out=out).view(len(q), -1)
 
 
 def prefill_kernel(head_dim: int) -> str:

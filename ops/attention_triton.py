@@ -224,16 +224,17 @@ class RaggedAttention:
         if split < len(kv_lens):
             self._backend.plan(page_table[split:], kv_lens[split:])
 
-    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+    def run(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Attend with one layer's cache, as `PagedAttention.run`."""
-        split, width = self._prefill_tokens, q.shape[1] * q.shape[2]
-        if split == self._num_tokens:
-            return self._prefill.run(q, k_cache, v_cache)
-        out = torch.empty_like(q)
+        split = self._prefill_tokens
+        out = torch.empty_like(q) if out is None else out
         if split:
-            out.view(len(q), width)[:split] = self._prefill.run(q[:split], k_cache, v_cache)
-        self._backend.run(q[split:], k_cache, v_cache, out[split:])
-        return out.view(len(q), width)
+            self._prefill.run(q[:split], k_cache, v_cache, out[:split])
+        if split < self._num_tokens:
+            self._backend.run(q[split:], k_cache, v_cache, out[split:])
+        return out.view(len(q), -1)
 
 
 class DecodeAttention:
@@ -254,8 +255,10 @@ class DecodeAttention:
         check_bucket(self._bucket, qo_indptr, kv_lens)
         self._backend.plan(page_table, kv_lens, tables)
 
-    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+    def run(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Attend with one layer's cache: q `[bucket, heads, head_dim]` → `[bucket, heads · head_dim]`."""
-        out = torch.empty_like(q)
+        out = torch.empty_like(q) if out is None else out
         self._backend.run(q, k_cache, v_cache, out)
         return out.view(len(q), -1)

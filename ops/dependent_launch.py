@@ -14,8 +14,8 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-#: Major compute capability on which launches begin early by default.
-_MAJOR = 9
+#: Least major compute capability on which launches begin early by default.
+LEAST_MAJOR = 9
 
 #: Options of a launch that begins early; the kernel's constant PDL is 1 then.
 OPTIONS = {"launch_pdl": True}
@@ -44,7 +44,7 @@ def _capability(device: torch.device) -> int:
 @cache
 def is_supported(capability: int) -> bool:
     """Return if a GPU can do it and this Triton compiles it."""
-    if capability // 10 != _MAJOR:
+    if capability // 10 < LEAST_MAJOR:
         return False
     import triton
     from triton.backends.compiler import GPUTarget

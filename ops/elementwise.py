@@ -77,15 +77,16 @@ def rotate_and_write(
     v_cache: torch.Tensor,
     page: torch.Tensor,
     offset: torch.Tensor,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Normalise and rotate the heads of q and k, append k and v to the cache, return q `[tokens, heads, head_dim]`.
 
     qkv: `[tokens, (heads + 2 · kv_heads) · head_dim]`, packed. k_cache, v_cache: `[num_pages, block_tokens, kv_heads,
     head_dim]`, of one shape and the same strides. page, offset: `[tokens]` int64, where a token's k and v go; padding
-    tokens point at the dummy page.
+    tokens point at the dummy page. out: of q's shape, contiguous, to write q to.
     """
     if qkv.is_cuda:
-        return _kernels().rotate_and_write(qkv, rotation, norms, k_cache, v_cache, page, offset)
+        return _kernels().rotate_and_write(qkv, rotation, norms, k_cache, v_cache, page, offset, out)
     kv_heads, head_dim = k_cache.shape[2:]
     num_heads = qkv.shape[1] // head_dim - 2 * kv_heads
     q, k, v = qkv.unflatten(1, (-1, head_dim)).split((num_heads, kv_heads, kv_heads), dim=1)
@@ -96,7 +97,7 @@ def rotate_and_write(
         cos, sin = cos[rotation.rows], sin[rotation.rows]
     q, k = apply_rope(q, cos[:, None], sin[:, None]), apply_rope(k, cos[:, None], sin[:, None])
     write_kv(k_cache, v_cache, k, v, page, offset)
-    return q
+    return q if out is None else out.copy_(q)
 
 
 def write_kv(

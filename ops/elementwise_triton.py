@@ -187,12 +187,13 @@ def rotate_and_write(
     v_cache: torch.Tensor,
     page: torch.Tensor,
     offset: torch.Tensor,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `elementwise.rotate_and_write`; the rotation is a table and its rows."""
     tokens = len(qkv)
     kv_heads, head_dim = k_cache.shape[2:]
     num_heads = qkv.shape[1] // head_dim - 2 * kv_heads
-    q = torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    q = torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device) if out is None else out
     if not tokens:
         return q
     if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1 or qkv.stride(1) != 1:

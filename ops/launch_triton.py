@@ -8,10 +8,13 @@ Import this module lazily: it needs triton.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from triton import knobs
 from triton.runtime import JITFunction, driver
 
@@ -81,6 +84,20 @@ class Launcher:
         is_plain = all(tensor.data_ptr() % _ALIGN == 0 for tensor in tensors) and max(free, default=0) <= _LARGEST
         if is_plain and driver.active.get_current_device() == tensors[0].get_device():
             self._found[kind] = _Found(kernel, kernel.run, kernel.function, kernel.packed_metadata)
+
+
+@contextmanager
+def compiling(threads: int) -> Iterator[None]:
+    """Inside, what is only compiled is so on `threads` threads; leaving waits for all of it, and raises what failed.
+
+    The compiler's parts run outside Python. Before triton 3.5, kernels are compiled one after another.
+    """
+    mode = getattr(triton, "AsyncCompileMode", None)
+    if mode is None:
+        yield
+        return
+    with ThreadPoolExecutor(threads) as pool, mode(pool):
+        yield
 
 
 class _Found(NamedTuple):

@@ -99,7 +99,7 @@ class SgmvTables:
         self._of_slot = np.zeros((slots + 1, 3), dtype=np.int32)  # rank, slab_elems and scale, as tiles have them
         self._copies = [make_copy(tiles.numel() * tiles.itemsize) for tiles in self.tiles_of_pass]
         self._slots: dict[AdapterRows, int] = {}  # the least recently used first
-        self._planned: tuple[Segments | None, tuple[int, ...], int] = None, (), 0  # last, its key, its tiles
+        self._planned: tuple[Segments | None, tuple[int | None, ...], int] = None, (), 0  # last, its key, its tiles
         self._tiles: list[list[tuple[int, int, int]]] = [[] for _ in self._copies]  # as they are in `tiles`
 
     @staticmethod
@@ -107,17 +107,25 @@ class SgmvTables:
         """Elements of h: rows of it hold whole blocks of rank-rows, so that one is read without asking for the rank."""
         return splits * tokens * modules * place_blocks(max_rank) * PLACE_ROWS
 
-    def plan(self, segments: Segments, tile_tokens: int, border: int = sys.maxsize, tail_tile: int = 1) -> int:
+    def plan(
+        self,
+        segments: Segments,
+        tile_tokens: int,
+        border: int = sys.maxsize,
+        tail_tile: int = 1,
+        tail_at: int | None = None,
+    ) -> int:
         """Write a step's tables: segments cut into tiles of at most `tile_tokens` tokens. Returns how many tiles the
         pass with the most has; `passes` is how many passes there are.
 
         Tokens from `border` on are in tiles of their own, of at most `tail_tile` tokens: at most `tail_tiles` of them,
-        after the other tiles; they count tokens from the border.
+        after the other tiles; they count tokens from the border. tail_at: have them begin at this tile, where the
+        others leave it free, and count tokens from the first.
 
         Further tiles and passes are marked as empty, so that launching more of them is right. Segments that are the
         last step's, the usual case, are written already; adding to them makes them others.
         """
-        key = len(segments.rows), tile_tokens, border, tail_tile
+        key = len(segments.rows), tile_tokens, border, tail_tile, tail_at
         if segments is self._planned[0] and key == self._planned[1]:
             return self._planned[2]
         self._planned = None, key, 0  # until all is written
@@ -130,8 +138,9 @@ class SgmvTables:
             heads[level] += -(-(middle - begin) // tile_tokens)
             tails[level] += -(-(end - middle) // tail_tile)
         count, self.tail_tiles = max(heads, default=0), max(tails, default=0)
-        if count + self.tail_tiles > self.max_tiles:
-            raise TablesFull(f"the step has {count + self.tail_tiles} tiles, the tables have room for {self.max_tiles}")
+        first_tail, origin = (count, border) if tail_at is None else (max(count, tail_at), 0)
+        if (needed := first_tail + self.tail_tiles if self.tail_tiles else count) > self.max_tiles:
+            raise TablesFull(f"the step has {needed} tiles, the tables have room for {self.max_tiles}")
         moved = self._assign([rows for begin, end, rows in segments if end > begin])
         planned: list[list[tuple[int, int, int]]] = [[] for _ in self._tiles]
         behind: list[list[tuple[int, int, int]]] = [[] for _ in self._tiles]
@@ -141,10 +150,10 @@ class SgmvTables:
                 planned[level].append((first, min(first + tile_tokens, middle), self._slots[rows]))
             for first in range(middle, end, tail_tile):
                 last = min(first + tail_tile, end)
-                behind[level].append((first - border, last - border, self._slots[rows]))
+                behind[level].append((first - origin, last - origin, self._slots[rows]))
         for index, tail in enumerate(behind):
             if tail:
-                planned[index] += [_IDLE] * (count - len(planned[index])) + tail
+                planned[index] += [_IDLE] * (first_tail - len(planned[index])) + tail
         for index, tiles in enumerate(planned):
             if tiles != self._tiles[index] or (moved and tiles):
                 idle = len(self._tiles[index]) - len(tiles)

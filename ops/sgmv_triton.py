@@ -19,9 +19,7 @@ Import this module lazily: it needs triton.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -411,8 +409,8 @@ class Sgmv:
         y: `[tokens, out]`, the packed outputs. x: `[tokens, in]`. tiles: `tables.tiles_of_pass`, or of each pass the
         tiles from some on, which count tokens from the first of x; each pass adds to the result of earlier passes in y.
         num_tiles: the bucket's, at least what `tables.plan` returned for the schedule's `tile_tokens`. tokens: how many
-        of x the tiles may name; all by default. compile_only: compile the kernels, in parallel within `compiling`, and
-        launch nothing.
+        of x the tiles may name; all by default. compile_only: compile the kernels, in parallel within
+        `launch_triton.compiling`, and launch nothing.
         """
         if tokens is None:
             tokens = len(x)
@@ -433,20 +431,6 @@ class Sgmv:
                 continue
             launch.shrink((num_tiles, launch.groups, launch.splits), shrunk, free, (x_stride,))
             launch.expand((launch.blocks, num_tiles, 1), expanded, free, (y_stride,))
-
-
-@contextmanager
-def compiling(threads: int) -> Iterator[None]:
-    """Inside, what is only compiled is so on `threads` threads; leaving waits for all of it, and raises what failed.
-
-    The compiler's parts run outside Python. Before triton 3.5, kernels are compiled one after another.
-    """
-    mode = getattr(triton, "AsyncCompileMode", None)
-    if mode is None:
-        yield
-        return
-    with ThreadPoolExecutor(threads) as pool, mode(pool):
-        yield
 
 
 class _Launch(NamedTuple):

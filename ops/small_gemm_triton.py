@@ -16,6 +16,8 @@ Import this module lazily: it needs triton.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -168,6 +170,22 @@ def add_norm_multiply(
     return _launch(x, residual, norm, eps, weight, bias, silu=silu, keep=keep)
 
 
+def compile_variant(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    *,
+    silu: bool,
+    keep: bool,
+) -> None:
+    """Compile what `multiply`, or with a norm `add_norm_multiply`, launches for such arguments; on other threads within
+    `launch_triton.compiling`.
+    """
+    _launch(x, residual, norm, 0.0, weight, bias, silu=silu, keep=keep, compile_only=True)
+
+
 def _launch(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -178,6 +196,7 @@ def _launch(
     *,
     silu: bool,
     keep: bool,
+    compile_only: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     tokens, d_in = x.shape
     d_out = len(weight) // 2 if silu else len(weight)
@@ -197,7 +216,9 @@ def _launch(
     )  # fmt: skip
     early = {"PDL": 1, **dependent_launch.OPTIONS} if dependent_launch.begins_early(x.device) else {}
     before = x if residual is None else residual
-    multiply_rows[(schedule.blocks(d_out, silu=silu),)](
+    grid = (schedule.blocks(d_out, silu=silu),)
+    launch = partial(multiply_rows.warmup, grid=grid) if compile_only else multiply_rows[grid]
+    launch(
         y, x, weight, weight if bias is None else bias, weight if norm is None else norm, before, stream,
         stream if normed is None else normed, eps, tokens, y.stride(0), x.stride(0), before.stride(0),
         **constants | gemm_options(schedule) | early,

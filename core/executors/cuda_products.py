@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import Literal
 
@@ -11,6 +12,7 @@ import torch
 
 from ...graphs.device import CudaDevice
 from ...ops.small_gemm_schedule import MAX_ROWS
+from ..cpus import available_cpus
 from ..model.batch import BY_LIBRARY, Way, Ways
 from ..model.decoder import HEAD, DecoderModel
 from ..model.lora_state import ATTN_O, DOWN, GATE_UP, QKV
@@ -41,6 +43,7 @@ def choose_ways(
     if (obstacle := _obstacle(setting, dtype, captures)) is not None:
         logger.info("base products by the library: %s", obstacle)
         return ways
+    compile_ahead(decoder, {group: _asked(setting, group) for group in NAMES})
     refused: set[tuple[int, Way]] = set()
     for bucket in (size for size in sizes if size <= MAX_ROWS):
         chosen, said = [], []
@@ -65,6 +68,40 @@ def _obstacle(setting: SmallGemm, dtype: torch.dtype, captures: bool) -> str | N
     return None if find_spec("triton") is not None else "triton is not installed"
 
 
+def _asked(setting: SmallGemm, group: int) -> list[Way]:
+    """Ways of ours that a product is to be tried with."""
+    asked = [Way.SMALL, *([Way.NORMED] if group in (QKV, GATE_UP) else [])]
+    if setting == "auto":
+        return asked
+    return asked[-1:] if setting == "fused" else asked[:1]
+
+
+def compile_ahead(decoder: DecoderModel, asked: Mapping[int, Sequence[Way]]) -> None:
+    """Compile whatever a step may launch of the ways of each product, with LoRA behind it or without, as many kernels
+    at once as there are processors. What fails here fails again where it is tried, and is refused there.
+    """
+    from ...ops.launch_triton import compiling  # needs triton
+    from ...ops.small_gemm_triton import compile_variant
+
+    layer = decoder.layers[0]
+    parts = {
+        QKV: (layer.qkv, layer.qkv_bias, layer.input_norm), ATTN_O: (layer.o, layer.o_bias, None),
+        GATE_UP: (layer.gate_up, layer.gate_up_bias, layer.post_attention_norm),
+        DOWN: (layer.down, layer.down_bias, None), HEAD: (decoder.weight(HEAD), None, None),
+    }  # fmt: skip
+    with suppress(Exception), compiling(available_cpus()):
+        for group, ways in asked.items():
+            weight, bias, norm = parts[group]
+            x, before = torch.zeros(2, MAX_ROWS, weight.shape[1], dtype=weight.dtype, device=weight.device).unbind(0)
+            for has_lora in (False, True):
+                silu = group == GATE_UP and not has_lora
+                if Way.SMALL in ways:
+                    compile_variant(x, weight, bias, None, None, silu=silu, keep=False)
+                if Way.NORMED in ways:
+                    for residual in (before, *([None] if group == QKV else [])):  # the first layer's has none
+                        compile_variant(x, weight, bias, norm, residual, silu=silu, keep=has_lora)
+
+
 def _choose(
     setting: SmallGemm,
     decoder: DecoderModel,
@@ -74,9 +111,7 @@ def _choose(
     refused: set[tuple[int, Way]],
 ) -> tuple[Way, str]:
     """Way of a product, and why: the times, if any. refused: what has been found wrong before, and is found now."""
-    asked = [Way.SMALL, *([Way.NORMED] if group in (QKV, GATE_UP) else [])]
-    if setting != "auto":
-        asked = asked[-1:] if setting == "fused" else asked[:1]
+    asked = _asked(setting, group)
     rows = _Rows(decoder, group, bucket)
     for way in asked:
         if (group, way) not in refused and (problem := rows.problem(way, device)) is not None:

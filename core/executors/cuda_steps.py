@@ -29,12 +29,10 @@ from ..requests.sampling_params import MAX_ALLOWED_TOKENS, SamplingParams
 from ..requests.types import BASE_SLOT, ScheduledRow, StepResult
 from . import cuda_memory
 from .cuda_merged import KEPT_PLACES, MERGED_MODES, PlacedGraphs
+from .cuda_mixed import MODES, MixedSteps, token_buckets
 from .cuda_products import choose_ways
 
 logger = logging.getLogger(__name__)
-
-#: The modes that steps are captured in.
-_MODES = (StepMode.BASE, StepMode.LORA)
 
 #: A step's logits, at least one row per row of the step, and `[2, rows]` int64: the most likely token, and 1 if it is
 #: defined (no NaN or +inf); on the device, where both may still be under way.
@@ -65,6 +63,7 @@ class CudaSteps:
         self._max_model_len = max_model_len
         self._layout = layout = arena.layout
         rows, tokens, where = config.max_num_seqs, config.max_num_batched_tokens, device.torch_device
+        padded = min(config.mixed_graph_tokens, tokens)
         self._sizes = sizes = DecodeBuckets(rows).sizes
         self._ragged_attention = attention.ragged()
         self._attention = {size: attention.decode(size) for size in sizes}
@@ -82,12 +81,13 @@ class CudaSteps:
             model.config,
             arena.pages,
             layout,
-            StepLimits(config.max_lora_rank, min(rows, config.max_adapters_per_step or rows), rows, tokens),
+            StepLimits(config.max_lora_rank, min(rows, config.max_adapters_per_step or rows), rows, tokens, padded),
             max_stall=config.max_load_stall_seconds,
             make_copy=partial(Upload, device),
         )
         self.bucket_lora = {size: self.lora.bucket(size) for size in sizes}
         self.mixture_lora = {size: self.lora.bucket(size, passes=2) for size in sizes}
+        self.mixed = MixedSteps(model, device, self._ragged_attention, self.lora, self._inputs, token_buckets(padded))
         self.ways: Mapping[int, Ways] = dict.fromkeys(sizes, BY_LIBRARY)  # of each bucket's products
         self.graphs: GraphRunner[None] = GraphRunner(self._capture, lambda: device.memory()[0])
         self._sampling = TorchSampling()
@@ -101,6 +101,8 @@ class CudaSteps:
         """Work on another arena of the same layout from now on; nothing may have been captured."""
         self.decoder.use_arena(arena)
         self.lora.use_arena(arena.pages)
+        if self._config.graph_capture != "off":
+            self.mixed.allow_captures()
 
     @property
     def captured(self) -> Sequence[CapturedStep]:
@@ -112,14 +114,20 @@ class CudaSteps:
     def ragged(self, rows: list[ScheduledRow], adapters: Sequence[Adapter], merged: Adapter | None = None) -> Outputs:
         """Run a step of any rows. merged: the adapter that its weights have in them."""
         lora, is_merged = None, merged is not None
-        if adapters or is_merged:
-            slots, lengths = [row.slot for row in rows], [len(row.tokens) for row in rows]
+        slots, lengths = [row.slot for row in rows], [len(row.tokens) for row in rows]
+        num_tokens = sum(lengths)
+        bucket = None if is_merged else self.mixed.bucket(num_tokens)
+        if bucket is not None:
+            lora = self.mixed.begin(bucket, adapters, slots, lengths)
+        elif adapters or is_merged:
             lora = self.lora.begin_ragged(adapters, slots, lengths, merged)
-        batch = self._to_device(
-            ragged_batch(rows, self._layout.block_tokens, PagePool.DUMMY, self._ragged_attention, lora, is_merged)
-        )
+        host = ragged_batch(rows, self._layout.block_tokens, PagePool.DUMMY, self._ragged_attention, lora, is_merged)
+        batch = self._to_device(host, bucket or num_tokens)
         logits, chosen = self._outputs(len(rows))
-        self.decoder.forward(batch, logits)
+        if bucket is None:
+            self.decoder.forward(batch, logits)
+        else:
+            self.decoder.score(self.mixed.run(bucket, num_tokens, lora), batch, logits)
         _pick(logits, chosen)
         return logits, chosen
 
@@ -214,14 +222,15 @@ class CudaSteps:
             found = self._views[rows] = self.logits[:rows], self._chosen[: 2 * rows].view(2, rows)
         return found
 
-    def _to_device(self, batch: StepBatch[Attention, LoraLaunches]) -> StepBatch[Attention, LoraLaunches]:
-        """The batch with its tensors in static buffers of the device, in one copy."""
+    def _to_device(self, batch: StepBatch[Attention, LoraLaunches], tokens: int) -> StepBatch[Attention, LoraLaunches]:
+        """The batch with its tensors in static buffers of the device, in one copy, each with room for `tokens` and
+        zeros behind its own.
+        """
         names = ["token_ids", "positions", "page", "offset", "logit_tokens"]
         if batch.score_tokens is not None:
             names.append("score_tokens")
         values = [getattr(batch, name) for name in names]
-        width = -(-len(batch.token_ids) // 2) * 2  # columns begin on 16 bytes: kernels are compiled for that
-        columns = torch.zeros(len(names), width, dtype=torch.long)
+        columns = torch.zeros(len(names), self.mixed.width(tokens), dtype=torch.long)
         for column, value in zip(columns, values, strict=True):
             column[: len(value)] = value
         static = self._inputs[: columns.numel()].view(columns.shape)
@@ -240,28 +249,43 @@ class CudaSteps:
         )  # fmt: skip
 
     def capture_ahead(self) -> None:
-        """Capture every bucket, from the largest down."""
-        if not self._captures or self._config.graph_capture != "ahead":
+        """Capture every bucket of decode steps and of mixed ones, from the largest down."""
+        if self._config.graph_capture != "ahead":
             return
-        keys = [(bucket, mode) for bucket in reversed(self._sizes) for mode in _MODES]
-        with progress("capturing decode steps", len(keys)) as advance:
-            for bucket, mode in keys:
-                self._prepare(bucket)
-                self.graphs.capture(bucket, mode)
-                advance(1)
-        seconds, num_bytes = (sum(getattr(step, name) for step in self.captured) for name in ("seconds", "num_bytes"))
-        logger.info("captured %d graphs in %.1f s, %s", len(keys), seconds, cuda_memory.gib(num_bytes))
+        for what, graphs, prepare, sizes in self._capturable():
+            keys = [(bucket, mode) for bucket in reversed(sizes) for mode in MODES]
+            with progress(f"capturing {what}", len(keys)) as advance:
+                for bucket, mode in keys:
+                    prepare(bucket)
+                    graphs.capture(bucket, mode)
+                    advance(1)
+            seconds, num_bytes = (sum(getattr(it, name) for it in graphs.report) for name in ("seconds", "num_bytes"))
+            logger.info("captured %d %s in %.1f s, %s", len(keys), what, seconds, cuda_memory.gib(num_bytes))
 
     def graph_bytes(self) -> int:
-        """Return the memory that all graphs will take, from the two largest, which are captured and freed again."""
-        if not self._captures:
-            return 0
-        for bucket in self._sizes[:-3:-1]:
-            self._prepare(bucket)
-            self.graphs.capture(bucket, StepMode.LORA)
-        first, *second = (step.num_bytes for step in self.captured)
+        """Return the memory that all graphs will take, from the two largest of decode steps and of mixed ones, which
+        are captured and freed again.
+        """
+        total = 0
+        for _, graphs, prepare, sizes in self._capturable():
+            for bucket in sizes[:-3:-1]:
+                prepare(bucket)
+                graphs.capture(bucket, StepMode.LORA)
+            first, *second = (step.num_bytes for step in graphs.report)
+            merged = KEPT_PLACES * len(MERGED_MODES) if graphs is self.graphs else 0
+            total += first + (len(sizes) * (len(MODES) + merged) - 1) * sum(second)
         self.graphs.clear()
-        return first + (len(self._sizes) * (len(_MODES) + KEPT_PLACES * len(MERGED_MODES)) - 1) * sum(second)
+        self.mixed.graphs.clear()
+        return total
+
+    def _capturable(self) -> list[tuple[str, GraphRunner[None], Callable[[int], None], Sequence[int]]]:
+        """What is captured: its name, its graphs, what has a bucket's buffers hold a step without rows, its buckets."""
+        found = []
+        if self._captures:
+            found.append(("graphs", self.graphs, self._prepare, self._sizes))
+        if self._config.graph_capture != "off" and self.mixed.sizes:
+            found.append(("mixed steps", self.mixed.graphs, self.mixed.prepare, self.mixed.sizes))
+        return found
 
     def largest_step(self) -> None:
         """A prefill of as many tokens, with a draw for as many rows and scores of as many prompt tokens as a step may
@@ -289,6 +313,7 @@ class CudaSteps:
         """Free the graphs and their memory."""
         self.graphs.close()
         self.merged_graphs.close()
+        self.mixed.graphs.close()
 
     def _prepare(self, bucket: int) -> None:
         """Have a bucket's buffers, and the tables of adapters, hold a step without rows."""

@@ -67,6 +67,23 @@ class Residual:
         return kept, y
 
 
+class Flow:
+    """What goes from piece to piece of a step, in memory that does not move: of `bucket` tokens.
+
+    rows: the residual stream `[tokens, hidden]`. q: `[tokens, heads, head_dim]`, what attention is given. attended:
+    of q's shape, what it gives.
+    """
+
+    __slots__ = ("attended", "q", "rows")
+
+    def __init__(self, rows: torch.Tensor, q: torch.Tensor, attended: torch.Tensor) -> None:
+        self.rows, self.q, self.attended = rows, q, attended
+
+    def of(self, tokens: int) -> Flow:
+        """Of the first tokens alone, in the same memory."""
+        return Flow(self.rows[:tokens], self.q[:tokens], self.attended[:tokens])
+
+
 class Layer:
     """A layer's products in one step.
 
@@ -139,6 +156,13 @@ class Layer:
             return x.normed_product(norm, weight, bias, gate=gate, keep=self._lora is not None)
         normed = x.normed(norm)
         return normed, multiply(way, normed, weight, bias, gate=gate)
+
+
+def _finish_layer(layer: Layer, x: Residual, attended: torch.Tensor) -> None:
+    """Compute what follows a layer's attention."""
+    x.added = layer.o(attended)
+    with span("mlp"):
+        x.added = layer.down(layer.gate_up(x))
 
 
 def multiply(
@@ -222,18 +246,53 @@ class DecoderModel:
         """Compute the step's tokens and write their KV. Returns logits `[logit_tokens, vocab]` float32, in `logits` if
         that is given; of another rank than the first no rows.
         """
-        lora, ranks = batch.lora, self._ranks
-        self.scored = None
+        lora = batch.lora
         x = Residual(embedding(batch.token_ids, self._embed).to(self._dtype), self.config.rms_norm_eps)
         rotation = self._rotary.at(batch.positions)
-        for index, weights in enumerate(self._merged if batch.merged else self.layers):
-            layer = Layer(weights, index, batch.ways, lora, ranks)
+        for index in range(len(self.layers)):
+            layer = self._layer(index, batch)
             with span(f"layer.{index}"):
                 if lora is not None:
                     lora.wait(index)
-                x.added = layer.o(self._attended(layer.qkv(x), index, batch, rotation))
-                with span("mlp"):
-                    x.added = layer.down(layer.gate_up(x))
+                q = self._query(layer, x, index, batch, rotation)
+                _finish_layer(layer, x, self.attend(index, batch.attention, q))
+        return self.score(x, batch, logits)
+
+    def piece(self, index: int, batch: Batch, flow: Flow) -> None:
+        """Compute what lies between the attention of layer `index - 1` and that of layer `index`: the rest of the one,
+        and the query of the other, whose keys and values are written. The first begins with the embedding, the one
+        behind the last layer leaves all in the residual stream.
+
+        Pieces 0 … layers, with `attend` between each and the next, and `score` behind the last, are a `forward`.
+        """
+        x = Residual(flow.rows, self.config.rms_norm_eps)
+        if index:
+            _finish_layer(self._layer(index - 1, batch), x, flow.attended.view(len(flow.rows), -1))
+        else:
+            x.rows.copy_(embedding(batch.token_ids, self._embed))
+        if index < len(self.layers):
+            rotation = self._rotary.at(batch.positions)
+            self._query(self._layer(index, batch), x, index, batch, rotation, flow.q)
+        elif x.added is not None:
+            x.rows.add_(x.added)
+
+    def attend(
+        self, index: int, attention: Attention, q: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """A layer's attention `[tokens, heads · head_dim]`, in `out` if that is given; see `PagedAttention.run`."""
+        with span("attn.run"):
+            return attention.run(q, *self._arena.kv_layers[index], out)
+
+    def new_flow(self, tokens: int) -> Flow:
+        """Zeros for pieces of up to so many tokens."""
+        config, device = self.config, self._arena.pages.device
+        rows = torch.zeros(tokens, config.hidden_size, dtype=self._dtype, device=device)
+        heads = torch.zeros(2, tokens, config.num_heads, config.head_dim, dtype=self._dtype, device=device)
+        return Flow(rows, *heads.unbind(0))
+
+    def score(self, x: Residual, batch: Batch, logits: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits of the batch's tokens from what the last layer gave; see `forward`."""
+        self.scored = None
         with span("logits"):
             if batch.score_tokens is not None:
                 self.scored = x[batch.score_tokens].normed(self._norm)
@@ -282,13 +341,19 @@ class DecoderModel:
                 y = (layer.o if group == ATTN_O else layer.down)(x)
         return y
 
-    def _attended(self, qkv: torch.Tensor, index: int, batch: Batch, rotation: Rotation) -> torch.Tensor:
-        """Attention `[tokens, q]` of a layer's `[tokens, q + 2·kv]`, whose keys and values are written."""
-        k_cache, v_cache = self._arena.kv_layers[index]
+    def _layer(self, index: int, batch: Batch) -> Layer:
+        weights = (self._merged if batch.merged else self.layers)[index]
+        return Layer(weights, index, batch.ways, batch.lora, self._ranks)
+
+    def _query(
+        self, layer: Layer, x: Residual, index: int, batch: Batch, rotation: Rotation, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """A layer's query `[tokens, heads, head_dim]`; its keys and values are written."""
+        qkv = layer.qkv(x)
         with span("attn.rope"):
-            q = rotate_and_write(qkv, rotation, self._norms[index], k_cache, v_cache, batch.page, batch.offset)
-        with span("attn.run"):
-            return batch.attention.run(q, k_cache, v_cache)
+            return rotate_and_write(
+                qkv, rotation, self._norms[index], *self._arena.kv_layers[index], batch.page, batch.offset, out
+            )
 
     def _gathered(self, logits: torch.Tensor) -> torch.Tensor:
         """All ranks' columns, see `Ranks.gather`."""

@@ -28,13 +28,22 @@ MAX_PARTS = 16
 _SHORT = 8
 
 
+#: Tiles of prompts that a captured piece has beyond those of its bucket's tokens: prompts seldom end where tiles do.
+_MORE_TILES = 4
+
+#: Most decode rows with adapters behind the prompts of a captured piece: of more, launches without work would take the
+#: device longer than the host takes to launch what there is.
+_MOST_TAIL = 64
+
+
 class StepLimits(NamedTuple):
-    """Most that a step holds. rank: of its adapters."""
+    """Most that a step holds. rank: of its adapters. padded: tokens of a step of prompts that is padded to a bucket."""
 
     rank: int
     adapters: int
     rows: int
     tokens: int
+    padded: int = 0
 
 
 class CudaLoraState(LoraState):
@@ -55,7 +64,7 @@ class CudaLoraState(LoraState):
     ) -> None:
         """make_copy: see SgmvTables."""
         super().__init__(config, arena, max_stall)
-        self.max_rank, max_adapters, self._max_rows, self._max_tokens = limits
+        self.max_rank, max_adapters, self._max_rows, self._max_tokens, padded = limits
         self._num_layers = config.num_layers
         self._itemsize = layout.itemsize
         possible = self._possible()
@@ -74,7 +83,7 @@ class CudaLoraState(LoraState):
             page_elems=layout.page_elems,
             slab_elems=widest.parts[0].slabs.slab_elems,
             max_tiles=MAX_PARTS * (self._max_tokens // least_tile + 2 * self._max_rows),
-            scratch=max(self._scratch(tokens, schedule) for tokens, schedule in possible),
+            scratch=max(self._scratch(max(tokens, padded), schedule) for tokens, schedule in possible),
             device=arena.device,
             make_copy=make_copy,
         )
@@ -88,6 +97,28 @@ class CudaLoraState(LoraState):
     def bucket(self, size: int, passes: int = 1) -> LoraLaunches:
         """The launches of a captured step: as many tiles whatever the adapters, with some room for their parts."""
         return LoraLaunches(self, decode(size, self.max_rank), size, passes=passes)
+
+    def padded(self, tokens: int) -> LoraLaunches:
+        """The launches of captured pieces of `tokens` tokens: prompts, and behind them decode rows with the kernels of
+        a decode step, all of whose tiles count tokens from the first.
+        """
+        schedule, last = prefill(tokens, self.max_rank, self._itemsize), min(tokens, self._max_rows, _MOST_TAIL)
+        num_tiles = -(-tokens // schedule.tile_tokens) + _MORE_TILES
+        return LoraLaunches(self, schedule, num_tiles, tail=Tail(decode(last, self.max_rank), last, 0))
+
+    def begin_padded(
+        self, adapters: Sequence[Adapter], slots: Sequence[RowAdapters], lengths: Sequence[int], captured: LoraLaunches
+    ) -> LoraLaunches | None:
+        """Write the tables of a step of prompts; `captured`, or other launches where that has too few tiles."""
+        tail = captured.tail
+        if tail is not None:
+            self.set_step(adapters, slots, lengths)
+            tiles = captured.schedule.tile_tokens, _border(lengths), tail.schedule.tile_tokens, captured.num_tiles
+            num_tiles, tables = self.tables.plan(self.segments, *tiles), self.tables
+            enough = num_tiles <= captured.num_tiles and tables.tail_tiles <= tail.num_tiles
+            if enough and tables.passes <= captured.passes:
+                return captured
+        return self.begin_ragged(adapters, slots, lengths)
 
     def begin_bucket(
         self,
@@ -134,7 +165,7 @@ class CudaLoraState(LoraState):
             schedule = decode(tokens, self.max_rank)
             num_tiles = self.tables.plan(segments, schedule.tile_tokens)
             return LoraLaunches(self, schedule, num_tiles, self.wait, self.tables.passes)
-        border = tokens - sum(1 for _ in itertools.takewhile(lambda length: length == 1, reversed(lengths)))
+        border = _border(lengths)
         rank = max((rows.rank for begin, _, rows in segments if begin < border), default=1)
         schedule = prefill(border, rank_class(rank, self.max_rank), self._itemsize)
         tail = decode(tokens - border, self.max_rank)
@@ -162,7 +193,7 @@ class CudaLoraState(LoraState):
         """Compile every kernel, as many at once as there are processors, and launch each with nothing to do, so that
         no request waits for a compiler.
         """
-        from ...ops.sgmv_triton import compiling  # needs triton
+        from ...ops.launch_triton import compiling  # needs triton
 
         device, dtype = self.arena.device, self.arena.dtype
         cases = []
@@ -195,8 +226,15 @@ class CudaLoraState(LoraState):
         )
 
 
+def _border(lengths: Sequence[int]) -> int:
+    """Tokens of the rows before the last rows of one token."""
+    return sum(lengths) - sum(1 for _ in itertools.takewhile(lambda length: length == 1, reversed(lengths)))
+
+
 class Tail(NamedTuple):
-    """Tokens of a step from `border` on, which have a schedule of their own and `num_tiles` tiles behind the others."""
+    """Tokens of a step from `border` on, which have a schedule of their own and `num_tiles` tiles behind the others,
+    and count from there.
+    """
 
     schedule: Schedule
     num_tiles: int
@@ -222,7 +260,7 @@ class LoraLaunches:
         self.schedule, self.num_tiles, self.wait, self.passes = schedule, num_tiles, wait, passes
         self._state, self.tail = state, tail
         self._tiles = state.tables.tiles_of_pass[:passes]
-        self._tokens = None if tail is None else tail.border
+        self._tokens = (tail and tail.border) or None
         self._tail_tiles = [] if tail is None else [tiles[num_tiles:] for tiles in self._tiles]
 
     @cached_property

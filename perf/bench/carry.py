@@ -178,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{len(list(wheels.iterdir()))} wheels, {total / 2**20:.1f} MiB in all in {args.out}")
     print(f"there, in the root of the repository: . {script}")
     print(f"it must have: {', '.join(elsewhere)}")
-    if args.limit is not None and total > args.limit * 2**20:
+    if total > args.limit * 2**20:
         largest = max(files, key=os.path.getsize)
         wrong.append(
             f"that is more than {args.limit:g} MiB; the largest is {largest.name}; see --present and --without"
@@ -202,7 +202,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--also", nargs="+", default=[], metavar="NAME[==VERSION]", help="more packages")
     add("--without", nargs="+", default=[], metavar="NAME", help="packages that the other machine has")
     add("--present", type=Path, metavar="FILE", help="more such packages, as `pip list --format freeze` prints")
-    add("--limit", type=float, metavar="MIB", help="fail if all of it is more")
+    add("--limit", type=float, default=64.0, metavar="MIB", help="fail if all of it is more")
     return command.parse_args(argv)
 
 

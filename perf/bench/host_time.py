@@ -13,10 +13,11 @@ of the base model and with an adapter per row. And beside a device with steps of
 * `exposed`: the time between two steps for which the device waits for the host,
 * `exposed ahead`: the same with steps launched ahead (`async_scheduling`).
 
-And of a step that prefills `--prompt` tokens, which no graph replays:
+And of a step that prefills `--prompt` tokens, of the base model, with an adapter, and with decode rows of others behind
+it (`mixed`); left out where triton is not installed:
 
-* `layer`: one layer's launches, of the base model, with an adapter, and with decode rows of others behind it (`mixed`);
-  left out where triton is not installed.
+* `layer`: one layer's launches;
+* `layer in pieces`: the same where what lies between two layers' attentions is captured.
 
 What FlashInfer's own planning and CUDA's calls take is not in it. The last line is one JSON object.
 """
@@ -200,11 +201,18 @@ def exposed_times(
 
 
 def prefill_time(
-    tokens: int, decoding: int, lora: bool, steps: int, work_dir: Path, clock: Callable[[], float] = time.perf_counter
+    tokens: int,
+    decoding: int,
+    lora: bool,
+    steps: int,
+    work_dir: Path,
+    clock: Callable[[], float] = time.perf_counter,
+    *,
+    pieces: bool = False,
 ) -> float:
     """Microseconds that a layer of a prefill takes on the host, the fastest of the steps.
 
-    decoding: decode rows behind it. lora: each row has an adapter.
+    decoding: decode rows behind it. lora: each row has an adapter. pieces: what lies between attentions is captured.
     """
     from ..kernels.idle_triton import idle_kernels  # needs triton
 
@@ -212,15 +220,19 @@ def prefill_time(
     max_len = tokens + 3 * steps + 8
     with (
         idle_kernels(),
-        idle_engine(decoding + 1, max_len, lora, work_dir, StubDevice(), ahead=False, forward=True) as engine,
-    ):
+        idle_engine(
+            decoding + 1, max_len, lora, work_dir, StubDevice(), ahead=False, forward=True,
+            mixed_graph_tokens=tokens + decoding if pieces else 0,
+        ) as engine,
+    ):  # fmt: skip
         assert isinstance(engine.executor, CudaExecutor)
-        decoder = engine.executor.steps.decoder
-        forward = decoder.forward
+        computing = engine.executor.steps
+        owner, method = (computing.mixed, "run") if pieces else (computing.decoder, "forward")
+        inner = getattr(owner, method)
 
         def timed(*args: Any) -> Any:
             began = clock()
-            result = forward(*args)
+            result = inner(*args)
             times.append(clock() - began)
             return result
 
@@ -230,14 +242,15 @@ def prefill_time(
             engine.add_request(Request(f"r{index}", [1], params, name))
         while len(engine.scheduler.running) < decoding:
             engine.step()
-        with patch.object(decoder, "forward", timed):
-            for index in range(steps):
+        skipped = int(pieces)  # the first step captures
+        with patch.object(owner, method, timed):
+            for index in range(steps + skipped):
                 once = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
                 engine.add_request(Request(f"p{index}", [1] * tokens, once, first))
                 engine.step()
-    if len(times) != steps:
-        raise RuntimeError(f"{len(times)} forward passes in {steps} steps")
-    return min(times) / _GEOMETRY.layers * 1e6
+    if len(times) != steps + skipped:
+        raise RuntimeError(f"{len(times)} forward passes in {steps + skipped} steps")
+    return min(times[skipped:]) / _GEOMETRY.layers * 1e6
 
 
 def _begin(engine: Engine, rows: int, tokens: int, lora: bool, steps: int) -> None:
@@ -253,7 +266,15 @@ def _begin(engine: Engine, rows: int, tokens: int, lora: bool, steps: int) -> No
 
 @contextmanager
 def idle_engine(
-    rows: int, max_len: int, lora: bool, work_dir: Path, device: StubDevice, *, ahead: bool, forward: bool = False
+    rows: int,
+    max_len: int,
+    lora: bool,
+    work_dir: Path,
+    device: StubDevice,
+    *,
+    ahead: bool,
+    forward: bool = False,
+    mixed_graph_tokens: int = 0,
 ) -> Iterator[Engine]:
     """Engine on a stub device. forward: steps compute, as far as the caller lets them."""
     workload = Workload(_GEOMETRY, requests=rows, ranks=(_RANK,) * rows if lora else ())
@@ -263,7 +284,7 @@ def idle_engine(
         model=random_model.checkpoint(workload, work_dir), device="cuda", max_num_seqs=rows, max_model_len=max_len,
         max_num_batched_tokens=max(8192, rows), num_pages=2 + rows * pages_per_row + adapter_pages,
         max_lora_rank=_RANK, prefix_cache=False, lookahead=rows, graph_capture="lazy", small_gemm="off",
-        async_scheduling=ahead,
+        async_scheduling=ahead, mixed_graph_tokens=mixed_graph_tokens,
     )  # fmt: skip
 
     def flashinfer(*shape: Any, wanted: str, **sizes: Any) -> Any:
@@ -329,10 +350,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         times = {**host_times(*case), **exposed_times(*case, args.device_us * 1e-6)}
         found.append({"rows": rows, "tokens": tokens, "lora": lora, **times})
     cases = ("base", 0, False), ("adapter", 0, True), ("mixed", args.decoding, True)
-    layer = {
-        name: prefill_time(args.prompt, decoding, lora, args.steps, args.work_dir)
-        for name, decoding, lora in (cases if find_spec("triton") else ())
-    }
+    layer, in_pieces = (
+        {
+            name: prefill_time(args.prompt, decoding, lora, args.steps, args.work_dir, pieces=pieces)
+            for name, decoding, lora in (cases if find_spec("triton") else ())
+        }
+        for pieces in (False, True)
+    )
     columns = *_PARTS, *_SAMPLES
     table = Table(
         f"host time of a decode step, µs; exposed beside steps of {args.device_us:g} µs",
@@ -344,11 +368,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     table.show()
     if layer:
         table = Table(
-            f"host time of a layer of a prefill of {args.prompt} tokens, µs", [*layer, "with an adapter at first"]
+            f"host time of a layer of a prefill of {args.prompt} tokens, µs", ["launches", *layer, "adapter at first"]
         )
-        table.add(*layer.values(), _LAYER_AT_FIRST)
+        table.add("each", *layer.values(), _LAYER_AT_FIRST)
+        table.add("in pieces", *in_pieces.values(), None)
         table.show()
-    return conclude({"steps": args.steps, "device_us": args.device_us, "cases": found, "layer": layer}, ok=True)
+    result = {"cases": found, "layer": layer, "layer in pieces": in_pieces}
+    return conclude({"steps": args.steps, "device_us": args.device_us, **result}, ok=True)
 
 
 if __name__ == "__main__":

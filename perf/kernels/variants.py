@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...ops import elementwise_schedule, sampling_schedule
 from ...ops.attention_schedule import attention_constants, attention_options, largest_head
+from ...ops.dependent_launch import LEAST_MAJOR
 from ...ops.sgmv import AdapterRows, Segments
 from ...ops.sgmv_schedule import Schedule, decode, expand_constants, prefill, shrink_constants
 from ...ops.sgmv_tables import NUM_MODULES, place_pages
@@ -356,7 +357,7 @@ def job_of(variant: Variant, arch: str) -> Job:
     from .compiled_triton import Job
 
     capability, constants, options = int(arch.removeprefix("sm_")), variant.constants(), variant.options()
-    if "PDL" in constants and capability // 10 == 9:  # as serving launches it there
+    if "PDL" in constants and capability // 10 >= LEAST_MAJOR:  # as serving launches it there
         constants, options = constants | {"PDL": 1}, options | {"launch_pdl": True}
     kernel = getattr(import_module(f"...ops.{variant.module}", __package__), variant.kernel)
     return Job(kernel, variant.signature(), constants, capability, options, variant.pointer, _READY)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from chorus.ops import dependent_launch
 from chorus.ops.elementwise import RotaryEmbedding, add_rms_norm, rms_norm, rotate_and_write, silu_and_mul
 
 from .test_elementwise_triton import CHECKS, TOLERANCE, Case, cases
@@ -78,3 +79,34 @@ def test_captured_launches_follow_their_inputs():
         want_q = rotate_and_write(values, rotation, None, want[:, 1, 0], want[:, 1, 1], place // 4, place % 4)
         assert torch.equal(q.cpu(), want_q)
         assert torch.equal(arena[1:].cpu(), want[1:])
+
+
+def test_an_early_launch_waits_for_what_its_stream_waits_for():
+    """A kernel that begins before the launch before it has ended comes behind `cudaStreamWaitEvent` here, as steps come
+    behind copies of adapters: it must see all that the other stream has written.
+    """
+    if not dependent_launch.begins_early(torch.device("cuda", 0)):
+        pytest.skip("launches begin early on compute capability 9 and later")
+    generator = torch.Generator("cuda").manual_seed(0)
+    weight = torch.ones(4096, device="cuda", dtype=torch.bfloat16)
+    rows = torch.randn(64, 4096, generator=generator, device="cuda", dtype=torch.bfloat16)
+    large = torch.randn(4096, 4096, generator=generator, device="cuda", dtype=torch.bfloat16)
+    want = rms_norm(rows, weight, 1e-5)
+    x = torch.empty_like(rows)
+    main, side, ready = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Event()
+    torch.cuda.synchronize()
+    got = []
+    for _ in range(50):
+        with torch.cuda.stream(side):
+            side.wait_stream(main)
+            x.fill_(torch.nan)
+            for _ in range(4):
+                torch.mm(large, large)  # so that the write comes late
+            x.copy_(rows)
+            ready.record()
+        with torch.cuda.stream(main):
+            rms_norm(want, weight, 1e-5)  # a launch that the next may begin before
+            main.wait_event(ready)
+            got.append(rms_norm(x, weight, 1e-5))
+    torch.cuda.synchronize()
+    assert all(torch.equal(each, want) for each in got)

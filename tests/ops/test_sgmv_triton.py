@@ -353,7 +353,7 @@ def compile_ahead() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
 
-    from chorus.ops import sgmv_triton
+    from chorus.ops import launch_triton, sgmv_triton
 
     class Driver:
         def get_current_device(self):
@@ -380,7 +380,7 @@ def compile_ahead() -> None:
     modules = [(0, 0, 24), (1, 24, 8), (2, 32, 16)]
     with TemporaryDirectory() as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder
-        with sgmv_triton.compiling(2):
+        with launch_triton.compiling(2):
             for schedule in (decode(64, 256), prefill(64, 256, 4)):
                 product = sgmv_triton.Sgmv(arena, tables, modules, 40, schedule)
                 product(y, x, 1, tables.tiles_of_pass[:1], 1, compile_only=True)

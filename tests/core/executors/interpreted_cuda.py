@@ -19,11 +19,13 @@ import torch
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.core.executors import cuda, cuda_products
+from chorus.core.executors import cuda, cuda_products, cuda_steps
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.cuda_memory import OutOfDeviceMemory
+from chorus.core.executors.cuda_mixed import token_buckets
 from chorus.core.executors.cuda_steps import CudaSteps
+from chorus.core.model import lora_state_cuda
 from chorus.core.model.batch import BY_LIBRARY, Way
 from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.lora_state import DOWN, GATE_UP, QKV
@@ -95,7 +97,7 @@ def drive(tiny):
 def make_config(tiny: Subject, **config) -> EngineConfig:
     defaults = {
         "dtype": "float32", "device": "cuda", "max_num_seqs": 4, "max_num_batched_tokens": 12, "block_tokens": 4,
-        "memory_bytes": 2 << 20, "max_lora_rank": 32, "threads": 1,
+        "memory_bytes": 2 << 20, "max_lora_rank": 32, "threads": 1, "mixed_graph_tokens": 0,
     }  # fmt: skip
     return EngineConfig(model=tiny.model, **{**defaults, **config})
 
@@ -129,6 +131,113 @@ def test_mixed_ranks_and_the_base_model_share_steps(drive, tiny):
     assert any(plan.bucket and plan.num_adapters > 1 for plan in plans)
     assert any(plan.bucket and not plan.adapters for plan in plans)
     assert len(executor.captured) == len(keys), "nothing was captured again"
+
+
+class Launches(LateDevice):
+    """Counts replays, and holds that what is captured is not run otherwise."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_replays = 0
+
+    def capture(self, work):
+        captured = super().capture(work)
+
+        def replay():
+            self.num_replays += 1
+            captured()
+
+        return replay
+
+
+@pytest.mark.parametrize("setting", ["ahead", "lazy", "off"])
+def test_pieces_of_mixed_steps_give_the_references_tokens(drive, tiny, monkeypatch, setting):
+    """Chunks of prompts and decode rows of several adapters and of none, padded to buckets of 8 and 15 tokens."""
+    monkeypatch.setattr(sys.modules[__name__], "LateDevice", Launches)
+    monkeypatch.setattr(cuda_steps, "token_buckets", lambda most: (8, most))
+    monkeypatch.setattr(DecoderModel, "forward", only_decode_rows(DecoderModel.forward))
+    driver = drive(mixed_graph_tokens=15, max_num_batched_tokens=15, graph_capture=setting)
+    executor = driver.executor.inner
+    steps, device = executor.steps, executor._device  # noqa: SLF001
+    keys = [(bucket, mode) for bucket in (15, 8) for mode in (StepMode.BASE, StepMode.LORA)]
+    assert [(step.bucket, step.mode) for step in steps.mixed.graphs.report] == (keys if setting == "ahead" else [])
+    device.num_replays = 0
+    want = ask(driver, tiny, ("r17-all", 18, 3), (None, 5, 5))
+    driver.step()
+    driver.step()
+    check(driver, want | ask(driver, tiny, ("r5-o-down", 3, 4), ("r1-qv", 6, 2), (None, 9, 3)))
+    mixed = [plan for plan in driver.plans if plan.bucket is None]
+    assert any(plan.num_tokens not in (8, 15) for plan in mixed), "no padding"
+    assert any(row.start and len(row.tokens) == 1 for plan in mixed for row in plan.rows), "no decode row among prompts"
+    assert {bool(plan.adapters) for plan in mixed} == {True}
+    layers = SPEC.layers
+    decoded = len(driver.plans) - len(mixed)
+    assert device.num_replays == (0 if setting == "off" else len(mixed) * (layers + 1) + decoded)
+    assert {key[0] for key in steps.mixed.graphs.keys} <= {8, 15}
+
+
+def only_decode_rows(forward):
+    """The forward pass of a step of the model, which no mixed step may take."""
+
+    def checked(self, batch, logits=None):
+        assert batch.logit_tokens is None, "a mixed step was computed as a whole"
+        return forward(self, batch, logits)
+
+    return checked
+
+
+def test_padding_changes_no_bits_of_other_tokens(drive, tiny, monkeypatch):
+    """Whatever an earlier, longer step has left behind it in the buffers, NaN among it."""
+    driver = drive(mixed_graph_tokens=12, adapters=["r17-all"], async_scheduling=False)
+    check(driver, ask(driver, tiny, ("r17-all", 5, 1)))
+    plan = next(plan for plan in driver.plans if plan.bucket is None and plan.num_tokens == 5)
+    steps = driver.executor.inner.steps
+    logits = []
+    for left in (0.0, 7.5, torch.nan):
+        flow = steps.mixed._flow  # noqa: SLF001
+        for values in (flow.rows, flow.q, flow.attended):
+            values.fill_(left)
+        steps._inputs.fill_(3)  # noqa: SLF001
+        driver.executor.inner.execute(plan)
+        logits.append(steps.logits[0].clone())
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
+    assert torch.isfinite(steps.mixed._flow.rows).all()  # noqa: SLF001
+
+
+def test_a_mixed_step_of_more_tiles_than_captured_runs_eagerly(drive, tiny, monkeypatch):
+    """More decode rows behind the prompt than the captured tail has tiles for."""
+    monkeypatch.setattr(lora_state_cuda, "_MOST_TAIL", 1)
+    monkeypatch.setattr(sys.modules[__name__], "LateDevice", Launches)
+    driver = drive(mixed_graph_tokens=12, adapters=["r1-qv"], graph_capture="ahead", async_scheduling=False)
+    steps, device = driver.executor.inner.steps, driver.executor.inner._device  # noqa: SLF001
+    want = ask(driver, tiny, ("r1-qv", 2, 6), ("r1-qv", 3, 6))
+    driver.step()
+    driver.step()
+    device.num_replays = 0
+    want |= ask(driver, tiny, ("r1-qv", 4, 1))
+    driver.step()
+    assert driver.plans[-1].bucket is None
+    assert device.num_replays == 0
+    check(driver, want)
+    assert len(steps.mixed.graphs.keys) == 2
+
+
+def test_merged_mixed_steps_are_computed_as_they_are(drive, tiny):
+    """The pieces have the model's own weights in them."""
+    driver = drive(mixed_graph_tokens=12, adapters=["r1-qv"], graph_capture="lazy", max_num_seqs=2)
+    merge(driver, "r1-qv")
+    captured = driver.executor.inner.steps.mixed.graphs.keys
+    check(driver, ask(driver, tiny, ("r1-qv", 5, 2), (None, 3, 2)))
+    assert driver.executor.inner.steps.mixed.graphs.keys == captured
+
+
+@pytest.mark.parametrize(("most", "sizes"), [
+    (0, ()), (1, (1,)), (32, (32,)), (50, (32, 50)), (64, (32, 64)), (200, (32, 64, 128, 192, 200)),
+    (512, (32, *range(64, 513, 64))),
+])  # fmt: skip
+def test_buckets_of_tokens(most, sizes):
+    assert token_buckets(most) == sizes
 
 
 def test_replays_with_other_adapters_than_at_capture(drive, tiny, monkeypatch):

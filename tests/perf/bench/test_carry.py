@@ -148,6 +148,18 @@ def test_what_is_downloaded(tmp_path, monkeypatch, capsys):
     assert "FLASHINFER_DISABLE_JIT" not in (tmp_path / "out" / carry.SCRIPT).read_text("utf-8")
 
 
+def test_more_than_a_machine_is_brought_fails_without_being_asked(tmp_path, monkeypatch, capsys):
+    def download(packages, python, out):
+        with wheel(out, "huge", "1.0").open("ab") as file:
+            file.truncate(65 << 20)
+
+    monkeypatch.setattr(carry, "download", download)
+    monkeypatch.setattr(carry, "unmet", lambda wheels, python: ([], []))
+    monkeypatch.setattr(carry, "take_native", lambda out: [])
+    assert carry.main(["--out", str(tmp_path)]) == 1
+    assert "that is more than 64 MiB; the largest is huge-1.0" in capsys.readouterr().err
+
+
 def test_pip_is_asked_for_the_other_machines_wheels(tmp_path, monkeypatch):
     ran: list[list[str]] = []
     monkeypatch.setattr(carry.subprocess, "run", lambda command, check: ran.append(command))

@@ -24,6 +24,7 @@ def test_a_step_is_measured_with_and_without_adapters(tmp_path, capsys):
     if find_spec("triton"):
         assert sorted(found["layer"]) == ["adapter", "base", "mixed"]
         assert all(time > 0 for time in found["layer"].values())
+        assert all(found["layer in pieces"][name] < time for name, time in found["layer"].items())
 
 
 def test_a_paced_device_counts_the_time_in_which_it_has_nothing_to_do():

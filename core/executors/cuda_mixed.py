@@ -1,0 +1,114 @@
+"""Steps of prompts, and of decode rows among them, in pieces that are captured by number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from ...graphs.device import CudaDevice
+from ...graphs.runner import GraphRunner, StepMode
+from ...memory.adapters.adapter import Adapter
+from ...ops.attention import Attention
+from ..model.batch import StepBatch
+from ..model.decoder import DecoderModel, Residual
+from ..model.lora_state_cuda import CudaLoraState, LoraLaunches
+
+#: Tokens of the smallest bucket, below which a step takes as long as reading the weights does; and between two buckets.
+_LEAST, _STEP = 32, 64
+
+#: Launches of a step's adapters; None where no row has one.
+Lora = LoraLaunches | None
+
+#: The modes that pieces are captured in.
+MODES = (StepMode.BASE, StepMode.LORA)
+
+
+def token_buckets(most: int) -> tuple[int, ...]:
+    """32, 64, 128, 192, … ending exactly at `most`; none at 0."""
+    sizes = {_LEAST, most, *range(_STEP, most, _STEP)}
+    return tuple(sorted(size for size in sizes if 0 < size <= most))
+
+
+class MixedSteps:
+    """Pads a step to a bucket of tokens and computes it in pieces, one before each layer's attention and one behind the
+    last. Attention, planned for the step's own rows, runs between them as it does in any step, over its tokens alone.
+
+    A piece reads static buffers only, so that it can be captured; and it is as it is for its bucket alone, so that
+    captured and eager ones give the same bits. Padding tokens are token 0 at position 0 of the dummy page, without
+    adapter and with zeros for what attention gives: every other token's bits are the same whatever they hold.
+    """
+
+    def __init__(
+        self,
+        decoder: DecoderModel,
+        device: CudaDevice,
+        attention: Attention,
+        lora: CudaLoraState,
+        columns: torch.Tensor,
+        sizes: Sequence[int],
+    ) -> None:
+        """attention: for rows of any lengths. columns: int64, flat; a step's token ids, positions, pages and offsets
+        lie in it one behind the other, `width(bucket)` of each. sizes: buckets, rising; there may be none.
+        """
+        self._decoder, self._device, self._attention, self._lora = decoder, device, attention, lora
+        self._columns, self.sizes = columns, sizes
+        self._flow = decoder.new_flow(max(sizes, default=0))
+        self._num_tokens = 0  # of the step
+        self._captures = False
+        self.launches = {size: lora.padded(size) for size in sizes}
+        self.graphs: GraphRunner[None] = GraphRunner(self._capture, lambda: device.memory()[0])
+
+    @staticmethod
+    def width(tokens: int) -> int:
+        """Elements of a column: columns begin on 16 bytes, as kernels are compiled for that."""
+        return -(-tokens // 2) * 2
+
+    def bucket(self, tokens: int) -> int | None:
+        """The smallest bucket that holds so many tokens; None if none does."""
+        return next((size for size in self.sizes if size >= tokens), None)
+
+    def begin(self, bucket: int, adapters: Sequence[Adapter], slots: Sequence[int], lengths: Sequence[int]) -> Lora:
+        """Write a step's tables of adapters; the launches of its bucket, or others where these have too few tiles."""
+        return self._lora.begin_padded(adapters, slots, lengths, self.launches[bucket]) if adapters else None
+
+    def run(self, bucket: int, num_tokens: int, lora: Lora) -> Residual:
+        """Compute a step whose inputs lie in `columns`, up to the residual stream that the last layer leaves."""
+        flow = self._flow.of(bucket)
+        flow.attended[num_tokens:].zero_()
+        self._num_tokens = num_tokens
+        if self._captures and (lora is None or lora is self.launches[bucket]):
+            self.graphs.replay(bucket, StepMode.BASE if lora is None else StepMode.LORA)
+        else:
+            self._run(self._pieces(bucket, lora))
+        return Residual(flow.rows, self._decoder.config.rms_norm_eps)
+
+    def allow_captures(self) -> None:
+        """Capture from now on: the arena is the one that steps will have."""
+        self._captures = True
+
+    def prepare(self, bucket: int) -> None:
+        """Have a bucket's buffers, and the tables of adapters, hold a step without rows."""
+        self._columns[: 4 * self.width(bucket)].zero_()
+        self._lora.rest()
+
+    def _pieces(self, bucket: int, lora: Lora) -> list[Callable[[], None]]:
+        width = self.width(bucket)
+        token_ids, positions, page, offset = self._columns[: 4 * width].view(4, width)[:, :bucket].unbind(0)
+        batch = StepBatch(token_ids, positions, page, offset, self._attention, lora)
+        flow = self._flow.of(bucket)
+        return [partial(self._decoder.piece, index, batch, flow) for index in range(len(self._decoder.layers) + 1)]
+
+    def _run(self, pieces: Sequence[Callable[[], None]]) -> None:
+        """Run all pieces, with attention between them; before each, wait for the layer of adapters that are coming."""
+        flow = self._flow.of(self._num_tokens)
+        for index, piece in enumerate(pieces[:-1]):
+            self._lora.wait(index)
+            piece()
+            self._decoder.attend(index, self._attention, flow.q, flow.attended)
+        pieces[-1]()
+
+    def _capture(self, bucket: int, mode: StepMode) -> Callable[[], None]:
+        pieces = self._pieces(bucket, self.launches[bucket] if mode is StepMode.LORA else None)
+        return partial(self._run, [self._device.capture(piece) for piece in pieces])
