@@ -81,8 +81,8 @@ gate: ## all of it, one after another
 	$(MAKE) --no-print-directory kernels studies timed compare
 
 lives: ## seeded lives and histories of the engine
-	python -m chorus.perf.chaos.seeds --seeds $(SEEDS) --jobs $(JOBS)
-	python -m chorus.perf.chaos.history --questions 60
+	python -m tests.world.seeds --seeds $(SEEDS) --jobs $(JOBS)
+	python -m tests.attacks.history --questions 60
 
 level-%: ## native tests on a lesser instruction set that the processor has
 	CHORUS_CPU_ISA=$* pytest -q -n 0 -m native

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from chorus.ops import native, native_library
-from chorus.perf.chaos.invariance import Row, build, compute
+
+from ..attacks.invariance import Row, build, compute
 
 WITHOUT_BF16 = [level for level in native_library.levels() if level not in ("amx", "avx512bf16")]
 

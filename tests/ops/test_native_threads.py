@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from chorus.ops import native
-from chorus.perf.chaos.invariance import Row, build, compute
+
+from ..attacks.invariance import Row, build, compute
 
 pytestmark = pytest.mark.native
 DEADLINE = 120.0

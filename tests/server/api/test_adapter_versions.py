@@ -8,9 +8,10 @@ import pytest
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.perf.chaos.swaps import FILES, HEADER, NAME, Swaps
 from chorus.server.errors import ApiError
 from chorus.server.http.form import Piece, boundary_of, pieces
+
+from ...attacks.swaps import FILES, HEADER, NAME, Swaps
 
 CONTENTS = ("r2-qv", "r3-mlp", "r8-attention")
 COUNT = 6
@@ -156,7 +157,7 @@ def test_names_and_versions_are_there_after_a_restart(serve, reference, root, tm
 
 
 def test_no_answer_is_of_two_versions(serve, reference, root):
-    """The quick form of `python -m chorus.perf.chaos.swaps`."""
+    """The quick form of `python -m tests.attacks.swaps`."""
     live = serve()
     candidates = (reference.prompt(CONTENTS[0], 9, COUNT, seed) for seed in itertools.count())
     clear = (one for one in candidates if all(reference.is_clear(content, one, COUNT) for content in CONTENTS[1:]))

@@ -1,0 +1,319 @@
+"""Logits of the native decoder, alone and in company, bit for bit, over random shapes.
+
+    python -m tests.attacks.invariance --cases 10000
+
+A case is one request, computed alone on one thread, its whole prompt at once, and again in company: other requests in
+the same steps, prompts cut into chunks anywhere, single tokens, padding rows, other adapters, one thread or two. Every
+logit of every position must have the same bits. Models, adapters and pages are drawn anew for every few cases: widths
+that fill no tile, odd ranks, adapters of several parts, adapters of which a token has two.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from chorus.core.model.weights import LayerWeights
+from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
+from chorus.memory.pages.layout import MODULES, PageLayout
+from chorus.ops import native, native_library
+from chorus.ops.elementwise import rotary_table
+from chorus.ops.sgmv import AdapterRows, Segments
+from chorus.perf.report.command import conclude, parser
+from chorus.perf.report.table import Table
+
+RANKS = (1, 1, 2, 3, 3, 4, 5, 6, 7, 8, 9, 11, 15, 16, 17, 21, 31, 32, 33, 48, 64, 65)
+LENGTHS = (1, 2, 3, 4, 5, 7, 11, 12, 13, 16, 23, 33, 47, 48, 49, 64, 70)
+THREADS = (1, 2)
+VOCAB = (33, 64, 97)
+_MOST_TOKENS = 512
+
+
+@dataclass
+class Request:
+    """Token ids, and the adapters that all of its tokens use, added in this order."""
+
+    tokens: list[int]
+    entries: list[int]
+
+
+@dataclass
+class Row:
+    """`count` tokens of a request from `start` on; request -1 is a padding row."""
+
+    request: int
+    start: int
+    count: int
+
+
+@dataclass
+class World:
+    """A model with its adapters, requests and pages."""
+
+    model: native.NativeModel
+    layout: PageLayout
+    adapters: list[list[AdapterRows]]
+    requests: list[Request]
+    pages: list[list[int]] = field(default_factory=list)  # of each request
+
+
+@dataclass
+class Tally:
+    """Counts of what was compared, and of what differed."""
+
+    cases: int = 0
+    logits: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    differing: list[str] = field(default_factory=list)
+
+
+def build(rng: random.Random, dtype: torch.dtype) -> World:
+    """A random model of one to three layers, three to seven adapters, two to six requests."""
+    generator = torch.Generator().manual_seed(rng.getrandbits(32))
+
+    def weights(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (scale * torch.randn(*shape, generator=generator)).to(dtype)
+
+    kv_heads = rng.choice((1, 1, 2, 3))
+    heads = kv_heads * rng.choice((1, 2, 3, 5))
+    head_dim = 2 * rng.randint(2, 40)
+    hidden, ffn = 2 * rng.randint(8, 90), rng.choice((2 * rng.randint(8, 120), 32 * rng.randint(1, 7)))
+    num_layers, vocab = rng.randint(1, 3), rng.choice(VOCAB)
+    q, kv = heads * head_dim, kv_heads * head_dim
+    layout = PageLayout(num_layers, kv_heads, head_dim, rng.choice((4, 16, 32)), dtype.itemsize)
+    dims = {
+        "q_proj": (hidden, q), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (q, hidden),
+        "gate_proj": (hidden, ffn), "up_proj": (hidden, ffn), "down_proj": (ffn, hidden),
+    }  # fmt: skip
+    own = rng.random() < 0.3
+    biased = rng.random() < 0.5
+
+    def vector(width: int, wanted: bool = True, centre: float = 1.0) -> torch.Tensor | None:
+        return centre + 0.1 * torch.randn(width, generator=generator) if wanted else None
+
+    def bias(width: int) -> torch.Tensor | None:
+        return vector(width, biased, 0.0)
+
+    layers = [
+        LayerWeights(
+            input_norm=vector(hidden), post_attention_norm=vector(hidden),
+            qkv=native.pack(weights(q + 2 * kv, hidden, scale=hidden**-0.5)),
+            o=native.pack(weights(hidden, q, scale=q**-0.5)),
+            gate_up=native.pack(weights(2 * ffn, hidden, scale=hidden**-0.5)),
+            down=native.pack(weights(hidden, ffn, scale=ffn**-0.5)),
+            qkv_bias=bias(q + 2 * kv), q_norm=vector(head_dim, own), k_norm=vector(head_dim, own),
+            o_bias=bias(hidden), gate_up_bias=bias(2 * ffn), down_bias=bias(hidden),
+        )
+        for _ in range(num_layers)
+    ]  # fmt: skip
+    longest = rng.random() < 0.15
+    requests = [
+        Request([rng.randrange(vocab) for _ in range(rng.randint(100, 260) if longest and not i else length)], [])
+        for i, length in enumerate(rng.choices(LENGTHS, k=rng.randint(2, 6)))
+    ]
+    plans = [_parts(rng, num_layers) for _ in range(rng.randint(3, 7))]
+    placed = [AdapterLayout.build(parts, dims, num_layers, layout.page_elems, dtype.itemsize) for parts in plans]
+    needed = [layout.pages_for_tokens(len(request.tokens)) for request in requests]
+    count = 1 + sum(needed) + sum(adapter.num_pages for adapter in placed)
+    free = list(range(1, count))
+    rng.shuffle(free)
+    arena = weights(count, layout.page_elems, scale=0.15)
+    adapters = []
+    for parts, place in zip(plans, placed, strict=True):
+        pages = [free.pop() for _ in range(place.num_pages)]
+        adapters.append([_rows(part, where, pages) for part, where in zip(parts, place.parts, strict=True)])
+    for adapter in adapters:
+        for rows in adapter:
+            if rng.random() < 0.5:
+                cancel(arena, rows)
+    for request in requests:
+        request.entries = _entries(rng, len(adapters))
+    cos, sin = rotary_table(1e4 ** (-torch.arange(0, head_dim, 2) / head_dim), 1 + max(len(r.tokens) for r in requests))
+    model = native.NativeModel(
+        hidden=hidden, ffn=ffn, heads=heads, kv_heads=kv_heads, head_dim=head_dim, vocab=vocab,
+        block_tokens=layout.block_tokens, eps=1e-5, layers=layers, embed=weights(vocab, hidden),
+        lm_head=native.pack(weights(vocab, hidden)), norm=vector(hidden), cos=cos, sin=sin, arena=arena,
+    )  # fmt: skip
+    return World(model, layout, adapters, requests, [[free.pop() for _ in range(n)] for n in needed])
+
+
+def _parts(rng: random.Random, num_layers: int) -> list[AdapterPart]:
+    """One rank for all modules, or two that share them out."""
+    modules = [name for name in MODULES if rng.random() < 0.7] or ["q_proj"]
+    cut = rng.randint(1, len(modules)) if rng.random() < 0.3 else len(modules)
+    layers = tuple(range(num_layers)) if rng.random() < 0.8 else (rng.randrange(num_layers),)
+    shares = [tuple(share) for share in (modules[:cut], modules[cut:]) if share]
+    return [AdapterPart(rng.choice(RANKS), rng.choice((0.5, 1.0, 2.0)), layers, share) for share in shares]
+
+
+def _rows(part: AdapterPart, place: object, pages: list[int]) -> AdapterRows:
+    slabs = place.slabs
+    return AdapterRows(
+        pages, part.rank, part.scale / part.rank**0.5, slabs.slab_elems, slabs.a_offset, slabs.b_offset,
+        place.first_elem,
+    )  # fmt: skip
+
+
+def cancel(arena: torch.Tensor, rows: AdapterRows) -> None:
+    """Make rank-rows large and every second pair take back what the first adds.
+
+    What is left is the error of the additions, so that another order shows, even after it was rounded to bf16.
+    """
+    run = arena[rows.pages].flatten()
+    starts = [first + i * rows.slab_elems for first in rows.first_elem if first >= 0 for i in range(rows.rank)]
+    slabs = [run[start : start + rows.slab_elems] for start in starts]
+    for i, slab in enumerate(slabs):
+        of_layer = i % rows.rank
+        for a, b in zip(rows.a_offset, rows.b_offset, strict=True):
+            if a < 0:
+                continue
+            following = [other for other in rows.a_offset if other > b]
+            end = min(following, default=rows.slab_elems)
+            if of_layer % 4 >= 2:
+                slab[a:b] = -slabs[i - 2][a:b]
+                slab[b:end] = slabs[i - 2][b:end]
+            elif of_layer + 2 < rows.rank and of_layer // 4 * 4 + 3 < rows.rank:
+                slab[b:end] *= 512
+    arena[rows.pages] = run.view(len(rows.pages), -1)
+
+
+def _entries(rng: random.Random, adapters: int) -> list[int]:
+    """The base model, one adapter, or several."""
+    kind = rng.random()
+    if kind < 0.15:
+        return []
+    return rng.sample(range(adapters), rng.choice((2, 2, 3)) if kind > 0.8 else 1)
+
+
+def schedule(rng: random.Random, requests: Sequence[Request]) -> Iterator[list[Row]]:
+    """Steps that take every request through its tokens, in chunks of any size, requests beginning at any time."""
+    at = [0] * len(requests)
+    style = rng.choice(("whole", "any", "single", "mixed"))
+    while any(done < len(request.tokens) for done, request in zip(at, requests, strict=True)):
+        rows, room = [], _MOST_TOKENS
+        for index, request in enumerate(requests):
+            left = len(request.tokens) - at[index]
+            if not left or rng.random() < 0.2:
+                continue
+            single = style == "single" or (style == "mixed" and rng.random() < 0.5)
+            count = min(room, 1 if single else left if style == "whole" else rng.randint(1, left))
+            if count:
+                rows.append(Row(index, at[index], count))
+                at[index] += count
+                room -= count
+        rng.shuffle(rows)
+        if rows and all(row.count == 1 for row in rows):
+            rows += [Row(-1, 0, 1)] * rng.choice((0, 0, 1, 3, 40))
+        if rows:
+            yield rows
+
+
+def compute(decoder: native.NativeDecoder, world: World, rows: Sequence[Row]) -> torch.Tensor:
+    """Logits of all the step's tokens."""
+    ids, positions, page, offset, indptr, tables, lengths = [], [], [], [], [0], [], []
+    segments = Segments()
+    last: list[int] | None = None
+    begin = 0
+    for row in rows:
+        padding = row.request < 0
+        table = [0] if padding else world.pages[row.request]
+        span = range(row.start, row.start + row.count)
+        ids += [0] * row.count if padding else world.requests[row.request].tokens[span.start : span.stop]
+        positions += span
+        page += [table[position // world.layout.block_tokens] for position in span]
+        offset += [position % world.layout.block_tokens for position in span]
+        indptr.append(indptr[-1] + row.count)
+        tables.append(table)
+        lengths.append(span.stop)
+        entries = [] if padding else world.requests[row.request].entries
+        if entries != last:  # neighbours of one adapter are one segment
+            _close(segments, world, last, begin, indptr[-2])
+            begin, last = indptr[-2], entries
+    _close(segments, world, last, begin, indptr[-1])
+    width = max(map(len, tables))
+    plan = native.NativeRows()
+    plan.plan(indptr, torch.tensor([table + [0] * (width - len(table)) for table in tables]), lengths)
+    tensors = (torch.tensor(values) for values in (ids, positions, page, offset))
+    return decoder.forward(*tensors, plan, torch.arange(len(ids)), segments).clone()  # the next step overwrites them
+
+
+def _close(segments: Segments, world: World, entries: list[int] | None, begin: int, end: int) -> None:
+    for entry in entries or ():
+        for part in world.adapters[entry]:
+            segments.add(begin, end, part)
+
+
+def compare(seed: int, dtype: torch.dtype, tally: Tally, runs: int = 4) -> None:
+    """Draw a world; its requests alone, then `runs` times together."""
+    rng = random.Random(seed)
+    world = build(rng, dtype)
+    alone = native.NativeDecoder(world.model, 1)
+    expected = []
+    for index, request in enumerate(world.requests):
+        expected.append(compute(alone, world, [Row(index, 0, len(request.tokens))]))
+    decoders = {threads: native.NativeDecoder(world.model, threads) for threads in THREADS}
+    for run in range(runs):
+        threads = rng.choice(THREADS)
+        wrong = [0] * len(world.requests)
+        for rows in schedule(rng, world.requests):
+            logits = compute(decoders[threads], world, rows)
+            tally.steps += 1
+            begin = 0
+            for row in rows:
+                got = logits[begin : begin + row.count]
+                begin += row.count
+                if row.request >= 0:
+                    want = expected[row.request][row.start : row.start + row.count]
+                    wrong[row.request] += int((got.view(torch.int32) != want.view(torch.int32)).sum())
+                    tally.logits += got.numel()
+        for index, (request, bits) in enumerate(zip(world.requests, wrong, strict=True)):
+            tally.cases += 1
+            if bits:
+                ranks = [[part.rank for part in world.adapters[entry]] for entry in request.entries]
+                tally.differing.append(
+                    f"seed {seed}, {dtype}, run {run}, request {index} ({len(request.tokens)} tokens, ranks {ranks}, "
+                    f"{threads} threads): {bits} logits differ"
+                )
+    for decoder in (alone, *decoders.values()):
+        decoder.close()
+
+
+def attack(seed: int, cases: int, dtype: torch.dtype) -> Tally:
+    """At least `cases` cases."""
+    tally, began = Tally(), time.perf_counter()
+    while tally.cases < cases:
+        compare(seed, dtype, tally)
+        seed += 1
+    tally.seconds = round(time.perf_counter() - began, 1)
+    return tally
+
+
+def main() -> int:
+    command = parser(__spec__, __doc__)
+    command.add_argument("--cases", type=int, default=10_000, help="how many requests to compare, of each data type")
+    command.add_argument("--seed", type=int, default=0, help="of the first model")
+    args = command.parse_args()
+    if reason := native_library.why_unavailable(torch.bfloat16):
+        print(f"the native decoder is not available here: {reason}", file=sys.stderr)
+        return 2
+    result: dict[str, dict[str, float]] = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        tally = attack(args.seed, args.cases, dtype)
+        print(*tally.differing[:10], sep="\n")
+        result[str(dtype)] = {**vars(tally), "differing": len(tally.differing)}
+    table = Table("requests alone and in company", ["dtype", *result["torch.float32"]])
+    for name, row in result.items():
+        table.add(name, *row.values())
+    table.show()
+    met = not any(row["differing"] for row in result.values())
+    return conclude({"invariance": result, "met": met}, met)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""The attack's own bookkeeping: what it sends, and what it calls a miss."""
+
+import json
+from itertools import islice
+
+import pytest
+
+from .attacked_server import rate, worst_delay
+from .requests import MAX_BODY, Row, long_model, mutations, shapes
+
+
+def test_random_bodies_are_those_of_their_seed():
+    first, again, other = (list(islice(mutations(seed, 50), 50)) for seed in (1, 1, 2))
+    assert first == again != other
+    assert all(len(attack.body) < MAX_BODY for attack in first)
+
+
+def test_the_shapes_are_small_but_for_those_that_say_so():
+    large = {attack.name for attack in shapes() if len(attack.body) >= MAX_BODY}
+    assert large == {"200,000 empty messages", "200,000 messages", "8 MB prompt"}
+    names = [attack.name for attack in shapes()]
+    assert len(names) == len(set(names))
+
+
+def test_the_worst_delay_and_the_rate_are_those_of_a_time():
+    answers = [(0.0, 5.0), (6.0, 0.1), (7.0, 0.2), (9.0, 3.0)]
+    assert worst_delay(answers, 5.5, 8.0) == 0.2 and worst_delay(answers, 4.0, 8.0) == 5.0
+    assert rate([1.0, 2.0, 2.5, 3.0], 2.0, 4.0) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("row", "missed"),
+    [
+        (Row("a", 200, 1, 1.0, 0.2, 60 << 20, 0.6), []),
+        (Row("a", 400, 1, 1.0, 0.3, 70 << 20, 0.4, 0.4), ["delay", "memory", "rate"]),
+        (Row("a", 200, 1, 1.0, 0.1, 0, 0.4, 0.6), ["rate"]),
+        (Row("a", 0, 1, 1.0, 0.0, 0, 1.0), ["no answer"]),
+    ],
+)
+def test_bars(row, missed):
+    assert row.missed == missed
+
+
+def test_the_long_model_is_the_built_in_one_with_a_longer_context(tmp_path):
+    config = json.loads((long_model(tmp_path) / "config.json").read_text())
+    assert config["max_position_embeddings"] == 4096

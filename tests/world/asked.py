@@ -1,0 +1,95 @@
+"""A request to an engine under test, and the checks of its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from chorus.core.requests.request import Request
+from chorus.core.requests.types import FinishReason, RequestOutput, TokenLogprobs
+from chorus.memory.adapters.adapter import Adapter
+
+NEAR = 1e-3
+"""Log-probabilities may differ by so much between kernels."""
+
+
+class Violation(AssertionError):
+    """The engine broke a promise."""
+
+
+def promise(kept: bool, text: str) -> None:
+    if not kept:
+        raise Violation(text)
+
+
+@dataclass
+class Told:
+    """All outputs of a request, joined."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    scores: list[TokenLogprobs] = field(default_factory=list)  # of the prompt
+    reason: FinishReason | None = None
+
+    def add(self, output: RequestOutput) -> None:
+        self.tokens += output.token_ids
+        self.logprobs += output.logprobs
+        self.scores += output.prompt_logprobs or ()
+        self.reason = output.finish_reason
+
+    def agrees(self, other: Told) -> bool:
+        pairs, others = (
+            [pair for one in told.logprobs + told.scores for pair in ((one.token_id, one.logprob), *one.top)]
+            for told in (self, other)
+        )
+        near = [token == wanted and abs(x - y) < NEAR for (token, x), (wanted, y) in zip(pairs, others, strict=False)]
+        same = (self.tokens, self.reason, len(pairs)) == (other.tokens, other.reason, len(others))
+        return same and all(near) and len(self.scores) == len(other.scores)
+
+
+@dataclass(eq=False)
+class Asked:
+    """An accepted request and its outputs so far; raises Violation where they differ from the request's when alone."""
+
+    request: Request
+    adapter: Adapter | None
+    prompt: list[int]
+    scope: tuple[str, str]
+    told: Told = field(default_factory=Told)
+    was_sent_back: bool = False
+    error: str = ""
+    aborted: bool = False
+    was_here: bool = False  # its adapter's bytes were in memory at some time while it held them
+
+    @property
+    def ended(self) -> bool:
+        return self.aborted or self.told.reason is not None
+
+    def take(self, output: RequestOutput, everybody: Iterable[Asked]) -> None:
+        """Check an output: its tokens, the prompt's scores, and that cached tokens come from its own scope."""
+        id, params, count = output.request_id, self.request.params, len(output.token_ids)
+        promise(not self.ended, f"{id} goes on after its end")
+        promise(count == (output.finish_reason is not FinishReason.ERROR), f"{id} got {count} tokens at once")
+        if count and not self.told.tokens:
+            wanted = None if params.prompt_logprobs is None else self.prompt[1:]
+            scores = output.prompt_logprobs
+            found = None if scores is None else [each.token_id for each in scores]
+            promise(found == wanted, f"{id} got scores of {found} instead of {wanted}")
+            self._check_cached(output.num_cached_tokens, everybody)
+        self.told.add(output)
+        self.error = output.error or ""
+
+    def _check_cached(self, count: int, everybody: Iterable[Asked]) -> None:
+        begins = self.prompt[:count]
+        promise(not count or self.was_sent_back or any(
+            other is not self and (other.scope, other.adapter) == (self.scope, self.adapter)
+            and (other.prompt + other.told.tokens)[:count] == begins for other in everybody
+        ), f"{self.request.id} got {count} tokens from the cache that no request of its scope had")  # fmt: skip
+
+    def check_end(self, alone: Told) -> None:
+        """Check the answer, or what came of it before an error, against the one that it gets alone."""
+        id, told = self.request.id, self.told
+        if told.reason is FinishReason.ERROR:
+            promise(told.tokens == alone.tokens[: len(told.tokens)], f"{id} got wrong tokens before its error")
+        else:
+            promise(told.agrees(alone), f"{id} ({self.request.params}) got {told} instead of {alone}")

@@ -1,0 +1,101 @@
+"""Steps that are launched before the tokens of the last one are read, over an executor that computes at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from chorus.core.executors.base import Executor
+from chorus.core.requests.types import PENDING, ScheduledRow, StepPlan, StepResult
+
+from .asked import Violation
+
+
+@dataclass(eq=False)
+class Launched:
+    """A step. It has been computed, as a device with one stream may have by any time, but says so when it is asked."""
+
+    _owner: LateResults
+    number: int
+    requests: list[str]  # of its rows
+    outcome: StepResult | Exception
+    was_read: bool = False
+
+    def result(self) -> StepResult:
+        owner = self._owner
+        owner.promise(not self.was_read, "a step is read twice")
+        owner.promise(owner.num_launched <= self.number + 1, "a step is read after more than the next was launched")
+        self.was_read = True
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+
+def late_results(executor: Executor, seed: int) -> Executor:
+    """Return the executor, for every other seed a step ahead."""
+    return LateResults(executor, fails_at_once=seed % 4 == 1) if seed % 2 else executor
+
+
+class LateResults:
+    """Another executor, a step ahead. Raises Violation, kept in `violations`, where its caller breaks the rules of
+    `Executor.start`.
+
+    fails_at_once: steps that fail do so when they are launched, not when they are read.
+    """
+
+    def __init__(self, inner: Executor, *, fails_at_once: bool = False) -> None:
+        self.violations: list[Violation] = getattr(inner, "violations", [])
+        self.num_launched = 0
+        self.num_ahead = 0
+        self._inner = inner
+        self._fails_at_once = fails_at_once
+        self._last: Launched | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.promise(plan.sources is None, "a step that is ahead is to be launched")
+        self.num_launched += 1
+        self._last = None
+        return self._inner.execute(plan)
+
+    def start(self, plan: StepPlan) -> Launched:
+        last = None
+        if plan.sources is not None:
+            last, plan = self._last, self._told(plan)
+            self.num_ahead += 1
+        outcome: StepResult | Exception = StepResult()
+        if last is not None and isinstance(last.outcome, Exception):
+            outcome = RuntimeError("a step behind one that failed was read")  # it can compute nothing of use
+        else:
+            try:
+                outcome = self._inner.execute(plan)
+            except Exception as error:
+                if self._fails_at_once:
+                    raise
+                outcome = error
+        self.num_launched += 1
+        self._last = Launched(self, self.num_launched, [row.request_id for row in plan.rows], outcome)
+        return self._last
+
+    def promise(self, holds: bool, otherwise: str) -> None:
+        if not holds:
+            self.violations.append(Violation(otherwise))
+            raise self.violations[-1]
+
+    def _told(self, plan: StepPlan) -> StepPlan:
+        """Return a plan with the tokens that the host does not know: any, where the last step drew none."""
+        last, sources = self._last, plan.sources or ()
+        self.promise(plan.bucket is not None and len(sources) == len(plan.rows), "a step ahead that does not decode")
+        if last is None or last.was_read:
+            self.promise(False, "no step is under way that this one could be ahead of")
+            return plan
+        drawn = last.outcome.tokens if isinstance(last.outcome, StepResult) else {}
+        rows: list[ScheduledRow] = []
+        for row, place in zip(plan.rows, sources, strict=True):
+            self.promise(row.tokens is PENDING, "the host knows a token that it has not read")
+            self.promise(last.requests[place] == row.request_id, "a row goes on from another's token")
+            token = drawn.get(row.request_id, 0)
+            rows.append(replace(row, tokens=[token], token_ids=[*row.token_ids, token]))
+        return replace(plan, rows=rows)

@@ -1,0 +1,265 @@
+"""Random life of the real engine on the CPU: `python -m tests.world.life --answers 30000 --seed 1`.
+
+The built-in model and its adapters, one engine after another under options drawn from all there are, with a small
+arena, tenants and salts, all that a request may ask, aborts, reloads, removals, pins, merges, preemption, KV that is
+swapped at once or late or is lost on its way, moves of requests, steps that fail and reads that come late, in pieces,
+fail or hang. The books are checked after every step. Every answer
+must be the one that a request gets alone in a calm engine, with its log-probabilities.
+
+    python -m tests.world.life --answers 30000 --seed 1 --log life.log
+    python -m tests.world.life --answers 20000 --seed 1 --first 31
+    python -m tests.world.life --ranks 2           # or: --assistants 1, with adapters over a slow link
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from chorus.core.config import EngineConfig
+from chorus.core.engine import Engine
+from chorus.core.executors.choice import open_executor
+from chorus.core.executors.cpu import CpuExecutor
+from chorus.core.requests.request import Request
+from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.types import StepPlan, StepResult
+from chorus.memory.files.format import AdapterFormatError
+from chorus.perf.cpu.slow_link import slow_down
+from chorus.perf.report.command import conclude, parser
+from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
+from chorus.server.demo.skills import BASE, SKILLS, prompt, sample_inputs
+
+from ..attacks.slow_reads import hold_up
+from .asked import Asked, Told, Violation, promise
+from .engine_life import Campaign, EngineLife, Lived, lived
+from .late_results import late_results
+from .late_swaps import LateSwaps
+
+MAX_TOKENS = 24
+TEXTS = 8
+ANSWERS_PER_ENGINE = {"auto": 400, "torch": 120}
+FAULT = "an injected fault"
+GRACE = 5.0
+"""Seconds until every page is back after the last read was let go."""
+WAYS: list[dict[str, Any]] = [
+    {}, {}, {}, {}, {"max_tokens": None}, {"max_tokens": 3}, {"stop_token_ids": (97, 101, 105)}, {"logprobs": 2},
+    {"prompt_logprobs": 1}, {"logprobs": 0, "prompt_logprobs": 0}, {"logit_bias": {101: 2.0, 97: -100.0}},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5}, {"min_tokens": 9},
+    {"bad_words": ((101,), (97, 98))}, {"allowed_token_ids": tuple(range(90, 125))}, {"top_k": 5}, {"top_p": 0.9},
+    {"min_p": 0.05}, {"ignore_eos": True},
+]  # fmt: skip
+"""Options that requests may ask for beside a temperature and a seed."""
+
+
+class Calm:
+    """Answers that requests get when they are alone: of an engine that nothing else happens to, computed once."""
+
+    def __init__(self) -> None:
+        tokenizer = Tokenizer.from_file(str(BUILTIN_MODEL / "tokenizer.json"))
+        self._engine = Engine.from_config(_config(adapters=BUILTIN_ADAPTERS))
+        self._known: dict[tuple[str | None, tuple[int, ...], str], Told] = {}
+        self.prompts = {
+            name: [tokenizer.encode(prompt(text)).ids for text in sample_inputs(skill, TEXTS, 0)]
+            for name, skill in {None: BASE, **SKILLS}.items()
+            if name is None or (BUILTIN_ADAPTERS / name).is_dir()
+        }
+
+    def answer(self, skill: str | None, tokens: list[int], params: SamplingParams) -> Told:
+        key = (skill, tuple(tokens), repr(params))
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = Told()
+            self._engine.add_request(Request("calm", list(tokens), params, skill))
+            while self._engine.has_work():
+                for output in self._engine.step():
+                    found.add(output)
+        return found
+
+
+class Faulty:
+    """An executor that fails on demand, for a whole step or for some requests."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.glitches = 0
+        self.raises_for: set[str] = set()
+        self.sick: set[str] = set()
+        self.violations: list[Violation] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if self.glitches or any(row.request_id in self.raises_for for row in plan.rows):
+            self.glitches = 0
+            raise RuntimeError(FAULT)
+        result = self._inner.execute(plan)
+        for id in self.sick & set(result.tokens):
+            del result.tokens[id]
+            result.errors[id] = FAULT
+        return result
+
+
+class Life(EngineLife):
+    """One engine on the built-in model. where: a folder for its adapters. over: lets go of the reads that hang. ranks,
+    assistants: processes beside it; with assistants, layers come over a slow link.
+    """
+
+    weights = (48, 144)
+
+    def __init__(
+        self, seed: int, calm: Calm, where: Path, over: threading.Event, ranks: int = 1, assistants: int = 0
+    ) -> None:
+        super().__init__(seed)
+        self._ranks, self._assistants = ranks, assistants
+        self.calm, self.where, self.over = calm, where, over
+        self.names = [name for name in calm.prompts if name is not None]
+        self.broken: set[Path] = set()
+        self.has_hung = False
+        config = self._draw_config()
+        inner = open_executor(config)
+        self.executor: Any = Faulty(inner)
+        self.engine = Engine(config, late_results(self.executor, seed))
+        self._draw = random.Random(self.rng.random())  # for the threads that read
+        if isinstance(inner, CpuExecutor) and assistants:
+            slow_down(inner.adapters, inner.arena.pages, lambda *_: time.sleep(self._draw.choice([0.0, 0.001, 0.01])))
+        hold_up(self.engine, self._begin_read)
+        swapped = self.engine.swapped
+        if swapped.backend is not None and self.rng.random() < 0.5:
+            swapped.backend = LateSwaps(swapped.backend, random.Random(self.rng.random()))
+        for name in self.names:
+            self._register(name, self._directory(name))
+
+    def _draw_config(self) -> EngineConfig:
+        rng = self.rng
+        seats = rng.choice([1, 2, 4, 8, 16])
+        return _config(
+            num_pages=self._ranks * rng.choice([40, 60, 90, 400]), block_tokens=rng.choice([4, 8, 16]),
+            max_num_seqs=seats, max_num_batched_tokens=max(seats, rng.choice([16, 32, 256])),
+            chunked_prefill=rng.random() < 0.8,
+            adapter_read_seconds=rng.choice([0.02, 0.2, 30.0]), host_cache_bytes=rng.choice([0, 100_000, 1 << 30]),
+            eviction=rng.choice(["cost", "lru"]), prefix_cache=rng.random() < 0.7,
+            share_prefix_cache=rng.random() < 0.3, lookahead=rng.choice([1, 2, 8]), prefetch=rng.choice([0, 1, 3]),
+            max_adapters_per_step=rng.choice([None, None, 1, 3]), max_overtake_seconds=rng.choice([0.0, 0.01, 1.0]),
+            max_load_stall_seconds=rng.choice([0.0, 0.002, 0.02]), max_waiting=rng.choice([None, 8, 64]),
+            cpu_kernels=rng.choice(["auto", "auto", "auto", "auto" if self._assistants else "torch"]),
+            seed=rng.randrange(1 << 30), preemption=rng.choice(["auto", "swap", "recompute"]),
+            tensor_parallel_size=self._ranks, assist_workers=self._assistants,
+        )  # fmt: skip
+
+    def _span(self) -> Iterator[None]:
+        most = ANSWERS_PER_ENGINE[self.engine.config.cpu_kernels]
+        while self.reached["answered"] < most and len(self.asked) < 3 * most:
+            yield
+
+    # -- requests
+
+    def _ask(self) -> None:
+        rng = self.rng
+        if len(self.active) > 4 * self.engine.config.max_num_seqs + 8:
+            return
+        skill = rng.choice([None, *self.current, *self.current])
+        way = {"max_tokens": MAX_TOKENS, **rng.choice(WAYS)}
+        tokens, temperature = rng.choice(self.calm.prompts[skill]), rng.choice([0.0, 0.0, 1.0])
+        for _ in range(rng.choice([1, 1, 1, 4])):
+            params = SamplingParams(**way, temperature=temperature, seed=rng.randrange(3) if temperature else 0)
+            self._submit(skill, tokens, params, rng.choice(["", "a", "b"]), rng.choice(["", "", "x"]))
+
+    def _alone(self, asked: Asked) -> Told:
+        skill = None if asked.adapter is None else asked.adapter.name
+        return self.calm.answer(skill, asked.prompt, asked.request.params)
+
+    # -- adapters
+
+    def _directory(self, name: str) -> Path:
+        """A new version, equal to the one before it."""
+        self.num_directories += 1
+        return Path(shutil.copytree(BUILTIN_ADAPTERS / name, self.where / f"{name}-{self.num_directories}"))
+
+    def _begin_read(self, path: Path) -> Callable[[float], object] | None:
+        """A read comes late, layer by layer, fails, or hangs: for good, or until it was given up or nearly so."""
+        fate, seconds, patience = (
+            self._draw.random(),
+            self._draw.uniform(0, 0.05),
+            self.engine.config.adapter_read_seconds,
+        )
+        if fate < 0.05 and patience < 1:
+            self.has_hung = True
+            self.broken.add(path)
+            self.over.wait(None if fate < 0.02 else self._draw.uniform(0, 3 * patience))
+        elif fate < 0.15:
+            self.over.wait(seconds)
+        elif 0.25 <= fate < 0.26 or (fate > 0.26 and path in self.broken):
+            self.broken.add(path)
+            raise AdapterFormatError(FAULT)
+        if seconds > patience:
+            self.broken.add(path)
+        return (lambda share: self.over.wait(seconds)) if 0.15 <= fate < 0.25 else None
+
+    def _break_files(self, path: Path) -> None:
+        self.broken.add(path)
+
+    def _is_unlucky(self, asked: Asked) -> bool:
+        return asked.adapter is not None and asked.adapter.manifest.path in self.broken
+
+    # -- time
+
+    def _wait(self) -> None:
+        time.sleep(self.rng.choice([0.0, 0.001, 0.01]))
+
+    def _drain(self) -> None:
+        for _ in range(100_000):
+            if not self.engine.has_work() and not self.engine.swapped.copies:
+                break
+            self._step()
+            self._check_books()
+        promise(not self.active, f"requests never end: {list(self.active)[:5]}")
+        self._remove_adapters()
+        self.over.set()
+        end = time.monotonic() + GRACE
+        while self.engine.stats().num_reads and time.monotonic() < end:
+            self.engine.step()
+
+    def _pause(self) -> None:
+        """Time goes by itself."""
+
+
+def _config(**options: Any) -> EngineConfig:
+    return EngineConfig(**{"model": BUILTIN_MODEL, "device": "cpu", "dtype": "float32", "threads": 1, **options})
+
+
+def live(seed: int, calm: Calm, ranks: int = 1, assistants: int = 0) -> Lived:
+    over = threading.Event()
+    with tempfile.TemporaryDirectory(prefix="chorus-life-") as where:
+        try:
+            return lived(seed, lambda seed: Life(seed, calm, Path(where), over, ranks, assistants))
+        finally:
+            over.set()
+
+
+def main(argv: list[str] | None = None) -> int:
+    command = parser(__spec__, __doc__)
+    command.add_argument("--answers", type=int, default=3000, help="answers to check")
+    command.add_argument("--seed", type=int, default=0, help="what all engines are drawn from")
+    command.add_argument("--first", type=int, default=0, help="the first engine, to go on or to see one again")
+    command.add_argument("--log", type=Path, help="file to which progress is appended")
+    command.add_argument("--ranks", type=int, default=1, help="ranks of each engine")
+    command.add_argument("--assistants", type=int, default=0, help="assistants of each engine")
+    args = command.parse_args(argv)
+    calm, campaign = Calm(), Campaign(args.log, 1)
+    while campaign.reached["answered"] < args.answers and len(campaign.failed) <= 20:
+        campaign.add(live(1_000_000 * args.seed + args.first + campaign.count, calm, args.ranks, args.assistants))
+    return conclude({"ok": not campaign.failed, **campaign.result()}, not campaign.failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""Lives of the real engine: it passes them, and a wrong token, a lost request and a lost page are found."""
+
+import pytest
+
+from chorus.core.scheduling.scheduler import Scheduler
+from chorus.memory.pages.pool import PagePool
+
+from . import life
+from .life import Calm, live
+
+
+@pytest.fixture(scope="module")
+def calm():
+    return Calm()
+
+
+@pytest.fixture(autouse=True)
+def few_answers(monkeypatch):
+    monkeypatch.setattr(life, "ANSWERS_PER_ENGINE", {"auto": 30, "torch": 12})
+
+
+def test_the_engine_keeps_its_promises(calm):
+    lives = [live(seed, calm) for seed in range(4)]
+    assert [cause for _, cause, _ in lives if cause is not None] == []
+    assert all(reached["answered"] >= 12 for *_, reached in lives)
+
+
+def another_token(monkeypatch):
+    execute = life.Faulty.execute
+
+    def wrong(self, plan):
+        result = execute(self, plan)
+        result.tokens = {id: (token + (plan.step_id == 20)) % 100 for id, token in result.tokens.items()}
+        return result
+
+    monkeypatch.setattr(life.Faulty, "execute", wrong)
+
+
+def deaf_aborts(monkeypatch):
+    monkeypatch.setattr(Scheduler, "abort", lambda self, request_id: True)
+
+
+def lasting_pages(monkeypatch):
+    release = PagePool.release
+    monkeypatch.setattr(PagePool, "release", lambda self, pages: release(self, pages[1:]))
+
+
+@pytest.mark.parametrize("plant", [another_token, deaf_aborts, lasting_pages])
+def test_a_planted_fault_is_found(plant, calm, monkeypatch):
+    plant(monkeypatch)
+    assert any(live(seed, calm)[1] is not None for seed in range(4))
