@@ -32,7 +32,7 @@ MAX_MODEL_SERIES = 1000
 OTHERS = "(others)"
 
 MODEL_NAMES = ("model", "adapter", "adapter_name")
-"""Labels whose value is the name of one model."""
+"""Labels with the name of one model as their value."""
 
 MAX_ACCOUNT_SERIES = 100
 """Most tenants, or adapters, with series of their own; the ones with the most requests in progress come first."""
@@ -110,7 +110,7 @@ class Metrics:
         base: str,
         directory: Path | None = None,
     ) -> None:
-        """directory: of all processes that serve the same clients, whose requests are counted together."""
+        """directory: of all processes that serve the same clients; their requests are counted together."""
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(stats, view, base))
         self.counted = registry = self.registry if directory is None else CollectorRegistry()

@@ -117,7 +117,7 @@ class Gate:
         return seat
 
     def _take(self, path: str, tenant: str, caller: str, grant: Grant | None) -> int | None:
-        """Take a place of the key's, whose seat is returned, and of the tenant's, or neither."""
+        """Take a place of the key and one of the tenant, or neither; return the seat of the key's place."""
         seat = None
         if grant is not None:
             if path in GENERATING and grant.tokens_per_minute is not None:

@@ -77,7 +77,7 @@ class _Backend(httpcore.SyncBackend):
 
 
 class _Stream(httpcore.NetworkStream):
-    """A connection whose reads and writes end by the deadline, however slowly the other side sends."""
+    """A connection with reads and writes that end by the deadline, however slowly the other side sends."""
 
     def __init__(self, inner: httpcore.NetworkStream, deadline: Deadline) -> None:
         self._inner = inner

@@ -16,7 +16,7 @@ from ...memory.pages.pool import PageKind
 from ..engine.picture import Phase, Picture, ReplicaRow
 
 MAX_PAIRS = 1000
-"""Most pairs of an adapter and a tenant with counts of their own, those with most requests; the rest is one pair."""
+"""Most pairs of an adapter and a tenant with counts of their own, by number of requests; the rest is one pair."""
 
 OTHERS = ("(others)", "(others)")
 
