@@ -18,7 +18,7 @@ from chorus.core.scheduling.waiting import QueueOrder, WaitingQueue
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.host.images import InlineReads
 
-from ..test_state_machine import CheckingExecutor, Clock, Expected
+from ...world.test_state_machine import CheckingExecutor, Clock, Expected
 
 RANK = {None: 0, Tier.DEVICE: 0, Tier.HOST: 1, Tier.LOADING: 1, Tier.FAILED: 1}
 

@@ -25,7 +25,7 @@ from chorus.memory.adapters.adapter import Tier
 from chorus.memory.host.images import InlineReads
 
 from ...memory.fakes import SlowReads
-from ..test_state_machine import CheckingExecutor, Clock, Expected
+from ...world.test_state_machine import CheckingExecutor, Clock, Expected
 
 
 class HeldReads(InlineReads):

@@ -150,8 +150,10 @@ def up(roots: Path, store: StoreServer, tmp_path_factory: pytest.TempPathFactory
 
 
 def running(pid: int) -> bool:
-    """True if there is a process of this id that has not ended."""
+    """True if there is a process of this id that has not ended: its sockets are open until its last thread has."""
+    process = Path("/proc") / str(pid)
     try:
-        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        ended = (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return not ended or sum(1 for _ in (process / "task").iterdir()) > 1
     except OSError:
         return False
