@@ -5,7 +5,7 @@ number to the word `given`; the base product runs meanwhile; the stream waits un
 has the number, and copies the products back. A process looks at `given`, computes, and writes its word.
 
 Why each reads the right bytes. A stream does its work in order, and a write of a value comes after all writes before
-it: who sees the number sees x. A process writes its word after its products, so they are there when the wait ends.
+it: a process that sees the number sees x. It writes its word after its products, so they are there when the wait ends.
 One buffer each way is enough: the next x is copied after that wait, when every process has read this one, and the
 next products are written after the next number, which follows the copy of these.
 """

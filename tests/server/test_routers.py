@@ -87,7 +87,7 @@ def test_a_router_in_front_of_three_servers(start, make_engine, read_events, tmp
         assert "".join(event["choices"][0]["text"] for event in read_events(stream)) == "hello"
         wrong = client.post("/v1/completions", json={"model": "alice", "prompt": "abc", "nonsense": 1})
         assert wrong.status_code == 400 and wrong.json()["error"]["code"] == "unknown_parameter"
-        missing = client.post("/v1/completions", json={"model": "nobody", "prompt": "abc"})
+        missing = client.post("/v1/completions", json={"model": "absent", "prompt": "abc"})
         assert missing.status_code == 404 and missing.json()["error"]["code"] == "model_not_found"
 
 
@@ -97,7 +97,7 @@ def test_litellm_proxy_in_front_of_a_server(start, make_engine, read_events, tmp
     live = start(make_engine(["alice"]))
     models = [
         {"model_name": name, "litellm_params": {"model": f"{provider}/{model}", "api_base": f"{live.url}/v1"}}
-        for name, model in (("support", "alice"), ("plain", "base"), ("gone", "nobody"))
+        for name, model in (("support", "alice"), ("plain", "base"), ("gone", "absent"))
     ]
     for model in models:
         model["litellm_params"]["api_key"] = "none"
@@ -123,7 +123,7 @@ def test_litellm_proxy_in_front_of_a_server(start, make_engine, read_events, tmp
         wrong = client.post("/v1/chat/completions", json={"model": "plain", **asked, "temperature": -1})
         assert wrong.status_code == 400 and "temperature" in wrong.text
         missing = client.post("/v1/chat/completions", json={"model": "gone", **asked})
-        assert missing.status_code == 404 and "nobody" in missing.text
+        assert missing.status_code == 404 and "absent" in missing.text
 
 
 def test_vllm_router_sends_prompts_to_the_server_that_has_cached_them(start, subject, tmp_path):

@@ -881,7 +881,7 @@ class EngineMachine(RuleBasedStateMachine):
         waits = self.engine.swapped.frees_pages  # for pages that are being copied out
         preempted = (
             self.scheduler.lifecycle.num_preemptions - self.preemptions_before
-        )  # whose rows nobody takes in this step
+        )  # whose rows no request takes in this step
         free_rows = self.config.max_num_seqs - len(plan.rows)
         reached["sat out for another account"] += not free_rows and bool(alone)
         if plan.num_tokens < self.config.max_num_batched_tokens and self.engine.reclaimer.available and not waits:
