@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
@@ -39,10 +40,14 @@ UNGUARDED = {"api_key": [], "api_key_file": None, "admin_key": [], "admin_key_fi
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code: 0, 1 for what failed, 2 for what was asked wrongly."""
+    """Runs the command and returns its exit code: 0, 1 for what failed, 2 for what was asked wrongly, and what a shell
+    gives by itself for a signal: 130 for an interrupt, 141 where the reader of the output has gone.
+    """
     try:
         arguments = make_parser().parse(argv)
-        return arguments.run(arguments)
+        code = arguments.run(arguments)
+        sys.stdout.flush()
+        return code
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
@@ -51,6 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # `| head` has read enough; what is still to be written at exit goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def run() -> NoReturn:

@@ -296,7 +296,8 @@ class ClusterWorker:
     def on_down(self, link: Link, *, stuck: bool) -> None:
         if link.stats is not None:
             self._gone = totals.total((self._gone, totals.counted(link.stats)))
-        self.dispatcher.on_down(link, stuck=stuck)
+        if not self._stopping:  # else the link ends with the cluster, and no replica has died
+            self.dispatcher.on_down(link, stuck=stuck)
 
     # --- common ---
 

@@ -1,5 +1,6 @@
 """The command line: exit codes, and one clear line for every mistake."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -22,8 +23,6 @@ from chorus.server.start.flags import Parser, UsageError, add_settings, read_set
 
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch):
-    import os
-
     for name in os.environ:
         if name.startswith("CHORUS_"):
             monkeypatch.delenv(name)
@@ -284,6 +283,18 @@ def test_an_adapter_named_like_the_base_is_refused(model_dir, monkeypatch, make_
 def test_help_needs_no_torch():
     code = "import sys; from chorus.server.cli import command; command.make_parser(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_a_reader_that_has_read_enough_ends_the_command_without_a_trace():
+    """As in `chorus adapters list | head -1`."""
+    code = "from chorus.server.cli.command import run; run()"
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(
+        [sys.executable, "-c", code, "doctor"], stdout=writer, stderr=subprocess.PIPE, timeout=120, check=False
+    )
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, b"")
 
 
 def test_packages_add_commands_by_entry_point(monkeypatch, capsys):

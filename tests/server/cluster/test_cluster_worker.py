@@ -64,6 +64,15 @@ def test_a_worker_of_which_no_server_took_the_loop_ends_it_and_its_thread(worker
     assert not thread.is_alive() and worker.take_loop().is_closed()
 
 
+def test_links_that_end_with_the_cluster_are_no_deaths(worker, caplog):
+    worker.on_down(worker.links[0], stuck=False)
+    assert worker.dispatcher.num_deaths == 1 and "replica r0 is gone" in caplog.text
+    caplog.clear()
+    worker.stop()
+    worker.on_down(worker.links[1], stuck=False)
+    assert worker.dispatcher.num_deaths == 1 and not caplog.records
+
+
 def test_a_front_waits_for_all_replicas_at_the_cluster_s_start_and_for_one_when_it_is_started_again(worker):
     def wait(was_whole):
         worker.wait_until_ready(lambda: "a replica is away", was_whole=was_whole)
