@@ -9,27 +9,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..graphs.runner import StepMode
 from ..memory.adapters.adapter import Adapter
 from ..memory.adapters.reclaimer import Reclaimer
-from ..memory.adapters.store import AdapterStore, UnknownAdapter
-from ..memory.files.error import LoadFailure
-from ..memory.files.format import AdapterManifest
-from ..memory.files.identity import with_effect
-from ..memory.host.image import HostImage
+from ..memory.adapters.store import AdapterStore
 from ..memory.host.images import HostImages, Reads, ThreadReads
 from ..memory.pages.eviction import EvictionOrder, RestoreCosts
-from ..memory.pages.pool import PageKind, PagePool
+from ..memory.pages.pool import PagePool
 from ..memory.pages.prefix import PrefixCache
 from ..memory.pages.shadow import ShadowPages
 from ..memory.transfers.swapped_kv import SwappedKv
 from ..memory.transfers.transfer import ExecutorLost
 from .ahead import StepAhead
-from .base_name import names_of, with_base
 from .cold_start import ColdStarts
 from .config import EngineConfig
 from .cpus import reading_threads
-from .engine_stats import AccountStats, EngineStats
+from .engine_stats import AccountStats, EngineStats, stats_of
 from .executors.alone import run_rows_alone
 from .executors.base import Assisted, Executor, ModelInfo, Watchable
 from .kv_events import KvEvents
@@ -37,15 +31,15 @@ from .merging.merging import Merging
 from .merging.mode_policy import ModePolicy
 from .merging.modes import Modes, mode_policy
 from .policies import Policies
-from .quarantine import Quarantined, adapter_directories, register_directories
 from .requests.record import NotHere, from_record, to_record
 from .requests.request import Request
-from .requests.sampling_params import AdapterPaused, InvalidRequest, NotServed
+from .requests.sampling_params import InvalidRequest
 from .requests.types import NOT_FINITE, RequestOutput, StepPlan, StepResult
 from .scheduling.load_ahead import LoadPolicy
 from .scheduling.request_memory import RequestMemory, swaps
 from .scheduling.scheduler import Scheduler
 from .servable import Servable
+from .served_adapters import ServedAdapters
 
 logger = logging.getLogger(__name__)
 
@@ -99,23 +93,19 @@ class Engine:
             self.pool, self.store, self.prefix, self.reclaimer, self.block_tokens, config.prefix_cache,
             config.share_prefix_cache, self.swapped, lambda: swaps(config.preemption, costs),
         )  # fmt: skip
-        self._starts = executor.cold_starts if isinstance(executor, Assisted) else ColdStarts()
-        loads = LoadPolicy(self.store, costs, self._starts, self.block_tokens, config.max_load_stall_seconds)
+        self.starts = executor.cold_starts if isinstance(executor, Assisted) else ColdStarts()
+        loads = LoadPolicy(self.store, costs, self.starts, self.block_tokens, config.max_load_stall_seconds)
         policies = policies or Policies()
         self.scheduler = self.scheduler_type(config, self.store, memory, loads, clock, policies.queue)
+        self.adapters = ServedAdapters(config, executor.adapters, self.reclaimer, self.scheduler)
         self.modes = self._modes(policies.mode)
         start = executor.start if config.async_scheduling else None
-        self._ahead = None if start is None else StepAhead(start, executor, self._foresee)
+        self.ahead = None if start is None else StepAhead(start, executor, self._foresee)
         self.last_decode: tuple[StepPlan | None, float] = None, 0.0
         """The last decode step and its seconds, which bound the pause for merging."""
         self.last_prefill: tuple[StepPlan | None, float] = None, 0.0
         """The last step with at least a block of tokens for each row, and its seconds."""
         self._next_check = 0.0
-        self._base_names = names_of(config.model, config.served_model_name)
-        self.quarantine: dict[str, Quarantined] = {}
-        """Adapters that are not served, by name."""
-        self.paused: set[str] = set()
-        """Names of adapters of which no version takes new requests."""
 
     @classmethod
     def from_config(
@@ -124,18 +114,14 @@ class Engine:
         """Load the model and register the adapters directory. reads: how adapters are read; default: in threads.
         modules: further adapters, each a name and its directory.
 
-        An adapter that can't be served goes into `quarantine`, unless the configuration says that it stops the start
-        with AdapterFormatError. Raises UnsupportedModel for a checkpoint, and what `open_executor` raises for a device.
+        Raises UnsupportedModel for a checkpoint, what `open_executor` raises for a device, and what
+        `ServedAdapters.register_directories` does.
         """
         from .executors.choice import completed, open_executor
 
         config = completed(config)
         engine = cls(config, open_executor(config), reads=reads)
-        found = [] if config.adapters is None else adapter_directories(config.adapters)
-        engine.quarantine = register_directories(
-            engine.store, engine.inspect_adapter, [*((path.name, path) for path in found), *modules],
-            strict=config.strict_adapters, seconds=config.adapter_load_seconds,
-        )  # fmt: skip
+        engine.adapters.register_directories(modules)
         return engine
 
     def _modes(self, policy: ModePolicy | None) -> Modes | None:
@@ -214,8 +200,8 @@ class Engine:
 
     def begin_step(self) -> StepPlan | None:
         """Plan the next step without running it, for a driver in virtual time; or return the one that is under way."""
-        if self._ahead is not None and self._ahead.plan is not None:
-            return self._ahead.plan
+        if self.ahead is not None and self.ahead.plan is not None:
+            return self.ahead.plan
         merging = self.merging
         if self.modes is not None:
             self.modes.decide()
@@ -285,58 +271,7 @@ class Engine:
         self.swapped.check_integrity(self.scheduler.kv_images())
 
     def stats(self) -> EngineStats:
-        pool, scheduler, merging, modes, starts = self.pool, self.scheduler, self.merging, self.modes, self._starts
-        reads = self.store.images.counts()
-        return EngineStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_pages=pool.num_usable,
-            num_free_pages=pool.num_free,
-            num_kv_pages=pool.count(PageKind.KV),
-            num_adapter_pages=pool.count(PageKind.ADAPTER),
-            num_cached_pages=pool.count(PageKind.CACHED),
-            num_steps=scheduler.num_steps,
-            num_step_tokens=scheduler.num_step_tokens,
-            step_sizes=tuple(scheduler.step_sizes),
-            num_preemptions=scheduler.lifecycle.num_preemptions,
-            num_swapped=len(self.swapped),
-            swapped_bytes=self.swapped.num_bytes,
-            num_swaps_out=self.swapped.num_out,
-            num_swaps_in=self.swapped.num_in,
-            swapped_bytes_out=self.swapped.num_bytes_out,
-            swapped_bytes_in=self.swapped.num_bytes_in,
-            num_swaps_dropped=self.swapped.num_dropped,
-            num_generated_tokens=scheduler.num_generated_tokens,
-            num_adapter_hits=self.store.num_hits,
-            num_adapter_loads=self.store.num_loads,
-            num_streamed_loads=self.store.num_streamed,
-            num_adapter_evictions=self.store.num_evictions,
-            num_prefix_hit_tokens=self.prefix.num_hit_tokens,
-            num_prefix_query_tokens=self.prefix.num_query_tokens,
-            num_reads=reads.num_under_way,
-            num_failed_reads=reads.num_failed,
-            num_given_up_reads=reads.num_given_up,
-            oldest_read_seconds=reads.oldest_seconds,
-            last_step=scheduler.last_step,
-            num_shadow_pages=pool.count(PageKind.SHADOW),
-            mode=StepMode.LORA if merging.merged is None else StepMode.MERGED,
-            merged_adapter=None if merging.merged is None else merging.merged.name,
-            num_merges=merging.num_merges,
-            num_mode_switches=merging.num_switches,
-            merge_seconds=merging.merge_seconds,
-            longest_merge_pause=merging.longest_pause,
-            predicted_step_seconds=modes.predicted_seconds if modes else 0.0,
-            measured_step_seconds=modes.measured_seconds if modes else 0.0,
-            wrong_step_seconds=modes.wrong_seconds if modes else 0.0,
-            num_steps_leaving_out=modes.num_left_out if modes else 0,
-            num_steps_ahead=self._ahead.num_ahead if self._ahead else 0,
-            num_waited_starts=starts.num_waited,
-            num_streamed_starts=starts.num_streamed,
-            num_assisted_starts=starts.num_assisted,
-            cold_start_regret=starts.regret_seconds,
-            num_kv_events=self.kv_events.num_recorded if self.kv_events else 0,
-            num_dropped_kv_events=self.kv_events.num_dropped if self.kv_events else 0,
-        )
+        return stats_of(self)
 
     def accounts(self) -> list[AccountStats]:
         """Return the tenants (or adapters, by `fair_by`) with requests in progress, most requests first."""
@@ -349,72 +284,6 @@ class Engine:
             for requests in (self.scheduler.running, self.scheduler.waiting)
         )
         return sorted(running), sorted(waiting)
-
-    def check_adapter(self, path: Path, roots: Sequence[Path] = (), image: HostImage | None = None) -> AdapterManifest:
-        """Read and check an adapter directory, weights included, without registering it.
-
-        roots: directories below which its files must lie; none: anywhere. image: takes the weights, for `register`. It
-        and `check_weights` may be called from any thread: they take as long as the disk does and no step waits for
-        them. Raises AdapterFormatError.
-        """
-        return self.check_weights(self.inspect_adapter(path, roots), image)
-
-    def inspect_adapter(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
-        """Read and check an adapter's configuration and the headers of its weights, as `check_adapter` does."""
-        manifest = self.executor.adapters.inspect(path, roots)
-        return with_base(manifest, self._base_names, strict=self.config.strict_base)
-
-    def check_weights(self, manifest: AdapterManifest, image: HostImage | None = None) -> AdapterManifest:
-        """Read and check the weights of an adapter that was inspected; the manifest with whether they change nothing.
-
-        The hash of the content is left out: it takes several times as long as all the rest.
-        """
-        self.executor.adapters.read(manifest, self.store.layout_of(manifest), image or HostImage())
-        return with_effect(manifest)
-
-    def pin_adapter(self, name: str) -> bool:
-        """Load an adapter and keep it resident. False while it is being read: nothing is pinned then, so ask again.
-
-        No step waits for the disk here. UnknownAdapter, the reason why it can't be read, or InvalidRequest when pinned
-        adapters would take more than half of the arena.
-        """
-        adapter = self.store.get(name)
-        if self.store.is_pinned(adapter):
-            return True
-        pinned, usable = self.store.num_pinned_pages + adapter.num_pages, self.pool.num_usable
-        fits = 2 * pinned <= usable
-        if fits and not self.store.loads.fetch(adapter):
-            return False
-        if not fits or not (adapter.pages or self.reclaimer.make_room(adapter.num_pages)):
-            raise InvalidRequest(
-                "pin", f"pinned adapters would take {pinned} of {usable} pages; unpin others or raise memory_bytes"
-            )
-        self.store.pin(adapter)
-        return True
-
-    def unpin_adapter(self, name: str) -> None:
-        """Let an adapter be evicted again when idle. UnknownAdapter if absent."""
-        self.store.unpin(self.store.get(name))
-
-    def remove_adapter(self, name: str, *, force: bool = False) -> int:
-        """Forget an adapter; returns how many requests were ended for it. UnknownAdapter if absent.
-
-        Its kept versions are forgotten, too; `name@version` is a kept version alone. Requests that hold any of them
-        finish with it, then its pages go back. force: they end with an error, and the pages are free at once.
-        """
-        adapter, kept = self.store.get(name), self.store.kept(name)
-        versions = [adapter] if name != adapter.name else self.versions_of(name)
-        self.store.unregister(name)
-        for alias in kept:
-            self.store.unregister(alias)
-        self.paused.discard(name)
-        if not force:
-            return 0
-        return self.scheduler.end_users(versions, f"adapter {name!r} was removed", LoadFailure.REMOVED)
-
-    def versions_of(self, name: str) -> list[Adapter]:
-        """Return all versions of a name that are registered, or that requests still hold."""
-        return [adapter for adapter in self.store.versions() if adapter.name == name]
 
     def merge(self, name: str) -> None:
         """Merge an adapter into shadow weights, a part between any two steps, and use them once they are complete.
@@ -453,26 +322,12 @@ class Engine:
             raise InvalidRequest("request_id", f"request id {request.id!r} is in use; choose another")
         self._servable.check_tokens(request)
         if request.adapter_name is not None and request.adapter is None:
-            request.adapter = request.bound = self._adapter_of(request.adapter_name, request.sibling)
+            request.adapter = request.bound = self.adapters.find(request.adapter_name, request.sibling)
         name = request.adapter_name if request.bound is None else request.bound.name
         request.account = self._account(request.tenant, name)
         self._servable.limit_output(request)
         self._servable.check_grammar(request.params.grammar)
         self._servable.set_ends(request)
-
-    def _adapter_of(self, name: str, sibling: Request | None) -> Adapter:
-        """The version of a name that a new request is bound to: its call's, while that is held."""
-        adapter = None if sibling is None else sibling.adapter
-        if adapter is None or not adapter.requests:
-            try:
-                adapter = self.store.get(name)
-            except UnknownAdapter as error:
-                if (one := self.quarantine.get(name)) is not None:
-                    raise NotServed("model", f"adapter {one.name!r} is not served: {one.reason}") from None
-                raise InvalidRequest("model", str(error)) from None
-        if adapter.name in self.paused:
-            raise AdapterPaused(adapter.name)
-        return adapter
 
     def _foresee(self, plan: StepPlan) -> StepPlan | None:
         """Return the plan after one under way; None where the plan may depend on its tokens."""
@@ -486,7 +341,7 @@ class Engine:
     def _execute(self, plan: StepPlan) -> StepResult | None:
         """Execute a plan; if that raises, run its rows one by one. None: see `StepAhead.run`. Raises ExecutorLost."""
         try:
-            return self.executor.execute(plan) if self._ahead is None else self._ahead.run(plan)
+            return self.executor.execute(plan) if self.ahead is None else self.ahead.run(plan)
         except ExecutorLost:
             raise
         except Exception:

@@ -1,77 +1,179 @@
-"""Snapshot of an engine for metrics."""
+"""Snapshot of an engine for metrics: each field says what it counts, under which name, and where it is read."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 from ..graphs.runner import StepMode
+from ..memory.pages.pool import PageKind
 from .requests.types import StepInfo
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Tokens of a step up to which it counts in each bucket but the last: vLLM's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """What a field of `EngineStats` counts. name, gateway: of the metric here, and of the same one in vLLM.
+
+    grows: it is counted up; else it says how things are now. largest: of several engines the largest one counts, not
+    the sum. of: path to it from the engine; empty: `stats_of` finds it.
+    """
+
+    name: str = ""
+    text: str = ""
+    of: str = ""
+    gateway: str = ""
+    grows: bool = False
+    largest: bool = False
+
+
+def _field(*args: Any, **kwargs: Any) -> Any:
+    return field(default=0, metadata={Metric: Metric(*args, **kwargs)})
+
+
+_now: Callable[..., Any] = _field
+_counted: Callable[..., Any] = partial(_field, grows=True)
 
 
 @dataclass(slots=True)  # not frozen: made for each step, which would take four times as long
 class EngineStats:
     """Counts and seconds of an engine at one moment, which nothing changes; pages are counts."""
 
-    num_running: int
-    num_waiting: int
-    num_pages: int
-    num_free_pages: int
-    num_kv_pages: int
-    num_adapter_pages: int
-    num_cached_pages: int
-    num_steps: int
-    num_preemptions: int
-    num_generated_tokens: int
-    num_adapter_hits: int
-    num_adapter_loads: int
-    num_streamed_loads: int
-    num_adapter_evictions: int
-    num_prefix_hit_tokens: int
-    num_prefix_query_tokens: int
-    last_step: StepInfo | None
-    num_reads: int = 0  # adapters being read
-    num_failed_reads: int = 0
-    num_given_up_reads: int = 0
-    num_swapped: int = 0  # requests with KV in host memory, what is being copied included
-    swapped_bytes: int = 0  # that it takes there
-    num_swaps_out: int = 0
-    num_swaps_in: int = 0
-    swapped_bytes_out: int = 0
-    swapped_bytes_in: int = 0
-    num_swaps_dropped: int = 0  # KV in host memory that came to nothing: lost, in others' way, or cached anyway
-    num_shadow_pages: int = 0
-    mode: StepMode = StepMode.LORA  # merged, or lora as each step needs it
+    num_running: int = _now("requests_running", "Requests in the running batch", gateway="num_requests_running")
+    num_waiting: int = _now("requests_waiting", "Requests that wait for a place", gateway="num_requests_waiting")
+    num_pages: int = _now("arena_pages", "Pages of the arena in all", "pool.num_usable")
+    num_free_pages: int = _now(of="pool.num_free")
+    num_kv_pages: int = _now()
+    num_adapter_pages: int = _now()
+    num_cached_pages: int = _now()
+    num_shadow_pages: int = _now()
+    num_generated_tokens: int = _counted(of="scheduler.num_generated_tokens")
+    num_step_tokens: int = _counted(of="scheduler.num_step_tokens")
+    num_steps: int = _counted("steps", "Engine steps", "scheduler.num_steps")
+    num_steps_ahead: int = _counted("steps_ahead", "Decode steps launched before the tokens of the last one were read")
+    num_preemptions: int = _counted(
+        "preemptions", "Requests put back to make room", "scheduler.lifecycle.num_preemptions", "num_preemptions"
+    )
+    num_swapped: int = _now("swapped_requests", "Preempted requests with KV in host memory")
+    swapped_bytes: int = _now("swapped_bytes", "Host memory that their KV takes", "swapped.num_bytes")
+    num_swaps_out: int = _counted("swaps_out", "Preemptions that copied KV to host memory", "swapped.num_out")
+    num_swaps_in: int = _counted("swaps_in", "Copies of such KV back", "swapped.num_in")
+    swapped_bytes_out: int = _counted("swapped_out_bytes", "Bytes of KV copied to host memory", "swapped.num_bytes_out")
+    swapped_bytes_in: int = _counted("swapped_in_bytes", "Bytes of KV copied back", "swapped.num_bytes_in")
+    num_swaps_dropped: int = _counted("swaps_dropped", "KV in host memory that was not used", "swapped.num_dropped")
+    num_adapter_hits: int = _counted("adapter_hits", "Admissions that found their adapter", "store.num_hits")
+    num_adapter_loads: int = _counted("adapter_loads", "Adapters brought to the device", "store.num_loads")
+    num_streamed_loads: int = _counted(
+        "adapter_streamed_loads", "Loads that a request followed layer by layer", "store.num_streamed"
+    )
+    num_waited_starts: int = _counted(
+        "cold_starts_waited", "Adapters that a request waited for until they had been read", "starts.num_waited"
+    )
+    num_streamed_starts: int = _counted(
+        "cold_starts_streamed",
+        "Adapters that a first step followed layer by layer; counted where prompts can be assisted",
+        "starts.num_streamed",
+    )
+    num_assisted_starts: int = _counted(
+        "cold_starts_assisted",
+        "Adapters with first layers that other processors computed meanwhile",
+        "starts.num_assisted",
+    )
+    cold_start_regret: float = _counted(
+        "cold_start_regret_seconds",
+        "By how much steps with adapters on their way took longer than the best choice would have made them",
+        "starts.regret_seconds",
+    )
+    num_reads: int = _now("adapter_reads", "Adapters that are being read")
+    oldest_read_seconds: float = _now(
+        "adapter_read_stalled_seconds", "The longest that an adapter's read under way has brought nothing", largest=True
+    )
+    num_failed_reads: int = _counted("adapter_failed_reads", "Adapters' reads that failed")
+    num_given_up_reads: int = _counted("adapter_given_up_reads", "Reads that brought nothing for too long")
+    num_adapter_evictions: int = _counted("adapter_evictions", "Adapters evicted", "store.num_evictions")
+    num_merges: int = _counted("merges", "Adapters made part of a copy of the weights", "merging.num_merges")
+    num_mode_switches: int = _counted("mode_switches", "Switches to merged weights and back", "merging.num_switches")
+    merge_seconds: float = _now(
+        "merge_seconds", "What the latest merge took, over all of its steps", "merging.merge_seconds"
+    )
+    longest_merge_pause: float = _now(
+        "merge_longest_pause_seconds",
+        "The longest that a step was kept waiting for merging",
+        "merging.longest_pause",
+        largest=True,
+    )
+    predicted_step_seconds: float = _counted(
+        "mode_predicted_seconds", "What the mode policy predicted for decode steps"
+    )
+    measured_step_seconds: float = _counted("mode_measured_seconds", "What these steps took")
+    wrong_step_seconds: float = _counted("mode_wrong_seconds", "By how much the two differ, step by step")
+    num_steps_leaving_out: int = _counted("mode_steps_leaving_out", "Steps in which the mode policy left requests out")
+    num_prefix_query_tokens: int = _counted(
+        "prefix_query_tokens", "Tokens looked up in the prefix cache", "prefix.num_query_tokens", "prefix_cache_queries"
+    )
+    num_prefix_hit_tokens: int = _counted(
+        "prefix_hit_tokens", "Tokens with their KV in the prefix cache", "prefix.num_hit_tokens", "prefix_cache_hits"
+    )
+    num_kv_events: int = _counted("kv_events", "Blocks published to routers as cached or gone")
+    num_dropped_kv_events: int = _counted("kv_events_dropped", "Blocks not published because the publisher lagged")
+    last_step: StepInfo | None = None
+    mode: StepMode = StepMode.LORA
+    """Merged, or lora as each step needs it."""
     merged_adapter: str | None = None
-    num_merges: int = 0
-    num_mode_switches: int = 0
-    merge_seconds: float = 0.0  # that the latest merge took, all pauses together
-    longest_merge_pause: float = 0.0
-    # by a policy of modes: what decode steps were predicted to take, what they took, the sum of the differences
-    predicted_step_seconds: float = 0.0
-    measured_step_seconds: float = 0.0
-    wrong_step_seconds: float = 0.0
-    num_steps_leaving_out: int = 0
-    num_steps_ahead: int = 0  # launched before the tokens of the one before were read
-    oldest_read_seconds: float = 0.0  # the longest time without progress among reads under way
-    num_kv_events: int = 0  # blocks that entered or left the prefix cache, while that is published
-    num_dropped_kv_events: int = 0  # dropped, as the publisher was too slow
-    # requests' adapters on their way, by how a first step began: when they had been read, beside their copy, or with
-    # assistants; and by how much longer steps took than the best choice would have made them
-    num_waited_starts: int = 0
-    num_streamed_starts: int = 0
-    num_assisted_starts: int = 0
-    cold_start_regret: float = 0.0
-    num_step_tokens: int = 0  # of all steps
-    step_sizes: tuple[int, ...] = ()  # numbers of steps with up to each of `STEP_SIZES` tokens, and with more
+    step_sizes: tuple[int, ...] = ()
+    """Numbers of steps with up to each of `STEP_SIZES` tokens, and with more."""
 
     @property
     def kv_usage(self) -> float:
         """Share of the pages that adapters leave which hold running requests' KV."""
         room = self.num_pages - self.num_adapter_pages
         return self.num_kv_pages / room if room > 0 else 1.0
+
+
+METRICS: dict[str, Metric] = {one.name: one.metadata[Metric] for one in fields(EngineStats) if one.metadata}
+"""What the fields count."""
+
+_PATHS = {name: metric.of for name, metric in METRICS.items() if metric.of}
+_at_paths = attrgetter(*_PATHS.values())
+
+
+def stats_of(engine: Engine) -> EngineStats:
+    """The counts of an engine as they are now; made for each step."""
+    scheduler, merging, modes, events = engine.scheduler, engine.merging, engine.modes, engine.kv_events
+    reads, count = engine.store.images.counts(), engine.pool.count
+    stats = EngineStats(
+        **dict(zip(_PATHS, _at_paths(engine), strict=True)),
+        num_running=len(scheduler.running),
+        num_waiting=len(scheduler.waiting),
+        num_kv_pages=count(PageKind.KV),
+        num_adapter_pages=count(PageKind.ADAPTER),
+        num_cached_pages=count(PageKind.CACHED),
+        num_shadow_pages=count(PageKind.SHADOW),
+        num_swapped=len(engine.swapped),
+        num_reads=reads.num_under_way,
+        num_failed_reads=reads.num_failed,
+        num_given_up_reads=reads.num_given_up,
+        oldest_read_seconds=reads.oldest_seconds,
+        num_steps_ahead=engine.ahead.num_ahead if engine.ahead else 0,
+        last_step=scheduler.last_step,
+        step_sizes=tuple(scheduler.step_sizes),
+    )
+    if merging.merged is not None:
+        stats.mode, stats.merged_adapter = StepMode.MERGED, merging.merged.name
+    if modes is not None:
+        stats.predicted_step_seconds, stats.measured_step_seconds = modes.predicted_seconds, modes.measured_seconds
+        stats.wrong_step_seconds, stats.num_steps_leaving_out = modes.wrong_seconds, modes.num_left_out
+    if events is not None:
+        stats.num_kv_events, stats.num_dropped_kv_events = events.num_recorded, events.num_dropped
+    return stats
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ..memory.adapters.adapter import check_name
 from ..memory.files.error import AdapterFormatError, shown
 from ..memory.files.format import CONFIG_FILE, STEM, WEIGHTS_FILE, AdapterManifest, is_adapter_dir
 from ..memory.host.limited_threads import LimitedThreads, NoAnswer, NoThreadLeft
+
+if TYPE_CHECKING:
+    from .config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
@@ -68,19 +71,19 @@ def adapter_directories(directory: Path) -> list[Path]:
 def register_directories(
     store: AdapterNames,
     inspect: Callable[[Path], AdapterManifest],
-    named: Iterable[tuple[str, Path]],
-    *,
-    strict: bool,
-    seconds: float,
+    config: EngineConfig,
+    modules: Iterable[tuple[str, Path]],
 ) -> dict[str, Quarantined]:
-    """Register adapters, each a name and its directory; return the adapters that can't be served. Of two with one name
-    the last counts.
+    """Register the adapters of the configuration's directory, and `modules`, each a name and its directory; return the
+    adapters that can't be served. Of two with one name the last counts.
 
-    strict: raise AdapterFormatError for the first such adapter instead. seconds: timeout for a directory.
+    Where the configuration says so, the first such adapter raises AdapterFormatError instead.
     """
+    strict, seconds = config.strict_adapters, config.adapter_load_seconds
+    found = [] if config.adapters is None else adapter_directories(config.adapters)
     threads = LimitedThreads("adapter-inspect", MAX_STUCK)
     quarantine: dict[str, Quarantined] = {}
-    for given, path in named:
+    for given, path in (*((path.name, path) for path in found), *modules):
         stamp = None
         try:
             check_name(given)

@@ -21,6 +21,8 @@ from .access.keys import KeyWatch, Right
 from .api.about import Api
 from .api.absent import ABSENT, absent
 from .api.adapter_api import AdapterApi
+from .api.answers import Answers
+from .api.calls import Calls
 from .api.generation_api import GenerationApi
 from .api.openapi import openapi_route
 from .api.sampling_defaults import SamplingDefaults
@@ -86,8 +88,10 @@ def create_app(
     loads = AdapterLoads(worker, settings.adapter_load_seconds, settings.adapter_places, loaded)
     sourced = SourcedAdapters(settings, worker.adapters, loads)
     telemetry = Telemetry(api.metrics, recorder, tracer)
-    generation = GenerationApi(worker, tokenizer, settings, defaults, telemetry, executors.text, sourced)
-    texts = TextApi(worker, tokenizer, generation)
+    calls = Calls(worker, tokenizer, settings, defaults, telemetry, executors.text)
+    answers = Answers(worker, tokenizer, settings, telemetry, executors.text, sourced)
+    generation = GenerationApi(worker, tokenizer, settings, calls, answers)
+    texts = TextApi(worker, tokenizer, calls, executors.text)
     adapters = AdapterApi(worker, settings, loads, sourced)
     watchers = Watchers(worker, api.metrics, executors.page, gate, settings.base_name)
 

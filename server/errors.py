@@ -187,6 +187,11 @@ def no_model(name: str) -> ApiError:
     return ApiError(404, message, param="model", code="model_not_found")
 
 
+def not_served(message: str) -> ApiError:
+    """The answer to the name of an adapter in quarantine."""
+    return ApiError(424, message, param="model", code="adapter_quarantined")
+
+
 def too_long(limit: int, what: str, length: str) -> ApiError:
     """The answer to a prompt that the context can't hold, in the words that clients know from OpenAI.
 

@@ -169,7 +169,7 @@ class SlowLinkBench:
         while self.engine.has_work():
             self.engine.step()
         seconds = time.perf_counter() - began
-        self.engine.remove_adapter(name)
+        self.engine.adapters.remove(name)
         while store.loads.under_way:
             store.poll()
             time.sleep(0.001)

@@ -13,10 +13,11 @@ from ...core.requests.sampling_params import InvalidRequest
 from ..access.limits import RequestLimits, check_json
 from ..engine.backend import Backend
 from ..errors import validated
+from ..executors import DaemonPool
 from ..text.tokenizer import Tokenizer
 from . import messages_request
+from .calls import Calls
 from .chat_request import ChatCompletionRequest
-from .generation_api import GenerationApi
 from .json_text import encode
 from .messages_request import MessagesRequest
 from .openai import Name
@@ -68,14 +69,15 @@ def tokenize_request(body: bytes, limits: RequestLimits) -> TextToTokens | ChatT
 class TextApi:
     """vLLM's /tokenize and /detokenize."""
 
-    def __init__(self, worker: Backend, tokenizer: Tokenizer, generation: GenerationApi) -> None:
+    def __init__(self, worker: Backend, tokenizer: Tokenizer, calls: Calls, threads: DaemonPool) -> None:
         self._worker = worker
         self._tokenizer = tokenizer
-        self._generation = generation
+        self._calls = calls
+        self._threads = threads
 
     async def tokenize(self, request: Request) -> Response:
-        asked = await self._generation.parse(tokenize_request, request)
-        await self._generation.require(request, asked.model, getattr(asked, "lora_path", None))
+        asked = await self._calls.parse(tokenize_request, request)
+        await self._calls.require(request, asked.model, getattr(asked, "lora_path", None))
         limit = self._worker.model.max_model_len
         if isinstance(asked, ChatToTokens):
             tokens = await self._tokenizer.encode_chat(asked.conversation(), limit)
@@ -84,21 +86,21 @@ class TextApi:
             (tokens,) = await self._tokenizer.encode([asked.prompt], add_special_tokens=specials, most=limit)
         names = self._tokenizer.names(tokens) if asked.return_token_strs else None
         body = {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": names}
-        return Response(await self._generation.beside(encode, body), media_type="application/json")
+        return Response(await self._threads.run(encode, body), media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
-        asked = await self._generation.parse(TokensToText.parse, request)
-        await self._generation.require(request, asked.model)
+        asked = await self._calls.parse(TokensToText.parse, request)
+        await self._calls.require(request, asked.model)
         vocab = self._worker.model.vocab_size
         if asked.tokens and max(asked.tokens) >= vocab:
             raise InvalidRequest("tokens", f"token id {max(asked.tokens)} is outside the vocabulary of {vocab}")
-        text = await self._generation.beside(self._text, asked.tokens)
+        text = await self._threads.run(self._text, asked.tokens)
         return JSONResponse({"prompt": text})
 
     async def count_tokens(self, request: Request) -> Response:
         """Anthropic's: the length of a conversation's prompt."""
-        asked = await self._generation.parse(MessagesRequest.parse_to_count, request)
-        await self._generation.require(request, asked.chat.model, asked.chat.lora_path)
+        asked = await self._calls.parse(MessagesRequest.parse_to_count, request)
+        await self._calls.require(request, asked.chat.model, asked.chat.lora_path)
         with renaming(messages_request.NAMES):
             tokens = await self._tokenizer.encode_chat(asked.chat.conversation(), self._worker.model.max_model_len)
         return JSONResponse({"input_tokens": len(tokens)})

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...core.base_name import names_of, with_base
 from ...core.model.config import ModelConfig
-from ...core.quarantine import adapter_directories, register_directories
+from ...core.quarantine import register_directories
 from ...core.requests.record import to_record
 from ...core.requests.sampling_params import InvalidRequest
 from ...core.requests.types import FinishReason, RequestOutput
@@ -120,11 +120,7 @@ class ClusterWorker:
         AdapterFormatError for an adapter that can't be served where the settings say that it stops the start.
         """
         settings = self._settings
-        found = [] if settings.adapters is None else adapter_directories(settings.adapters)
-        self.adapters.quarantine |= register_directories(
-            self.adapters, self._inspect, [*((path.name, path) for path in found), *settings.lora_modules],
-            strict=settings.strict_adapters, seconds=settings.adapter_load_seconds,
-        )  # fmt: skip
+        self.adapters.quarantine |= register_directories(self.adapters, self._inspect, settings, settings.lora_modules)
         self._tasks = [self._loop.create_task(one) for one in (
             *(link.run(self) for link in self.links), self._look(), self._follow_registry(),
         )]  # fmt: skip

@@ -84,7 +84,7 @@ class Report:
     def from_wire(cls, data: Any) -> Report:
         """Malformed for what `to_wire` does not give."""
         try:
-            stats = {**data["stats"]}
+            stats = {name: data["stats"][name] for name in _STATS}
             stats["last_step"] = None if stats["last_step"] is None else StepInfo(*stats["last_step"])
             stats["mode"] = StepMode(stats["mode"])
             stats["step_sizes"] = tuple(map(int, stats["step_sizes"]))

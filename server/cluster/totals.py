@@ -7,22 +7,12 @@ from dataclasses import asdict, fields, replace
 from itertools import zip_longest
 from typing import Any
 
-from ...core.engine_stats import AccountStats, EngineStats
-from ...graphs.runner import StepMode
+from ...core.engine_stats import METRICS, AccountStats, EngineStats
 from .link import Link
 
 _LATEST = ("last_step", "mode", "merged_adapter")
-_LARGEST = ("longest_merge_pause", "oldest_read_seconds")
-_NOW = frozenset(
-    ("num_running", "num_waiting", "num_pages", "num_free_pages", "num_kv_pages", "num_adapter_pages",
-     "num_cached_pages", "num_reads", "num_swapped", "swapped_bytes", "num_shadow_pages", *_LATEST, *_LARGEST)
-)  # fmt: skip
-"""Fields that are not counted up."""
-
 _NAMES = tuple(one.name for one in fields(EngineStats))
-NOTHING = EngineStats(
-    **{**dict.fromkeys(_NAMES, 0), "last_step": None, "mode": StepMode.LORA, "merged_adapter": None, "step_sizes": ()}
-)
+NOTHING = EngineStats()
 
 
 def total(stats: Iterable[EngineStats]) -> EngineStats:
@@ -33,7 +23,7 @@ def total(stats: Iterable[EngineStats]) -> EngineStats:
             value = getattr(one, name)
             if name in _LATEST:
                 result[name] = value if value is not None else result[name]
-            elif name in _LARGEST:
+            elif name in METRICS and METRICS[name].largest:
                 result[name] = max(result[name], value)
             elif isinstance(value, tuple):
                 result[name] = tuple(map(sum, zip_longest(result[name], value, fillvalue=0)))
@@ -44,7 +34,8 @@ def total(stats: Iterable[EngineStats]) -> EngineStats:
 
 def counted(stats: EngineStats) -> EngineStats:
     """What a replica that is gone has counted up: the sum over replicas must not fall."""
-    return replace(stats, **{name: getattr(NOTHING, name) for name in _NOW})
+    grown = {name: getattr(stats, name) for name, metric in METRICS.items() if metric.grows}
+    return EngineStats(**grown, step_sizes=stats.step_sizes)
 
 
 def with_waiting(stats: EngineStats, count: int) -> EngineStats:

@@ -42,7 +42,7 @@ class EngineAdapters:
         return self._call(
             lambda engine: AdapterListing(
                 _states(engine, engine.store.names()),
-                list(engine.quarantine.values()),
+                list(engine.adapters.quarantine.values()),
                 engine.stats(),
             )
         )
@@ -72,7 +72,7 @@ class EngineAdapters:
 
     def num_requests(self, name: str) -> Future[int]:
         return self._call(
-            lambda engine: sum(one.requests - engine.store.is_pinned(one) for one in engine.versions_of(name))
+            lambda engine: sum(one.requests - engine.store.is_pinned(one) for one in engine.adapters.versions_of(name))
         )
 
     def paths_in_use(self) -> Future[set[Path]]:
@@ -82,19 +82,19 @@ class EngineAdapters:
         return self._call(lambda engine: engine.store.count_from(number))
 
     def remove(self, name: str, *, force: bool) -> Future[tuple[AdapterState, int]]:
-        return self._call(lambda engine: (_state(engine, name), engine.remove_adapter(name, force=force)))
+        return self._call(lambda engine: (_state(engine, name), engine.adapters.remove(name, force=force)))
 
     def pin(self, name: str) -> Future[bool]:
-        return self._call(lambda engine: engine.pin_adapter(name))
+        return self._call(lambda engine: engine.adapters.pin(name))
 
     def unpin(self, name: str) -> Future[None]:
-        return self._call(lambda engine: engine.unpin_adapter(name))
+        return self._call(lambda engine: engine.adapters.unpin(name))
 
     def unhashed(self) -> Future[list[AdapterState]]:
         return self._call(_unhashed)
 
     def quarantined(self) -> Future[list[Quarantined]]:
-        return self._call(lambda engine: list(engine.quarantine.values()))
+        return self._call(lambda engine: list(engine.adapters.quarantine.values()))
 
     def note(self, name: str, version: int, manifest: AdapterManifest) -> Future[bool]:
         return self._call(partial(_note, name, version, manifest))
@@ -119,7 +119,7 @@ def _state(engine: Engine, name: str) -> AdapterState:
     credit = None if engine.modes is None else engine.modes.credit(adapter)
     return AdapterState(
         name, adapter.version, adapter.manifest, store.tier(adapter).value, len(adapter.pages),
-        adapter.references - pinned, pinned, credit, adapter.label, adapter.name in engine.paused,
+        adapter.references - pinned, pinned, credit, adapter.label, adapter.name in engine.adapters.paused,
     )  # fmt: skip
 
 
@@ -139,25 +139,25 @@ def _put(
     store, replaced = engine.store, name in engine.store
     if replaced and not replace:
         raise FileExistsError(name)
-    if label and any(one.label == label for one in engine.versions_of(name)):
+    if label and any(one.label == label for one in engine.adapters.versions_of(name)):
         raise FileExistsError(versioned(name, label))
     was_pinned = replaced and store.is_pinned(store.get(name))
     store.register(name, manifest, image, label=label, keep=keep)
     if was_pinned:
         _pin_again(name, engine)
-    engine.quarantine.pop(name, None)
+    engine.adapters.quarantine.pop(name, None)
     return _state(engine, name), replaced
 
 
 def _pause(name: str, paused: bool, engine: Engine) -> None:
     engine.store.get(name)
-    (engine.paused.add if paused else engine.paused.discard)(name)
+    (engine.adapters.paused.add if paused else engine.adapters.paused.discard)(name)
 
 
 def _pin_again(name: str, engine: Engine) -> None:
     """Pin the new version of a pinned adapter, where there is room beside the old one that may still run."""
     try:
-        pinned, reason = engine.pin_adapter(name), "it is still being read"
+        pinned, reason = engine.adapters.pin(name), "it is still being read"
     except (InvalidRequest, AdapterFormatError) as error:
         pinned, reason = False, str(error)
     if not pinned:
@@ -191,18 +191,18 @@ def _set_aside(one: Quarantined, version: int, in_use: bool, engine: Engine) -> 
         return False
     if on_disk or in_use:
         store.unregister(one.name)
-        engine.quarantine[one.name] = one
+        engine.adapters.quarantine[one.name] = one
         audit.warning("adapter %s is not served any more: %s", one.name, one.reason)
     return True
 
 
 def _keep_aside(one: Quarantined, engine: Engine) -> None:
-    if one.name in engine.quarantine:
-        engine.quarantine[one.name] = one
+    if one.name in engine.adapters.quarantine:
+        engine.adapters.quarantine[one.name] = one
 
 
 def _release(name: str, manifest: AdapterManifest, image: HostImage | None, engine: Engine) -> bool:
-    if engine.quarantine.pop(name, None) is None or name in engine.store:
+    if engine.adapters.quarantine.pop(name, None) is None or name in engine.store:
         return False
     engine.store.register(name, manifest, image)
     return True

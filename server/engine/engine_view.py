@@ -79,6 +79,6 @@ class EngineView:
             running=running,
             waiting=waiting,
             max_adapters=config.max_adapters_per_step or config.max_num_seqs,
-            num_quarantined=len(engine.quarantine),
+            num_quarantined=len(engine.adapters.quarantine),
             accounts=engine.accounts(),
         )

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ...core.engine_stats import STEP_SIZES
+from ...core.engine_stats import METRICS, STEP_SIZES
 from .adapter_metrics import adapter_families
 from .call_metrics import CallMetrics, Ended
 from .engine_view import EngineView
@@ -39,61 +39,6 @@ MAX_ACCOUNT_SERIES = 100
 
 Write = Callable[[CollectorRegistry], bytes]
 """Writes a registry in a format that the scraper reads."""
-
-_STATS = (
-    (GaugeMetricFamily, "num_running", "requests_running", "num_requests_running", "Requests in the running batch"),
-    (GaugeMetricFamily, "num_waiting", "requests_waiting", "num_requests_waiting", "Requests that wait for a place"),
-    (GaugeMetricFamily, "num_pages", "arena_pages", "", "Pages of the arena in all"),
-    (CounterMetricFamily, "num_steps", "steps", "", "Engine steps"),
-    (CounterMetricFamily, "num_steps_ahead", "steps_ahead", "",
-     "Decode steps launched before the tokens of the last one were read"),
-    (CounterMetricFamily, "num_preemptions", "preemptions", "num_preemptions", "Requests put back to make room"),
-    (GaugeMetricFamily, "num_swapped", "swapped_requests", "", "Preempted requests with KV in host memory"),
-    (GaugeMetricFamily, "swapped_bytes", "swapped_bytes", "", "Host memory that their KV takes"),
-    (CounterMetricFamily, "num_swaps_out", "swaps_out", "", "Preemptions that copied KV to host memory"),
-    (CounterMetricFamily, "num_swaps_in", "swaps_in", "", "Copies of such KV back"),
-    (CounterMetricFamily, "swapped_bytes_out", "swapped_out_bytes", "", "Bytes of KV copied to host memory"),
-    (CounterMetricFamily, "swapped_bytes_in", "swapped_in_bytes", "", "Bytes of KV copied back"),
-    (CounterMetricFamily, "num_swaps_dropped", "swaps_dropped", "", "KV in host memory that was not used"),
-    (CounterMetricFamily, "num_adapter_hits", "adapter_hits", "", "Admissions that found their adapter"),
-    (CounterMetricFamily, "num_adapter_loads", "adapter_loads", "", "Adapters brought to the device"),
-    (CounterMetricFamily, "num_streamed_loads", "adapter_streamed_loads", "",
-     "Loads that a request followed layer by layer"),
-    (CounterMetricFamily, "num_waited_starts", "cold_starts_waited", "",
-     "Adapters that a request waited for until they had been read"),
-    (CounterMetricFamily, "num_streamed_starts", "cold_starts_streamed", "",
-     "Adapters that a first step followed layer by layer; counted where prompts can be assisted"),
-    (CounterMetricFamily, "num_assisted_starts", "cold_starts_assisted", "",
-     "Adapters with first layers that other processors computed meanwhile"),
-    (CounterMetricFamily, "cold_start_regret", "cold_start_regret_seconds", "",
-     "By how much steps with adapters on their way took longer than the best choice would have made them"),
-    (GaugeMetricFamily, "num_reads", "adapter_reads", "", "Adapters that are being read"),
-    (GaugeMetricFamily, "oldest_read_seconds", "adapter_read_stalled_seconds", "",
-     "The longest that an adapter's read under way has brought nothing"),
-    (CounterMetricFamily, "num_failed_reads", "adapter_failed_reads", "", "Adapters' reads that failed"),
-    (CounterMetricFamily, "num_given_up_reads", "adapter_given_up_reads", "",
-     "Reads that brought nothing for too long"),
-    (CounterMetricFamily, "num_adapter_evictions", "adapter_evictions", "", "Adapters evicted"),
-    (CounterMetricFamily, "num_merges", "merges", "", "Adapters made part of a copy of the weights"),
-    (CounterMetricFamily, "num_mode_switches", "mode_switches", "", "Switches to merged weights and back"),
-    (GaugeMetricFamily, "merge_seconds", "merge_seconds", "", "What the latest merge took, over all of its steps"),
-    (GaugeMetricFamily, "longest_merge_pause", "merge_longest_pause_seconds", "",
-     "The longest that a step was kept waiting for merging"),
-    (CounterMetricFamily, "predicted_step_seconds", "mode_predicted_seconds", "",
-     "What the mode policy predicted for decode steps"),
-    (CounterMetricFamily, "measured_step_seconds", "mode_measured_seconds", "", "What these steps took"),
-    (CounterMetricFamily, "wrong_step_seconds", "mode_wrong_seconds", "", "By how much the two differ, step by step"),
-    (CounterMetricFamily, "num_steps_leaving_out", "mode_steps_leaving_out", "",
-     "Steps in which the mode policy left requests out"),
-    (CounterMetricFamily, "num_prefix_query_tokens", "prefix_query_tokens", "prefix_cache_queries",
-     "Tokens looked up in the prefix cache"),
-    (CounterMetricFamily, "num_prefix_hit_tokens", "prefix_hit_tokens", "prefix_cache_hits",
-     "Tokens with their KV in the prefix cache"),
-    (CounterMetricFamily, "num_kv_events", "kv_events", "", "Blocks published to routers as cached or gone"),
-    (CounterMetricFamily, "num_dropped_kv_events", "kv_events_dropped", "",
-     "Blocks not published because the publisher lagged"),
-)  # fmt: skip
-"""Fields of the engine's stats, each with our name and the one under which gateways made for vLLM look for it."""
 
 
 class Metrics:
@@ -276,11 +221,13 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats, view = self._stats(), self._view()
-        for family, counted, name, gateway_name, text in _STATS:
-            value = getattr(stats, counted)
-            yield family(f"chorus_{name}", text, value)
-            if gateway_name:
-                yield with_samples(family(f"vllm:{gateway_name}", text, labels=MODEL_LABELS), (self._everything, value))
+        for field, one in METRICS.items():
+            if one.name:
+                family, value = CounterMetricFamily if one.grows else GaugeMetricFamily, getattr(stats, field)
+                yield family(f"chorus_{one.name}", one.text, value)
+                if one.gateway:
+                    theirs = family(f"vllm:{one.gateway}", one.text, labels=MODEL_LABELS)
+                    yield with_samples(theirs, (self._everything, value))
         pages = (("free", stats.num_free_pages), ("kv", stats.num_kv_pages), ("adapter", stats.num_adapter_pages),
                  ("cached", stats.num_cached_pages), ("shadow", stats.num_shadow_pages))  # fmt: skip
         yield with_samples(

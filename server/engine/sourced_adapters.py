@@ -16,7 +16,7 @@ from pathlib import Path
 from ...memory.adapters.store import UnknownAdapter
 from ...memory.files.error import AdapterFormatError
 from ...memory.host.limited_threads import NoThreadLeft
-from ..errors import DISK_FAULTS, ApiError, clipped
+from ..errors import DISK_FAULTS, ApiError, clipped, not_served
 from ..executors import DaemonPool, PoolFull
 from ..settings import Settings
 from ..stores.allowed import Allowed
@@ -60,8 +60,7 @@ class _Failure:
 
     def answer(self, name: str) -> ApiError:
         if isinstance(self.error, StoreRefused):
-            message = f"adapter {clipped(name)!r} is not served: {self.error}"
-            return ApiError(424, message, param="model", code="adapter_quarantined")
+            return not_served(f"adapter {clipped(name)!r} is not served: {self.error}")
         message = f"adapter {clipped(name)!r} can't be had just now: {self.error}"
         wait = max(1.0, self.until - time.monotonic())
         return ApiError(503, message, param="model", code="adapter_source_unavailable", retry_after=wait)

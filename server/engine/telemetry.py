@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
+
+from ...core.scheduling.overload import Overloaded
 
 if TYPE_CHECKING:
     from .metrics import Metrics
@@ -33,3 +36,12 @@ class Telemetry(NamedTuple):
         """The records of a call that begins."""
         trace = None if self.tracer is None else self.tracer.call(headers, model, num_choices)
         return CallRecords(self.metrics, self.recorder, trace, spend)
+
+    @contextmanager
+    def counting_rejections(self) -> Iterator[None]:
+        """Count a call that finds the queue full."""
+        try:
+            yield
+        except Overloaded:
+            self.metrics.rejected()
+            raise

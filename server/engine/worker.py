@@ -179,13 +179,13 @@ class EngineWorker:
         """
         if self.failure is not None:
             raise EngineUnavailable(self.failure)
-        return self._engine.check_adapter(path, roots, image)
+        return self._engine.adapters.check(path, roots, image)
 
     def check_weights(self, manifest: AdapterManifest) -> AdapterManifest:
         """Reads and checks the weights of an adapter that was inspected, as `check_adapter` does."""
         if self.failure is not None:
             raise EngineUnavailable(self.failure)
-        return self._engine.check_weights(manifest)
+        return self._engine.adapters.check_weights(manifest)
 
     def _enqueue(self, action: Callable[[], T], unless_running: T | None = None) -> Future[T]:
         """Have the engine's thread do something. unless_running: its result where the engine does not, instead of an

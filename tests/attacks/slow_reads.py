@@ -81,7 +81,7 @@ def run_round(slow_adapters: int, args: argparse.Namespace, seed: int, where: Pa
         engine = Engine.from_config(config)
         for path in sources[:2]:
             engine.store.register(path.name, path)
-            while not engine.pin_adapter(path.name):
+            while not engine.adapters.pin(path.name):
                 engine.store.images.wait(0.1)
         for path in copies:
             engine.store.register(path.name, path)

@@ -69,15 +69,15 @@ def test_the_rest_is_served_and_the_broken_are_listed(build, gqa, directory, cap
     with caplog.at_level(logging.WARNING):
         engine = build()
     assert engine.store.names() == ["r2-qv", "r3-mlp"]
-    assert set(engine.quarantine) == BROKEN
-    for name, one in engine.quarantine.items():
+    assert set(engine.adapters.quarantine) == BROKEN
+    for name, one in engine.adapters.quarantine.items():
         assert one.name == name
         assert name.isprintable()
         assert one.reason.isprintable()
         assert len(one.reason) < 1500
         assert f"adapter {name} is not served: " in caplog.text
-    assert "cut off" in engine.quarantine["cut"].reason
-    assert "UTF-8" in engine.quarantine["'not-utf8-\\udcff'"].reason
+    assert "cut off" in engine.adapters.quarantine["cut"].reason
+    assert "UTF-8" in engine.adapters.quarantine["'not-utf8-\\udcff'"].reason
     assert "'no-config'" in caplog.text
     prompt = gqa.prompt("r3-mlp", 7, 5, 1)
     engine.add_request(Request("r", list(prompt), SamplingParams(5, temperature=0, ignore_eos=True), "r3-mlp"))
@@ -103,7 +103,7 @@ def test_of_a_hundred_adapters_the_broken_ones_are_named_once_with_all_of_the_sa
     with caplog.at_level(logging.WARNING):
         engine = build()
     assert len(engine.store.names()) == 95
-    assert sorted(engine.quarantine) == broken
+    assert sorted(engine.adapters.quarantine) == broken
     lines = [record.getMessage() for record in caplog.records]
     assert [line for line in lines if "a27" in line] == [
         f"adapters {', '.join(broken)} are not served: {WEIGHTS}: not found; a safetensors file is needed"
@@ -133,7 +133,7 @@ def test_a_directory_that_hangs_stops_none_of_the_others(build, monkeypatch):
         go_on.set()
     assert hangs
     assert engine.store.names() == ["r3-mlp"]
-    assert "did not answer within 0.3 seconds" in engine.quarantine["r2-qv"].reason
+    assert "did not answer within 0.3 seconds" in engine.adapters.quarantine["r2-qv"].reason
 
 
 def test_a_stamp_changes_with_what_is_in_the_directory(directory):
@@ -164,8 +164,8 @@ def test_modules_are_set_aside_as_the_directorys_adapters_are(gqa, directory, tm
     good = directory / "r3-mlp"
     modules = [("x", tmp_path / "nowhere"), ("good", good), ("r2-qv", directory / "cut"), ("cut", good)]
     engine = Engine.from_config(config, modules=modules)
-    assert set(engine.quarantine) == (BROKEN | {"x", "r2-qv"}) - {"cut"}, "the later one of a name counts"
-    assert "no such directory" in engine.quarantine["x"].reason
+    assert set(engine.adapters.quarantine) == (BROKEN | {"x", "r2-qv"}) - {"cut"}, "the later one of a name counts"
+    assert "no such directory" in engine.adapters.quarantine["x"].reason
     assert engine.store.names() == ["cut", "good", "r3-mlp"]
     with pytest.raises(NotServed, match=r"'x' is not served: .*no such directory"):
         engine.add_request(Request("r", [1, 2], SamplingParams(), "x"))
@@ -186,15 +186,15 @@ def test_an_adapter_of_another_base_model_is_told_or_refused(gqa, tmp_path, capl
     assert named == {"own": False, "other": True, "none": False}
     assert "adapter other was trained on 'org/Other-7B'" in caplog.text
     assert "adapter own" not in caplog.text
-    assert engine.check_adapter(tmp_path / "other").names_other_base
+    assert engine.adapters.check(tmp_path / "other").names_other_base
     engine.close()
     strict = Engine.from_config(config.model_copy(update={"strict_base": True}))
-    assert list(strict.quarantine) == ["other"]
+    assert list(strict.adapters.quarantine) == ["other"]
     with pytest.raises(AdapterFormatError, match="strict_base"):
-        strict.check_adapter(tmp_path / "other")
+        strict.adapters.check(tmp_path / "other")
     strict.close()
     served = Engine.from_config(config.model_copy(update={"strict_base": True, "served_model_name": "hub/other-7b"}))
-    assert not served.quarantine
+    assert not served.adapters.quarantine
     served.close()
 
 

@@ -115,8 +115,7 @@ class FakeEngine:
     def __init__(self, adapters: list[str], max_model_len: int = 512) -> None:
         self.model = SimpleNamespace(vocab_size=300, max_model_len=max_model_len, eos_token_ids=(EOS,))
         self.store = FakeStore(adapters)
-        self.quarantine: dict[str, Any] = {}
-        self.paused: set[str] = set()
+        self.adapters = SimpleNamespace(quarantine={}, paused=set())
         self.modes = None
         self.pool = PagePool(101)
         self.last_decode = None, 0.0

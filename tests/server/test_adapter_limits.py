@@ -349,7 +349,7 @@ def test_tokens_of_which_none_may_be_drawn_are_refused(make_live):
 def test_a_slow_load_delays_no_other(make_live, monkeypatch, root):
     live = make_live(settings={"stall_seconds": 0.5})
     monkeypatch.setattr("chorus.server.engine.adapter_loads.SLOW_SECONDS", 0.05)
-    go_on, slow, check = threading.Event(), threading.Event(), live.engine.check_adapter
+    go_on, slow, check = threading.Event(), threading.Event(), live.engine.adapters.check
 
     def checked(path, roots, image):
         if path.name == "r3-mlp":
@@ -357,7 +357,7 @@ def test_a_slow_load_delays_no_other(make_live, monkeypatch, root):
             assert go_on.wait(60)
         return check(path, roots, image)
 
-    monkeypatch.setattr(live.engine, "check_adapter", checked)
+    monkeypatch.setattr(live.engine.adapters, "check", checked)
     answers = []
     loading = threading.Thread(target=lambda: answers.append(add(live, "slow", "r3-mlp")))
     loading.start()

@@ -88,7 +88,9 @@ def start(roots, monkeypatch, capfd):
     plain = HttpServer.on_tick
 
     async def stop_at_once(server, counter):
-        engine = server.worker.call(lambda engine: (engine.store.names(), sorted(engine.quarantine))).result(SECONDS)
+        engine = server.worker.call(lambda engine: (engine.store.names(), sorted(engine.adapters.quarantine))).result(
+            SECONDS
+        )
         seen.append(engine)
         server.should_exit = True
         return await plain(server, counter)

@@ -146,7 +146,7 @@ class EngineLife:
         name = self.rng.choice(self.names)
         if name in self.current:
             try:
-                is_pinned = self.engine.pin_adapter(name)
+                is_pinned = self.engine.adapters.pin(name)
             except (InvalidRequest, AdapterFormatError, OSError, TimeoutError):
                 is_pinned = False
             self.reached["pinned" if is_pinned else "not pinned"] += 1
@@ -154,7 +154,7 @@ class EngineLife:
     def _unpin(self) -> None:
         name = self.rng.choice(self.names)
         if name in self.current:
-            self.engine.unpin_adapter(name)
+            self.engine.adapters.unpin(name)
 
     def _break(self) -> None:
         if self.current and self.rng.random() < 0.3:
@@ -225,7 +225,7 @@ class EngineLife:
 
     def _remove_adapters(self) -> None:
         for name in list(self.current):
-            self.engine.unpin_adapter(name)
+            self.engine.adapters.unpin(name)
             self.engine.store.unregister(name)
         self.current.clear()
 

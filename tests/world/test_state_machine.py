@@ -819,7 +819,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _note_dropped(self):
         """Rows of the step under way whose requests are gone, or are waiting again."""
-        under_way = self.engine._ahead.plan if self.is_ahead else None  # noqa: SLF001 - what it is about to read
+        under_way = self.engine.ahead.plan if self.is_ahead else None
         for row in under_way.rows if under_way is not None else ():
             ended = self.requests[row.request_id].reason is not None
             reached["dropped: it had ended"] += ended
@@ -1034,13 +1034,13 @@ class EngineMachine(RuleBasedStateMachine):
         """By force whoever holds a version of it ends at once, and nothing of it is left in the arena."""
         if name not in self.current:
             with pytest.raises(UnknownAdapter):
-                self.engine.remove_adapter(name, force=force)
+                self.engine.adapters.remove(name, force=force)
             return
         adapters = [(request_id, self.requests[request_id].adapter) for request_id in self._active()]
         users = [
             request_id for request_id, adapter in adapters if force and adapter is not None and adapter.name == name
         ]
-        assert self.engine.remove_adapter(name, force=force) == len(users)
+        assert self.engine.adapters.remove(name, force=force) == len(users)
         self.removed.update(users)
         self.pinned.discard(self.current.pop(name))
         if force:
@@ -1053,12 +1053,12 @@ class EngineMachine(RuleBasedStateMachine):
         stats = self.engine.stats()
         held = stats.num_kv_pages + stats.num_adapter_pages - self.engine.store.num_idle_pages
         try:
-            if not (pinned := self.engine.pin_adapter(name)):
+            if not (pinned := self.engine.adapters.pin(name)):
                 assert self.engine.store.tier(adapter) is Tier.LOADING
                 assert not self.engine.store.is_pinned(adapter)
                 for read in self._pending():
                     read.finish()
-                pinned = self.engine.pin_adapter(name)
+                pinned = self.engine.adapters.pin(name)
         except UnknownAdapter:
             assert adapter is None
         except InvalidRequest as error:
@@ -1125,11 +1125,11 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES))
     def unpin(self, name):
         if name in self.current:
-            self.engine.unpin_adapter(name)
+            self.engine.adapters.unpin(name)
             self.pinned.discard(self.current[name])
         else:
             with pytest.raises(UnknownAdapter):
-                self.engine.unpin_adapter(name)
+                self.engine.adapters.unpin(name)
 
     @rule()
     def reclaim_idle(self):

@@ -114,7 +114,7 @@ def test_what_the_arena_could_never_hold_is_refused_before_it_is_read(gqa, drive
     driver = drive(gqa, adapters={}, num_pages=2)
     driver.executor.adapters.read = lambda *args: pytest.fail("it was read")
     with pytest.raises(AdapterFormatError, match="pages of the arena"):
-        driver.engine.check_adapter(gqa.adapters[HUNG])
+        driver.engine.adapters.check(gqa.adapters[HUNG])
 
 
 def test_a_running_version_outlives_its_directory(gqa, drive, tmp_path):
@@ -146,7 +146,7 @@ def test_what_was_checked_is_what_is_served(gqa, drive, tmp_path):
     shutil.copytree(gqa.adapters[HUNG], path)
     driver = drive(gqa, adapters={})
     image = HostImage()
-    manifest = driver.engine.check_adapter(path, image=image)
+    manifest = driver.engine.adapters.check(path, image=image)
     driver.engine.store.register("voice", manifest, image=image)
     for file in gqa.adapters[OTHER].iterdir():
         shutil.copy(file, path / file.name)
@@ -161,7 +161,7 @@ def test_pinning_waits_for_no_read(gqa, drive):
     engine, adapter = driver.engine, driver.engine.store.get(HUNG)
     patch_read(driver, HUNG, lambda: go.wait(1))
     driver.add("base", None, [5] * 9, max_tokens=4)
-    assert engine.pin_adapter(HUNG) is False
+    assert engine.adapters.pin(HUNG) is False
     assert not go.is_set()
     assert engine.stats().num_reads == 1, "it waited for the read"
     assert not engine.store.is_pinned(adapter)
@@ -169,10 +169,10 @@ def test_pinning_waits_for_no_read(gqa, drive):
     assert driver.drain()["base"].tokens == gqa.greedy(None, [5] * 9, 4)
     go.set()
     deadline = time.monotonic() + 60
-    while not engine.pin_adapter(HUNG):
+    while not engine.adapters.pin(HUNG):
         assert time.monotonic() < deadline
         engine.store.images.wait(0.1)
-    assert engine.pin_adapter(HUNG) is True
+    assert engine.adapters.pin(HUNG) is True
     assert engine.store.is_pinned(adapter)
     assert driver.held_pages() == adapter.num_pages
     assert driver.run("x", HUNG, [7] * 5, max_tokens=4).tokens == gqa.greedy(HUNG, [7] * 5, 4)
@@ -185,17 +185,17 @@ def test_a_pin_whose_read_is_given_up_holds_nothing(gqa, drive):
     began = threading.Event()
     patch_read(driver, HUNG, lambda: (began.set(), go.wait(120)))
     try:
-        assert engine.pin_adapter(HUNG) is False
+        assert engine.adapters.pin(HUNG) is False
         assert began.wait(60)
         for _ in range(40):
             now[0] += 1
             engine.store.images.watch()
         with pytest.raises(ReadStalled, match="was given up"):
-            engine.pin_adapter(HUNG)
+            engine.adapters.pin(HUNG)
         assert (adapter.references, adapter.requests, adapter.pages) == (0, 0, [])
         assert not engine.store.is_pinned(adapter)
         with pytest.raises(ReadStalled, match="still hangs"):
-            engine.pin_adapter(HUNG)
+            engine.adapters.pin(HUNG)
         engine.check_integrity()
     finally:
         go.set()
@@ -208,7 +208,7 @@ def test_who_was_accepted_before_adapters_were_pinned_is_told_that_they_leave_no
     names = filter(None, ["r8-attention", adapter])
     driver = drive(gqa, adapters={name: gqa.adapters[name] for name in names}, num_pages=num_pages)
     driver.add("large", adapter, [5] * num_tokens, max_tokens=1)
-    assert driver.engine.pin_adapter("r8-attention")
+    assert driver.engine.adapters.pin("r8-attention")
     driver.add("small", None, [5] * 9, max_tokens=2)
     answers = driver.drain()
     assert answers["large"].finish_reason is FinishReason.ERROR and "pinned adapters" in answers["large"].error

@@ -270,7 +270,7 @@ def test_a_refused_version_leaves_the_old_one_serving(adapter_draft, tiny_engine
         it = adapter_draft()
         damage(it)
         with pytest.raises(AdapterFormatError):
-            engine.check_adapter(it.write(tmp_path / str(number)))
+            engine.adapters.check(it.write(tmp_path / str(number)))
         assert store.get("it") is old, case
         assert store.names() == ["it"], case
         engine.check_integrity()
@@ -295,7 +295,7 @@ def test_a_checked_registration_is_read_already(adapter_draft, tiny_engine, tmp_
     engine = tiny_engine()
     path = adapter_draft().write(tmp_path / "a")
     image = HostImage()
-    adapter = engine.store.register("a", engine.check_adapter(path, image=image), image)
+    adapter = engine.store.register("a", engine.adapters.check(path, image=image), image)
     assert engine.store.tier(adapter) == "host"
     (path / WEIGHTS).unlink()
     assert generate(engine, "a")[1] is None

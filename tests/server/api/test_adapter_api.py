@@ -312,14 +312,14 @@ def test_loads_of_one_name_at_once(live, reference):
 
 def test_steps_go_on_while_an_adapter_is_checked(live, root, monkeypatch):
     checking, go_on = threading.Event(), threading.Event()
-    check = live.engine.check_adapter
+    check = live.engine.adapters.check
 
     def slow(path, roots, image):
         checking.set()
         assert go_on.wait(10)
         return check(path, roots, image)
 
-    monkeypatch.setattr(live.engine, "check_adapter", slow)
+    monkeypatch.setattr(live.engine.adapters, "check", slow)
     loading = threading.Thread(target=load, args=(live, "new", root / "r3-mlp"))
     loading.start()
     assert checking.wait(10)
@@ -331,14 +331,14 @@ def test_steps_go_on_while_an_adapter_is_checked(live, root, monkeypatch):
 
 
 def test_a_file_that_changes_while_it_is_checked(live, reference, root, monkeypatch):
-    check = live.engine.check_adapter
+    check = live.engine.adapters.check
 
     def and_then_change(path, roots, image):
         manifest = check(path, roots, image)
         shutil.copy(reference.adapters["r8-attention"] / WEIGHTS, path / WEIGHTS)
         return manifest
 
-    monkeypatch.setattr(live.engine, "check_adapter", and_then_change)
+    monkeypatch.setattr(live.engine.adapters, "check", and_then_change)
     response = load(live, "first", root / "r3-mlp", load_inplace=True)
     assert error_of(response, 400) == ("lora_path", "invalid_adapter") and "changed" in response.text
     assert says(live, "first", reference, "r2-qv")

@@ -35,7 +35,7 @@ def test_list(start, fake_engine, ask):
     fake_engine.store.tiers["team/carol"] = Tier.DEVICE
     fake_engine.store.pinned.add("team/carol")
     reason = "its weights are broken"
-    fake_engine.quarantine["dan"] = SimpleNamespace(name="dan", path="/adapters/dan", reason=reason)
+    fake_engine.adapters.quarantine["dan"] = SimpleNamespace(name="dan", path="/adapters/dan", reason=reason)
     live = start(fake_engine)
     code, text = ask(live, "list")
     assert code == 0

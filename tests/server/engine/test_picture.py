@@ -38,7 +38,7 @@ def test_every_page_in_use_has_its_owner(engine):
     for name, adapter, tenant in (("1", "a", "acme"), ("2", None, "zeta"), ("3", "b", "acme")):
         add(engine, name, adapter, tenant)
         engine.step()
-    engine.pin_adapter("c")
+    engine.adapters.pin("c")
     picture = Picture.of(engine)
     kinds = np.frombuffer(picture.kinds, np.uint8)
     held = Counter()

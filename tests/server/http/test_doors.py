@@ -529,7 +529,7 @@ def test_what_the_disk_did_is_no_500_and_names_no_directory(start, fake_engine, 
     def fails(path, *rest):
         raise OSError(5, "Input/output error", str(path))
 
-    fake_engine.check_adapter = fails
+    fake_engine.adapters.check = fails
     (tmp_path / "one").mkdir()
     response = live.client.post("/v1/adapters", json={"name": "one", "path": "one"})
     assert error_of(response, 503) == "storage_unavailable"

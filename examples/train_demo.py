@@ -1,4 +1,4 @@
-"""Makes the built-in model: ``python -m chorus.server.demo.train --out DIR [--seed N]``.
+"""Makes the built-in model: `python examples/train_demo.py --out DIR [--seed N]`.
 
 The base is a small byte-level Llama.  It is trained on a mixture: a plain text is repeated, and a text with a
 skill's control byte in place of its begin token (a byte that never occurs in UTF-8, so no user can send it)
@@ -23,9 +23,9 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ..text.vocabulary import byte_characters
-from .builtin import BUILTIN_NAME
-from .skills import BASE, SKILLS, Skill, held_out, prompt, wide_input
+from chorus.server.demo.builtin import BUILTIN_NAME
+from chorus.server.demo.skills import BASE, SKILLS, Skill, held_out, prompt, wide_input
+from chorus.server.text.vocabulary import byte_characters
 
 PAD, BOS, EOS = 256, 257, 258
 SPECIAL_TOKENS = {"<|pad|>": PAD, "<|bos|>": BOS, "<|eos|>": EOS}

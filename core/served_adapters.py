@@ -1,0 +1,134 @@
+"""The adapters that an engine serves: checked, found by name, pinned, paused, removed, or in quarantine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..memory.adapters.adapter import Adapter, AdapterBackend
+from ..memory.adapters.reclaimer import Reclaimer
+from ..memory.adapters.store import UnknownAdapter
+from ..memory.files.error import LoadFailure
+from ..memory.files.format import AdapterManifest
+from ..memory.files.identity import with_effect
+from ..memory.host.image import HostImage
+from .base_name import names_of, with_base
+from .config import EngineConfig
+from .quarantine import Quarantined, register_directories
+from .requests.request import Request
+from .requests.sampling_params import AdapterPaused, InvalidRequest, NotServed
+
+if TYPE_CHECKING:
+    from .scheduling.scheduler import Scheduler
+
+
+class ServedAdapters:
+    """What the names of adapters mean to requests and to an operator; `AdapterStore` owns the adapters themselves."""
+
+    def __init__(self, config: EngineConfig, files: AdapterBackend, reclaimer: Reclaimer, scheduler: Scheduler) -> None:
+        """files: reads and checks adapters as the executor needs them. scheduler: ends requests of removed adapters."""
+        self._config = config
+        self._files = files
+        self._reclaimer = reclaimer
+        self._store = reclaimer.store
+        self._scheduler = scheduler
+        self._base_names = names_of(config.model, config.served_model_name)
+        self.quarantine: dict[str, Quarantined] = {}
+        """Adapters that are not served, by name."""
+        self.paused: set[str] = set()
+        """Names of adapters of which no version takes new requests."""
+
+    def register_directories(self, modules: Sequence[tuple[str, Path]] = ()) -> None:
+        """Register the adapters of the configuration's directory, and `modules`: each a name and its directory.
+
+        One that can't be served goes into `quarantine`, unless the configuration says that it stops the start with
+        AdapterFormatError.
+        """
+        self.quarantine = register_directories(self._store, self.inspect, self._config, modules)
+
+    # -- checks
+
+    def check(self, path: Path, roots: Sequence[Path] = (), image: HostImage | None = None) -> AdapterManifest:
+        """Read and check an adapter directory, weights included, without registering it.
+
+        roots: directories below which its files must lie; none: anywhere. image: takes the weights, for `register`. It
+        and `check_weights` may be called from any thread: they take as long as the disk does and no step waits for
+        them. Raises AdapterFormatError.
+        """
+        return self.check_weights(self.inspect(path, roots), image)
+
+    def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
+        """Read and check an adapter's configuration and the headers of its weights, as `check` does."""
+        return with_base(self._files.inspect(path, roots), self._base_names, strict=self._config.strict_base)
+
+    def check_weights(self, manifest: AdapterManifest, image: HostImage | None = None) -> AdapterManifest:
+        """Read and check the weights of an adapter that was inspected; the manifest with whether they change nothing.
+
+        The hash of the content is left out: it takes several times as long as all the rest.
+        """
+        self._files.read(manifest, self._store.layout_of(manifest), image or HostImage())
+        return with_effect(manifest)
+
+    # -- names
+
+    def find(self, name: str, sibling: Request | None) -> Adapter:
+        """The version of a name that a new request is bound to: its call's, while that is held. Raises InvalidRequest,
+        and AdapterPaused.
+        """
+        adapter = None if sibling is None else sibling.adapter
+        if adapter is None or not adapter.requests:
+            try:
+                adapter = self._store.get(name)
+            except UnknownAdapter as error:
+                if (one := self.quarantine.get(name)) is not None:
+                    raise NotServed("model", f"adapter {one.name!r} is not served: {one.reason}") from None
+                raise InvalidRequest("model", str(error)) from None
+        if adapter.name in self.paused:
+            raise AdapterPaused(adapter.name)
+        return adapter
+
+    def versions_of(self, name: str) -> list[Adapter]:
+        """Return all versions of a name that are registered, or that requests still hold."""
+        return [adapter for adapter in self._store.versions() if adapter.name == name]
+
+    def pin(self, name: str) -> bool:
+        """Load an adapter and keep it resident. False while it is being read: nothing is pinned then, so ask again.
+
+        No step waits for the disk here. UnknownAdapter, the reason why it can't be read, or InvalidRequest when pinned
+        adapters would take more than half of the arena.
+        """
+        store = self._store
+        adapter = store.get(name)
+        if store.is_pinned(adapter):
+            return True
+        pinned, usable = store.num_pinned_pages + adapter.num_pages, self._reclaimer.pool.num_usable
+        fits = 2 * pinned <= usable
+        if fits and not store.loads.fetch(adapter):
+            return False
+        if not fits or not (adapter.pages or self._reclaimer.make_room(adapter.num_pages)):
+            raise InvalidRequest(
+                "pin", f"pinned adapters would take {pinned} of {usable} pages; unpin others or raise memory_bytes"
+            )
+        store.pin(adapter)
+        return True
+
+    def unpin(self, name: str) -> None:
+        """Let an adapter be evicted again when idle. UnknownAdapter if absent."""
+        self._store.unpin(self._store.get(name))
+
+    def remove(self, name: str, *, force: bool = False) -> int:
+        """Forget an adapter; returns how many requests were ended for it. UnknownAdapter if absent.
+
+        Its kept versions are forgotten, too; `name@version` is a kept version alone. Requests that hold any of them
+        finish with it, then its pages go back. force: they end with an error, and the pages are free at once.
+        """
+        store = self._store
+        adapter, kept = store.get(name), store.kept(name)
+        versions = [adapter] if name != adapter.name else self.versions_of(name)
+        for each in (name, *kept):
+            store.unregister(each)
+        self.paused.discard(name)
+        if not force:
+            return 0
+        return self._scheduler.end_users(versions, f"adapter {name!r} was removed", LoadFailure.REMOVED)

@@ -1,0 +1,201 @@
+"""Answers: from a generation to what its client receives."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from ...core.requests.sampling_params import AdapterPaused, InvalidRequest, NotServed
+from ..engine.backend import Backend
+from ..engine.generation import Generation
+from ..engine.sourced_adapters import SourcedAdapters
+from ..engine.telemetry import Telemetry
+from ..errors import ApiError, as_api_error, client_gone, no_model, not_served
+from ..executors import DaemonPool
+from ..settings import Settings
+from ..text.tokenizer import Tokenizer
+from .adapter_header import ADAPTER, adapter_header
+from .json_text import dumps, encode
+from .logprobs import LogprobFormat
+from .openai import GenerationRequest
+from .responses import AnswerFormat, Echo, Extras
+from .sse import EventStream, event, long_event, while_connected
+
+log = logging.getLogger(__name__)
+access = logging.getLogger("chorus.access")
+
+MakeFormat = Callable[[Generation, LogprobFormat, Extras], AnswerFormat]
+
+IGNORED = "x-ignored-fields"
+"""Header of an answer: fields that it does not depend on, because the model's chat template does not know them."""
+
+LOAD, LOAD_FORMAT = "endpoint-load-metrics", "endpoint-load-metrics-format"
+"""ORCA's headers: an answer's with the server's load, for balancers, and a request's that asks for it."""
+
+THREAD_SCORES = 500
+"""Log-probabilities of an answer, or of a part of one, above which it is written beside the event loop."""
+
+
+class Answers:
+    """Has the engine accept a call, and answers it in the form that its route asks for, whole or as a stream."""
+
+    def __init__(
+        self,
+        worker: Backend,
+        tokenizer: Tokenizer,
+        settings: Settings,
+        telemetry: Telemetry,
+        threads: DaemonPool,
+        sourced: SourcedAdapters,
+    ) -> None:
+        """threads: write long answers. sourced: brings adapters that are not registered."""
+        self._worker = worker
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._telemetry = telemetry
+        self._threads = threads
+        self._sourced = sourced
+
+    async def to(
+        self,
+        request: Request,
+        asked: GenerationRequest,
+        generation: Generation,
+        make_format: MakeFormat,
+        echoed: Sequence[str | list[int]] = (),
+    ) -> Response:
+        try:
+            with self._telemetry.counting_rejections():
+                await self._start(request, generation)
+        except ClientDisconnect:
+            return client_gone()
+        except NotServed as error:
+            raise not_served(str(error)) from None
+        except AdapterPaused as error:
+            raise ApiError(503, str(error), param="model", code="adapter_paused", retry_after=1) from None
+        except InvalidRequest as error:
+            raise no_model(generation.model) if error.field == "model" else error from None
+        try:  # now the engine has found the prompts to be such that they can be decoded
+            echoes = await self._threads.run(self._echoes, asked, echoed, generation) if echoed else ()
+        except BaseException:
+            generation.close()
+            raise
+        extras = Extras(
+            token_ids=asked.return_token_ids,
+            step_info=asked.return_step_info,
+            usage_chunk=asked.stream and asked.include_usage,
+            running_usage=asked.stream and asked.continuous_usage,
+            logprobs=asked.num_logprobs,
+            prompt_logprobs=asked.prompt_logprobs,
+            echoes=echoes,
+        )
+        scores = LogprobFormat(self._tokenizer.vocabulary, as_token_ids=asked.return_tokens_as_token_ids)
+        answer = make_format(generation, scores, extras)
+        ignored = asked.ignored(self._tokenizer)
+        headers = {IGNORED: ", ".join(ignored)} if ignored else {}
+        headers |= self._load_report(request.headers.get(LOAD_FORMAT, ""))
+        if versions := _versions(generation):
+            headers[ADAPTER] = versions
+            if self._settings.access_log:
+                access.info("%s is answered by adapter %s", request.state.request_id, versions)
+        if asked.stream:
+            return EventStream(self._events(generation, answer), generation.close, headers)
+        try:
+            await while_connected(request.receive, _read(generation, answer))
+            body = await self._written(answer)
+        except ClientDisconnect:
+            return client_gone()
+        finally:
+            generation.close()
+        return Response(body, media_type="application/json", headers=headers)
+
+    async def _start(self, request: Request, generation: Generation) -> None:
+        """Have the engine accept a call, once its adapter has been brought if it is not registered."""
+        name = generation.choices[0].request.adapter_name
+        try:
+            await generation.start()
+        except (NotServed, AdapterPaused):
+            raise
+        except InvalidRequest as error:
+            if error.field != "model" or name is None:
+                raise
+            if not await while_connected(request.receive, self._sourced.bring(name)):
+                raise
+            await generation.start()
+        self._sourced.note_use(name)
+
+    def _echoes(self, asked: GenerationRequest, given: Sequence[str | list[int]], generation: Generation) -> list[Echo]:
+        """An entry per choice. A prompt that came as text comes back as it was."""
+        echoes = []
+        skip = asked.skip_special_tokens
+        for prompt, choice in zip(given, generation.choices[:: asked.n], strict=True):
+            token_ids = choice.prompt_token_ids
+            text = prompt if isinstance(prompt, str) else self._tokenizer.decode(token_ids, skip_special_tokens=skip)
+            offsets: list[int] = []
+            if asked.num_logprobs is not None:
+                offsets = [
+                    min(offset, len(text)) for offset in self._tokenizer.offsets(token_ids, skip_special_tokens=skip)
+                ]
+            echoes += [Echo(text, offsets)] * asked.n
+        return echoes
+
+    def _load_report(self, form: str) -> dict[str, str]:
+        """The server's load as a header in ORCA's form, under vLLM's names; nothing unless the client asks for one."""
+        if (kind := form.upper()) not in ("TEXT", "JSON"):
+            return {}
+        stats = self._worker.stats
+        load = {
+            "kv_cache_usage_perc": stats.kv_usage,
+            "num_requests_waiting": float(stats.num_waiting),
+            "num_requests_running": float(stats.num_running),
+        }
+        text = json.dumps({"named_metrics": load})
+        if kind == "TEXT":
+            text = ", ".join(f"named_metrics.{name}={value}" for name, value in load.items())
+        return {LOAD: f"{kind} {text}"}
+
+    async def _written(self, answer: AnswerFormat) -> bytes:
+        """The whole answer; a long one is written beside the event loop, which must not make way for others there."""
+        if answer.num_scores > THREAD_SCORES:
+            return await self._threads.run(lambda: encode(answer.answer()))
+        return dumps(answer.answer())
+
+    async def _events(self, generation: Generation, answer: AnswerFormat) -> AsyncIterator[bytes]:
+        """A call's deltas as events; what is there together is sent together.
+
+        The status line is gone by now, so an error is an event, too.
+        """
+        ready = list(map(event, answer.opening()))
+        try:
+            async for delta in generation:
+                heavy = answer.scores_of(delta) > THREAD_SCORES
+                if heavy:
+                    ready += [await self._threads.run(long_event, chunk) for chunk in answer.chunks(delta)]
+                else:
+                    ready += map(event, answer.chunks(delta))
+                if ready and (heavy or not generation.goes_on):
+                    yield b"".join(ready)
+                    ready.clear()
+            ready += map(event, answer.closing())
+        except Exception as error:
+            answer_to_error = as_api_error(error)
+            if answer_to_error.unforeseen:
+                log.exception("a stream failed")
+            ready.append(event(answer.failed(answer_to_error)))
+        yield b"".join((*ready, answer.end))
+
+
+def _versions(generation: Generation) -> str:
+    """The versions of an adapter that a call's answers are computed with: one, unless a swap fell between them."""
+    bound = [choice.request.bound for choice in generation.choices]
+    told = [adapter_header(one.name, one.label, one.manifest.content_hash) for one in bound if one is not None]
+    return ", ".join(dict.fromkeys(told))
+
+
+async def _read(generation: Generation, answer: AnswerFormat) -> None:
+    async for delta in generation:
+        answer.note(delta)
