@@ -31,15 +31,6 @@ class Group:
     y: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """A kernel's launch for a group of projections, and what it has to move and to compute."""
-
-    kernel: str
-    group: str
-    cost: Cost
-
-
 class ArenaPages:
     """Pages of random numbers that all cases' adapters lie in, handed out in a random order."""
 
@@ -78,7 +69,7 @@ class LoraCase:
         seed: int = 0,
     ) -> None:
         self.layers, self.schedule, self.ranks, self.lengths = layers, schedule, tuple(ranks), tuple(lengths)
-        self._arena, self._size = arena, size
+        self._arena = arena
         self.tokens = sum(lengths)
         rows = _adapters(size, arena, ranks, layers)
         self.segments, begin = Segments(), 0
@@ -119,12 +110,12 @@ class LoraCase:
 
     def cost(self, groups: Sequence[Group] | None = None) -> Cost:
         """Bytes and FLOPs of one layer."""
-        names = {group.name for group in groups or self.groups}
-        return sum((launch.cost for launch in self.launches() if launch.group in names), Cost(0, 0))
-
-    def launches(self) -> list[Launch]:
-        """The launches of one layer, in order."""
-        return layer_launches(self._size, self.segments, self.schedule, self._arena.dtype.itemsize)
+        found, itemsize = Cost(0, 0), self._arena.dtype.itemsize
+        for group in groups or self.groups:
+            splits = self.schedule.splits(group.d_in)
+            found += shrink_cost(self.segments, 0, group.modules, group.d_in, splits, itemsize)
+            found += expand_cost(self.segments, 0, group.modules, splits, itemsize)
+        return found
 
     def error(self) -> float:
         """Largest difference from torch's products in layer 0, as a share of the largest of them."""
@@ -145,18 +136,6 @@ class LoraCase:
         options = {"dtype": self._arena.dtype, "device": self._arena.device}
         x = torch.empty(self.tokens, d_in, **options).normal_(generator=generator)
         return Group(name, d_in, modules, x, torch.zeros(self.tokens, sum(m[2] for m in modules), **options))
-
-
-def layer_launches(size: ModelSize, segments: Segments, schedule: Schedule, itemsize: int) -> list[Launch]:
-    """The launches of one layer, in the order in which a step makes them."""
-    phase = "prefill" if schedule.tensor_cores else "decode"
-    found = []
-    for name, (d_in, modules) in size.groups().items():
-        splits = schedule.splits(d_in)
-        shrink = shrink_cost(segments, 0, modules, d_in, splits, itemsize)
-        found.append(Launch(f"shrink_{phase}", name, shrink))
-        found.append(Launch(f"expand_{phase}", name, expand_cost(segments, 0, modules, splits, itemsize)))
-    return found
 
 
 def layers_for(bytes_per_layer: int, cache_bytes: int, most: int = 256) -> int:

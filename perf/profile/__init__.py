@@ -1,1 +1,1 @@
-"""Profiles of steps: ranges, nsys and ncu commands, and tables of what they recorded."""
+"""The code that a step enters."""

@@ -339,7 +339,7 @@ def test_the_allocator_gives_its_baseline_again(tmp_path, capsys, monkeypatch):
 
 
 def test_slowed_parts_take_longer_and_give_the_same():
-    from chorus.perf.gate.check import Slowdown, slow
+    from .slowed import Slowdown, slow
 
     class Part:
         def work(self, many: int) -> int:

@@ -3,7 +3,7 @@
 The large tenant keeps nine requests of 3,000 + 1,000 tokens in progress, five of which wait, in an arena of 1,000 pages
 and 16 slots; the small one's come at random. Its TTFT is held against its own beside a large tenant that keeps to half
 of the arena, and the throughput against the same run of one tenant, in which pages have no shares.
-`python -m chorus.perf.simulate.page_shares --seeds 10`.
+`python -m tests.attacks.page_shares --seeds 10`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...core.config import EngineConfig
-from ...core.costs.profile import load_profile
-from ...core.requests.sampling_params import SamplingParams
-from ..report.command import judge, parser
-from ..report.table import Goal
-from .adapters import SimAdapters, VirtualClock
-from .engine import MODEL, simulated_engine
-from .scheduler import SimRequest
+from chorus.core.config import EngineConfig
+from chorus.core.costs.profile import load_profile
+from chorus.core.requests.sampling_params import SamplingParams
+from chorus.perf.report.command import judge, parser
+from chorus.perf.report.table import Goal
+from chorus.perf.simulate.adapters import SimAdapters, VirtualClock
+from chorus.perf.simulate.engine import MODEL, simulated_engine
+from chorus.perf.simulate.scheduler import SimRequest
 
 SECONDS = 60.0
 LARGE = 3000, 1000

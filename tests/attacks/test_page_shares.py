@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chorus.perf.simulate.page_shares import DECODE_STEP, SIZES, main, measure
+from .page_shares import DECODE_STEP, SIZES, main, measure
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -17,6 +17,6 @@ def test_a_tenant_of_large_requests_leaves_a_small_one_its_share_of_the_pages(na
 
 
 def test_prints_what_it_is_held_against(capsys, monkeypatch):
-    monkeypatch.setattr("chorus.perf.simulate.page_shares.SIZES", {"tiny": SIZES["tiny"]})
+    monkeypatch.setattr(f"{main.__module__}.SIZES", {"tiny": SIZES["tiny"]})
     assert main(["--seeds", "1"]) == 0
     assert '"met": true' in capsys.readouterr().out

@@ -1,6 +1,6 @@
 """Greedy answers of the engine against transformers + peft, token by token, on a real model.
 
-    python -m chorus.perf.cpu.parity --model DIR --adapters DIR --requests 64 [--kernels auto|torch|native]
+    python -m tests.core.real_model --model DIR --adapters DIR --requests 64 [--kernels auto|torch|native]
 
 All requests run in one engine at once, spread over the base model and every adapter; the reference answers them one
 at a time. Both compute in float32. Prints a table per adapter, then one line of JSON; exits 1 if any token differs.
@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ...core.config import EngineConfig
-from ...core.engine import Engine
-from ...core.quarantine import adapter_directories
-from ...core.requests.request import Request
-from ...core.requests.sampling_params import SamplingParams
-from ..report.command import conclude, parser
+from chorus.core.config import EngineConfig
+from chorus.core.engine import Engine
+from chorus.core.quarantine import adapter_directories
+from chorus.core.requests.request import Request
+from chorus.core.requests.sampling_params import SamplingParams
+from chorus.perf.report.command import conclude, parser
 
 QUESTIONS = (
     "What is {}?", "Explain {} to a child.", "Name three facts about {}.", "Why does {} matter?",

@@ -1,4 +1,4 @@
-"""Proof that the regression gate does its work, `python -m chorus.perf.gate.check`: quick suite, honest and slowed.
+"""Proof that the regression gate does its work, `python -m tests.perf.gate.slowed`: quick suite, honest and slowed.
 
 Takes a baseline here and now, then runs the quick suite ten times as it is, which must pass every time, and once with
 each of several parts slowed, which must fail in the metric of that part. Slowed means wrapped from here, in a process
@@ -18,14 +18,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ...core.executors.cpu import CpuExecutor
-from ...core.scheduling.scheduler import Scheduler
-from ...memory.pages.block_table import BlockTable
-from ..report.command import conclude, parser
-from .__main__ import BASELINES, read_result
-from .baseline import Baseline, Run, compare
-from .cpu_suite import measure
-from .suite import Suite
+from chorus.core.executors.cpu import CpuExecutor
+from chorus.core.scheduling.scheduler import Scheduler
+from chorus.memory.pages.block_table import BlockTable
+from chorus.perf.gate.__main__ import BASELINES, read_result
+from chorus.perf.gate.baseline import Baseline, Run, compare
+from chorus.perf.gate.cpu_suite import measure
+from chorus.perf.gate.suite import Suite
+from chorus.perf.report.command import conclude, parser
 
 
 @dataclass(frozen=True)
