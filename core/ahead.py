@@ -54,10 +54,12 @@ class StepAhead:
             return self._executor.execute(plan)
         started = self._started if plan is self.plan else None
         self.plan = self._started = None
-        if started is None:
-            started = self._start(plan)
-        self._launch_behind(plan)
         try:
+            if started is None:
+                started = self._start(plan)
+            else:
+                started.draw()
+            self._launch_behind(plan)
             return started.result()
         except ExecutorLost:
             raise

@@ -103,6 +103,13 @@ class ShadowBackend(Protocol):
 class StartedStep(Protocol):
     """A step that was launched."""
 
+    def draw(self) -> None:
+        """Launch the draw of a step ahead whose rows look back (`SamplingParams.looks_back`); other steps have been
+        launched whole. Call it once the rows' requests have the tokens of the step before, and before the next step is
+        launched. Raises what `Executor.execute` raises.
+        """
+        ...
+
     def result(self) -> StepResult:
         """Wait for the step. Call it at most once, and before the step after next is launched.
 

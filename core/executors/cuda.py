@@ -75,8 +75,9 @@ class CudaExecutor(ModelExecutor):
                 outputs = steps.ragged(rows, plan.adapters, plan.merged)
             else:
                 outputs = steps.decode(plan.bucket, rows, plan.adapters, plan.sources, plan.merged)
-            read = steps.draw(rows, *outputs)
-            return _Started(self._device, read, steps.lora.late_requests(rows) if plan.adapters else [])
+            draw = partial(steps.draw, rows, *outputs)
+            read = None if plan.sources is not None and steps.look_back(rows) else draw()
+            return _Started(self._device, steps.lora.late_requests(rows) if plan.adapters else [], draw, read)
 
     def close(self) -> None:
         """Free the GPU's memory. The executor can't be used afterwards."""
@@ -133,13 +134,23 @@ class CudaExecutor(ModelExecutor):
 
 @dataclass(slots=True, eq=False)
 class _Started:
-    """A launched step. late: requests of adapters that missed the deadline."""
+    """A launched step. late: requests of adapters that missed the deadline. draw: launches the draw; read: what that
+    gave, which waits for the tokens, None before.
+    """
 
     _device: CudaDevice
-    _read: Callable[[], StepResult]
     _late: list[str]
+    _draw: Callable[[], Callable[[], StepResult]]
+    _read: Callable[[], StepResult] | None
+
+    def draw(self) -> None:
+        if self._read is None:
+            with watched(self._device), torch.inference_mode():
+                self._read = self._draw()
 
     def result(self) -> StepResult:
+        if self._read is None:
+            raise RuntimeError("a step is read before its tokens are drawn")
         with watched(self._device):
             result = self._read()
         for request_id in self._late:

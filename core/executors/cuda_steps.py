@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -37,6 +38,16 @@ logger = logging.getLogger(__name__)
 #: A step's logits, at least one row per row of the step, and `[2, rows]` int64: the most likely token, and 1 if it is
 #: defined (no NaN or +inf); on the device, where both may still be under way.
 Outputs = tuple[torch.Tensor, torch.Tensor]
+
+
+class _Asks(NamedTuple):
+    """What any row of a step asks for: more than the largest of its logits, scores of its prompt, the tokens before its
+    own on the host.
+    """
+
+    logits: bool
+    scores: bool
+    tokens: bool
 
 
 class CudaSteps:
@@ -92,7 +103,7 @@ class CudaSteps:
         self.graphs: GraphRunner[None] = GraphRunner(self._capture, lambda: device.memory()[0])
         self._sampling = TorchSampling()
         self._grammars = grammars_of(config.model, model.config.vocab_size, model.config.eos_token_ids)
-        self._asking: tuple[Sequence[ScheduledRow], bool, bool] = (), False, False  # last rows: need logits, are scored
+        self._last_asks: tuple[Sequence[ScheduledRow], _Asks] = (), _Asks(False, False, False)  # of the last rows
         self._captures = config.graph_capture != "off" and (attention.captures or where.type == "cpu")
         ahead = sizes[::-1] if self._captures and config.graph_capture == "ahead" else ()
         self.merged_graphs = PlacedGraphs(self._capture, self._prepare, ahead)
@@ -170,10 +181,8 @@ class CudaSteps:
     ) -> Callable[[], StepResult]:
         """Draw the tokens of the last step's rows, and compute requested scores; the returned call waits for both."""
         eos, vocab = self.decoder.config.eos_token_ids, self.decoder.config.vocab_size
-        if rows is not self._asking[0]:  # decode rows go from step to step, and what they ask for stays
-            self._asking = rows, any(map(needs_logits, rows)), any(row.scores_prompt for row in rows)
-        _, needed, scored = self._asking
-        if needed:
+        asks = self._asks_of(rows)
+        if asks.logits:
             begun = DeviceDraw(rows, chosen, logits, eos, self._download, self._grammars)
             self._tokens, read = begun.tokens, begun.result
         else:
@@ -185,7 +194,7 @@ class CudaSteps:
                     tokens = [token if good else -1 for token, good in zip(tokens, healthy, strict=True)]
                 return draw(rows, tokens, None, self._sampling, eos)
 
-        if not scored:
+        if not asks.scores:
             return read
 
         def read_with_scores() -> StepResult:
@@ -195,6 +204,17 @@ class CudaSteps:
             return result
 
         return read_with_scores
+
+    def look_back(self, rows: Sequence[ScheduledRow]) -> bool:
+        """True if a row's draw takes the tokens before it on the host; see `SamplingParams.looks_back`."""
+        return self._asks_of(rows).tokens
+
+    def _asks_of(self, rows: Sequence[ScheduledRow]) -> _Asks:
+        """Decode rows go from step to step, and what they ask for stays: it is found once for the same list."""
+        if rows is not self._last_asks[0]:
+            logits, scores = any(map(needs_logits, rows)), any(row.scores_prompt for row in rows)
+            self._last_asks = rows, _Asks(logits, scores, any(row.params.looks_back for row in rows))
+        return self._last_asks[1]
 
     def _fill(self, bucket: int, rows: list[ScheduledRow], sources: Sequence[int] | None = None) -> None:
         tokens = [row.tokens[0] for row in rows] if sources is None else sources

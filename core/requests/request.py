@@ -75,7 +75,6 @@ class Request:
     start_time: float | None = None  # of its first admission
     num_preemptions: int = 0
     seed: int = 0  # its parameters'
-    looks_back: bool = False  # likewise
     adapter: Adapter | None = None
     bound: BoundVersion | None = None  # the version that all of its steps compute with, once it is accepted
     sibling: Request | None = None  # of the same call, accepted before it: it is bound to the same version
@@ -98,7 +97,6 @@ class Request:
         self.token_ids = list(self.token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.seed = self.params.seed or 0
-        self.looks_back = self.params.looks_back
 
     @property
     def num_tokens(self) -> int:

@@ -30,8 +30,6 @@ class Running(list[Request]):
         """Requests of calls with n > 1, by call; `StepShares` reorders both levels to take turns."""
         self.lone: dict[Request, None] = {}
         """Requests alone in their call."""
-        self.num_looking_back = 0
-        """Requests that need the last token on the host before the next is drawn; see `SamplingParams.looks_back`."""
         self.plan: StepPlan | None = None
         """The last step's plan, if every request decoded a token in it and none joined or left: its rows are reused."""
         self.accounts: dict[str, int] = {}
@@ -47,7 +45,6 @@ class Running(list[Request]):
         list.append(self, request)
         self.plan = self.dealt = None
         self.accounts[request.account] = self.accounts.get(request.account, 0) + 1
-        self.num_looking_back += request.looks_back
         if self._groups is not None:
             self._groups.setdefault(request.adapter, []).append(request)
         (self.calls.setdefault(request.call, {}) if request.call else self.lone)[request] = None
@@ -58,7 +55,6 @@ class Running(list[Request]):
         self.accounts[request.account] -= 1
         if not self.accounts[request.account]:
             del self.accounts[request.account]
-        self.num_looking_back -= request.looks_back
         members = self.calls[request.call] if request.call else self.lone
         del members[request]
         if request.call and not members:

@@ -174,7 +174,7 @@ class Scheduler:
         """
         running, memory = self.running, self._memory
         if (
-            plan.bucket is None or running.calls or running.num_looking_back or self.only is not None
+            plan.bucket is None or running.calls or self.only is not None
             or self._loading or memory.arriving or memory.swapped.copies
             or len(running) > self._limits.max_num_seqs
         ):  # fmt: skip

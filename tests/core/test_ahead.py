@@ -177,18 +177,28 @@ def test_log_probabilities_seeds_and_what_does_not_look_back(both):
 
 @pytest.mark.parametrize(
     "way",
-    [{"presence_penalty": 0.7}, {"frequency_penalty": 0.7}, {"repetition_penalty": 1.4}, {"bad_words": ((9, 9),)}],
+    [
+        {"presence_penalty": 1.9, "stop_token_ids": (40,)},
+        {"frequency_penalty": 0.7, "temperature": 1.0, "seed": 2},
+        {"repetition_penalty": 1.4, "logprobs": 1},
+        {"bad_words": ((9, 9), (11, 40, 9))},
+    ],
 )
-def test_whoever_looks_back_at_its_tokens_has_steps_wait_for_them(both, way):
+def test_a_row_that_looks_back_at_its_tokens_is_ahead_with_the_others(both, way):
+    """Its step is launched ahead of its last token, and drawn behind it."""
+
     def ask(driver):
-        driver.add("looks back", None, PROMPT, max_tokens=6, **way)
+        driver.add("looks back", None, PROMPT, **{"max_tokens": 6, **way})
+        driver.add("looks back, too", "r1-all", PROMPT[::-1], **{"max_tokens": 11, **way})
         driver.add("other", None, PROMPT, max_tokens=12)
         return driver.drain()
 
     mine, others, driver = both(ask)
     assert mine == others
-    assert not [p for p in of_steps_ahead(driver) if "looks back" in {row.request_id for row in p.rows}]
-    assert of_steps_ahead(driver)
+    decodes = [plan for plan in driver.plans if plan.bucket]
+    assert [plan.sources is not None for plan in decodes] == [False] + (len(decodes) - 1) * [True]
+    looking = [plan for plan in decodes if any("back" in row.request_id for row in plan.rows)]
+    assert driver.executor.inner.num_drawn_later == len(looking) - 1 >= 4
 
 
 @pytest.mark.parametrize("at", range(1, 9))

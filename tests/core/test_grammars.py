@@ -170,7 +170,7 @@ def test_the_place_in_the_grammar_is_found_again(wide, drive, preemption):
 
 @pytest.mark.parametrize(("kernels", "ahead"), [("torch", True)])
 def test_a_record_goes_on_elsewhere(wide, drive):
-    """Also where steps are launched ahead: none is while a request's next token depends on its last."""
+    """Also where steps are launched ahead, whose masks are computed once the token before is known."""
     params = asked(0) | {"grammar": GRAMMARS["schema"][0]}
     driver = drive(wide)
     driver.add("a", None, [8, 9], **params)
@@ -178,7 +178,7 @@ def test_a_record_goes_on_elsewhere(wide, drive):
         driver.step()
     record = json.loads(json.dumps(driver.engine.export_request("a")))
     want = driver.drain()["a"].tokens
-    assert not driver.engine.stats().num_steps_ahead
+    assert driver.engine.stats().num_steps_ahead > 8
     other = drive(wide)
     other.answers["a"] = Answer()
     other.engine.resume(record)

@@ -19,11 +19,25 @@ class Launched:
     number: int
     requests: list[str]  # of its rows
     outcome: StepResult | Exception
+    unseen: list[tuple[ScheduledRow, list[int]]]  # rows to be drawn behind tokens that the host has to have by then
+    before: Launched | None  # the step under way when it was launched
     was_read: bool = False
+    was_drawn: bool = False
+
+    def draw(self) -> None:
+        owner = self._owner
+        owner.promise(not self.was_drawn, "a step is drawn twice")
+        owner.promise(self.before is not None and self.before.was_read, "a step is drawn before the last one is read")
+        for row, token_ids in self.unseen:
+            stale = row.tokens is PENDING  # its request was aborted or sent back
+            owner.promise(stale or row.token_ids == token_ids, "a token is drawn before the host has the last one")
+        owner.num_drawn_later += bool(self.unseen)
+        self.was_drawn = True
 
     def result(self) -> StepResult:
         owner = self._owner
         owner.promise(not self.was_read, "a step is read twice")
+        owner.promise(self.was_drawn or not self.unseen, "a step is read before it is drawn")
         owner.promise(owner.num_launched <= self.number + 1, "a step is read after more than the next was launched")
         self.was_read = True
         if isinstance(self.outcome, Exception):
@@ -47,6 +61,7 @@ class LateResults:
         self.violations: list[Violation] = getattr(inner, "violations", [])
         self.num_launched = 0
         self.num_ahead = 0
+        self.num_drawn_later = 0
         self._inner = inner
         self._fails_at_once = fails_at_once
         self._last: Launched | None = None
@@ -61,9 +76,11 @@ class LateResults:
         return self._inner.execute(plan)
 
     def start(self, plan: StepPlan) -> Launched:
-        last = None
+        before, last, unseen = self._last, None, []
+        self.promise(before is None or before.was_drawn or not before.unseen, "a step is launched before one is drawn")
         if plan.sources is not None:
-            last, plan = self._last, self._told(plan)
+            rows, last, plan = plan.rows, before, self._told(plan)
+            unseen = [(row, told.token_ids) for row, told in zip(rows, plan.rows, strict=True) if row.params.looks_back]
             self.num_ahead += 1
         outcome: StepResult | Exception = StepResult()
         if last is not None and isinstance(last.outcome, Exception):
@@ -76,7 +93,10 @@ class LateResults:
                     raise
                 outcome = error
         self.num_launched += 1
-        self._last = Launched(self, self.num_launched, [row.request_id for row in plan.rows], outcome)
+        if before is not None:
+            before.before = None
+        requests = [row.request_id for row in plan.rows]
+        self._last = Launched(self, self.num_launched, requests, outcome, unseen, before)
         return self._last
 
     def promise(self, holds: bool, otherwise: str) -> None:

@@ -526,6 +526,7 @@ def test_steps_ahead_take_tokens_that_were_drawn_on_the_device(drive, tiny):
     asked = [
         {"temperature": 0.8, "top_k": 5, "logprobs": 1}, {"temperature": 1.2, "top_p": 0.8},
         {"temperature": 1.0, "logit_bias": {7: 2.0}}, {"max_tokens": 5}, {"max_tokens": 3, "logprobs": 2},
+        {"frequency_penalty": 1.5, "max_tokens": 6}, {"repetition_penalty": 1.5, "temperature": 0.7, "logprobs": 1},
     ]  # fmt: skip
     answers, drivers = [], [drive(adapters=[]), drive(adapters=[], async_scheduling=False)]
     for driver in drivers:
@@ -535,6 +536,7 @@ def test_steps_ahead_take_tokens_that_were_drawn_on_the_device(drive, tiny):
     assert answers[0] == answers[1]
     ahead = [plan for plan in drivers[0].plans if plan.sources is not None]
     assert any(list(plan.sources) != list(range(len(plan.rows))) for plan in ahead), "no row was left out"
+    assert any(row.params.looks_back for plan in ahead for row in plan.rows), "none was drawn behind the host's tokens"
     assert not any(plan.sources is not None for plan in drivers[1].plans)
 
 
