@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..engine.generation import Choice, Delta, Generation
 from ..text.answer_reader import Part, PartKind
