@@ -14,6 +14,7 @@ import numpy as np
 
 from ..cpus import available_cpus
 from .grammar import Grammar, GrammarKind
+from .speller import ANY_TEXT, Speller
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -90,7 +91,8 @@ class Grammars:
 
         tokenizer = self._load()
         try:
-            source = _SOURCES[GrammarKind(grammar.kind)](grammar.text)
+            tagged = grammar.kind == GrammarKind.STRUCTURAL_TAG
+            source = _of_structural_tag(grammar.text, tokenizer) if tagged else _SOURCES[grammar.kind](grammar.text)
             if grammar.around:
                 source = _within(grammar.around, source)
         except (ValueError, TypeError, KeyError, RecursionError, AssertionError) as error:
@@ -171,26 +173,37 @@ def _of_lark(text: str) -> str:
     return grammar_from("grammar", text)
 
 
-def _of_structural_tag(text: str) -> str:
-    from llguidance import LLMatcher, StructTag
-
-    asked = json.loads(text)
-    tags = []
-    for structure in asked["structures"]:
-        begin = structure["begin"]
+def _of_structural_tag(text: str, tokenizer: LLTokenizer) -> str:
+    """Free text, in which what begins like a trigger is one of the structures: a trigger by its token, too."""
+    asked, tags, rules = json.loads(text), [], ["%llguidance {}", ANY_TEXT]
+    for number, structure in enumerate(asked["structures"]):
+        begin, end, tag = structure["begin"], structure["end"], f"tag_{number}"
         trigger = next((trigger for trigger in asked["triggers"] if begin.startswith(trigger)), "")
         if not trigger:
             raise ValueError(f"no trigger is how {begin!r} begins")
+        spelt = Speller({**_specials_in(begin, tokenizer), **_specials_in(end, tokenizer)})
+        rules.append(f"{tag}_trigger[lazy]: TEXT {json.dumps(trigger)}")
+        begins = f"{tag}_trigger {spelt(begin[len(trigger) :])}"
+        if token := spelt.first_of(begin):
+            begins = f"({begins} | TEXT {spelt(token)} {spelt(begin[len(token) :])})"
         schema = {**structure["schema"], "x-guidance": JSON_OPTIONS}
-        tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=structure["end"]))
-    return LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=False))
+        rules.append(f"{tag}: {begins} %json {json.dumps(schema)} {spelt(end)}")
+        tags.append(tag)
+    if not tags:
+        raise ValueError("there are no structures")
+    return "\n".join((*rules, f"start: ({' | '.join(tags)})* TEXT"))
 
 
-_SOURCES: dict[GrammarKind, Callable[[str], str]] = {
+def _specials_in(text: str, tokenizer: LLTokenizer) -> dict[str, int]:
+    """The special tokens that are spelt in a text."""
+    ids = set(tokenizer.tokenize_str(text))
+    return {tokenizer.decode_str([each]): each for each in ids if tokenizer.is_special_token(each)}
+
+
+_SOURCES: dict[str, Callable[[str], str]] = {
     GrammarKind.JSON_SCHEMA: _of_schema,
     GrammarKind.JSON_OBJECT: lambda _: _of_schema('{"type": "object"}'),
     GrammarKind.REGEX: _of_regex,
     GrammarKind.CHOICE: _of_choice,
     GrammarKind.GRAMMAR: _of_lark,
-    GrammarKind.STRUCTURAL_TAG: _of_structural_tag,
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..engine.generation import Choice, Delta, Generation
 from ..text.answer_reader import Part, PartKind
@@ -40,8 +39,6 @@ class BlockFormat(AnswerFormat):
     def __init__(self, generation: Generation, scores: LogprobFormat, extras: Extras) -> None:
         super().__init__(generation, scores, extras)
         self._blocks: list[Block] = []
-        self._new_scores: list[Any] = []  # of tokens whose text has not come yet
-        self._num_left_out = 0  # scores of reasoning's tokens
 
     def answer(self) -> Body:
         (choice,) = self._generation.choices
@@ -52,14 +49,11 @@ class BlockFormat(AnswerFormat):
     def chunks(self, delta: Delta | Choice) -> Iterator[Body]:
         """Events of a delta, or of a whole answer; each closes what it does not go on with."""
         block = self._blocks[-1] if self._blocks else None
-        if self._extras.logprobs is not None:
-            self._new_scores += self._scores.chat(delta.logprobs, self._extras.logprobs)["content"]
         for part in delta.parts or ():
             block = yield from self._with_part(block, part)
         if delta.finish_reason is not None:
             if block is None:
                 block = yield from self._begun_block(Part(PartKind.CONTENT, ""))
-            self._take_scores(block)
             yield from self._closed(block)
 
     def _with_part(self, block: Block | None, part: Part) -> Generator[Body, None, Block]:
@@ -70,7 +64,9 @@ class BlockFormat(AnswerFormat):
             block = yield from self._begun_block(part)
         if part.kind is not PartKind.CALL:
             block.pieces.append(part.text)
-            yield from self._added(block, part.text, self._take_scores(block))
+            scores = list(self._scores.chat(part.scores, self._extras.logprobs or 0)["content"])
+            block.scores += scores
+            yield from self._added(block, part.text, scores)
         return block
 
     def _begun_block(self, part: Part) -> Generator[Body, None, Block]:
@@ -79,19 +75,6 @@ class BlockFormat(AnswerFormat):
         self._blocks.append(block)
         yield from self._opened(block)
         return block
-
-    def _take_scores(self, block: Block) -> list[Body]:
-        """Scores of the tokens up to here; only content shows them. A whole answer's tokens come all at once."""
-        reasoned = self._new_scores[: self._generation.num_reasoning_tokens - self._num_left_out]
-        self._num_left_out += len(reasoned)
-        del self._new_scores[: len(reasoned)]
-        if block.kind is PartKind.REASONING:
-            return []
-        scores, self._new_scores = self._new_scores, []
-        if block.kind is not PartKind.CONTENT:
-            return []
-        block.scores += scores
-        return scores
 
     @abstractmethod
     def whole(self) -> Body:

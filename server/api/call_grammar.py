@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from ...core.requests.grammars import JSON_OPTIONS
+from ...core.requests.speller import ANY_TEXT, Speller
 from ..text.call_arguments import XmlArguments
 from ..text.call_formats import AnswerSyntax, CallFormat
 
@@ -31,8 +31,8 @@ def answer_grammar(
     free text, or none. parallel: whether there may be several. reasons_already: the prompt ended within reasoning.
     content: instead of free text, and instead of calls, the answer may be what `@content` is.
     """
-    spelt = _Speller(specials)
-    rules = ["TEXT: /(.|\\n)*/"]
+    spelt = Speller(specials)
+    rules = [ANY_TEXT]
     start = _reasoning(syntax, rules, spelt, always=forced or content, reasons_already=reasons_already)
     if syntax.calls is None or not tools:
         start += "@content"
@@ -52,7 +52,7 @@ def answer_grammar(
 
 
 def _calls(
-    form: CallFormat, tools: Mapping[str, dict[str, Any]], rules: list[str], spelt: _Speller, *, parallel: bool
+    form: CallFormat, tools: Mapping[str, dict[str, Any]], rules: list[str], spelt: Speller, *, parallel: bool
 ) -> str:
     """What an answer of nothing but calls is; adds its rules, of which `calls` is what follows a form's `open`."""
     for index, (name, schema) in enumerate(tools.items()):
@@ -68,7 +68,7 @@ def _calls(
     return f"{opening} calls" + (f" ({spelt(form.between)} {opening} calls)*" if several else "")
 
 
-def _reasoning(syntax: AnswerSyntax, rules: list[str], spelt: _Speller, *, always: bool, reasons_already: bool) -> str:
+def _reasoning(syntax: AnswerSyntax, rules: list[str], spelt: Speller, *, always: bool, reasons_already: bool) -> str:
     """What the start rule begins with where an answer may reason, or goes on reasoning.
 
     always: free text, which could be reasoning, does not follow.
@@ -81,28 +81,11 @@ def _reasoning(syntax: AnswerSyntax, rules: list[str], spelt: _Speller, *, alway
     return "reasoned BLANKS " if reasons_already else f"({spelt(reasoning.open)} reasoned BLANKS)? "
 
 
-class _Speller:
-    """Writes texts as a grammar has them: special tokens by their ids."""
-
-    def __init__(self, specials: Mapping[str, int]) -> None:
-        self.specials = specials
-        longest_first = sorted(specials, key=len, reverse=True)
-        self._pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if specials else None
-
-    def __call__(self, text: str) -> str:
-        parts = [text] if self._pattern is None else self._pattern.split(text)
-        return " ".join(f"<[{self.specials[p]}]>" if p in self.specials else json.dumps(p) for p in parts if p)
-
-    def text_up_to(self, rule: str, end: str) -> str:
-        """A rule: any text up to the first end, and the end."""
-        return f"{rule}{'' if end in self.specials else '[lazy]'}: TEXT {self(end)}"
-
-
 def _json(schema: Mapping[str, Any]) -> str:
     return "%json " + json.dumps({**schema, "x-guidance": JSON_OPTIONS})
 
 
-def _tags(schema: Mapping[str, Any], spelt: _Speller) -> str:
+def _tags(schema: Mapping[str, Any], spelt: Speller) -> str:
     """Arguments between tags, in the order of the schema's properties. Of strings, enum and const are enforced."""
     properties, required = schema.get("properties") or {}, schema.get("required") or ()
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
@@ -114,7 +97,7 @@ def _tags(schema: Mapping[str, Any], spelt: _Speller) -> str:
     return " ".join(parts)
 
 
-def _tagged_value(schema: Mapping[str, Any], shared: Mapping[str, Any], spelt: _Speller) -> str:
+def _tagged_value(schema: Mapping[str, Any], shared: Mapping[str, Any], spelt: Speller) -> str:
     """The value of one property, with the tag behind it. shared: definitions that the schema may refer to."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if schema.get("type") != "string":

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...core.requests.types import StepInfo
+from ...core.requests.types import StepInfo, TokenLogprobs
 from ..engine.generation import Choice, Delta, Generation
 from ..errors import ApiError
 from ..text.answer_reader import Message, Part, PartKind
@@ -156,7 +156,8 @@ class ChoiceFormat(AnswerFormat):
             (delta.text if delta.parts is None else delta.parts)
             or delta.finish_reason
             or extras.step_info
-            or (delta.token_ids and (extras.token_ids or extras.running_usage or extras.logprobs is not None))
+            or (delta.token_ids and (extras.token_ids or extras.running_usage))
+            or (delta.parts is None and delta.logprobs)
             or (first and (extras.echoes or extras.prompt_logprobs is not None))
         )
 
@@ -303,31 +304,38 @@ class ChatFormat(ChoiceFormat):
         return {
             "index": choice.index,
             "message": message,
-            "logprobs": self._logprobs(choice),
+            "logprobs": self._logprobs(self._shown_scores(choice)),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
 
+    def _shown_scores(self, choice: Choice) -> Sequence[TokenLogprobs]:
+        """Log-probabilities of the content's tokens; of all tokens, where the answer has these."""
+        if self._extras.token_ids:
+            return choice.logprobs
+        return [score for part in choice.parts for score in part.scores]
+
     def _chunks(self, delta: Delta, first: bool) -> Iterator[Body]:
         if first:
-            opening = self._chunk(delta.index, {"role": "assistant", "content": "", "refusal": None}, None)
+            opening = self._chunk(delta.index, {"role": "assistant", "content": "", "refusal": None})
             yield {**opening, **self._about_prompt(self._generation.choices[delta.index])}
-        *earlier, part = map(_delta, delta.parts or (NOTHING,))
-        yield from (self._chunk(delta.index, each, None) for each in earlier)
-        chunk = self._chunk(delta.index, part, self._logprobs(delta), delta)
-        if self._extras.token_ids:
+        *earlier, last = delta.parts or (NOTHING,)
+        of_all = self._extras.token_ids
+        yield from (self._chunk(delta.index, _delta(part), () if of_all else part.scores) for part in earlier)
+        chunk = self._chunk(delta.index, _delta(last), delta.logprobs if of_all else last.scores, delta)
+        if of_all:
             chunk["choices"][0]["token_ids"] = delta.token_ids
         yield chunk
 
-    def _logprobs(self, part: Choice | Delta) -> Body | None:
+    def _logprobs(self, scores: Sequence[TokenLogprobs]) -> Body | None:
         count = self._extras.logprobs
-        return None if count is None else self._scores.chat(part.logprobs, count)
+        return None if count is None else self._scores.chat(scores, count)
 
-    def _chunk(self, index: int, delta: Body, logprobs: Body | None, ended: Delta | None = None) -> Body:
+    def _chunk(self, index: int, delta: Body, scores: Sequence[TokenLogprobs] = (), ended: Delta | None = None) -> Body:
         choice = {
             "index": index,
             "delta": delta,
-            "logprobs": logprobs,
+            "logprobs": self._logprobs(scores) if scores else None,
             "finish_reason": ended and ended.finish_reason,
             "stop_reason": ended and ended.stop_reason,
         }

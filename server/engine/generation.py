@@ -16,6 +16,7 @@ from ..errors import EngineUnavailable, GenerationFailed
 from ..text.answer_reader import AnswerReader, Part
 from ..text.detokenizer import TextStream
 from .call_metrics import Ended
+from .content_scores import ContentScores
 from .telemetry import CallRecords
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ class Choice:
         self.stop_reason: int | str | None = None
         self.parts: list[Part] = []
         self._reader = reader
+        self._scores = ContentScores()
         self._keeps_all = keeps_all
         self._stream = text_stream
         self._prompt_only = prompt_only
@@ -114,7 +116,10 @@ class Choice:
         parts: list[Part] | None = None
         if self._reader is not None:
             self.num_reasoning_tokens += len(tokens) if self._reader.reasons else 0
-            parts = self._reader.read(text, final=self.finish_reason is not None)
+            final = self.finish_reason is not None
+            parts = self._reader.read(text, final=final)
+            if self.request.params.logprobs is not None:
+                parts = self._scores.given(parts, offsets, logprobs, self._stream.position, final=final)
             if self.finish_reason == FinishReason.STOP.value and self._reader.calls:
                 self.finish_reason = TOOL_CALLS
         self.token_ids += tokens

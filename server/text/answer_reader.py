@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from ...core.requests.types import TokenLogprobs
 from .call_arguments import SPACE, JsonArguments, JsonEnd, XmlArguments, refuse_constant
 from .call_formats import CallFormat, ReasoningFormat
 from .detokenizer import overlap
@@ -39,13 +40,16 @@ class Part(NamedTuple):
     """A piece of an answer, in the order of its text.
 
     text: reasoning, content, the name of the function of a call that begins, or a piece of its arguments' JSON. call:
-    the number of the call, from 0. id: the call's, where it begins.
+    the number of the call, from 0. id: the call's, where it begins. at: where in the answer's text content begins.
+    scores: log-probabilities of content's tokens, see `ContentScores`.
     """
 
     kind: PartKind
     text: str
     call: int = -1
     id: str = ""
+    at: int = 0
+    scores: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(slots=True)
@@ -103,6 +107,7 @@ class AnswerReader:
         self._tools = tools or {}
         self._shows_reasoning = shows_reasoning
         self._parallel = parallel
+        self._num_characters = 0  # that were read
         self._held = ""  # text that may mean more with what follows
         self._lead = ""  # text before the head of what may be a call: content if it is none
         self._ends = JsonEnd()
@@ -131,8 +136,9 @@ class AnswerReader:
 
     def read(self, text: str, *, final: bool = False) -> list[Part]:
         """Take the next piece of the text and return what is certain now. final: no text follows."""
+        self._num_characters += len(text)
         if self._is_plain:
-            return [Part(PartKind.CONTENT, text)] if text else []
+            return [Part(PartKind.CONTENT, text, at=self._num_characters - len(text))] if text else []
         self._held += text
         self._final = final
         while self._step():
@@ -190,8 +196,9 @@ class AnswerReader:
         return True
 
     def _content(self) -> bool:
+        at = self._num_characters - len(self._held)
         text, found = self._until("" if self._format is None else self._format.open, drops_blanks=False)
-        self._give(PartKind.CONTENT, text)
+        self._give(PartKind.CONTENT, text, at)
         if not found:
             return False
         self._begin_head()
@@ -264,7 +271,7 @@ class AnswerReader:
         return True
 
     def _no_call(self) -> bool:
-        self._give(PartKind.CONTENT, self._lead)
+        self._give(PartKind.CONTENT, self._lead, self._num_characters - len(self._held) - len(self._lead))
         self._lead = ""
         self._step = self._content
         return True
@@ -330,10 +337,11 @@ class AnswerReader:
         self._held = ""
         return False
 
-    def _give(self, kind: PartKind, text: str) -> None:
+    def _give(self, kind: PartKind, text: str, at: int = 0) -> None:
         if not text:
             return
         call = self._num_calls - 1 if kind is PartKind.ARGUMENTS else -1
         if self._parts and self._parts[-1].kind is kind:
-            text = self._parts.pop().text + text
-        self._parts.append(Part(kind, text, call))
+            last = self._parts.pop()
+            text, at = last.text + text, last.at
+        self._parts.append(Part(kind, text, call, at=at))

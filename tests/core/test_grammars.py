@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer
 
 from chorus.core.requests.grammar import Grammar
 from chorus.core.requests.grammars import MAX_COMPILED, Grammars, InvalidGrammar
@@ -266,6 +267,42 @@ def test_a_structural_tag_leaves_all_else_free(grammars, tokenizer):
 
     assert fits("hello") and fits("so <f=1>12</f> and <f=1>3</f>.") and fits("")
     assert not fits("<f=1>abc</f>") and not fits("<f=2>1</f>") and not fits("<f=1>1")
+
+
+CALLS = {
+    "triggers": ["<tool_call>", "<f", "<g"],
+    "structures": [
+        {"begin": '<tool_call>\n{"name": "f", "arguments": ', "schema": {"type": "integer"}, "end": "}\n</tool_call>"},
+        {"begin": "<f><tool_call>", "schema": {"type": "boolean"}, "end": "</f>"},
+        {"begin": "<g>", "schema": {"type": "null"}, "end": "</g>"},
+    ],
+}
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["plain", "special"])
+def test_tokens_in_structural_tags_are_taken_as_tokens(tmp_path, special):
+    """Of structures whose trigger is a token (Qwen's), is a part of one, and is followed by one."""
+    backend = save_tokenizer(tmp_path)
+    marks = ["<tool_call>", "</tool_call>", "<g>"]
+    backend.add_tokens([AddedToken(mark, special=special, normalized=False) for mark in marks])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    grammars = Grammars(tmp_path, backend.get_vocab_size(), (EOS,))
+    plain = Tokenizer.from_str(backend.to_str())
+    plain.encode_special_tokens = special
+
+    def fits(text: str, encoded_by: Tokenizer = backend) -> bool:
+        matcher = grammars.compile(Grammar("structural_tag", json.dumps(CALLS)))
+        tokens = encoded_by.encode(text, add_special_tokens=False).ids
+        return matcher.validate_tokens([*tokens, EOS]) == len(tokens) + 1
+
+    call = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
+    assert len({backend.token_to_id(mark) for mark in marks} & set(backend.encode(call % 1 + "<g>").ids)) == 3
+    assert fits("") and fits("so") and fits(f"so {call % 12} and {call % -3}.") and fits(call % 1 + call % 2)
+    assert fits("<g>null</g>") and fits("a <f><tool_call>true</f>" + call % 7)
+    assert not fits(call % '"a"') and not fits("<tool_call>") and not fits("<g>") and not fits("<f><tool_call>1</f>")
+    assert not fits("<f>true</f>") and not fits(call.replace("</", "<f") % 1)
+    if special:  # a trigger that is spelt by other tokens is one, too
+        assert not fits("<tool_call>", plain) and not fits("<g>", plain) and not fits("<f>", plain)
 
 
 def test_compiled_grammars_are_kept_up_to_a_number_and_lent_as_copies(wide):

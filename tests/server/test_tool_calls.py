@@ -77,9 +77,14 @@ CALLS = (
 )
 
 
+def spelt(scores):
+    """Text of the tokens that log-probabilities are of."""
+    return bytes(byte for score in scores for byte in score.bytes).decode()
+
+
 def test_a_whole_answer(say):
     for choice in say(CALLS, tools=[tool()], n=2, logprobs=True).choices:
-        assert choice.finish_reason == "tool_calls" and len(choice.logprobs.content) == len(CALLS) + 1
+        assert choice.finish_reason == "tool_calls" and spelt(choice.logprobs.content) == "Well"
         assert (choice.message.content, choice.message.reasoning_content) == ("Well", "A.")
         assert choice.message.reasoning == "A."
         assert [(call.function.name, call.function.arguments) for call in choice.message.tool_calls] == [
@@ -103,7 +108,8 @@ def test_a_stream(say):
     assert chunks.pop().usage.completion_tokens == 2 * (len(CALLS) + 1)
     for index in range(2):
         mine = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
-        assert sum(len(choice.logprobs.content) for choice in mine if choice.logprobs) == len(CALLS) + 1
+        assert all(spelt(c.logprobs.content) == c.delta.content for c in mine if c.logprobs)
+        assert sum(len(choice.logprobs.content) for choice in mine if choice.logprobs) == len("Well")
         assert "".join(choice.delta.content or "" for choice in mine) == "Well"
         for name in ("reasoning_content", "reasoning"):
             assert "".join(getattr(choice.delta, name, "") for choice in mine) == "A."
@@ -116,6 +122,30 @@ def test_a_stream(say):
         assert [call.index for call in pieces] == sorted(call.index for call in pieces) and len(pieces) > 6
         for number, arguments in enumerate(('{"days": 1}', "{}")):
             assert "".join(call.function.arguments for call in pieces if call.index == number) == arguments
+
+
+MIXED = f"<think>\nA.\n</think>\n\nWéll \n{CALLS.partition('Well')[2]}\n Dône <tool_call>\n5</tool_call> "
+MIXED_CONTENT = "Wéll", "Dône <tool_call>\n5</tool_call> "
+
+
+def test_log_probabilities_are_of_the_content(say):
+    """Or of all tokens, where their ids are asked for."""
+    asked = {"tools": [tool()], "logprobs": True}
+    (choice,) = say(MIXED, **asked).choices
+    assert choice.message.content == "".join(MIXED_CONTENT) and len(choice.message.tool_calls) == 2
+    assert spelt(choice.logprobs.content) == "".join(MIXED_CONTENT) + "<eos>"
+    chunks = [chunk.choices[0] for chunk in say(MIXED, **asked, stream=True)]
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == "".join(MIXED_CONTENT)
+    told = [(spelt(chunk.logprobs.content), chunk.delta.content) for chunk in chunks if chunk.logprobs]
+    assert all(tokens.removesuffix("<eos>") == content for tokens, content in told)
+    assert "".join(tokens for tokens, _ in told) == "".join(MIXED_CONTENT) + "<eos>"
+    only_calls = say(CALLS.partition("Well")[2], **asked).choices[0]
+    assert only_calls.logprobs.content == [] and only_calls.message.content is None
+    (choice,) = say(MIXED, **asked, extra_body={"return_token_ids": True}).choices
+    assert len(choice.logprobs.content) == len(choice.token_ids) == len(MIXED.encode()) + 1
+    chunks = say(MIXED, **asked, stream=True, extra_body={"return_token_ids": True})
+    scores = [score for chunk in chunks if (one := chunk.choices[0]).logprobs for score in one.logprobs.content]
+    assert spelt(scores) == MIXED + "<eos>"
 
 
 @pytest.mark.parametrize("shown", [True, False])
@@ -301,17 +331,16 @@ FLAT = {"type": "function", "name": "f", "parameters": PARAMETERS}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_responses_log_probabilities_are_of_what_stands_behind_its_reasoning(live, stream):
-    """But for the mark between them, of which some may be counted to the content."""
-    live.engine.text = "<think>\nA.\n</think>\n\nWell"
+def test_a_responses_log_probabilities_are_of_its_messages(live, stream):
+    live.engine.text = MIXED
     with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
-        asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+        asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "tools": [FLAT]}
         answer = client.responses.create(model="base", input="hi", stream=stream, **asked)
         response = list(answer)[-1].response if stream else answer
-    reasoning, message = response.output
-    tokens = "".join(score.token for score in message.content[0].logprobs)
-    assert reasoning.content[0].text == "A." and message.content[0].text == "Well"
-    assert tokens.endswith("\n\nWell<eos>") and "A." not in tokens
+    first, second = (item for item in response.output if item.type == "message")
+    assert (first.content[0].text, second.content[0].text) == MIXED_CONTENT
+    assert spelt(first.content[0].logprobs) == MIXED_CONTENT[0]
+    assert spelt(second.content[0].logprobs) == MIXED_CONTENT[1] + "<eos>"
 
 
 @pytest.mark.parametrize("stream", [False, True])

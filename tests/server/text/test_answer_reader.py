@@ -29,9 +29,10 @@ TOOLS = {"f": {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}
 def message(text, pieces=None, tools=TOOLS, **options):
     reader = AnswerReader(tools=tools, **options)
     whole = Message()
-    for piece in [text] if pieces is None else pieces:
-        whole.add(reader.read(piece))
-    whole.add(reader.read("", final=True))
+    for piece, final in [*((piece, False) for piece in ([text] if pieces is None else pieces)), ("", True)]:
+        parts = reader.read(piece, final=final)
+        assert all(text.startswith(p.text, p.at) for p in parts if p.kind is PartKind.CONTENT)
+        whole.add(parts)
     for call in whole.calls:
         call.id = re.sub(r"[A-Za-z0-9]{9,}$", "", call.id)
     return whole, reader.calls
@@ -129,7 +130,10 @@ def test_parts_come_in_order_and_as_soon_as_they_are_certain():
     )
     assert begun == Part(PartKind.ARGUMENTS, '{"a": "x', 0)
     assert not reader.calls
-    assert reader.read('"}}</tool_call>Done') == [Part(PartKind.ARGUMENTS, '"}', 0), Part(PartKind.CONTENT, "Done")]
+    assert reader.read('"}}</tool_call>Done') == [
+        Part(PartKind.ARGUMENTS, '"}', 0),
+        Part(PartKind.CONTENT, "Done", at=66),
+    ]
     assert reader.calls and reader.read("", final=True) == []
 
 

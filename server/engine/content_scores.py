@@ -1,0 +1,51 @@
+"""Which of an answer's log-probabilities are of its content, where it has reasoning and calls, too."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from ...core.requests.types import TokenLogprobs
+from ..text.answer_reader import Part, PartKind
+
+
+class ContentScores:
+    """Gives each piece of content the log-probabilities of its tokens, once it is certain that it is content.
+
+    A token belongs to the first piece that any of its text is in. Tokens without text (parts of a character, the end of
+    the answer) belong to the piece where they are; at the end of the answer, to what it ends with.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[int, int, TokenLogprobs]] = deque()  # each with where its text begins and ends
+        self._ends_with = PartKind.CONTENT
+
+    def given(
+        self,
+        parts: Sequence[Part],
+        offsets: Sequence[int],
+        scores: Sequence[TokenLogprobs],
+        position: int,
+        *,
+        final: bool,
+    ) -> list[Part]:
+        """The parts with their scores. offsets, scores: of new tokens. position: where the text of the last of these
+        ends. final: no tokens follow.
+        """
+        self._waiting.extend(zip(offsets, (*offsets[1:], position), scores, strict=False))
+        scored = [self._with_scores(part) if part.kind is PartKind.CONTENT else part for part in parts]
+        if scored:
+            self._ends_with = scored[-1].kind
+        if final and self._waiting and self._ends_with is PartKind.CONTENT:
+            last = scored.pop() if scored else Part(PartKind.CONTENT, "")
+            scored.append(last._replace(scores=(*last.scores, *(score for _, _, score in self._waiting))))
+        return scored
+
+    def _with_scores(self, part: Part) -> Part:
+        """A piece of content with the scores of its tokens; what stands in front of it is none of content's."""
+        waiting, scores = self._waiting, []
+        while waiting and waiting[0][0] < part.at + len(part.text):
+            begin, end, score = waiting.popleft()
+            if end > part.at or begin >= part.at:
+                scores.append(score)
+        return part._replace(scores=tuple(scores))
