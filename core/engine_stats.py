@@ -6,14 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..graphs.runner import StepMode
 from ..memory.pages.pool import PageKind
 from .requests.types import StepInfo
-
-if TYPE_CHECKING:
-    from .engine import Engine
 
 STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Tokens of a step up to which it counts in each bucket but the last: vLLM's."""
@@ -145,8 +142,8 @@ _PATHS = {name: metric.of for name, metric in METRICS.items() if metric.of}
 _at_paths = attrgetter(*_PATHS.values())
 
 
-def stats_of(engine: Engine) -> EngineStats:
-    """The counts of an engine as they are now; made for each step."""
+def stats_of(engine: Any) -> EngineStats:
+    """The counts of an `Engine` as they are now; made for each step."""
     scheduler, merging, modes, events = engine.scheduler, engine.merging, engine.modes, engine.kv_events
     reads, count = engine.store.images.counts(), engine.pool.count
     stats = EngineStats(

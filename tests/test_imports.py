@@ -41,7 +41,7 @@ MAY_IMPORT = {
 #: Rooms of a package, each of which may import only those after it.
 ROOMS = {
     "core": (
-        "costs", "engine", "servable", "policies", "quarantine", "merging", "executors", "scheduling", "model",
+        "costs", "engine", "served_adapters", "servable", "policies", "quarantine", "merging", "executors", "scheduling", "model",
         "engine_stats", "requests", "cpus", "cold_start", "config",
     ),
     "memory": ("adapters", "transfers", "host", "files", "pages"),

@@ -40,16 +40,11 @@ class QueueRoom:
         A tenant's waiting requests must not outnumber the free places, so that new tenants find room. Changes
         nothing, so that any thread may look before it makes requests.
         """
-        most, waiting = self._most, len(queue) + count - 1  # when the last of them is queued
-        if most is None or waiting < most // 2:
+        waiting = len(queue) + count - 1  # when the last of them is queued
+        if self._most is None or waiting < self._most // 2:
             return
-        if waiting >= most:
-            text = f"{waiting} generations wait, the queue holds {most}"
-        elif account and (own := queue.count(account) + count - 1) >= most - waiting:
-            text = f"{own} of your generations wait, and the queue has room for {most - waiting} of all clients"
-        else:
-            return
-        raise Overloaded(f"{text}; try again later", self._seconds_to_drain(waiting / 4))
+        own = queue.count(account) + count - 1 if account else 0
+        check_bounds(waiting, own, self._most, lambda: self._seconds_to_drain(waiting / 4))
 
     def _seconds_to_drain(self, count: float) -> float:
         """Return how long `count` waiting requests take to start, by the recent rate; from 1 to 60 seconds."""
@@ -58,3 +53,17 @@ class QueueRoom:
             return 1.0
         rate = (len(ends) - 1) / max(1e-9, self._clock() - ends[0])
         return min(60.0, max(1.0, count / rate))
+
+
+def check_bounds(waiting: int, own: int, most: int, retry_after: Callable[[], float]) -> None:
+    """Raise Overloaded unless one more request may wait. own: of those that wait, the tenant's; 0 for no tenant.
+
+    retry_after: seconds to say, asked for if it is refused.
+    """
+    if waiting >= most:
+        text = f"{waiting} generations wait, the queue holds {most}"
+    elif waiting >= most // 2 and own >= most - waiting:
+        text = f"{own} of your generations wait, and the queue has room for {most - waiting} of all clients"
+    else:
+        return
+    raise Overloaded(f"{text}; try again later", retry_after())

@@ -20,7 +20,7 @@ from ...core.quarantine import register_directories
 from ...core.requests.record import to_record
 from ...core.requests.sampling_params import InvalidRequest
 from ...core.requests.types import FinishReason, RequestOutput
-from ...core.scheduling.overload import Overloaded
+from ...core.scheduling.overload import check_bounds
 from ...memory.adapters.versions import versioned
 from ...memory.files.error import AdapterFormatError, LoadFailure
 from ...memory.files.format import AdapterManifest, inspect_adapter
@@ -245,13 +245,8 @@ class ClusterWorker:
             return
         most = self._settings.max_waiting * self.dispatcher.num_replicas
         unstarted = self.dispatcher.ledger.unstarted
-        waiting = sum(unstarted.copy().values()) + count - 1
-        if waiting >= most:
-            raise Overloaded(f"{waiting} generations wait, the queues hold {most}; try again later", 1.0)
-        own = unstarted[tenant] + count - 1
-        if tenant and waiting >= most // 2 and own >= most - waiting:  # new tenants are to find room
-            text = f"{own} of your generations wait, and the queues have room for {most - waiting} of all clients"
-            raise Overloaded(f"{text}; try again later", 1.0)
+        own = unstarted[tenant] + count - 1 if tenant else 0
+        check_bounds(sum(unstarted.copy().values()) + count - 1, own, most, lambda: 1.0)
 
     def freeze(self, *, frozen: bool) -> Future[None]:
         return failed(

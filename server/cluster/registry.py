@@ -12,7 +12,7 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -226,14 +226,6 @@ async def serve(
         await registry.close()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The registry's process: it prints `ready` and ends by SIGTERM."""
-    parser = argparse.ArgumentParser(prog="chorus registry", description="Serve a cluster's registry of adapters.")
-    add_flags(parser)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    return run(parser.parse_args(argv))
-
-
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--file", type=Path, required=True, help="SQLite file, made where there is none")
     parser.add_argument("--first-write-seconds", type=float, default=FIRST_WRITE_SECONDS, help=argparse.SUPPRESS)
@@ -263,7 +255,3 @@ def run(given: argparse.Namespace) -> int:
         print(f"chorus registry: error: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -326,8 +326,9 @@ def begin(tmp_path):
 
     def run_process():
         command = [
-            sys.executable, "-m", "chorus.server.cluster.registry", "--file", str(tmp_path / "registry.db"), "--listen",
-            f"unix:{tmp_path / 'socket'}", "--secret-file", str(tmp_path / "secret"), "--first-write-seconds", "0",
+            sys.executable, "-m", "chorus.server", "cluster", "registry", "--file", str(tmp_path / "registry.db"),
+            "--listen", f"unix:{tmp_path / 'socket'}", "--secret-file", str(tmp_path / "secret"),
+            "--first-write-seconds", "0",
         ]  # fmt: skip
         with (tmp_path / "log").open("ab") as log:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
