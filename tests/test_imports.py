@@ -41,8 +41,8 @@ MAY_IMPORT = {
 #: Rooms of a package, each of which may import only those after it.
 ROOMS = {
     "core": (
-        "costs", "engine", "served_adapters", "servable", "policies", "quarantine", "merging", "executors", "scheduling", "model",
-        "engine_stats", "requests", "cpus", "cold_start", "config",
+        "costs", "engine", "served_adapters", "servable", "policies", "quarantine", "merging", "executors",
+        "scheduling", "model", "engine_stats", "requests", "cpus", "cold_start", "config",
     ),
     "memory": ("adapters", "transfers", "host", "files", "pages"),
     "server": (

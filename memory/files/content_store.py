@@ -50,7 +50,7 @@ class ContentStore:
 
     def draft(self) -> Draft:
         """An empty draft, for a `with` block. StoreFull."""
-        room = self._max_total_bytes - sum(_bytes_of(path) for path in self.directories())
+        room = self._max_total_bytes - sum(bytes_of(path) for path in self.directories())
         if room <= 0:
             raise StoreFull(f"adapters sent as bytes take all of the {self._max_total_bytes} bytes there are for them")
         return Draft(self, room)
@@ -155,7 +155,8 @@ def _sync(directory: Path) -> None:
         os.close(fd)
 
 
-def _bytes_of(directory: Path) -> int:
+def bytes_of(directory: Path) -> int:
+    """Bytes of a directory's files; 0 where there is none."""
     with suppress(FileNotFoundError):
         return sum(entry.stat().st_size for entry in os.scandir(directory))
     return 0

@@ -34,9 +34,9 @@ class Hosts:
         """True if no other machine can reach the server."""
         self._any = "*" in allowed if allowed is not None else wide and guarded
         self._any_address = wide and allowed is None
-        names = {_plain(name) for name in allowed or ()}
+        names = {plain(name) for name in allowed or ()}
         if allowed is None:
-            names |= {_plain(bound_to), _plain(socket.gethostname()) if wide else ""}
+            names |= {plain(bound_to), plain(socket.gethostname()) if wide else ""}
         self._suffixes = tuple(name[1:] for name in names if name.startswith("*."))
         self._names = {name for name in names if name and not name.startswith("*")}
 
@@ -63,8 +63,8 @@ class Hosts:
 
 def is_loopback(host: str) -> bool:
     """True if only this machine can reach a server that listens on `host`."""
-    address = parse_address(_plain(host))
-    return address.is_loopback if address is not None else _plain(host) == "localhost"
+    address = parse_address(plain(host))
+    return address.is_loopback if address is not None else plain(host) == "localhost"
 
 
 @lru_cache(1024)
@@ -79,7 +79,7 @@ def host_name(header: str | None) -> str | None:
         return None
     if not name or parts.path or parts.query or parts.fragment or parts.username is not None:
         return None
-    return _plain(name)
+    return plain(name)
 
 
 def is_same_origin(origin: str, host: str | None) -> bool:
@@ -91,5 +91,6 @@ def is_same_origin(origin: str, host: str | None) -> bool:
     return rest.lower().removesuffix(default) == host.lower().removesuffix(default)
 
 
-def _plain(name: str) -> str:
+def plain(name: str) -> str:
+    """A host's name or address as it is compared: in small letters, without brackets and a last dot."""
     return name.strip().strip("[]").rstrip(".").lower()

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from ..access.hosts import is_loopback
 from .wire import WireError
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class TcpSocket:
     tls: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.tls is None and not _is_loopback(self.host):
+        if self.tls is None and not is_loopback(self.host):
             raise AddressError(f"{self} is not loopback, where a cluster needs mutual TLS: give --tls DIR")
 
     def __str__(self) -> str:
@@ -199,13 +199,6 @@ def _end_with_peer(writer: asyncio.StreamWriter) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * UNREAD_SECONDS)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _no_password() -> str:

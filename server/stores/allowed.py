@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterable
 
 from ..access.addresses import Address, parse_address
+from ..access.hosts import plain
 from .errors import StoreAway, StoreRefused
 
 _ENTRY = re.compile(r"(?:(http|s3|gs)://)?([A-Za-z0-9*._-]+|\[[0-9A-Fa-f:.]+\])(?::([0-9]{1,5}))?")
@@ -30,7 +31,7 @@ class Allowed:
 
     def check_url(self, scheme: str, host: str, port: int | None) -> None:
         """Raises StoreRefused unless a request may go to this host by this scheme."""
-        host, port = _plain(host), port or _PORTS.get(scheme, 0)
+        host, port = plain(host), port or _PORTS.get(scheme, 0)
         names = [host]
         if parse_address(host) is None:
             labels = host.split(".")
@@ -75,7 +76,7 @@ class Allowed:
         found = _ENTRY.fullmatch(entry)
         if found is None:
             raise ValueError(f"{entry!r} is no host, bucket or network")
-        scheme, host, port = found[1] or "https", _plain(found[2]), found[3]
+        scheme, host, port = found[1] or "https", plain(found[2]), found[3]
         if scheme in ("s3", "gs"):
             self._buckets.add((scheme, found[2]))
             return
@@ -98,7 +99,3 @@ def _is_of_the_internet(address: Address) -> bool:
 
 
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
-
-
-def _plain(host: str) -> str:
-    return host.strip("[]").rstrip(".").lower()

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...memory.files.content_store import ContentStore, Draft
+from ...memory.files.content_store import ContentStore, Draft, bytes_of
 from .rules import Location
 
 
@@ -101,10 +101,3 @@ class Cache:
         with self._lock, (self.directory / "lock").open("wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
-
-
-def bytes_of(directory: Path) -> int:
-    """Bytes of a directory's files."""
-    with suppress(FileNotFoundError):
-        return sum(entry.stat().st_size for entry in os.scandir(directory))
-    return 0
