@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from functools import partial
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from ...core.requests.sampling_params import InvalidRequest
 from ...memory.adapters.adapter import Tier
@@ -24,10 +24,23 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 audit = logging.getLogger("chorus.audit")
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 MOST_OVERFLOWS = 3
 """Requests that may end for logits that are not finite before one has ended well; then the adapter is set aside."""
+
+
+def between_steps(
+    function: Callable[Concatenate[EngineAdapters, Engine, P], T],
+) -> Callable[Concatenate[EngineAdapters, P], Future[T]]:
+    """Have a method of the book get the engine, and run between two of its steps."""
+
+    @wraps(function)
+    def method(self: EngineAdapters, /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        return self.call(lambda engine: function(self, engine, *args, **kwargs))
+
+    return method
 
 
 class EngineAdapters:
@@ -36,22 +49,22 @@ class EngineAdapters:
     has_registry = False
 
     def __init__(self, call: Callable[[Callable[[Engine], Any]], Future[Any]]) -> None:
-        self._call = call
+        self.call = call
 
-    def listing(self) -> Future[AdapterListing]:
-        return self._call(
-            lambda engine: AdapterListing(
-                _states(engine, engine.store.names()),
-                list(engine.adapters.quarantine.values()),
-                engine.stats(),
-            )
+    @between_steps
+    def listing(self, engine: Engine) -> AdapterListing:
+        return AdapterListing(
+            _states(engine, engine.store.names()), list(engine.adapters.quarantine.values()), engine.stats()
         )
 
-    def state(self, name: str) -> Future[AdapterState]:
-        return self._call(lambda engine: _state(engine, name))
+    @between_steps
+    def state(self, engine: Engine, name: str) -> AdapterState:
+        return _state(engine, name)
 
+    @between_steps
     def put(
         self,
+        engine: Engine,
         name: str,
         manifest: AdapterManifest,
         image: HostImage | None,
@@ -59,57 +72,99 @@ class EngineAdapters:
         replace: bool,
         label: str | None = None,
         keep: int | None = 1,
-    ) -> Future[tuple[AdapterState, bool]]:
-        return self._call(partial(_put, name, manifest, image, replace, label, keep))
+    ) -> tuple[AdapterState, bool]:
+        store, replaced = engine.store, name in engine.store
+        if replaced and not replace:
+            raise FileExistsError(name)
+        if label and any(one.label == label for one in engine.adapters.versions_of(name)):
+            raise FileExistsError(versioned(name, label))
+        was_pinned = replaced and store.is_pinned(store.get(name))
+        store.register(name, manifest, image, label=label, keep=keep)
+        if was_pinned:
+            _pin_again(name, engine)
+        engine.adapters.quarantine.pop(name, None)
+        return _state(engine, name), replaced
 
-    def versions(self, name: str) -> Future[list[AdapterState]]:
-        return self._call(
-            lambda engine: _states(engine, [*([name] if name in engine.store else ()), *engine.store.kept(name)])
-        )
+    @between_steps
+    def versions(self, engine: Engine, name: str) -> list[AdapterState]:
+        return _states(engine, [*([name] if name in engine.store else ()), *engine.store.kept(name)])
 
-    def pause(self, name: str, *, paused: bool) -> Future[None]:
-        return self._call(partial(_pause, name, paused))
+    @between_steps
+    def pause(self, engine: Engine, name: str, *, paused: bool) -> None:
+        engine.store.get(name)
+        (engine.adapters.paused.add if paused else engine.adapters.paused.discard)(name)
 
-    def num_requests(self, name: str) -> Future[int]:
-        return self._call(
-            lambda engine: sum(one.requests - engine.store.is_pinned(one) for one in engine.adapters.versions_of(name))
-        )
+    @between_steps
+    def num_requests(self, engine: Engine, name: str) -> int:
+        return sum(one.requests - engine.store.is_pinned(one) for one in engine.adapters.versions_of(name))
 
-    def paths_in_use(self) -> Future[set[Path]]:
-        return self._call(lambda engine: {one.manifest.path for one in engine.store.versions()})
+    @between_steps
+    def paths_in_use(self, engine: Engine) -> set[Path]:
+        return {one.manifest.path for one in engine.store.versions()}
 
-    def count_from(self, number: int) -> Future[None]:
-        return self._call(lambda engine: engine.store.count_from(number))
+    @between_steps
+    def count_from(self, engine: Engine, number: int) -> None:
+        engine.store.count_from(number)
 
-    def remove(self, name: str, *, force: bool) -> Future[tuple[AdapterState, int]]:
-        return self._call(lambda engine: (_state(engine, name), engine.adapters.remove(name, force=force)))
+    @between_steps
+    def remove(self, engine: Engine, name: str, *, force: bool) -> tuple[AdapterState, int]:
+        return _state(engine, name), engine.adapters.remove(name, force=force)
 
-    def pin(self, name: str) -> Future[bool]:
-        return self._call(lambda engine: engine.adapters.pin(name))
+    @between_steps
+    def pin(self, engine: Engine, name: str) -> bool:
+        return engine.adapters.pin(name)
 
-    def unpin(self, name: str) -> Future[None]:
-        return self._call(lambda engine: engine.adapters.unpin(name))
+    @between_steps
+    def unpin(self, engine: Engine, name: str) -> None:
+        engine.adapters.unpin(name)
 
-    def unhashed(self) -> Future[list[AdapterState]]:
-        return self._call(_unhashed)
+    @between_steps
+    def unhashed(self, engine: Engine) -> list[AdapterState]:
+        return [one for one in _states(engine, engine.store.names()) if one.manifest.content_hash is None]
 
-    def quarantined(self) -> Future[list[Quarantined]]:
-        return self._call(lambda engine: list(engine.adapters.quarantine.values()))
+    @between_steps
+    def quarantined(self, engine: Engine) -> list[Quarantined]:
+        return list(engine.adapters.quarantine.values())
 
-    def note(self, name: str, version: int, manifest: AdapterManifest) -> Future[bool]:
-        return self._call(partial(_note, name, version, manifest))
+    @between_steps
+    def note(self, engine: Engine, name: str, version: int, manifest: AdapterManifest) -> bool:
+        if name not in engine.store or engine.store.get(name).version != version:
+            return False
+        engine.store.get(name).manifest = manifest
+        return True
 
-    def overflowing(self) -> Future[list[AdapterState]]:
-        return self._call(_overflowing)
+    @between_steps
+    def overflowing(self, engine: Engine) -> list[AdapterState]:
+        names, get = engine.store.names(), engine.store.get
+        return _states(engine, (name for name in names if (get(name).num_overflows or 0) >= MOST_OVERFLOWS))
 
-    def set_aside(self, one: Quarantined, version: int, *, in_use: bool) -> Future[bool]:
-        return self._call(partial(_set_aside, one, version, in_use))
+    @between_steps
+    def set_aside(self, engine: Engine, one: Quarantined, version: int, *, in_use: bool) -> bool:
+        store = engine.store
+        if one.name not in store or store.get(one.name).version != version:
+            return True
+        adapter = store.get(one.name)
+        tier = store.tier(adapter)
+        on_disk = tier in (Tier.DISK, Tier.FAILED)
+        if not in_use and (tier is Tier.LOADING or (adapter.requests and on_disk)):
+            return False
+        if on_disk or in_use:
+            store.unregister(one.name)
+            engine.adapters.quarantine[one.name] = one
+            audit.warning("adapter %s is not served any more: %s", one.name, one.reason)
+        return True
 
-    def keep_aside(self, one: Quarantined) -> Future[None]:
-        return self._call(partial(_keep_aside, one))
+    @between_steps
+    def keep_aside(self, engine: Engine, one: Quarantined) -> None:
+        if one.name in engine.adapters.quarantine:
+            engine.adapters.quarantine[one.name] = one
 
-    def release(self, name: str, manifest: AdapterManifest, image: HostImage | None) -> Future[bool]:
-        return self._call(partial(_release, name, manifest, image))
+    @between_steps
+    def release(self, engine: Engine, name: str, manifest: AdapterManifest, image: HostImage | None) -> bool:
+        if engine.adapters.quarantine.pop(name, None) is None or name in engine.store:
+            return False
+        engine.store.register(name, manifest, image)
+        return True
 
 
 def _state(engine: Engine, name: str) -> AdapterState:
@@ -127,33 +182,6 @@ def _states(engine: Engine, names: Iterable[str]) -> list[AdapterState]:
     return [_state(engine, name) for name in names]
 
 
-def _put(
-    name: str,
-    manifest: AdapterManifest,
-    image: HostImage | None,
-    replace: bool,
-    label: str | None,
-    keep: int | None,
-    engine: Engine,
-) -> tuple[AdapterState, bool]:
-    store, replaced = engine.store, name in engine.store
-    if replaced and not replace:
-        raise FileExistsError(name)
-    if label and any(one.label == label for one in engine.adapters.versions_of(name)):
-        raise FileExistsError(versioned(name, label))
-    was_pinned = replaced and store.is_pinned(store.get(name))
-    store.register(name, manifest, image, label=label, keep=keep)
-    if was_pinned:
-        _pin_again(name, engine)
-    engine.adapters.quarantine.pop(name, None)
-    return _state(engine, name), replaced
-
-
-def _pause(name: str, paused: bool, engine: Engine) -> None:
-    engine.store.get(name)
-    (engine.adapters.paused.add if paused else engine.adapters.paused.discard)(name)
-
-
 def _pin_again(name: str, engine: Engine) -> None:
     """Pin the new version of a pinned adapter, where there is room beside the old one that may still run."""
     try:
@@ -162,47 +190,3 @@ def _pin_again(name: str, engine: Engine) -> None:
         pinned, reason = False, str(error)
     if not pinned:
         log.warning("adapter %s was pinned, its new version is not: %s", name, reason)
-
-
-def _note(name: str, version: int, manifest: AdapterManifest, engine: Engine) -> bool:
-    if name not in engine.store or engine.store.get(name).version != version:
-        return False
-    engine.store.get(name).manifest = manifest
-    return True
-
-
-def _unhashed(engine: Engine) -> list[AdapterState]:
-    return [one for one in _states(engine, engine.store.names()) if one.manifest.content_hash is None]
-
-
-def _overflowing(engine: Engine) -> list[AdapterState]:
-    store = engine.store
-    return _states(engine, (name for name in store.names() if (store.get(name).num_overflows or 0) >= MOST_OVERFLOWS))
-
-
-def _set_aside(one: Quarantined, version: int, in_use: bool, engine: Engine) -> bool:
-    store = engine.store
-    if one.name not in store or store.get(one.name).version != version:
-        return True
-    adapter = store.get(one.name)
-    tier = store.tier(adapter)
-    on_disk = tier in (Tier.DISK, Tier.FAILED)
-    if not in_use and (tier is Tier.LOADING or (adapter.requests and on_disk)):
-        return False
-    if on_disk or in_use:
-        store.unregister(one.name)
-        engine.adapters.quarantine[one.name] = one
-        audit.warning("adapter %s is not served any more: %s", one.name, one.reason)
-    return True
-
-
-def _keep_aside(one: Quarantined, engine: Engine) -> None:
-    if one.name in engine.adapters.quarantine:
-        engine.adapters.quarantine[one.name] = one
-
-
-def _release(name: str, manifest: AdapterManifest, image: HostImage | None, engine: Engine) -> bool:
-    if engine.adapters.quarantine.pop(name, None) is None or name in engine.store:
-        return False
-    engine.store.register(name, manifest, image)
-    return True
