@@ -49,9 +49,11 @@ class AttentionBackend(Protocol):
 
     def ragged(self) -> Attention:
         """For steps of any rows: prefill chunks first, then rows of one token."""
+        ...
 
     def decode(self, bucket: int) -> Attention:
         """For exactly `bucket` rows of one token."""
+        ...
 
 
 class TorchBackend:

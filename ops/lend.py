@@ -44,6 +44,7 @@ class Lending(Protocol):
 
     def begin(self, segments: Segments, /) -> Lent | None:
         """Called before a step with segments that have adapters on their way; None where nothing is lent."""
+        ...
 
 
 def described(rows: AdapterRows) -> tuple[AdapterDescriptor, tuple[torch.Tensor, torch.Tensor]]:

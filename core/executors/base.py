@@ -71,27 +71,33 @@ class ShadowBackend(Protocol):
 
     def sizes(self, adapter: Adapter) -> list[int]:
         """Return the lengths of the runs of pages that an adapter's shadow takes."""
+        ...
 
     def wished_runs(self, adapter: Adapter) -> list[range] | None:
         """Return runs of `sizes` where an adapter's shadow is made sooner than elsewhere, because steps have been
         captured with these places in them; None if it does not matter.
         """
+        ...
 
     def begin(self, adapter: Adapter, runs: Sequence[range]) -> None:
         """Begin the shadow of an adapter that is complete in the arena, in runs of `sizes`; drop the present one."""
+        ...
 
     def advance(self, max_seconds: float) -> bool:
         """Do some of the work, for about `max_seconds` at most; True when plans may name the adapter as `merged`.
 
         Raises CannotMerge; the caller must then drop the shadow.
         """
+        ...
 
     @property
     def share_made(self) -> float:
         """Share of the shadow's weights that are made, 0 to 1."""
+        ...
 
     def drop(self) -> None:
         """Drop the shadow; its pages may then have another owner."""
+        ...
 
 
 class StartedStep(Protocol):
@@ -109,6 +115,7 @@ class StartedStep(Protocol):
 
         Raises what `Executor.execute` raises.
         """
+        ...
 
 
 class Executor(Protocol):
@@ -125,16 +132,19 @@ class Executor(Protocol):
     @property
     def shadow(self) -> ShadowBackend | None:
         """None where no adapter can be merged."""
+        ...
 
     @property
     def swaps(self) -> SwapBackend | None:
         """None where KV of preempted requests can't be kept."""
+        ...
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. Running the same plan again gives the same result: a step only writes its own KV slots.
 
         Raises ExecutorLost when no step can run any more.
         """
+        ...
 
     @property
     def start(self) -> Callable[[StepPlan], StartedStep] | None:
@@ -143,6 +153,7 @@ class Executor(Protocol):
         Before a decode step's result is asked for, the next one may be launched, with `sources` in its plan. All steps,
         and copies from and into the arena, do their work in the order in which they were launched.
         """
+        ...
 
     def close(self) -> None: ...
 
@@ -153,6 +164,7 @@ class Watchable(Protocol):
 
     def watch(self, on_lost: Callable[[ExecutorLost], None]) -> None:
         """Have `on_lost` called, from any thread, when that happens."""
+        ...
 
 
 @runtime_checkable

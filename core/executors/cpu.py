@@ -232,6 +232,7 @@ class Seat(Protocol):
     def num_pages(self) -> int: ...
     def pages(self, dtype: torch.dtype) -> torch.Tensor:
         """The rank's arena."""
+        ...
 
 
 def cpu_threads(config: EngineConfig) -> int:

@@ -76,15 +76,19 @@ class ModePrices(Protocol):
 
     def step_seconds(self, batch: Batch, merged: Adapter | None, context: float) -> float:
         """Return the time of a decode step of so many requests by adapter, each with `context` tokens of KV."""
+        ...
 
     def merge_seconds(self, adapter: Adapter) -> float:
         """Return the time between steps that making an adapter's merged weights takes."""
+        ...
 
     def observe(self, batch: Batch, merged: Adapter | None, context: float, seconds: float) -> None:
         """Record the time of a decode step."""
+        ...
 
     def observe_merge(self, adapter: Adapter, seconds: float) -> None:
         """Record the time of a merge; of one under way, extrapolated from the part made so far."""
+        ...
 
 
 class Work(NamedTuple):

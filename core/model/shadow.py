@@ -49,9 +49,11 @@ class MergeableModel(Protocol):
 
         Returns by how much the norm of a row grows, at most; infinity where a sum is not finite.
         """
+        ...
 
     def use_merged(self, layers: Sequence[LayerWeights] | None, /) -> None:
         """Set the layers that merged steps use; None: there are none."""
+        ...
 
 
 #: Places of a shadow's matrices: layer, group and run of pages of each.
@@ -64,16 +66,20 @@ class CapturedSteps(Protocol):
     @property
     def places(self) -> Sequence[Places]:
         """Places that steps have been captured with, the last used first."""
+        ...
 
     def use(self, places: Places, /) -> None:
         """Set the places of steps in merged mode."""
+        ...
 
     @property
     def num_left(self) -> int:
         """Number of steps yet to be captured with the places in use."""
+        ...
 
     def capture_next(self) -> None:
         """Capture one of these steps."""
+        ...
 
 
 class ShadowWeights:

@@ -17,17 +17,21 @@ class QueuePolicy(Protocol):
         """Record that a tenant's queue is no longer empty. waiting: the other waiting tenants. least: the lowest of
         their standings, None if there are none.
         """
+        ...
 
     def standing(self, account: str) -> float:
         """Return a tenant's sort key: the lowest comes next. While the tenant waits, only `charge` and `settle` change
         it.
         """
+        ...
 
     def charge(self, request: Request, length: int) -> None:
         """Charge a request that begins to run from `began_at` and is expected to end with `length` tokens computed.
 
         Sets `charged` to its cost.
         """
+        ...
 
     def settle(self, request: Request) -> None:
         """Replace the expected charge of a request that no longer runs by the cost of what it has computed."""
+        ...

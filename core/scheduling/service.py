@@ -96,9 +96,11 @@ class WaitingTenants(Protocol):
     @property
     def accounts(self) -> Mapping[str, object]:
         """Tenants with candidates, and these."""
+        ...
 
     def take_new_accounts(self) -> list[str]:
         """Return the tenants that have become waiting since the last call, in order of arrival."""
+        ...
 
 
 class Line:

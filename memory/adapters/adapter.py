@@ -101,14 +101,18 @@ class AdapterBackend(Protocol):
 
     def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
         """Check a directory and the headers of its files, which must really lie below `roots` if there are any."""
+        ...
 
     def layout(self, manifest: AdapterManifest) -> AdapterLayout: ...
 
     def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
         """Read the weights into `image`, publishing every layer; on a thread of its own."""
+        ...
 
     def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
         """Move an image, whole or still being read, into its pages; None when it already has been."""
+        ...
 
     def save(self, layout: AdapterLayout, pages: list[int]) -> HostImage | None:
         """Copy an adapter's pages to the host, whole when this returns; None when it can be read again at any time."""
+        ...

@@ -57,9 +57,11 @@ class RowsInFile(Protocol):
 
     def next(self, out: torch.Tensor) -> object | None:
         """Lay out the next group's rows in `out`, flat. None when done; else what is wrong, and the group is passed."""
+        ...
 
     def bytes(self, start: int, end: int) -> bytes:
         """Bytes of the file, of the group that was read last. LookupError when that was not read."""
+        ...
 
     def close(self) -> None: ...
 

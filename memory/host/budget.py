@@ -11,12 +11,15 @@ class Lodger(Protocol):
     @property
     def num_bytes(self) -> int:
         """Bytes in use."""
+        ...
 
     def can_spare(self, num_bytes: int) -> bool:
         """True if at least `num_bytes` may be dropped."""
+        ...
 
     def spare(self, num_bytes: int) -> None:
         """Drop the least recently used until `num_bytes` are freed, or no more may be dropped."""
+        ...
 
 
 class HostBudget:

@@ -23,6 +23,7 @@ class Buffers(Protocol):
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of any content, with memory of its own while it or a view of it lives."""
+        ...
 
 
 class HostBuffers:

@@ -25,6 +25,7 @@ class Reads(Protocol):
 
         group: of reads that may all hang at once, such as reads of one directory; empty: none.
         """
+        ...
 
     def is_full(self, group: str) -> bool:
         """True if so many reads of a group hang that no more of it may begin."""

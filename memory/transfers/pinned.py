@@ -111,9 +111,11 @@ class PinnedMemory(Protocol):
 
     def allocate(self, num_bytes: int) -> Any:
         """A buffer that lasts as long as it is referenced. MemoryError when there is no more."""
+        ...
 
     def trim(self) -> None:
         """Give buffers that are no longer referenced back."""
+        ...
 
 
 @dataclass(slots=True)

@@ -22,15 +22,19 @@ class SwapBackend(Protocol):
     @property
     def page_seconds(self) -> float:
         """Seconds to copy a page out and back, as measured before anything was swapped."""
+        ...
 
     def copy_out(self, pages: Sequence[int]) -> tuple[Any, Transfer | None]:
         """Begin to copy pages to host memory; the image, and None in place of its transfer once it is whole."""
+        ...
 
     def copy_in(self, image: Any, skip: int, pages: Sequence[int]) -> Transfer | None:
         """Begin to copy an image, without its first `skip` pages, into pages; None once they hold it."""
+        ...
 
     def wait(self, timeout: float) -> None:
         """Let time go by until a copy may have ended, at most `timeout` seconds."""
+        ...
 
 
 @dataclass(slots=True, eq=False)

@@ -22,21 +22,27 @@ class Transfer(Protocol):
     @property
     def address(self) -> int:
         """Address of an int32 that counts the layers that are there, for native code to watch; 0: there is none."""
+        ...
 
     def wait_layer(self, layer: int, timeout: float) -> bool:
         """Make what is computed from now on see `layer`, waiting at most `timeout` seconds; False when it can't."""
+        ...
 
     def is_done(self) -> bool:
         """True if every layer is in its pages."""
+        ...
 
     def has_failed(self) -> bool:
         """True if the rest will never come."""
+        ...
 
     def cancel(self) -> None:
         """Begin nothing more; the pages are others' once `is_quiet`."""
+        ...
 
     def is_quiet(self) -> bool:
         """True if no copy is running and none will be begun."""
+        ...
 
 
 class CopyEngine(Protocol):
@@ -49,21 +55,26 @@ class CopyEngine(Protocol):
         reads it copies each layer as it comes. Copies begin after whatever compute was launched so far: it may still
         use the pages for their former owner. ValueError for an image or pages that don't fit.
         """
+        ...
 
     def copy_out(self, pages: Sequence[int], image: torch.Tensor) -> None:
         """Copy whole pages to the host, complete when this returns. image: `[len(pages), page_elems]`."""
+        ...
 
     def copy_pages(self, image: torch.Tensor, pages: Sequence[int], *, to_device: bool) -> Transfer:
         """Begin to move whole pages, such as a swapped-out request's KV, into the arena or out of it.
 
         image: `[len(pages), page_elems]` on the host. Copies begin after whatever compute was launched so far.
         """
+        ...
 
     def advance(self) -> None:
         """Begin the copies that can begin, and let go of transfers that ended; to be called once a step."""
+        ...
 
     def close(self) -> None:
         """End every transfer and wait until no copy is running. The arena may be freed after that."""
+        ...
 
 
 def check_pages(pages: Sequence[int], wanted: int, num_pages: int) -> None:

@@ -27,6 +27,7 @@ class LinkEvents(Protocol):
     def on_frame(self, link: Link, frame: Frame) -> None: ...
     def on_down(self, link: Link, *, stuck: bool) -> None:
         """The connection has ended, and with it what the replica ran for this front. stuck: it did not say anything."""
+        ...
 
 
 class Link:

@@ -47,9 +47,11 @@ class Launcher(Protocol):
     def threads(self, count: int) -> int: ...
     def replica(self, index: int, settings: str) -> Kept:
         """A replica that is not yet started, and that will tell its address to the cluster's directory."""
+        ...
 
     def close(self) -> None:
         """Called when all replicas have ended."""
+        ...
 
 
 class LocalLauncher:

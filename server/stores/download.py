@@ -37,6 +37,7 @@ class Store(Protocol):
 
     def read(self, name: str) -> Iterable[bytes]:
         """The bytes of the file `name`, or of the location itself for an empty name. Raises StoreError."""
+        ...
 
 
 def missing_package(location: Location) -> str | None:

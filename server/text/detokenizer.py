@@ -27,9 +27,11 @@ class Decoder(Protocol):
 
     def push(self, token_id: int) -> str:
         """Takes the next token and returns the text that is now certain."""
+        ...
 
     def finish(self) -> str:
         """The text held back, once no token follows."""
+        ...
 
 
 class ByteDetokenizer:

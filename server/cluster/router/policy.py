@@ -13,3 +13,4 @@ class Policy(Protocol):
 
     def __call__(self, request: Routed, replicas: Replicas) -> int | None:
         """Index of the replica; None when the request had better wait at the router, first come first served."""
+        ...
