@@ -75,7 +75,7 @@ class KvEvents:
 
     # --- the publisher's thread ---
 
-    def take(self) -> tuple[list[Stored | int], bool]:
+    def drain(self) -> tuple[list[Stored | int], bool]:
         """All events so far, a page for a block that was forgotten; and whether further ones were lost behind them."""
         lost = (
             self._is_losing

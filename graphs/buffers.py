@@ -155,7 +155,7 @@ class DeviceDecodeBuffers:
         event.record()
         return self.views[bucket]
 
-    def take(self, bucket: int, tokens: torch.Tensor) -> None:
+    def gather_tokens(self, bucket: int, tokens: torch.Tensor) -> None:
         """Have each row take the token at the place in `tokens` that its token id says, padding that at 0, in the
         device's turn.
         """

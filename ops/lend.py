@@ -81,7 +81,7 @@ class LentTables:
     def address(self) -> int:
         return ctypes.addressof(self._descriptor)
 
-    def settle(self) -> None:
+    def note_lent(self) -> None:
         """Note how many layers were lent, after the step."""
         self._lent.layers = list(self._layers)
 

@@ -238,7 +238,7 @@ class NativeDecoder:
         step.lent = None if lent is None else lent.address
         self._library.chorus_decoder_forward(self._handle, ctypes.addressof(step))
         if lent is not None:
-            lent.settle()
+            lent.note_lent()
         if step.segment_ready:
             late = self._segments[1][-1]
             segments.late = [index for index in range(step.segments) if late[index]]

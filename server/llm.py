@@ -255,7 +255,7 @@ class _Batch:
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             del self._open[output.request_id]
             raise GenerationFailed(f"prompt {choice.index}: {output.error or 'the engine ended this request'}")
-        choice.take(output)
+        choice.add_output(output)
         if choice.finish_reason is not None:
             del self._open[output.request_id]
             if output.finish_reason is None:  # a stop text, which the engine does not look for

@@ -157,7 +157,7 @@ class CudaSteps:
         """
         self._fill(bucket, rows, sources)
         if sources is not None:
-            self._buffers.take(bucket, self._tokens)
+            self._buffers.gather_tokens(bucket, self._tokens)
         mode, launches, captured, graphs = StepMode.BASE, None, None, self.graphs
         if merged is not None:
             graphs, captured = self.merged_graphs, self.mixture_lora[bucket]

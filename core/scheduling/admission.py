@@ -67,13 +67,13 @@ class Admission:
                     yield group.head
         yield from self._waiting
 
-    def settle(self) -> None:
+    def release_held(self) -> None:
         """Release requests held for a shared prefill that is done, and forget late adapters that have been read.
 
         Needed only while a request waits or an adapter is late.
         """
         if self._prefills:
-            self._prefills.settle()
+            self._prefills.release_followers()
         if self.late:
             self.late = {adapter for adapter in self.late if adapter.requests and not is_read(self._store, adapter)}
 
@@ -123,7 +123,7 @@ class Admission:
             count = request.num_tokens - kept
             if count > draft.budget and not self._limits.chunked_prefill:
                 return
-            if self._prefills.wait(request, kept):
+            if self._prefills.hold_back(request, kept):
                 draft.order.go_on()
             else:
                 yield request, blocks, min(count, draft.budget)
@@ -189,7 +189,7 @@ class Admission:
         if may_begin and (paused := draft.paused(account)) is not None:
             return [paused]
         if victims := self._beyond_shares(request, draft):
-            self._pages.take(request, victims, draft.now)
+            self._pages.record_victims(request, victims, draft.now)
             return victims
         is_late = may_begin and account not in draft.running.accounts and draft.order.is_late()
         return [victim] if is_late and (victim := draft.last()) is not None else []
@@ -292,7 +292,7 @@ class SharedPrefills:
     _leaders: dict[object, Request] = field(default_factory=dict)
     _followers: dict[Request, list[Request]] = field(default_factory=dict)
 
-    def wait(self, request: Request, num_tokens: int) -> bool:
+    def hold_back(self, request: Request, num_tokens: int) -> bool:
         """Hold a request back if another is computing its prompt; the KV of `num_tokens` of it is there already."""
         if not self._leaders or self._shareable(request) <= num_tokens:
             return False
@@ -308,7 +308,7 @@ class SharedPrefills:
         if request.caching and self._leads(request):
             self._leaders.setdefault(self._key(request), request)
 
-    def settle(self) -> None:
+    def release_followers(self) -> None:
         """Release a leader's followers once it has computed the prompt, or never will."""
         for key, leader in list(self._leaders.items()):
             if not self._leads(leader):

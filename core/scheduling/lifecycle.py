@@ -74,7 +74,7 @@ class Lifecycle:
         queue.
         """
         self._running.remove(request)
-        if not self.memory.save(request):
+        if not self.memory.swap_out(request):
             request.prompt_logprobs.clear()
         self._release(request)
         request.state = state
@@ -108,7 +108,7 @@ class Lifecycle:
     def charge(self, request: Request) -> None:
         """Charge the tenant of a request that begins, for its expected length, and for a turn."""
         self.policy.charge(request, self.lengths.final_length(request) - 1)
-        self.turns.take(request.account, *self._now())
+        self.turns.record_turn(request.account, *self._now())
 
     def restart_turns(self) -> Turns:
         """Return the turns of the waiting tenants, from the first on."""
@@ -120,7 +120,7 @@ class Lifecycle:
         if not self._waiting.has(account):
             now = self._now()
             self.policy.arrive(account, self._waiting.accounts, self.turns.least(*now))
-            self.turns.take(account, *now)
+            self.turns.record_turn(account, *now)
 
     def _release(self, request: Request) -> None:
         """Free all that a request which has left the running ones holds, and charge its tenant for what it computed."""

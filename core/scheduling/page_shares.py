@@ -83,7 +83,7 @@ class PageShares:
                 return victims
         return []
 
-    def take(self, request: Request, victims: Sequence[Request], now: float) -> None:
+    def record_victims(self, request: Request, victims: Sequence[Request], now: float) -> None:
         """Record that `victims` are preempted for a request."""
         costs, pages = self._costs, sum(victim.room for victim in victims) // self._memory.block_tokens
         seconds = pages * (costs.swapped_page if self._memory.may_swap() else costs.prefix_page)

@@ -111,7 +111,7 @@ class RequestMemory:
             return cached
         return max(cached, image.num_tokens)
 
-    def save(self, request: Request) -> bool:
+    def swap_out(self, request: Request) -> bool:
         """Begin to copy the KV of a request that is about to be released to host memory; False if it is given up.
 
         Blocks that others use stay where they are, and are looked for in the prefix cache when the request comes back.
@@ -127,16 +127,16 @@ class RequestMemory:
             while first < request.num_known_blocks and self._pool.references(pages[first]) > 1 + leaving[pages[first]]:
                 first += 1
         try:
-            request.kv_image = self.swapped.save(request.block_table, range(first, last), num_tokens)
+            request.kv_image = self.swapped.swap_out(request.block_table, range(first, last), num_tokens)
         except ExecutorLost:
             raise
         except Exception:
             logger.exception("the KV of request %s could not be copied to host memory", request.id)
         return request.kv_image is not None
 
-    def settle(self) -> list[Request]:
+    def finish_copies(self) -> list[Request]:
         """Complete finished copies; return the requests with lost KV, which the caller sends back to the queue."""
-        done, failed = self.swapped.settle()
+        done, failed = self.swapped.finish_copies()
         lost = []
         for request in list(self.arriving):
             if request.coming in done:

@@ -127,7 +127,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None when nothing can run. Its rows' block tables already cover their new tokens."""
-        self._settle()
+        self._finish_ended()
         candidates = self._candidates()
         all_decode = candidates is self.running and self._grow_decodes()
         if all_decode and not self.waiting:
@@ -180,7 +180,7 @@ class Scheduler:
         ):  # fmt: skip
             return None
         if self._store.loads.under_way:
-            self._settle_loads()
+            self._finish_loads()
         staying = [request for request in running if request.num_computed_tokens + 2 < request.max_length]
         if not staying or ((self.waiting or self._admission.late) and not self._keep_waiting(running, staying)):
             return None
@@ -191,7 +191,7 @@ class Scheduler:
 
     def _keep_waiting(self, running: Running, staying: Sequence[Request]) -> bool:
         """True if no waiting request could join the next step; then read and load adapters ahead for the queue."""
-        self._admission.settle()
+        self._admission.release_held()
         self._fail_hopeless()
         if self.waiting and len(staying) < len(running):  # their successors should not wait a step more
             return False
@@ -286,17 +286,17 @@ class Scheduler:
 
     # -- choosing
 
-    def _settle(self) -> None:
+    def _finish_ended(self) -> None:
         """Apply what has ended since the last step: copies, loads, and shared prefills."""
         if self._memory.swapped.copies:
-            for request in self._memory.settle():  # its KV is lost and must be recomputed
+            for request in self._memory.finish_copies():  # its KV is lost and must be recomputed
                 self.lifecycle.send_back(request, RequestState.SWAPPED)
         if self._loading or self._store.loads.under_way:
-            self._settle_loads()
+            self._finish_loads()
         if self.waiting or self._admission.late:
-            self._admission.settle()
+            self._admission.release_held()
 
-    def _settle_loads(self) -> None:
+    def _finish_loads(self) -> None:
         """End requests of adapters that failed to load; mark requests of adapters now complete as running."""
         for adapter, error in self._store.poll():
             for request in [request for request in self.running if request.adapter is adapter]:

@@ -167,7 +167,7 @@ class Turns:
         self.is_late = False
         """True if the tenant that `top` returned last is overdue."""
 
-    def take(self, account: str, now: float, step: int) -> None:
+    def record_turn(self, account: str, now: float, step: int) -> None:
         """Record that a tenant has a turn, or begins to wait for one."""
         self._since.put(account, (next(self._count), now, step))
         waiting = self._waiting.accounts

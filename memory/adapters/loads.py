@@ -86,7 +86,7 @@ class AdapterLoads:
         """Keep an image made elsewhere, in place of the present one."""
         self._images.put(adapter, self._size(adapter), image, may_drop=lambda: _may_drop(adapter))
 
-    def save(self, adapter: Adapter) -> None:
+    def make_image(self, adapter: Adapter) -> None:
         """Make an image of a resident adapter; without one it will be read again, if it can be. Raises ExecutorLost."""
         if self._images.is_ready(adapter) and self._images.error(adapter) is None:
             return
@@ -164,7 +164,7 @@ class AdapterLoads:
             self.under_way[adapter.transfer] = _Load(adapter, image, start)
         return is_streamed
 
-    def settle(self) -> list[tuple[Adapter, BaseException | None]]:
+    def finish_ended(self) -> list[tuple[Adapter, BaseException | None]]:
         """Complete finished loads, and free the pages of cancelled ones once nothing writes to them.
 
         Return the loaded adapters, with None, and the failed ones, with their error; the caller must evict the failed

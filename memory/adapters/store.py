@@ -204,7 +204,7 @@ class AdapterStore:
         if not self.loads.under_way:
             return failed
         self.images.watch()
-        for adapter, error in self.loads.settle():
+        for adapter, error in self.loads.finish_ended():
             if error is None:
                 self._offer(adapter)
                 continue
@@ -302,7 +302,7 @@ class AdapterStore:
         self.on_leaving(adapter, False)
         self._withdraw(adapter)
         if adapter.requests and adapter.transfer is None:
-            self.loads.save(adapter)
+            self.loads.make_image(adapter)
         pages, adapter.pages = adapter.pages, []
         del self._resident[adapter]
         if adapter.transfer is None:

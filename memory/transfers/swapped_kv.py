@@ -99,7 +99,7 @@ class SwappedKv:
         """Count of the copies that hold a page until they end."""
         return Counter(page for copy in self.copies if copy.table is not None for page in copy.table.pages)
 
-    def save(self, table: BlockTable, blocks: range, num_tokens: int) -> KvImage | None:
+    def swap_out(self, table: BlockTable, blocks: range, num_tokens: int) -> KvImage | None:
         """Begin to copy blocks of a table that is about to be freed; None where there is no room, or no way.
 
         If the copy takes its time the pages become its own, and the table is empty. Raises what the backend raises;
@@ -155,7 +155,7 @@ class SwappedKv:
                 copy.transfer.cancel()
         self._clear(image)
 
-    def settle(self) -> tuple[list[Transfer], list[Transfer]]:
+    def finish_copies(self) -> tuple[list[Transfer], list[Transfer]]:
         """Complete ended copies; return the transfers of finished and of failed copies back.
 
         The caller must `cancel` the failed ones.

@@ -237,7 +237,7 @@ class Dispatcher:
             self.placer.place_waiting()
 
     def _on_taken(self, request_id: str, life: int) -> None:
-        if self.ledger.take(request_id, life) is not None:
+        if self.ledger.note_accepted(request_id, life) is not None:
             self._accept(request_id)
 
     def _on_refused(self, link: Link, request_id: str, life: int, reason: str, text: str) -> None:

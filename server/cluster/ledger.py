@@ -125,7 +125,7 @@ class Ledger:
             request.kind = kind
         return request.life
 
-    def take(self, request_id: str, life: int) -> OpenRequest | None:
+    def note_accepted(self, request_id: str, life: int) -> OpenRequest | None:
         """Note that the replica has accepted a request; None if the row is stale."""
         request = self._current(request_id, life)
         if request is not None:

@@ -97,7 +97,7 @@ class Choice:
         self._stream = text_stream
         self._prompt_only = prompt_only
 
-    def take(self, output: RequestOutput) -> Delta:
+    def add_output(self, output: RequestOutput) -> Delta:
         """Adds the engine's output; what follows a stop string is dropped."""
         if self.num_cached_tokens is None:
             self.num_cached_tokens = output.num_cached_tokens
@@ -280,7 +280,7 @@ class Generation:
             yield self._take(output, came)
 
     def _take(self, output: RequestOutput, came: float) -> Delta:
-        delta = self._by_request[output.request_id].take(output)
+        delta = self._by_request[output.request_id].add_output(output)
         self._observe_tokens(delta, came)
         if (by := delta.finish_reason) is not None:
             if output.finish_reason is None:  # a stop string, which the engine does not look for

@@ -177,7 +177,7 @@ class KvPublisher:
                 return
 
     def _turn(self) -> None:
-        recorded, lost = self._events.take()
+        recorded, lost = self._events.drain()
         events = self._batches.events(recorded)
         for first in range(0, len(events), MAX_BATCH):
             self._publish(events[first : first + MAX_BATCH])

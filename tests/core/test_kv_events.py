@@ -23,7 +23,7 @@ class Mirror:
         self.blocks = {}
 
     def follow(self):
-        events, lost = self.events.take()
+        events, lost = self.events.drain()
         for event in events:
             if isinstance(event, Stored):
                 before = () if event.parent is None else self.blocks[event.parent][1]
@@ -77,12 +77,12 @@ def test_a_publisher_that_lags_is_told_of_the_loss_and_the_engine_never_waits(gq
     engine = driver.engine
     events = engine.prefix.listener = engine.kv_events = KvEvents(engine.store, most=3)
     driver.run("a", None, PROMPT, max_tokens=2)
-    first, lost = events.take()
+    first, lost = events.drain()
     assert len(first) == 3 and lost
     assert [event.parent for event in first] == [None, *(event.page for event in first[:-1])], "a gapless beginning"
     dropped = engine.stats().num_dropped_kv_events
     assert dropped > 0 and engine.stats().num_kv_events == 3
-    assert events.take() == ([], False)
+    assert events.drain() == ([], False)
     driver.run("b", "r2-qv", PROMPT, max_tokens=2)
-    again, lost = events.take()
+    again, lost = events.drain()
     assert len(again) == 3 and lost and again[0].adapter == "r2-qv", "it is recorded anew once all was taken"

@@ -117,7 +117,7 @@ def test_an_account_that_has_waited_too_long_has_a_turn_whatever_it_was_given():
         policy.charge(request_of(account), cost)
     turns = turns_of(queue, policy)
     for account, since in (("c", 93.0), ("b", 94.0), ("a", 100.0)):
-        turns.take(account, since, 7)
+        turns.record_turn(account, since, 7)
     turns.restart(104.5, 7)
     candidates = QueueOrder(queue, turns, FakeStore(), 0.0)
     found = []
@@ -126,7 +126,7 @@ def test_an_account_that_has_waited_too_long_has_a_turn_whatever_it_was_given():
         assert candidates.is_late() == (len(found) <= 2)
         queue.remove(request)
         candidates.go_on()
-        turns.take(request.account, 104.5, 7)
+        turns.record_turn(request.account, 104.5, 7)
     assert found == [4, 2, 0, 1, 3, 5], "one turn each, who has waited longest first"
 
 
@@ -145,7 +145,7 @@ def test_turns_are_awaited_for_so_many_seconds_or_steps(seconds, steps):
     assert late(100.0 + 0.99 * seconds, 7 + steps - bool(steps)) == []
     assert late(100.0 + seconds, 7 + steps) == ["a", "b"]
     assert late(100.0 + seconds, 7 + steps) == ["a", "b"], "who was passed over is looked at again"
-    turns.take("a", 100.0 + seconds, 7 + steps)
+    turns.record_turn("a", 100.0 + seconds, 7 + steps)
     assert late(100.0 + seconds, 7 + steps) == ["b"]
 
 
@@ -199,7 +199,7 @@ def test_turns_forget_accounts_that_wait_no_more():
     for index in range(2_000):
         request = request_of(str(index))
         queue.append(request)
-        turns.take(str(index), 100.0 + index, index)
+        turns.record_turn(str(index), 100.0 + index, index)
         turns.restart(100.0 + index, index)
         assert turns.top()
         turns.pass_over()
@@ -431,7 +431,7 @@ def test_only_those_who_can_run_are_looked_at_and_the_order_is_the_same(data):
             policy.charge(request_of(account), cost)
         turns = turns_of(queue, policy)
         for account, then in sorted(since.items(), key=lambda each: each[1]):
-            turns.take(account, then, 7)
+            turns.record_turn(account, then, 7)
         turns.restart(103.0, 7)
         found = []
         with pytest.MonkeyPatch.context() as patch:
@@ -447,7 +447,7 @@ def test_only_those_who_can_run_are_looked_at_and_the_order_is_the_same(data):
             queue.remove(request)
             candidates.go_on()
             policy.charge(request, 10)
-            turns.take(request.account, 103.0, 7)
+            turns.record_turn(request.account, 103.0, 7)
         return found
 
     assert considered(1) == considered(99)

@@ -75,10 +75,10 @@ class Setup:
 
     def save(self, num_pages=3, *, whole=True):
         table = self.table(num_pages)
-        image = self.swapped.save(table, range(num_pages), 4 * num_pages - 1)
+        image = self.swapped.swap_out(table, range(num_pages), 4 * num_pages - 1)
         if whole and self.backend.copies:
             self.backend.copies[-1].end()
-            self.swapped.settle()
+            self.swapped.finish_copies()
         table.free()
         return image
 
@@ -95,10 +95,10 @@ def it():
 def test_pages_are_free_once_they_have_been_copied(it):
     image = it.save(whole=False)
     assert (it.num_kv, it.swapped.frees_pages, image.is_whole) == (3, True, False)
-    assert it.swapped.settle() == ([], [])
+    assert it.swapped.finish_copies() == ([], [])
     it.pool.check_integrity(it.swapped.holders())
     it.backend.copies[0].end()
-    assert it.swapped.settle() == ([], [])
+    assert it.swapped.finish_copies() == ([], [])
     assert (it.num_kv, it.swapped.frees_pages, image.is_whole) == (0, False, True)
     assert it.images.budget.num_bytes == it.swapped.num_bytes == 30
 
@@ -106,7 +106,7 @@ def test_pages_are_free_once_they_have_been_copied(it):
 def test_a_copy_that_is_complete_at_once_leaves_the_pages_to_the_table(it):
     it.backend.at_once = True
     table = it.table(2)
-    image = it.swapped.save(table, range(2), 7)
+    image = it.swapped.swap_out(table, range(2), 7)
     assert image.is_whole
     assert len(table.pages) == it.num_kv == 2
     assert it.swapped.restore(image, table.pages, 0) is None
@@ -118,7 +118,7 @@ def test_a_copy_back_ends_in_the_pages_of_the_request(it):
     transfer = it.swapped.restore(image, table.pages, 0)
     assert not it.swapped.can_spare(1), "it is being copied"
     it.backend.copies[-1].end()
-    assert it.swapped.settle() == ([transfer], [])
+    assert it.swapped.finish_copies() == ([transfer], [])
     assert (len(it.swapped), it.swapped.num_bytes, it.num_kv) == (0, 0, 3)
     assert (it.swapped.num_bytes_out, it.swapped.num_bytes_in) == (30, 30)
 
@@ -129,16 +129,16 @@ def test_a_cancelled_copy_back_keeps_its_pages_and_its_image_until_it_is_quiet(i
     it.swapped.cancel(image, table)
     assert (table.pages, it.num_kv) == ([], 3)
     assert not it.swapped.can_spare(1)
-    it.swapped.settle()
+    it.swapped.finish_copies()
     assert it.num_kv == 3
     it.backend.copies[-1].end()
-    it.swapped.settle()
+    it.swapped.finish_copies()
     assert (it.num_kv, len(it.swapped)) == (0, 1)
     assert it.swapped.can_spare(30)
     table = it.table(3)
     it.swapped.restore(image, table.pages, 0)
     it.backend.copies[-1].end()
-    it.swapped.settle()
+    it.swapped.finish_copies()
     assert len(it.swapped) == 0
 
 
@@ -146,18 +146,18 @@ def test_a_copy_back_that_fails_is_told_until_it_is_cancelled(it):
     image, table = it.save(), it.table(3)
     transfer = it.swapped.restore(image, table.pages, 0)
     it.backend.copies[-1].end(well=False)
-    assert it.swapped.settle() == it.swapped.settle() == ([], [transfer])
+    assert it.swapped.finish_copies() == it.swapped.finish_copies() == ([], [transfer])
     it.swapped.drop(image)
     assert it.swapped.num_bytes == 30, "nobody knows yet what was copied"
     it.swapped.cancel(image, table)
-    assert it.swapped.settle() == ([], [])
+    assert it.swapped.finish_copies() == ([], [])
     assert (it.num_kv, it.swapped.num_bytes, it.swapped.num_dropped) == (0, 0, 1)
 
 
 def test_a_copy_out_that_fails_loses_the_image_alone(it):
     image = it.save(whole=False)
     it.backend.copies[0].end(well=False)
-    it.swapped.settle()
+    it.swapped.finish_copies()
     assert image.is_dropped
     assert (it.num_kv, it.swapped.num_bytes, it.swapped.num_dropped) == (0, 0, 1)
 
@@ -165,11 +165,11 @@ def test_a_copy_out_that_fails_loses_the_image_alone(it):
 def test_an_image_that_nobody_wants_any_more_holds_its_memory_until_its_copy_ends(it):
     image = it.save(whole=False)
     it.swapped.forget(image)
-    it.swapped.settle()
+    it.swapped.finish_copies()
     assert (it.num_kv, it.swapped.num_bytes) == (3, 30)
     it.swapped.check_integrity([])
     it.backend.copies[0].end()
-    it.swapped.settle()
+    it.swapped.finish_copies()
     assert (it.num_kv, it.swapped.num_bytes, it.swapped.num_dropped) == (0, 0, 0)
 
 
@@ -181,7 +181,7 @@ def test_no_host_memory_is_no_swap(it):
     with pytest.raises(MemoryError):
         it.save(1)
     assert (it.swapped.num_bytes, len(it.swapped), it.swapped.num_out) == (50, 1, 1)
-    assert SwappedKv(None, it.images.budget, PAGE_BYTES).save(it.table(1), range(1), 4) is None
+    assert SwappedKv(None, it.images.budget, PAGE_BYTES).swap_out(it.table(1), range(1), 4) is None
 
 
 def test_swapped_kv_takes_the_place_of_idle_adapters_only(it):

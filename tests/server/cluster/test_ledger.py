@@ -35,7 +35,7 @@ def test_rows_of_an_earlier_life_are_dropped():
     assert len({first, second, third}) == 3
     for life in (first, second):
         assert ledger.receive("a", life, [101], last=True) is None
-        assert ledger.take("a", life) is None and ledger.give_back("a", life) is None
+        assert ledger.note_accepted("a", life) is None and ledger.give_back("a", life) is None
     assert ledger.receive("a", third, [101], last=False) is request
     assert request.record["tokens"] == [*PROMPT, 100, 101]
     assert (ledger.num_moves, ledger.num_stale) == (2, 6)
