@@ -19,7 +19,6 @@ SECTIONS = {
     "attention": "(j) decode attention alone, ours beside FlashInfer's",
     "sampling": "(k) draws, alone and in decode steps",
     "ttft": "(e) time to first token, adapter resident and not",
-    "tests": "the tests that need a GPU",
     "merged": "(h) decode steps with an adapter in the weights",
     "prefill": "(d) prefill against its floor",
     "mixes": "(f) output tokens per second, end to end",
@@ -31,7 +30,7 @@ SECTIONS = {
     "assist": "(p) first tokens of adapters that come over a slow link: waited for, streamed, assisted",
 }
 
-_OF_KERNELS = {"equality", "sgmv", "products", "attention", "tests"}
+_OF_KERNELS = {"equality", "sgmv", "products", "attention"}
 _OF_CPUS = {"modes", "swapping", "tenants", "ranks", "assist"}
 
 
