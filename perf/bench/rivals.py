@@ -1,22 +1,15 @@
-"""Other ways to compute a batch's LoRA products: gathered weights and bmm, a loop over adapters, vLLM's kernels.
+"""Other ways to compute a batch's LoRA products: gathered weights and bmm, a loop over adapters.
 
 Each holds its weights as it needs them, stacked per projection; ranks that differ are padded where they must be.
 """
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
-from importlib import import_module
-from typing import Any
 
 import torch
 
 from .lora_case import LoraCase
-
-
-class RivalAbsent(RuntimeError):
-    """It can't run here."""
 
 
 class Rival:
@@ -76,32 +69,4 @@ class Loop(PerProjection):
             begin += length
 
 
-class VllmKernels(Rival):
-    """vLLM's Triton shrink and expand over its stacked weights; RivalAbsent where vllm can't be imported."""
-
-    def __init__(self, case: LoraCase) -> None:
-        try:
-            ops: Any = import_module("vllm.lora.ops.triton_ops")
-            self._shrink, self._expand, meta_type = ops.lora_shrink, ops.lora_expand, ops.LoRAKernelMeta
-        except (ImportError, AttributeError, OSError, RuntimeError) as error:
-            raise RivalAbsent(f"vllm's LoRA kernels can't be imported: {type(error).__name__}: {error}") from error
-        super().__init__(case)
-        x = case.groups[0].x
-        meta = meta_type.make(len(case.ranks), case.tokens, x.device)
-        meta.prepare_tensors(self._index.to(torch.int32))
-        takes = inspect.signature(meta.meta_args).parameters
-        specialised = {"specialize_active_lora": True} if "specialize_active_lora" in takes else {}
-        self._meta = meta.meta_args(case.tokens, **specialised)
-        self._h = [
-            torch.empty(len(group.modules), case.tokens, self._rank, dtype=torch.float32, device=x.device)
-            for group in case.groups
-        ]
-
-    def run(self) -> None:
-        for layer in self.weights:
-            for group, modules, h in zip(self._case.groups, layer, self._h, strict=True):
-                self._shrink(group.x, [a for a, _ in modules], h, *self._meta, 1.0)
-                self._expand(h, [b for _, b in modules], group.y, *self._meta, offset_start=0, add_inputs=True)
-
-
-RIVALS = {"gather_bmm": GatherBmm, "loop": Loop, "vllm": VllmKernels}
+RIVALS = {"gather_bmm": GatherBmm, "loop": Loop}

@@ -29,7 +29,6 @@ from .answers import Questions, has_skills, judge
 from .client import Client, need_aiohttp
 from .load import Outcome, run_load, warm_up
 from .options import parse, workload
-from .picture import draw
 from .plan import Names, PlannedRequest, with_prompts, with_questions
 from .prompts import find_prompts
 from .record import LoadError
@@ -146,11 +145,6 @@ def _write(args: argparse.Namespace, result: dict[str, Any], outcome: Outcome) -
     (args.out / "serving.json").write_text(json.dumps(result, indent=1), "utf-8")
     with (args.out / "requests.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(record.to_json()) + "\n" for record in outcome.records)
-    try:
-        objectives = Objectives(**result["objectives"])
-        draw(outcome.records, objectives, f"{result['model']} at {result['url']}", args.out / "serving.png")
-    except ImportError:
-        print("serving: no picture was drawn; it needs matplotlib: pip install 'chorus-lora[plots]'", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def parse(argv: list[str] | None, spec: ModuleSpec, doc: str) -> argparse.Namesp
     add("--timeout", type=float, default=600.0, metavar="S", help="seconds until a request has failed")
     for name in ("ttft", "tpot", "e2e"):
         add(f"--slo-{name}", type=float, metavar="MS", help=f"objective for {name.upper()}, for attainment and goodput")
-    add("--out", type=Path, metavar="DIR", help="where serving.json, requests.jsonl and, with matplotlib, a picture go")
+    add("--out", type=Path, metavar="DIR", help="where serving.json and requests.jsonl go")
     return command.parse_args(argv)
 
 

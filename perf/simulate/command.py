@@ -67,17 +67,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from ...core.costs.profile import ProfileError
     from .document import document
     from .study import StudyError, load_study, shipped_studies
-    from .table import print_list
 
     if arguments.studies == ["figures"]:
         return figures.run(arguments)
     if arguments.list:
-        print_list([load_study(name) for name in shipped_studies()], Console())
+        for name in shipped_studies():
+            print(f"{name:20} {load_study(name).title}")
         return 0
     if not arguments.studies:
         raise UsageError("chorus simulate: error: name a study (--list shows them)")
@@ -99,14 +97,18 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"chorus simulate: error: {error}", file=sys.stderr)
         return 2
     if arguments.markdown is not None:
-        flags = "".join(f" --{name}" for name in ("quick", "region") if getattr(arguments, name))
-        given = {name: getattr(arguments, name) for name in ("seed", "seeds")}
-        flags += "".join(f" --{name} {value}" for name, value in given.items() if value is not None)
-        flags += "" if arguments.rows is None else f" --rows {shlex.quote(arguments.rows)}"
-        flags += f" --scale {arguments.scale:g}" if arguments.scale != 1 else ""
-        arguments.markdown.write_text(document(results, flags, arguments.check or SHARE), encoding="utf-8")
+        arguments.markdown.write_text(document(results, _flags(arguments), arguments.check or SHARE), encoding="utf-8")
     share = arguments.check
     return 1 if share and not all(each.holds_in(share) for each in results) else 0
+
+
+def _flags(arguments: argparse.Namespace) -> str:
+    """Return the flags that results depend on."""
+    flags = "".join(f" --{name}" for name in ("quick", "region") if getattr(arguments, name))
+    given = {name: getattr(arguments, name) for name in ("seed", "seeds")}
+    flags += "".join(f" --{name} {value}" for name, value in given.items() if value is not None)
+    flags += "" if arguments.rows is None else f" --rows {shlex.quote(arguments.rows)}"
+    return flags + (f" --scale {arguments.scale:g}" if arguments.scale != 1 else "")
 
 
 def _there(studies: list[Study], *, skip: bool) -> list[Study]:
@@ -126,9 +128,9 @@ def _run_one(study: Study, arguments: argparse.Namespace) -> Results:
 
     from rich.console import Console
 
+    from .document import document, show
     from .plots import write_plots
     from .results import run_study
-    from .table import print_results
 
     wall, cpu = time.perf_counter(), _cpu_seconds()
     with Console(stderr=True).status(study.name) as status:
@@ -144,9 +146,7 @@ def _run_one(study: Study, arguments: argparse.Namespace) -> Results:
     if arguments.json:
         print(text)
     else:
-        console = Console()
-        console = console if console.is_terminal else Console(width=160)
-        print_results(results, console, arguments.check or SHARE)
+        show(document([results], _flags(arguments), arguments.check or SHARE))
     if arguments.out is not None:
         arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / f"{study.name}.json").write_text(f"{text}\n", encoding="utf-8")

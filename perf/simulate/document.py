@@ -1,19 +1,31 @@
-"""The results of studies as Markdown: the files of perf/results/studies."""
+"""The results of studies as Markdown: what the command prints, and the files of perf/results/studies."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from os.path import commonprefix
 
 from .metrics import METRICS
-from .results import Results
+from .results import Order, Results, Spread, Strip, interval
 from .study import Row
-from .table import broken, caption, failures, held_text, order_text, point_text, spread_text
 
 _FOOT = """
 A number in brackets was published. An order that holds in fewer than {share:.0%} of the seeds is struck out. Rows of
 one seed have the same requests, so "apart by" is the median of the seeds' own differences. Orders by load, replicas and
 so on are those of the study's quick size.
 """
+
+
+def show(text: str) -> None:
+    """Print a page: laid out in a terminal, as it is elsewhere."""
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    console = Console()
+    if console.is_terminal:
+        console.print(Markdown(text))
+    else:
+        print(text, end="")
 
 
 def document(results: Sequence[Results], flags: str, share: float) -> str:
@@ -28,7 +40,7 @@ def _study(results: Results, flags: str, share: float) -> Iterator[str]:
     yield f"{study.title}. Published: {study.source}.\n"
     yield f"{study.why.strip()}\n"
     labels = [METRICS[metric].label for metric in study.metrics]
-    yield from _table(["", *labels], ([row.name, *_cells(results, row)] for row, _ in results.rows))
+    yield from markdown_table(["", *labels], ([row.name, *_cells(results, row)] for row, _ in results.rows))
     yield f"\n{caption(results)[0].upper()}{caption(results)[1:]}.\n"
     yield from (f"* **{line}**" for line in failures(results))
     for order in results.orders:
@@ -38,7 +50,7 @@ def _study(results: Results, flags: str, share: float) -> Iterator[str]:
     for strip in results.region:
         yield ""
         heads = [f"orders by {strip.axis.name}", *(point_text(strip, point) for point, _ in strip.points)]
-        yield from _table(heads, (
+        yield from markdown_table(heads, (
             [order_text(same[0]), *(held_text(o) if o.holds_in(share) else f"~~{held_text(o)}~~" for o in same)]
             for same in zip(*(orders for _, orders in strip.points), strict=True)
         ))  # fmt: skip
@@ -50,6 +62,67 @@ def _cells(results: Results, row: Row) -> Iterator[str]:
         yield spread_text(name, results.spreads[row.name][name]) + published
 
 
-def _table(heads: list[str], rows: Iterable[list[str]]) -> Iterator[str]:
+def markdown_table(heads: list[str], rows: Iterable[list[str]]) -> Iterator[str]:
     for cells in [heads, ["---"] * len(heads), *rows]:
-        yield f"| {' | '.join(cells)} |"
+        yield f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
+
+
+def failures(results: Results) -> Iterator[str]:
+    """Return a line for each row in which requests failed."""
+    for row, (failed, requests) in results.failed.items():
+        yield f"{row}: {failed:,} of {requests:,} requests were refused or failed, and are in no metric but within SLO"
+
+
+def caption(results: Results) -> str:
+    """Return what a cell of the table is."""
+    count = len(results.seeds)
+    if count == 1:
+        return "one seed"
+    rank, sure = interval(count)
+    bounds = "least and largest" if rank == 0 else f"{rank + 1}. smallest and largest"
+    return f"medians of {count} seeds, and the {bounds}, which enclose the median of all seeds with {sure:.1%}"
+
+
+def spread_text(metric: str, spread: Spread) -> str:
+    text = METRICS[metric].text
+    middle, low, high = map(text, (spread.median, spread.low, spread.high))
+    return middle if low == high == middle else f"{middle} [{low} to {high}]"
+
+
+def held_text(order: Order) -> str:
+    return f"{order.held} of {order.seeds}"
+
+
+def order_text(order: Order) -> str:
+    group, names = _names(order)
+    between = f" < {1 + order.within:g} x " if order.within else " < "
+    first, *others = names.values()
+    if order.least:
+        rows = f"{first}{between}each of {', '.join(others)}"
+    elif order.most:
+        rows = f"each of {', '.join(others)}{between}{first}"
+    else:
+        rows = between.join(names.values())
+    return f"{METRICS[order.metric].label}{group and f' ({group})'}: {rows}"
+
+
+def broken(order: Order) -> Iterator[str]:
+    """Return a line for each pair of rows that does not come in order in every seed."""
+    _, names = _names(order)
+    for pair in order.pairs:
+        if pair.held < order.seeds:
+            yield (
+                f"{names[pair.low]} < {names[pair.high]} in {pair.held} of {order.seeds}, "
+                f"apart by {spread_text(order.metric, pair.gap)}"
+            )
+
+
+def _names(order: Order) -> tuple[str, dict[str, str]]:
+    """Return what the names of an order's rows begin with, up to a colon or comma, and the rest of each."""
+    shared = commonprefix(order.rows)  # noqa: RUF071  of names, not of paths
+    end = max(shared.rfind(": "), shared.rfind(", "))
+    return shared[: max(0, end)], {name: name[end + 2 :] if end > 0 else name for name in order.rows}
+
+
+def point_text(strip: Strip, point: object) -> str:
+    return f"x {point:g}" if strip.axis.factors else str(point)

@@ -19,7 +19,6 @@ SECTIONS = {
     "attention": "(j) decode attention alone, ours beside FlashInfer's",
     "sampling": "(k) draws, alone and in decode steps",
     "ttft": "(e) time to first token, adapter resident and not",
-    "tests": "the tests that need a GPU",
     "merged": "(h) decode steps with an adapter in the weights",
     "prefill": "(d) prefill against its floor",
     "mixes": "(f) output tokens per second, end to end",
@@ -27,10 +26,12 @@ SECTIONS = {
     "modes": "(l) a policy of modes beside the two fixed ones, by skewness",
     "swapping": "(m) twice the KV that fits: swapped or computed again",
     "tenants": "(n) a tenant that sends many times its share: the others' time to a first token",
+    "ranks": "(o) decode steps of several ranks beside one with as many threads",
+    "assist": "(p) first tokens of adapters that come over a slow link: waited for, streamed, assisted",
 }
 
-_OF_KERNELS = {"equality", "sgmv", "products", "attention", "tests"}
-_OF_CPUS = {"modes", "swapping", "tenants"}
+_OF_KERNELS = {"equality", "sgmv", "products", "attention"}
+_OF_CPUS = {"modes", "swapping", "tenants", "ranks", "assist"}
 
 
 def sections_of(device: str, smoke: bool) -> dict[str, str]:

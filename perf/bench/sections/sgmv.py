@@ -11,7 +11,7 @@ from ...report.table import Table
 from ..context import Context
 from ..lora_case import ArenaPages, LoraCase, layer_bytes, layers_for, num_pages
 from ..popularity import POPULARITIES, segment_lengths
-from ..rivals import RIVALS, RivalAbsent
+from ..rivals import RIVALS
 from .registry import rows_table
 
 #: Adapters of a case by its name: all of one rank, or these in turn.
@@ -73,7 +73,6 @@ def run(context: Context) -> dict[str, Any]:
         "cache": f"a call goes through layers whose rank-rows are at least 4 times the L2 cache's {cache} bytes",
         "per": "one layer, all seven projections, unless a group is named", "max_rank": MAX_RANK,
         "bandwidth_bytes_per_s": context.bandwidth(), "cells": [], "groups": [], "prefill": [],
-        "rivals_absent": {},
     }  # fmt: skip
     for cell in grid:
         with context.row(found, f"sgmv {cell}"):
@@ -84,7 +83,7 @@ def run(context: Context) -> dict[str, Any]:
             row = _measure(context, cell, case)
             found["cells"].append(row)
             row["rivals"] = {}  # one that fails leaves ours
-            row["rivals"] = _rivals(context, cell, case, found["rivals_absent"])
+            row["rivals"] = _rivals(context, cell, case)
             if (
                 cell.popularity == "distinct"
                 and cell.tokens >= context.pick(3, 1, 1)
@@ -123,7 +122,7 @@ def _checked(context: Context, name: str, case: LoraCase) -> float:
     return error
 
 
-def _rivals(context: Context, cell: Cell, case: LoraCase, absent: dict[str, str]) -> dict[str, Any]:
+def _rivals(context: Context, cell: Cell, case: LoraCase) -> dict[str, Any]:
     """Microseconds per layer of the other ways, where this kind of run asks for them."""
     if cell.tokens not in context.pick((3,), (1, 8, 32, 64), BATCHES):
         return {}
@@ -131,13 +130,7 @@ def _rivals(context: Context, cell: Cell, case: LoraCase, absent: dict[str, str]
         return {}
     times = {}
     for name, make in RIVALS.items():
-        if name in absent:
-            continue
-        try:
-            rival = make(case)
-        except RivalAbsent as error:
-            absent[name] = str(error)
-            continue
+        rival = make(case)
         sample = context.timer.time(rival.run)
         times[name] = {"us": sample.seconds / case.layers * 1e6, "captured": sample.captured}
         del rival
@@ -178,11 +171,10 @@ def tables(values: dict[str, Any]) -> list[Table]:
         for shape in dict.fromkeys((row["popularity"], row["ranks"]) for row in cells):
             rows = (by_cell.get((*shape, tokens)) for tokens in batches)
             found[-1].add(*shape, *(row and scale * row[key] for row in rows))
-    names = [name for name in RIVALS if name not in values["rivals_absent"]]
-    rivals = Table("(b) beside other ways, µs", ["popularity", "rank", "batch", "sgmv", *names])
+    rivals = Table("(b) beside other ways, µs", ["popularity", "rank", "batch", "sgmv", *RIVALS])
     for row in cells:
         if row["rivals"]:
-            others = (row["rivals"].get(name, {}).get("us") for name in names)
+            others = (row["rivals"].get(name, {}).get("us") for name in RIVALS)
             rivals.add(row["popularity"], row["ranks"], row["tokens"], row["us"], *others)
     groups = {
         "group": "group", "rank": "ranks", "batch": "tokens", "µs": "us", "MB": lambda row: row["bytes"] / 1e6,

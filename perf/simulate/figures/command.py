@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 
 from ....server.start.flags import UsageError
 
@@ -18,13 +17,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from ....core.costs.profile import ProfileError
+    from ..document import show
     from ..study import StudyError
     from .figure import load_figures
     from .results import compute
-    from .table import document, print_figures
+    from .table import document
 
     seeds = arguments.seeds or (QUICK_SEEDS if arguments.quick else SEEDS)
     try:
@@ -47,15 +45,14 @@ def run(arguments: argparse.Namespace) -> int:
     except (StudyError, ProfileError) as error:
         print(f"chorus simulate: error: {error}", file=sys.stderr)
         return 2
+    flags = "".join(f" --figure {name}" for name in arguments.figure or ()) + " --quick" * arguments.quick
+    flags += f" --seeds {seeds}" + ("" if arguments.markdown is None else f" --markdown {arguments.markdown}")
+    text = document(results, f"chorus simulate figures{flags}", seeds)
     if arguments.json:
         for result in results:
             print(json.dumps(result.to_json()))
     else:
-        console = Console()
-        print_figures(results, console if console.is_terminal else Console(width=200))
+        show(text)
     if arguments.markdown is not None:
-        path: Path = arguments.markdown
-        flags = "".join(f" --figure {name}" for name in arguments.figure or ()) + " --quick" * arguments.quick
-        text = document(results, f"chorus simulate figures{flags} --seeds {seeds} --markdown {path}", seeds)
-        path.write_text(text, encoding="utf-8")
+        arguments.markdown.write_text(text, encoding="utf-8")
     return 0

@@ -1,14 +1,11 @@
-"""The table of all figures: for a terminal and as a page of Markdown, perf/results/figures.md."""
+"""The table of all figures as Markdown: what the command prints, and perf/results/figures.md."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
+from ..document import markdown_table
 from .figure import Figure
 from .results import Claim, FigureResult, Line
 
@@ -22,24 +19,6 @@ over the published number. Open rows wait for the mechanism that they name. "pic
 figure's picture and in no text. Settings are the papers'; what they leave out was assumed once, alike for all rows of a
 figure, and was not changed to make an order come out.
 """
-
-
-def print_figures(results: Sequence[FigureResult], console: Console) -> None:
-    for result in results:
-        figure = result.figure
-        console.print(f"\n[bold]{escape(figure.name)}[/]  {escape(figure.paper)}, {escape(figure.title)}")
-        table = Table(*HEADS[:1])
-        for head in HEADS[1:-1]:
-            table.add_column(head, justify="right")
-        table.add_column(HEADS[-1], max_width=70)
-        for line in result.lines:
-            table.add_row(escape(line.row.name), *map(escape, _cells(line)))
-        console.print(table)
-        if figure.why:
-            console.print(f"[dim]{escape(_why_of_all(figure))}[/]")
-        for claim in result.claims:
-            style = "green" if claim.held == claim.seeds else "red"
-            console.print(f"[{style}]{held_text(claim)}[/]  {escape(claim_text(claim))}")
 
 
 def document(results: Sequence[FigureResult], command: str, seeds: int) -> str:
@@ -77,19 +56,16 @@ def _figure(result: FigureResult) -> Iterator[str]:
         terms = "; ".join(f"`{term}` = {each.value:g}, {each.source}" for term, each in system.terms.items())
         yield f"\n* {name}: {_flat(system.does)}{f' ({terms})' if terms else ''}"
     yield ""
-    yield from _table([*HEADS, "source"], ([line.row.name, *_cells(line), line.row.source] for line in result.lines))
+    yield from markdown_table(
+        [*HEADS, "source"], ([line.row.name, *_cells(line), line.row.source] for line in result.lines)
+    )
     if figure.why:
         yield f"\n{_why_of_all(figure)}"
     if result.claims:
         yield ""
         claims = ([claim_text(claim), held_text(claim), claim.order.source] for claim in result.claims)
-        yield from _table(["order", "kept", "source"], claims)
+        yield from markdown_table(["order", "kept", "source"], claims)
     yield ""
-
-
-def _table(heads: list[str], rows: Iterable[list[str]]) -> Iterator[str]:
-    for cells in [heads, ["---"] * len(heads), *rows]:
-        yield f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
 
 
 def _cells(line: Line) -> list[str]:

@@ -116,12 +116,12 @@ def test_redo_forgets(tmp_path, sections):
     settings = Options.parse(["--quick", "--device", "cpu", "--out", "x"]).settings
     store = ResultStore(tmp_path, settings)
     environment = {"commit": {"hash": None, "dirty": None}, "device": {}, "driver": None, "versions": {}, "date": ""}
-    counts = {"passed": 1, "failed": 0, "skipped": 0}
-    store.write("tests", 1.0, environment, values=counts)
-    _, found = call(tmp_path, "--sections", "tests")
-    assert found["sections"]["tests"] == counts
-    _, found = call(tmp_path, "--sections", "tests", "--redo", "tests")
-    assert "the process ended with 0" in found["failed"]["tests"], "it ran again, and wrote nothing"
+    counts = {"rows": []}
+    store.write("products", 1.0, environment, values=counts)
+    _, found = call(tmp_path, "--sections", "products")
+    assert found["sections"]["products"] == counts
+    _, found = call(tmp_path, "--sections", "products", "--redo", "products")
+    assert "the process ended with 0" in found["failed"]["products"], "it ran again, and wrote nothing"
 
 
 def test_kernels_that_cannot_be_interpreted_stop_a_smoke_run(tmp_path, sections, monkeypatch, capsys):
@@ -158,16 +158,16 @@ def test_an_archive_holds_everything_and_is_gone_on_from(tmp_path, sections):
     archive = tmp_path / "out" / "gpu.tar.gz"
     done = "from pathlib import Path; import json; Path({!r}).write_text(json.dumps({}))"
     record = {
-        "section": "tests", "status": "done", "seconds": 1.0, "values": {"passed": 1, "failed": 0, "skipped": 0},
+        "section": "products", "status": "done", "seconds": 1.0, "values": {"rows": []},
         "settings": Options.parse(["--quick", "--device", "cpu", "--out", str(tmp_path)]).settings,
         "environment": {**describe("cpu", opened=False), "commit": {"hash": "abc", "dirty": False}},
     }  # fmt: skip
     first, second = tmp_path / "first", tmp_path / "second"
-    sections["tests"] = f"print('said'); {done.format(str(first / 'tests.json'), record)}"
+    sections["products"] = f"print('said'); {done.format(str(first / 'products.json'), record)}"
     sections["equality"] = "import os; os.kill(os.getpid(), 9)"
-    call(first, "--sections", "tests", "equality", "--archive", str(archive))
+    call(first, "--sections", "products", "equality", "--archive", str(archive))
     assert sorted(path.name for path in archive.parent.iterdir()) == ["gpu.tar.gz"]
-    sections["tests"] = "raise SystemExit('it is done already')"
-    _, found = call(second, "--sections", "tests", "--archive", str(archive))
-    assert "tests" in found["sections"] and "equality" in found["failed"]
-    assert (second / "tests.log").read_text("utf-8") == "said\n"
+    sections["products"] = "raise SystemExit('it is done already')"
+    _, found = call(second, "--sections", "products", "--archive", str(archive))
+    assert "products" in found["sections"] and "equality" in found["failed"]
+    assert (second / "products.log").read_text("utf-8") == "said\n"

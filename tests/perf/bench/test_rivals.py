@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
-
 import pytest
 import torch
 
 from chorus.ops.sgmv_schedule import decode
 from chorus.perf.bench.lora_case import ArenaPages, LoraCase, num_pages
-from chorus.perf.bench.rivals import GatherBmm, Loop, RivalAbsent, VllmKernels
+from chorus.perf.bench.rivals import GatherBmm, Loop
 from chorus.perf.bench.sizes import SIZES
 
 TINY = SIZES["tiny"]
@@ -52,53 +49,4 @@ def definition(case: LoraCase) -> list[torch.Tensor]:
 @pytest.mark.parametrize("rival_type", [GatherBmm, Loop])
 def test_values(case, rival_type):
     for got, want in zip(outputs(rival_type, case), definition(case), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
-
-
-def test_vllm_is_optional(case, monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm.lora.ops.triton_ops", None)
-    with pytest.raises(RivalAbsent, match="vllm's LoRA kernels can't be imported"):
-        VllmKernels(case)
-
-
-class Meta:
-    """The kernels' arguments for a step, in vLLM's order."""
-
-    @staticmethod
-    def make(max_loras: int, max_num_tokens: int, device: torch.device) -> Meta:
-        return Meta()
-
-    def prepare_tensors(self, mapping: torch.Tensor) -> None:
-        assert mapping.dtype is torch.int32
-        self.mapping = mapping.long()
-
-    def meta_args(self, token_nums: int, specialize_active_lora: bool) -> tuple:
-        assert specialize_active_lora
-        return (self.mapping[:token_nums], None, None, None, None, None, None)
-
-
-def shrink(inputs, weights, output, mapping, *rest) -> None:
-    *_, scaling = rest
-    assert len(rest) == 7
-    for index, a in enumerate(weights):
-        output[index] = scaling * torch.einsum("tk,trk->tr", inputs, a[mapping])
-
-
-def expand(inputs, weights, output, mapping, *rest, offset_start: int, add_inputs: bool) -> None:
-    assert len(rest) == 6
-    assert add_inputs
-    column = offset_start
-    for index, b in enumerate(weights):
-        output[:, column : column + b.shape[1]] += torch.einsum("tr,tnr->tn", inputs[index], b[mapping])
-        column += b.shape[1]
-
-
-def test_vllm_is_called_as_its_kernels_want(case, monkeypatch):
-    """Stand-ins of the documented shapes: A [adapters, rank, in], B [adapters, out, rank], h [slices, tokens, rank]."""
-    ops = ModuleType("vllm.lora.ops.triton_ops")
-    ops.lora_shrink, ops.lora_expand, ops.LoRAKernelMeta = shrink, expand, Meta
-    for name in ("vllm", "vllm.lora", "vllm.lora.ops"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, "vllm.lora.ops.triton_ops", ops)
-    for got, want in zip(outputs(VllmKernels, case), definition(case), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))

@@ -11,18 +11,17 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from xml.etree import ElementTree
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 
+from chorus.ops import native_library
 from chorus.perf.bench.context import Context
 from chorus.perf.bench.environment import describe
 from chorus.perf.bench.options import Options
 from chorus.perf.bench.report import SMOKE, digest, report
 from chorus.perf.bench.sections import decode, equality, http
-from chorus.perf.bench.sections import tests as gpu_tests
 from chorus.perf.bench.sections.registry import SECTIONS, section
 from chorus.perf.bench.store import RESULT, ResultStore
 from chorus.perf.bench.subject import Subject
@@ -195,6 +194,18 @@ def test_swapping(context):
     assert auto.value == pytest.approx(rows["auto"]["over_recompute"] / max(rows["swap"]["over_recompute"], 1.0))
 
 
+def test_ranks(context):
+    values = run(context, "ranks")
+    assert [row["mix"] for row in values["rows"]] == ["base", "adapters"]
+    assert all(row["one_ms"] > 0 and row["ranks_ms"] > 0 and row["ratio"] > 0 for row in values["rows"])
+
+
+@pytest.mark.skipif(not native_library.available(torch.float32), reason="no native library")
+def test_assist(context):
+    (row,) = run(context, "assist")["rows"]
+    assert all(row[way] > 0 for way in ("wait", "stream", "assist", "chosen"))
+
+
 def test_a_flood_is_measured_in_rounds(context):
     values = run(context, "tenants")
     assert len(values["capacity"]) == len(values["slower_by_round"]) == 2
@@ -210,7 +221,7 @@ def test_a_cpu_that_is_measured_has_sections_and_bars_of_its_own(tmp_path, capsy
     context = options.context()
     assert not context.smoke
     assert context.dtype is torch.bfloat16
-    assert set(SECTIONS) - set(options.known) == {"equality", "sgmv", "products", "attention", "tests"}
+    assert set(SECTIONS) - set(options.known) == {"equality", "sgmv", "products", "attention"}
     environment = describe("cpu")
     store = options.store()
     values = {"rows": [], "load": 0.7, "slower": 1.2, "throughput": 0.9}
@@ -222,7 +233,7 @@ def test_a_cpu_that_is_measured_has_sections_and_bars_of_its_own(tmp_path, capsy
 
 def test_a_gpu_leaves_out_what_is_of_cpus(tmp_path):
     known = Options.parse(["--quick", "--out", str(tmp_path)]).known
-    assert set(SECTIONS) - set(known) == {"modes", "swapping", "tenants"}
+    assert set(SECTIONS) - set(known) == {"modes", "swapping", "tenants", "ranks", "assist"}
 
 
 def test_equality(context):
@@ -308,75 +319,6 @@ def worker(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
-
-
-JUNIT = """<testsuites><testsuite name="pytest" errors="1" failures="1" skipped="1" tests="4">
-<testcase classname="tests.a" name="one" time="0.5"/>
-<testcase classname="tests.a" name="two" time="1.5"><failure message="no">trace</failure></testcase>
-<testcase classname="tests.a" name="three" time="0.1"><skipped type="pytest.skip" message="no GPU"/></testcase>
-<testcase classname="tests.b" name="four" time="0.2"><error message="broken">trace</error></testcase>
-</testsuite></testsuites>"""
-
-
-def test_counts_of_a_test_report():
-    found = gpu_tests.counts(ElementTree.fromstring(JUNIT))
-    assert (found["passed"], found["failed"], found["skipped"]) == (1, 2, 1)
-    assert found["not_passed"] == ["failed tests.a::two", "skipped tests.a::three", "failed tests.b::four"]
-    assert found["slowest"][0] == {"test": "tests.a::two", "seconds": 1.5}
-
-
-@pytest.mark.parametrize("outcome", ["failure", "skipped", "none"])
-def test_a_skipped_test_is_a_failed_one(context, monkeypatch, outcome):
-    case = "" if outcome == "none" else f'<testcase classname="t" name="x"><{outcome}/></testcase>'
-
-    def write(report: Path, file: str, smoke: bool) -> list[str]:
-        text = f"<testsuites><testsuite>{case}</testsuite></testsuites>"
-        return [sys.executable, "-c", f"open({str(report)!r}, 'w').write({text!r})"]
-
-    monkeypatch.setattr(gpu_tests, "command", write)
-    with pytest.raises(gpu_tests.TestsFailed, match="no test was found" if outcome == "none" else "not passed"):
-        gpu_tests.run(context)
-
-
-def test_files_are_processes_of_their_own(context, monkeypatch, capfd):
-    """One that hangs or dies costs only its own tests, and the log says which it was."""
-    good = "<testsuites><testsuite><testcase classname='t' name='x'/></testsuite></testsuites>"
-    programs = {"dies": "print('test_dies begins', flush=True); import os; os._exit(1)", "good": ""}
-
-    def command(report: Path, file: str, smoke: bool) -> list[str]:
-        write = f"open({str(report)!r}, 'w').write({good!r})"
-        return [sys.executable, "-S", "-c", programs[file] or write]
-
-    monkeypatch.setattr(gpu_tests, "command", command)
-    monkeypatch.setattr(gpu_tests, "chosen_files", lambda smoke: ["good", "dies", "good"])
-    with pytest.raises(gpu_tests.TestsFailed, match=r"2 passed, 1 failed.*\n.*dies: pytest ended with 1"):
-        gpu_tests.run(context)
-    assert "test_dies begins" in capfd.readouterr().err
-
-
-def test_a_test_that_hangs_is_ended_with_its_stack(tmp_path):
-    (tmp_path / "test_it.py").write_text("import time\ndef test_hangs():\n    time.sleep(1000)\n")
-    command = gpu_tests.command(tmp_path / "tests.xml", str(tmp_path / "test_it.py"), smoke=True)
-    command[command.index("--timeout=60")] = "--timeout=1"
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=120)
-    assert done.returncode != 0
-    assert "test_hangs" in done.stdout
-    assert "time.sleep(1000)" in done.stdout + done.stderr
-
-
-def test_gpu_tests_are_chosen_by_their_mark(tmp_path):
-    chosen = gpu_tests.chosen_files(smoke=False)
-    command = gpu_tests.command(tmp_path / "tests.xml", chosen[0], smoke=False)
-    assert command[1:3] == ["-m", "pytest"]
-    assert command[-2:] == ["-m", "gpu"]
-    assert any(path.endswith("tests/ops/test_attention_gpu.py") for path in chosen)
-    assert not any("/server/" in path for path in chosen), "those import what a GPU machine may lack"
-
-
-def test_no_gpu_test_is_a_failure(tmp_path):
-    (tmp_path / "test_a.py").write_text("def test_it(): pass")
-    with pytest.raises(gpu_tests.TestsFailed, match="has the mark gpu"):
-        gpu_tests.files_with_gpu_tests(tmp_path)
 
 
 def test_a_run_without_a_gpu_says_so(context, tmp_path, capsys):

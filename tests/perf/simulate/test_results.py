@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chorus.perf.simulate.__main__ import main
+from chorus.perf.simulate.document import order_text
 from chorus.perf.simulate.results import CONFIDENCE, Spread, interval, run_study
 from chorus.perf.simulate.study import StudyError, parse_study
-from chorus.perf.simulate.table import order_text
 from tests.perf.simulate.test_studies import AXIS, TINY, changed
 from tests.processes import runs
 
@@ -169,7 +169,7 @@ def test_the_check_asks_for_a_share_of_seeds(tmp_path, capsys):
     path = tmp_path / "mine.toml"
     path.write_text(published(0.9, 0.5))
     assert (main([str(path), "--quick"]), main([str(path), "--quick", "--check"])) == (0, 1)
-    assert "order fails in 0 of 3" in capsys.readouterr().out
+    assert "~~0 of 3~~" in capsys.readouterr().out
     path.write_text(published(0.1, 0.5))
     assert main([str(path), "--quick", "--check", "1.0"]) == 0
 

@@ -326,7 +326,7 @@ def test_the_table_shows_both_values_and_plots_are_written(capsys, tmp_path):
     assert main([str(path), "--plots", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
     assert "(500)" in printed
-    assert "Why they differ: it is made up" in printed
+    assert "it is made up" in printed
     assert {each.name for each in (tmp_path / "out").iterdir()} == {"mine-rows.png", "mine-cdf.png", "mine-load.png"}
 
 
@@ -351,7 +351,7 @@ def test_a_failed_order_fails_the_check(tmp_path, capsys):
     path = tmp_path / "mine.toml"
     path.write_text(TINY.replace('name = "two"', 'name = "two"\npaper = { ttft_mean = 0.9 }'))
     assert (main([str(path), "--quick"]), main([str(path), "--quick", "--check"])) == (0, 1)
-    assert "order fails" in capsys.readouterr().out
+    assert "~~0 of 3~~" in capsys.readouterr().out
 
 
 MINE = changed(
