@@ -69,8 +69,8 @@ _LEARNING = 40  # requests that come before all others, with prompts of their ow
 _EARLIER = 1_000_000  # the first of their ids in virtual time, by which prompts are drawn
 _BREAK = 1.0  # seconds between the last of them and the first of the others, in virtual time
 
-_LONE, _APART, _LONE_TOKENS = 24, 0.1, 4  # requests that meet no other, seconds between them, tokens of each answer
-_PROMPTS = 1, 32, 128
+_LONE, _LONE_TOKENS = 24, 4  # requests that meet no other, and tokens of each answer
+_PROMPTS, _APART = (1, 32, 128), (0.05, 0.2)  # tokens of their prompts, and seconds between them
 _STREAMS, _STREAM_PROMPT, _STREAM_TOKENS = (1, 2, 4, 8, 16), 32, 128
 _REPEATS = 3
 _REPORTED = 1.5  # seconds after which a replica's counts have come to the front
@@ -199,7 +199,7 @@ def measure_works(fleet: Fleet, adapter: str) -> Works:
     latency: what the client waits for beside that, of requests that meet no other.
     """
     fleet, rank = replace(fleet, replicas=1), fleet.ranks[adapter]
-    loads = [(_LONE, _APART, prompt, _LONE_TOKENS) for prompt in _PROMPTS]
+    loads = [(_LONE, apart, prompt, _LONE_TOKENS) for prompt in _PROMPTS for apart in _APART]
     loads += [(count, 0.0, _STREAM_PROMPT, _STREAM_TOKENS) for count in _STREAMS]
     rows, spent = [], dict[str, list[float]](client=[], front=[], replica=[])
     served = list[tuple[Records, list[TraceRequest]]]()
