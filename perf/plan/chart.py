@@ -69,6 +69,7 @@ def _attainment(axis: Any, plan: Plan, memory: tuple[int, int]) -> None:
                 replicas, middle, (middle - low, high - middle), marker="o", ms=4, color=f"C{index}", label=policy
             )
     axis.axhline(100 * plan.fleet.slo.attainment, color=_GREY, ls="--", label="asked for")
+    axis.set_ylim(top=min(axis.get_ylim()[1], 100.5))  # no share is above 100 %
     axis.xaxis.get_major_locator().set_params(integer=True)
     arena, host = map(size, memory)
     axis.set(title=f"Within SLO: arena {arena}, host cache {host}", xlabel="replicas", ylabel="%", xlim=(0, None))

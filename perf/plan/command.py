@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from ...server.start.flags import UsageError
+from ...server.start.flags import UsageError, read_seconds
 
 HELP = "find the cheapest cluster that meets an SLO under a recorded load, by simulation"
-
-_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s)")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -36,8 +33,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="checkpoint, of which only config.json is read; needed for a GPU's name",
     )
-    add("--slo-ttft", type=_seconds, metavar="TIME", help="most time to the first token, such as 500ms")
-    add("--slo-tpot", type=_seconds, metavar="TIME", help="most time for each token after it, on average, such as 50ms")
+    add("--slo-ttft", type=read_seconds, metavar="TIME", help="most time to the first token, such as 500ms")
+    add(
+        "--slo-tpot",
+        type=read_seconds,
+        metavar="TIME",
+        help="most time for each token after it, on average, such as 50ms",
+    )
     add("--attainment", type=float, default=0.99, metavar="SHARE", help="of requests within both (default: 0.99)")
     add("--policy", metavar="NAMES", help="as `chorus cluster up --policy` takes them, with commas (default: all)")
     add("--memory-bytes", metavar="SIZES", help="arenas to try, with commas (default: all that there is, and half)")
@@ -58,7 +60,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--targets", metavar="NAMES", help="projections that adapters change, with commas (default: all seven)")
     add(
         "--engine", action="append", default=[], metavar="NAME=VALUE",
-        help="another field of the engine's configuration for all candidates, such as max_num_seqs=64; repeatable",
+        help="another setting of `chorus serve` for all candidates, such as max_num_seqs=64; repeatable; a wrong name "
+        "is answered with all that a plan follows",
     )  # fmt: skip
     add("--out", type=Path, default=Path("plan.html"), metavar="FILE", help="the page (default: plan.html)")
     add("--json", action="store_true", help="print the plan and all candidates as one JSON object")
@@ -72,15 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     from .errors import PlanError
     from .plan import make_plan
 
-    for name, least in (("seeds", 1), ("jobs", 1), ("max_replicas", 1), ("min_replicas", 1), ("rank", 1)):
-        value = getattr(arguments, name)
-        if value is not None and value < least:
-            flag = name.replace("_", "-")
-            raise UsageError(f"chorus plan: error: --{flag} is {value}; give {least} or more")
-    if not 0 < arguments.attainment <= 1:
-        raise UsageError(f"chorus plan: error: --attainment is {arguments.attainment:g}; give a share up to 1")
-    if not 0 < arguments.scale < float("inf"):
-        raise UsageError(f"chorus plan: error: --scale is {arguments.scale:g}; give a number above 0")
+    _check(arguments)
     if arguments.slo_ttft is None and arguments.slo_tpot is None:
         raise UsageError("chorus plan: error: there is no SLO; give --slo-ttft, --slo-tpot or both")
     if not arguments.out.absolute().parent.is_dir():
@@ -106,8 +101,21 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if plan.best is not None else 1
 
 
-def _seconds(text: str) -> float:
-    found = _TIME.fullmatch(text.strip())
-    if found is None or not float(found[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no time; give one with a unit, such as 500ms or 2s")
-    return float(found[1]) * (1e-3 if found[2] == "ms" else 1.0)
+def _check(arguments: argparse.Namespace) -> None:
+    """UsageError for a number that no plan can be made with."""
+    for name, least in (("seeds", 1), ("jobs", 1), ("max_replicas", 1), ("min_replicas", 1), ("rank", 1)):
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            flag = name.replace("_", "-")
+            raise UsageError(f"chorus plan: error: --{flag} is {value}; give {least} or more")
+    if (arguments.min_replicas or 1) > arguments.max_replicas:
+        raise UsageError(
+            f"chorus plan: error: --min-replicas is {arguments.min_replicas}, above --max-replicas "
+            f"{arguments.max_replicas}; change one of them"
+        )
+    if not 0 <= arguments.boot_seconds < float("inf"):
+        raise UsageError(f"chorus plan: error: --boot-seconds is {arguments.boot_seconds:g}; give 0 or more seconds")
+    if not 0 < arguments.attainment <= 1:
+        raise UsageError(f"chorus plan: error: --attainment is {arguments.attainment:g}; give a share up to 1")
+    if not 0 < arguments.scale < float("inf"):
+        raise UsageError(f"chorus plan: error: --scale is {arguments.scale:g}; give a number above 0")

@@ -17,10 +17,13 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
   margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 .badge { border: 1px solid currentColor; border-radius: 4px; padding: 0 .4em; font-size: .8em; color: var(--soft); }
-pre { background: color-mix(in srgb, var(--ink) 7%, var(--back)); padding: .8rem; overflow-x: auto; }
+pre { background: color-mix(in srgb, var(--ink) 7%, var(--back)); padding: .8rem; white-space: pre-wrap;
+  overflow-wrap: anywhere; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .85rem; }
-th, td { text-align: right; padding: .2rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
-td.words { text-align: left; white-space: normal; } tr.best td { color: var(--good); font-weight: 600; }
+th, td { text-align: right; padding: .2rem .4rem; border-bottom: 1px solid var(--line); vertical-align: top; }
+td { white-space: nowrap; } td small { display: block; color: var(--soft); font-weight: 400; }
+td.words { text-align: left; white-space: normal; min-width: 11em; }
+tr.best td { color: var(--good); font-weight: 600; }
 .wide { overflow-x: auto; } svg { max-width: 100%; height: auto; }
 """
 
@@ -43,18 +46,24 @@ def page(plan: Plan) -> str:
 
 
 def _table(plan: Plan) -> str:
-    heads = ("replicas", "arena", "host cache", "policy", "within SLO, %", "TTFT p50, ms", "TTFT p99, ms",
-             "TPOT p50, ms", "TPOT p99, ms", plan.unit, "what failed")  # fmt: skip
+    heads = ("replicas", "arena", "host cache", "policy", "what failed", "within SLO, %", "TTFT p50, ms",
+             "TTFT p99, ms", "TPOT p50, ms", "TPOT p99, ms", plan.unit)  # fmt: skip
     rows = [f"<tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>"]
     for one in sorted(plan.tried, key=lambda one: (not one.meets, one.candidate.replicas)):
-        cells = [str(one.candidate.replicas), size(one.candidate.arena), size(one.candidate.host)]
-        cells += [one.candidate.policy, ("at most " if one.stopped else "") + share(one.attainment)]
+        named = [str(one.candidate.replicas), size(one.candidate.arena), size(one.candidate.host), one.candidate.policy]
+        cells = [("at most " if one.stopped else "") + share(one.attainment)]
         cells += [milliseconds(one.quantile(name, at)) for name in ("ttft", "tpot") for at in (0.5, 0.99)]
         cells.append("-" if one.hours is None else f"{one.hours:.3g}")
-        body = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
         mark = ' class="best"' if one is plan.best else ""
-        rows.append(f'<tr{mark}>{body}<td class="words">{escape(one.trouble) or "nothing"}</td></tr>')
+        failed = f'<td class="words">{escape(one.trouble) or "nothing"}</td>'
+        rows.append(f"<tr{mark}>{''.join(map(_cell, named))}{failed}{''.join(map(_cell, cells))}</tr>")
     return f"<table>{''.join(rows)}</table>"
+
+
+def _cell(text: str) -> str:
+    """A value, with its interval below it."""
+    value, bracket, ends = escape(text).partition(" [")
+    return f"<td>{value}{f'<small>[{ends}</small>' if bracket else ''}</td>"
 
 
 def milliseconds(spread: Spread | None) -> str:

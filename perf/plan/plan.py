@@ -27,6 +27,13 @@ from .slo import Slo
 from .trial import Fleet
 
 PROFILE = "profile:"
+
+FOLLOWED = (
+    "max_num_seqs", "max_num_batched_tokens", "max_model_len", "chunked_prefill", "block_tokens", "preemption",
+    "eviction", "lookahead", "prefetch", "max_adapters_per_step", "max_overtake_seconds", "fair_by",
+    "max_turn_seconds", "max_turn_steps", "max_load_stall_seconds", "adapter_read_seconds",
+)  # fmt: skip
+"""Fields of `EngineConfig` that `--engine` takes: a simulation follows them, and no other flag sets them."""
 _GIB = 1 << 30
 
 
@@ -64,15 +71,25 @@ class Plan:
             return None
         candidate = self.best.candidate
         words = ["chorus cluster up", shlex.quote(self.model), f"--policy {candidate.policy}"]
+        if self.fleet.requests().ranks:
+            words.append("--adapters ADAPTERS")
+        if self.fleet.slo.tpot < math.inf:
+            words.append(f"--slo-tpot {self.fleet.slo.tpot:g}")  # which some policies route by
         words.append(f"--host-cache-bytes {size(candidate.host)}")
         if candidate.arena != self.fleet.profile.memory_bytes.value:
             words.append(f"--memory-bytes {size(candidate.arena)}")
-        words += [f"--{name.replace('_', '-')} {value}" for name, value in self.engine.items()]
+        words += itertools.starmap(self._flag, self.engine.items())
         if self.predicted and candidate.replicas > 1:
             words.append("--ray auto")  # which gives each replica a GPU
         whole = " ".join(words)
         scale = "" if self.fleet.least is None else f" --min-replicas {min(self.fleet.least, candidate.replicas)}"
         return f"{whole} --replicas {candidate.replicas}{scale}"
+
+    def _flag(self, name: str, value: str) -> str:
+        flag, meant = name.replace("_", "-"), getattr(self.fleet.config(), name)
+        if isinstance(meant, bool):
+            return f"--{flag}" if meant else f"--no-{flag}"
+        return f"--{flag} {shlex.quote(value)}"
 
     def summary(self) -> str:
         """One sentence: the plan, or that there is none."""
@@ -144,8 +161,8 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         place = ".".join(map(str, first["loc"])) or "fields"
         raise PlanError(f"--engine {place} is {first['input']!r:.80}: {first['msg']}") from None
     requests = fleet.requests()
+    _check_lengths(fleet, min(config.max_model_len or math.inf, profile.geometry.max_model_len))
     slo.check(requests, profile.costs(), config.max_num_batched_tokens)
-    _check_lengths(fleet, profile.geometry.max_model_len)
     wanted = sum(profile.geometry.adapter_bytes(rank, targets) for rank in requests.ranks.values())
     whole, least = profile.memory_bytes.value, config.host_bytes
     arenas = _sizes(arguments.memory_bytes, "--memory-bytes") or [whole, whole // 2]
@@ -166,14 +183,14 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     )  # fmt: skip
 
 
-def _check_lengths(fleet: Fleet, most: int) -> None:
+def _check_lengths(fleet: Fleet, most: float) -> None:
     items = fleet.requests().items
     too_long = [one for one in items if one.prompt_tokens + one.output_tokens > most]
     if len(too_long) > (1 - fleet.slo.attainment) * len(items):
         one = too_long[0]
         raise PlanError(
             f"--trace {fleet.trace}: prompt_tokens is {one.prompt_tokens} and output_tokens {one.output_tokens}, and "
-            f"the model takes {most} tokens of a request; {len(too_long) / len(items):.1%} of them are too long: "
+            f"the model takes {most:g} tokens of a request; {len(too_long) / len(items):.1%} of them are too long: "
             "leave them out, or plan with a model of a longer context"
         )
 
@@ -228,4 +245,7 @@ def _pairs(texts: Iterable[str]) -> Iterator[tuple[str, str]]:
         name, equals, value = text.partition("=")
         if not equals:
             raise PlanError(f"--engine is {text!r}; give NAME=VALUE, such as max_num_seqs=64")
-        yield name.strip().replace("-", "_"), value.strip()
+        name = name.strip().replace("-", "_")
+        if name not in FOLLOWED:
+            raise PlanError(f"--engine is {text!r}, which no plan follows; use some of {', '.join(FOLLOWED)}")
+        yield name, value.strip()

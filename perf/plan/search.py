@@ -54,7 +54,7 @@ class Tried:
             return ""
         worst = min(self.outcomes, key=lambda one: one.attainment)
         if worst.stopped and worst.failed:
-            return "no replica has room for some request"
+            return "no replica has room for some request, or for its adapter"
         if worst.stopped:
             return f"the queue grows: stopped when {1 - worst.attainment:.1%} had missed their first token's time"
         shares = {"TTFT": worst.missed_ttft, "TPOT": worst.missed_tpot, "refused or failed": worst.failed}

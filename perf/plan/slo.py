@@ -76,4 +76,4 @@ def _parts(costs: CostModel, tokens: int, kv: int, longest: int, rank: int, ragg
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

@@ -12,6 +12,7 @@ import numpy as np
 
 from ...core.config import EngineConfig
 from ...core.costs.profile import Profile
+from ...memory.files.error import AdapterFormatError
 from ...server.cluster.router import POLICIES, Estimates
 from ..simulate.adapters import SimAdapters
 from ..simulate.cluster import Cluster, Controller, Event, NoReplica, simulate
@@ -142,7 +143,7 @@ def run_trial(fleet: Fleet, candidate: Candidate, seed: int) -> Outcome:
         records = simulate(requests.items, replicas, policy, controller=watch, make=make, answers=estimates.answers)
     except _Hopeless as found:
         return Outcome(1 - found.args[0], stopped=True)
-    except NoReplica:  # the policy waits for a replica with room for a request that no replica has room for
+    except (NoReplica, AdapterFormatError):  # an arena that some request, or some adapter, never has room in
         return Outcome(0.0, failed=1.0, stopped=True)
     if not len(records):
         return Outcome(0.0, failed=1.0, stopped=True)

@@ -13,7 +13,9 @@ from heapq import heappop, heappush
 
 from ...server.cluster.router import AnswerLengths, MostIdle, Policy, Replicas, ReplicaState, Routed
 from ..workload.request import TraceRequest
-from .records import Records
+from .host import Host
+from .machine import Process
+from .records import Records, Served
 from .replica import NOTHING, Left, Phase, Progress, Replica
 
 #: Called with the time, and the replicas as they are then.
@@ -74,15 +76,18 @@ def simulate(
     controller: Controller | None = None,
     make: Make | None = None,
     answers: AnswerLengths | None = None,
+    host: Host | None = None,
 ) -> Records:
     """Serve `requests`, which come in order of arrival, to the end of the last answer.
 
     route: what it leaves waiting is offered again, in order of arrival, when a request has ended. prompt: makes a
     request's token ids, for replicas with a prefix cache. watch: called every `period` seconds while requests come.
-    staleness, controller, make, answers: `Cluster`'s. Raises ValueError for an arrival that is earlier than
+    staleness, controller, make, answers, host: `Cluster`'s. Raises ValueError for an arrival that is earlier than
     the one before it.
     """
-    cluster = Cluster(replicas, route, prompt, staleness=staleness, controller=controller, make=make, answers=answers)
+    cluster = Cluster(
+        replicas, route, prompt, staleness=staleness, controller=controller, make=make, answers=answers, host=host
+    )
     now, next_look = -math.inf, period
     for request in requests:
         if request.arrival < now:
@@ -174,11 +179,13 @@ class Cluster:
         controller: Controller | None = None,
         make: Make | None = None,
         answers: AnswerLengths | None = None,
+        host: Host | None = None,
     ) -> None:
         """clients: that send more when requests have ended. staleness: the router knows of a replica what it reported
         last, and they all report every so many seconds, so that what it knows is up to as old; what it has sent since
         it doesn't count, as one of many routers wouldn't. 0: it knows everything. make: of replicas that boot. answers:
-        given the lengths of answers.
+        given the lengths of answers. host: of all replicas, whose steps share its machine's processors; without one
+        each replica has processors of its own, and front and client take no time.
         """
         self.now = 0.0
         self.replicas = list(replicas)
@@ -188,6 +195,8 @@ class Cluster:
         self._controller = controller
         self._make = make
         self._answers = answers
+        self._host = host
+        self._processes: dict[int, Process] = {}  # of replicas, on the host's machine
         self._records = Records()
         self._heap: list[tuple[float, int]] = []  # (wake, replica); stale unless it is the replica's wake now
         self._timers: list[tuple[float, int, bool, Callable[[], None]]] = []  # time, order, whether it is a tick
@@ -276,51 +285,80 @@ class Cluster:
     def run_until(self, time: float) -> None:
         """Let happen what happens before `time`."""
         heap, timers, coming, replicas = self._heap, self._timers, self._coming, self.replicas
-        done, waits = self._records.add, self._clients is not None or self._controller is not None
+        machine = None if self._host is None else self._host.machine
         while True:
             wake = heap[0][0] if heap else math.inf
             due = timers[0][0] if timers else math.inf
             sent = coming[0].arrival if coming else math.inf
-            now = min(wake, due, sent)
+            ends = math.inf if machine is None else machine.next_end
+            now = min(wake, due, sent, ends)
             if now >= time:
                 return
             if now >= self._next_report:
                 self._report(now)
                 continue
             self.now = now
-            if sent <= now:
+            if machine is not None and ends <= now:
+                machine.end_next()
+            elif sent <= now:
                 self.offer(coming.popleft())
-                continue
-            if due <= now:
-                if wake == sent == time == math.inf and not self._num_due and not self._awaits_controller():
+            elif due <= now:
+                if wake == sent == ends == time == math.inf and not self._num_due and not self._awaits_controller():
                     return
                 _, _, is_tick, action = heappop(timers)
                 self._num_due -= not is_tick
                 action()
-                continue
-            wake, index = heappop(heap)
-            replica = replicas[index]
-            if replica.wake != wake:
-                continue
-            self._last_wake = wake
-            replica.advance(done)
-            if replica.wake < math.inf:
-                heappush(heap, (replica.wake, index))
-            if self._answers is not None:
-                for request in replica.ended:
-                    self._answers.end(request.adapter, request.output_tokens)
-            if replica.left:
-                self._pass_on(replica.left)
-            if (waits or self._held) and replica.ended:
-                self._go_on(replica)
-            if replica.phase is Phase.DRAINING:
-                self._check_gone(replica)
+            else:
+                wake, index = heappop(heap)
+                if replicas[index].wake == wake:
+                    self._last_wake = wake
+                    self._advance(replicas[index])
+
+    def _advance(self, replica: Replica) -> None:
+        """Have a replica end its step and begin the next; what that gave up or made room for goes on."""
+        if self._host is None:
+            replica.advance(self._records.add)
+        else:
+            self._advance_on(self._host, replica)
+        if replica.wake < math.inf:
+            heappush(self._heap, (replica.wake, replica.index))
+        if self._answers is not None:
+            for request in replica.ended:
+                self._answers.end(request.adapter, request.output_tokens)
+        if replica.left:
+            self._pass_on(replica.left)
+        if replica.ended and (self._clients is not None or self._controller is not None or self._held):
+            self._go_on(replica)
+        if replica.phase is Phase.DRAINING:
+            self._check_gone(replica)
+
+    def _advance_on(self, host: Host, replica: Replica) -> None:
+        """The step that begins ends when the machine has done its work; the tokens of the one that ends go out."""
+        ended: list[tuple[int, Served]] = []
+        now, rows = replica.wake, replica.num_rows
+        replica.advance(lambda served: ended.append((replica.ended[-1].id, served)))
+        if rows:
+            host.deliver(now, rows, list(replica.began), ended, self._records.add)
+        if replica.num_rows:
+            work, replica.wake = replica.wake - now, math.inf
+            self._processes[replica.index].do(now, work, lambda at: self._wake(replica, at))
+
+    def _wake(self, replica: Replica, now: float) -> None:
+        replica.wake = now
+        heappush(self._heap, (now, replica.index))
 
     def offer(self, request: TraceRequest) -> None:
         """A request comes; requests that came before it go first."""
         self.now = request.arrival
         while self.now >= self._next_report:
             self._report(self.now)
+        if self._host is None:
+            self._come(request, self.now)
+        else:
+            self._host.send(request, self.now, lambda now: self._come(request, now))
+
+    def _come(self, request: TraceRequest, now: float) -> None:
+        self.now = now
         if self._controller is not None:
             self._tell(Happened.ARRIVED, request=request)
         self._offer(request, NOTHING)
@@ -357,6 +395,11 @@ class Cluster:
         """Replicas came or went. Of the others the router knows what it knew."""
         known = dict(zip(map(id, self._serving), self._states, strict=True))
         self._serving = [replica for replica in self.replicas if replica.phase is Phase.SERVING]
+        if self._host is not None:
+            for replica in self._serving:
+                if replica.index not in self._processes:
+                    replica.step_singly()
+                    self._processes[replica.index] = Process(self._host.machine)
         fresh = (lambda state: state.copy()) if self._period else (lambda state: state)
         self._states = Replicas(known.get(id(each)) or fresh(each.look(self.now)) for each in self._serving)
 

@@ -75,7 +75,7 @@ class SimExecutor:
     """Moves a virtual clock on by what each step costs.
 
     horizon: virtual time at which something will happen that the engine doesn't know of: no step is begun by repeating
-    at or after it.
+    at or after it. held_until: no step ends before it, where its process shares processors.
     """
 
     def __init__(
@@ -115,6 +115,7 @@ class SimExecutor:
         if self.costs.merge is not None:
             self.shadow = SimShadow(self.costs.merge, self.layout, geometry.module_dims, self._spend)
         self.horizon = math.inf
+        self.held_until = -math.inf
         self.busy_seconds = 0.0
         self.num_merged_steps = 0
         self._clock = clock
@@ -163,7 +164,7 @@ class SimExecutor:
         price = self.price(plan)
         count, seconds = self._length(plan, price)
         self._priced = None
-        self._clock.now += seconds
+        self._clock.now = max(self._clock.now + seconds, self.held_until)
         self.busy_seconds += seconds
         self.num_merged_steps += plan.merged is not None
         self.adapters.stalled_seconds += price.stall

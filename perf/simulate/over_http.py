@@ -11,7 +11,8 @@ import asyncio
 import math
 import random
 import string
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
@@ -95,11 +96,17 @@ class HostTimes:
 
 
 class HttpServer:
-    """A launched server that traces can be sent to."""
+    """A launched server that traces can be sent to.
 
-    def __init__(self, url: str, config: EngineConfig) -> None:
+    texts: answers to the last trace. seconds: that it took. spent: of processors, by each process of `pids` and by the
+    client meanwhile.
+    """
+
+    def __init__(self, url: str, config: EngineConfig, pids: Mapping[str, int] | None = None) -> None:
         self._url = url
+        self._pids = pids or {}
         self.texts: list[str] = []
+        self.seconds, self.spent = 0.0, dict[str, float]()
         self._num_served = 0
         self._base = config.model.name
         self._tokenizer = Tokenizer.from_file(str(config.model / "tokenizer.json"))
@@ -108,7 +115,7 @@ class HttpServer:
         self, trace: Sequence[TraceRequest], *, one_by_one: bool = False, prompts: str | None = None
     ) -> tuple[Records, Traced]:
         """Serve a trace in real time: the client's records, and the trace with the prompts' lengths as the server
-        counted them. Its answers are in `texts`. one_by_one: each request when the one before it has ended. prompts:
+        counted them. one_by_one: each request when the one before it has ended. prompts:
         the same name gives the same prompts again; without one they are new, as a prefix that was cached for an earlier
         trace is none of this one's simulation. Raises LoadError for a request that failed.
         """
@@ -131,7 +138,11 @@ class HttpServer:
             if one_by_one:
                 return await warm_up(client, plan)
             await warm_up(client, plan[:1])  # opens a connection
-            return (await run_load(client, plan)).records
+            before = {name: processor_seconds(pid) for name, pid in self._pids.items()}
+            outcome = await run_load(client, plan)
+            self.spent = {name: processor_seconds(pid) - before[name] for name, pid in self._pids.items()}
+            self.seconds, self.spent["client"] = outcome.cost.wall, outcome.cost.cpu
+            return outcome.records
 
     def _planned(self, request: TraceRequest, drawn: str) -> PlannedRequest:
         """Random letters, so that no two prompts share a beginning worth caching."""
@@ -141,6 +152,11 @@ class HttpServer:
         ids = self._tokenizer.encode(letters, add_special_tokens=False).ids[:count]
         text = self._tokenizer.decode(ids)
         return PlannedRequest(request.arrival, request.adapter or self._base, text, request.output_tokens)
+
+
+def processor_seconds(pid: int) -> float:
+    """Seconds of processors that a process had so far, all of its threads, to the nanosecond."""
+    return time.clock_gettime(~pid << 3 | 2)  # Linux's clock of that process, as of clock_getcpuclockid
 
 
 @contextmanager
@@ -155,21 +171,15 @@ def served(config: EngineConfig) -> Iterator[HttpServer]:
         yield HttpServer(server.url, config)
 
 
-def fit_host(
-    server: HttpServer, profile: Profile, simulate: Simulate, rows: int, *, in_process: bool = True,
-    adapter: str | None = None, rank: int | None = None,
-) -> HostTimes:  # fmt: skip
+def fit_host(server: HttpServer, profile: Profile, simulate: Simulate, rows: int) -> HostTimes:
     """Fit what a server adds to `profile`'s engine: by many requests that come at once, by requests that meet no other,
     of several lengths, and by streams beside each other.
 
-    rows: most that run at a time. in_process: event loop and engine share an interpreter; a cluster's front and
-    replicas don't, so that no intake holds up a step. adapter, rank: of all requests.
-
-    Each is what the client saw, less what is simulated without it.
+    rows: most that run at a time. Each is what the client saw, less what is simulated without it.
     """
 
     def serve(prompt: int, output: int, count: int, apart: float = 0.0) -> list[tuple[Records, Traced]]:
-        trace = [TraceRequest(index, apart * index, adapter, prompt, output, rank) for index in range(count)]
+        trace = [TraceRequest(index, apart * index, None, prompt, output) for index in range(count)]
         return [server.serve(trace) for _ in range(_REPEATS)]
 
     def more(known: HostTimes, name: str, served: Sequence[tuple[Records, Traced]]) -> float:
@@ -189,8 +199,7 @@ def fit_host(
     streams = sorted({min(count, rows) for count in _STREAMS})
     slower = [max(_LEAST, more(known, "tpot", serve(*_STREAM_TOKENS, count))) for count in streams]
     known = replace(known, **fit(("per_step", "per_row"), [(1.0, count) for count in streams], slower).terms)
-    if in_process:
-        known = replace(known, per_prompt=max(0.0, _beside_streams(server, known, profile, simulate)))
+    known = replace(known, per_prompt=max(0.0, _beside_streams(server, known, profile, simulate)))
     return replace(known, latency=max(0.0, more(known, "ttft", lone[0])))
 
 

@@ -20,7 +20,7 @@ from ...server.cluster.router import ReplicaState
 from ..workload.request import TraceRequest
 from .adapters import SimAdapters, VirtualClock
 from .charges import When
-from .engine import MODEL, simulated_engine
+from .engine import MODEL, SimEngine, simulated_engine
 from .executor import TOKEN
 from .link import Urgency
 from .records import Served
@@ -124,6 +124,7 @@ class Replica:
         )  # fmt: skip
         self.failures: list[tuple[float, str | None]] = []
         """Arrival and service class of each request that was refused or ended with an error."""
+        self.began: list[TraceRequest] = []  # requests whose first token the last step drew
         self.ended: list[TraceRequest] = []  # by the last step, failures included
         self.left: list[Left] = []  # what the last step's end gave up
         self._reads = self.executor.adapters.reads
@@ -181,9 +182,11 @@ class Replica:
     def advance(self, done: Callable[[Served], None]) -> None:
         """`wake` has come: end the step, take what came, begin the next. done: called with every request that ended."""
         engine, clock = self.engine, self.clock
+        self.began.clear()
         self.ended.clear()
         self.left.clear()
         if self._plan is not None:
+            self.executor.held_until = self.wake
             self._read(engine.end_step(self._plan), done)
             self._plan = None
         if clock.now < self.wake:
@@ -209,6 +212,11 @@ class Replica:
         self._read(engine.end_step(None), done)
         self.wake = clock.now if engine.has_work() else math.inf
 
+    def step_singly(self) -> None:
+        """Have no step stand for several: when one ends, others decide."""
+        if isinstance(self.engine, SimEngine):
+            self.engine.scheduler.may_repeat = False
+
     def look(self, now: float) -> ReplicaState:
         """Return `state`, in which what changes with time alone is brought up to date."""
         state = self.state
@@ -220,6 +228,11 @@ class Replica:
         return state
 
     # -- what the cluster orders, between two steps
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the step that is under way; 0 without one."""
+        return 0 if self._plan is None else len(self._plan.rows)
 
     @property
     def requests(self) -> list[TraceRequest]:
@@ -311,6 +324,7 @@ class Replica:
             each = requests[output.request_id]
             if each.first_token is None:
                 each.first_token = now
+                self.began.append(each.item)
             if output.finish_reason is not None:
                 del requests[output.request_id]
                 item, request = each.item, each.request

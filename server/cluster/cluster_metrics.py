@@ -28,7 +28,11 @@ class ClusterCollector(Collector):
             "chorus_scale_hint", "1: one more replica is needed; -1: one could be given back", dispatcher.scale.value
         )
         yield GaugeMetricFamily("chorus_front_waiting", "Requests that wait at the front", ledger.num_waiting)
-        yield CounterMetricFamily("chorus_replica_deaths", "Connections to replicas that ended", dispatcher.num_deaths)
+        yield CounterMetricFamily(
+            "chorus_replica_deaths",
+            "Connections to replicas that ended, but for replicas that were to",
+            dispatcher.num_deaths,
+        )
         yield CounterMetricFamily(
             "chorus_requests_moved", "Times that a request went on at another replica", ledger.num_moves
         )

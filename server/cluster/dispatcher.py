@@ -188,8 +188,11 @@ class Dispatcher:
         lost = list(self.ledger.at(link.name))
         ended = self.ledger.lose(link.name)
         self.fleet.note_down(link)
-        self.num_deaths += 1
-        log.warning("replica %s is gone; %d requests go on elsewhere", link.name, len(lost) - len(ended))
+        if link.draining and not lost:
+            log.info("replica %s has ended, as it was to", link.name)
+        else:
+            self.num_deaths += 1
+            log.warning("replica %s is gone; %d requests go on elsewhere", link.name, len(lost) - len(ended))
         if stuck:
             self.on_stuck(link)
         for request in ended:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..start.flags import UsageError
+from ..start.flags import UsageError, read_seconds
 from .listener import add_secret_flag, add_tls_flag
 from .placement.settings import PLANNERS
 from .router import POLICIES
@@ -92,8 +92,8 @@ def add_front_flags(parser: argparse.ArgumentParser, count: Callable[[str], int]
     )
     parser.add_argument(
         "--slo-tpot", type=_seconds, metavar="SECONDS",
-        help="time per token beyond which rank-aware and least-delay see a replica as too full (default: 1.5 times "
-        "that of one request alone)",
+        help="time per token, such as 0.05 or 50ms, beyond which rank-aware and least-delay see a replica as too full "
+        "(default: 1.5 times that of one request alone)",
     )  # fmt: skip
     parser.add_argument(
         "--migration", choices=("off", *PLANNERS), default="off",
@@ -108,7 +108,7 @@ def add_front_flags(parser: argparse.ArgumentParser, count: Callable[[str], int]
         "--preload", action="store_true", help="keep adapters in the replicas' arenas before requests ask for them"
     )
     parser.add_argument(
-        "--scale-seconds", type=float, default=STEADY_SECONDS, metavar="SECONDS",
+        "--scale-seconds", type=_seconds, default=STEADY_SECONDS, metavar="SECONDS",
         help="how long a scale hint must hold before it is given, and obeyed within --min-replicas and --max-replicas "
         f"(default: {STEADY_SECONDS:g})",
     )  # fmt: skip
@@ -116,7 +116,11 @@ def add_front_flags(parser: argparse.ArgumentParser, count: Callable[[str], int]
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    """Seconds, as a number or with a unit."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        return read_seconds(text)
     if not 0 < seconds < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
     return seconds

@@ -43,6 +43,11 @@ def up(plan: Plan, settings: Settings, given: dict[str, Any]) -> int:
     check_model(settings)
     if plan.migration in NEED_HIGHS and not has_highs():
         raise LaunchError(f"--migration {plan.migration} needs highspy: pip install 'chorus-lora[plan]'")
+    if plan.migration_setting and plan.migration == "off":
+        raise LaunchError(
+            f"--migration-setting {plan.migration_setting[0]} changes nothing while --migration is off; give "
+            "--migration greedy, or leave the setting out"
+        )
     try:
         MigrationSettings.of(plan.migration_setting)
     except ValueError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -39,6 +40,17 @@ NEAR = 0.8
 
 SECRETS = ("api_key", "admin_key")
 """Secret settings: errors leave out their values."""
+
+
+_TIME = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(ms|s)")
+
+
+def read_seconds(text: str) -> float:
+    """A flag's time above 0, such as 500ms or 2s, in seconds."""
+    found = _TIME.fullmatch(text.strip())
+    if found is None or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; give one with a unit, such as 500ms or 2s")
+    return float(found[1]) * (1e-3 if found[2] == "ms" else 1.0)
 
 
 class UsageError(Exception):

@@ -69,7 +69,7 @@ class Source(Strict):
     def needs(self, field: str, wanted_by: str) -> None:
         """Refuses a use that this trace has no column for."""
         if not self.has(field):
-            have = ", ".join(sorted(filter(self.has, self.provides)))
+            have = ", ".join(sorted(filter(self.has, self.provides))) or "nothing that can be read"
             raise WorkloadError(
                 f"{wanted_by}: a trace of this format ({type(self).__name__}, {self.path}) has no {field}, only "
                 f"{have}; use another trace or kind here"

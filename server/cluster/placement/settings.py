@@ -50,7 +50,10 @@ class MigrationSettings:
             try:
                 found[name] = type(known[name])(value)
             except ValueError:
-                raise ValueError(f"{name} is {value!r}; give a number") from None
+                kind = "whole number" if isinstance(known[name], int) else "number"
+                raise ValueError(f"{name} is {value!r}; give a {kind}") from None
             if not 0 < found[name] < float("inf"):
                 raise ValueError(f"{name} is {value}; give a number above 0")
+            if name == "kv_share" and found[name] > 1:
+                raise ValueError(f"{name} is {value}; give a share up to 1, such as 0.9")
         return cls(**found)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from xml.etree import ElementTree
 
 import pytest
 
 from chorus.core.costs.profile import load_profile
 from chorus.perf.plan import command
+from chorus.server.cli.command import make_parser
 from chorus.server.start.flags import Parser, UsageError
 
 
@@ -57,6 +59,28 @@ def test_a_measured_profile_that_follows_the_load(trace, tmp_path, capsys):
     )
 
 
+def test_the_command_has_all_that_was_planned_with(trace, model, tmp_path, capsys):
+    flags = ["--trace", trace, "--gpu", "l4", "--model", model, "--slo-ttft", "2s", "--slo-tpot", "100ms"]
+    flags += ["--policy", "least-delay", "--seeds", 1, "--engine", "chunked_prefill=false"]
+    assert plan(*flags, "--out", tmp_path / "plan.html") == 0
+    words = shlex.split(next(line for line in capsys.readouterr().out.splitlines() if line.startswith("chorus")))
+    assert {"--adapters", "--slo-tpot", "--host-cache-bytes", "--no-chunked-prefill"} < set(words)
+    given = make_parser().parse(words[1:])
+    assert (given.policy, given.slo_tpot, given.replicas) == ("least-delay", 0.1, 1)
+
+
+def test_an_arena_without_room_for_an_adapter_is_no_plan(trace, model, tmp_path, capsys):
+    flags = ["--trace", trace, "--gpu", "l4", "--model", model, "--slo-ttft", "2s", "--memory-bytes", "32MiB"]
+    assert plan(*flags, "--policy", "affinity", "--seeds", 1, "--out", tmp_path / "plan.html") == 1
+    assert "no replica has room for some request, or for its adapter" in capsys.readouterr().out
+
+
+def test_a_file_without_a_header_is_named(trace, model, tmp_path, capsys):
+    trace.write_text("")
+    assert plan("--trace", trace, "--gpu", "l4", "--model", model, "--slo-ttft", "2s") == 2
+    assert f"{trace}) has no arrival, only nothing that can be read" in capsys.readouterr().err
+
+
 def test_no_plan_is_exit_code_1_and_the_page_says_why(trace, model, tmp_path, capsys):
     rows = trace.read_text().splitlines()
     trace.write_text("\n".join([rows[0]] + [re.sub(r"^[\d.]+", "1000", row) for row in rows[1:]] * 6) + "\n")
@@ -79,6 +103,11 @@ def test_no_plan_is_exit_code_1_and_the_page_says_why(trace, model, tmp_path, ca
         (["--host-cache-bytes", "much"], "--host-cache-bytes is 'much': a size is"),
         (["--engine", "max_num_seqs=0"], "--engine max_num_seqs is '0'"),
         (["--engine", "fast"], "--engine is 'fast'; give NAME=VALUE"),
+        (["--engine", "max_num_seq=4"], "--engine is 'max_num_seq=4', which no plan follows; use some of max_num_seqs"),
+        (["--engine", "tensor-parallel-size=2"], "--engine is 'tensor-parallel-size=2', which no plan follows"),
+        (["--engine", "prefix_cache=true"], "--engine is 'prefix_cache=true', which no plan follows"),
+        (["--engine", "host_cache_bytes=5"], "--engine is 'host_cache_bytes=5', which no plan follows"),
+        (["--engine", "max_model_len=110"], "the model takes 110 tokens of a request"),
         (["--slo-tpot", "1ms"], r"--slo-tpot is 1 ms, and .*% of the requests take longer even alone.*products with"),
         (["--slo-ttft", "1ms"], r"--slo-ttft is 1 ms, and 100.0% .*prompt and 20 output tokens.*all else of a step"),
         (["--trace", "/nowhere.csv"], "/nowhere.csv: the trace cannot be opened"),
@@ -97,6 +126,8 @@ def test_wrong_input_is_named_with_its_fix(trace, model, tmp_path, capsys, flags
         ([], "there is no SLO"),
         (["--slo-ttft", "500"], "no time; give one with a unit, such as 500ms"),
         (["--slo-ttft", "1s", "--seeds", 0], "--seeds is 0; give 1 or more"),
+        (["--slo-ttft", "1s", "--boot-seconds", -5], "--boot-seconds is -5; give 0 or more seconds"),
+        (["--slo-ttft", "1s", "--min-replicas", 5, "--max-replicas", 3], "--min-replicas is 5, above --max-replicas 3"),
         (["--slo-ttft", "1s", "--attainment", 1.5], "--attainment is 1.5; give a share up to 1"),
         (["--slo-ttft", "1s", "--out", "/nowhere/p.html"], "--out is /nowhere/p.html, whose directory is not there"),
     ],

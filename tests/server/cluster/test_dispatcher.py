@@ -111,6 +111,16 @@ def test_a_dead_replicas_request_goes_on_elsewhere_with_what_the_client_has(fron
     assert len(front.dispatcher.ledger) == 0
 
 
+def test_a_replica_that_was_to_end_has_not_died(front, caplog):
+    first, second = front.links[:2]
+    first.draining = True
+    with caplog.at_level("INFO"):
+        front.down(first)
+    assert front.dispatcher.num_deaths == 0 and "as it was to" in caplog.text
+    front.down(second)
+    assert front.dispatcher.num_deaths == 1
+
+
 def test_after_two_deaths_a_request_ends_with_an_error(front):
     front.ask()
     front.down(front.at())

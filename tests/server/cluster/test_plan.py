@@ -5,7 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import pytest
+
 from chorus.server.cluster.plan import Plan, add_front_flags
+from chorus.server.cluster.up import up
+from chorus.server.demo.builtin import BUILTIN_MODEL
+from chorus.server.settings import Settings
+from chorus.server.start.checks import LaunchError
 
 
 def test_a_front_is_told_what_the_plan_says_of_it():
@@ -17,3 +23,20 @@ def test_a_front_is_told_what_the_plan_says_of_it():
     add_front_flags(parser, int)
     assert Plan.of(parser.parse_args(plan.front_flags())) == plan
     assert Plan.of(parser.parse_args(Plan().front_flags())).migration == "off"
+
+
+def test_times_are_seconds_or_have_a_unit():
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_front_flags(parser, int)
+    assert parser.parse_args(["--slo-tpot", "50ms", "--scale-seconds", "2s"]).slo_tpot == 0.05
+    assert parser.parse_args(["--slo-tpot", "0.05"]).slo_tpot == 0.05
+    for flag in ("--slo-tpot", "--scale-seconds"):
+        for text, said in (("fast", "'fast' is no time; give one with a unit"), ("-1", "no number of seconds above 0")):
+            with pytest.raises(argparse.ArgumentError, match=said):
+                parser.parse_args([f"{flag}={text}"])
+
+
+def test_settings_of_a_migration_that_is_off_are_refused(tmp_path):
+    plan = Plan(migration_setting=["interval_seconds=5"])
+    with pytest.raises(LaunchError, match="interval_seconds=5 changes nothing while --migration is off; give"):
+        up(plan, Settings(model=BUILTIN_MODEL), {})

@@ -98,6 +98,8 @@ def test_settings_are_read_by_name():
         ("speed=1", "'speed' is no setting"),
         ("kv_share=x", "give a number"),
         ("kv_share=0", "above 0"),
+        ("kv_share=90", "a share up to 1"),
+        ("most_replicas=2.5", "most_replicas is '2.5'; give a whole number"),
     ):
         with pytest.raises(ValueError, match=message):
             MigrationSettings.of([text])

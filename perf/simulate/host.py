@@ -1,0 +1,80 @@
+"""A simulated cluster's machine: its processors, and its processes beside the replicas: the front, and the client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..workload.request import TraceRequest
+from .machine import Machine, Process, Then
+from .records import Served
+
+
+@dataclass(frozen=True, slots=True)
+class HostWork:
+    """Seconds of a processor that a process needs, for a request, a token of its prompt, a step of a replica, and a row
+    of the step.
+    """
+
+    per_prompt: float = 0.0
+    per_prompt_token: float = 0.0
+    per_step: float = 0.0
+    per_row: float = 0.0
+
+    def of_prompt(self, tokens: int) -> float:
+        return self.per_prompt + self.per_prompt_token * tokens
+
+    def of_step(self, rows: int) -> float:
+        return self.per_step + self.per_row * rows
+
+
+class Host:
+    """Has client and front do their part in each request, and replicas, front and client share a machine's processors.
+
+    latency: seconds that each request waits for beside that, such as for timers and sockets.
+    """
+
+    def __init__(
+        self, machine: Machine, front: HostWork | None = None, client: HostWork | None = None, latency: float = 0.0
+    ) -> None:
+        self.machine = machine
+        self._latency = latency
+        self._front, self._client = (_Worker(Process(machine), work or HostWork()) for work in (front, client))
+        self._firsts: dict[int, float] = {}  # when the client had the first token of each request
+
+    def send(self, request: TraceRequest, now: float, come: Then) -> None:
+        """Have a request go through client and front; come: called when it can be routed."""
+        client, front, tokens = self._client, self._front, request.prompt_tokens
+
+        def sent(at: float) -> None:
+            front.process.do(at, front.work.of_prompt(tokens), come)
+
+        client.process.do(now, client.work.of_prompt(tokens), sent)
+
+    def deliver(
+        self, now: float, rows: int, began: Sequence[TraceRequest], ended: Sequence[tuple[int, Served]],
+        done: Callable[[Served], None],
+    ) -> None:  # fmt: skip
+        """Have a step's tokens go through front and client.
+
+        began: requests whose first token is among them. ended: requests that end, by id. done: called with these, as
+        the client sees them.
+        """
+        client, front, firsts = self._client, self._front, self._firsts
+
+        def seen(at: float) -> None:
+            firsts.update((request.id, at + self._latency) for request in began)
+            for request_id, served in ended:
+                ttft, e2e = firsts.pop(request_id) - served.arrival, at + self._latency - served.arrival
+                done(served._replace(ttft=ttft, e2e=e2e))
+
+        def passed_on(at: float) -> None:
+            client.process.do(at, client.work.of_step(rows), seen)
+
+        front.process.do(now, front.work.of_step(rows), passed_on)
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    process: Process
+    work: HostWork
