@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     from .results import compute
     from .table import document, print_figures
 
-    seeds = arguments.seeds or (QUICK_SEEDS if arguments.quick else SEEDS)
+    seeds, first = arguments.seeds or (QUICK_SEEDS if arguments.quick else SEEDS), arguments.seed or 0
     try:
         figures = load_figures()
         if arguments.list:
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
                 )
             figures = [known[name] for name in arguments.figure]
         results = compute(
-            figures, seeds=seeds, quick=arguments.quick, jobs=arguments.jobs,
+            figures, seeds=seeds, first=first, quick=arguments.quick, jobs=arguments.jobs,
             told=lambda what: print(what, file=sys.stderr),
         )  # fmt: skip
     except (StudyError, ProfileError) as error:
@@ -56,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.markdown is not None:
         path: Path = arguments.markdown
         flags = "".join(f" --figure {name}" for name in arguments.figure or ()) + " --quick" * arguments.quick
+        flags += "" if arguments.seed is None else f" --seed {first}"
         text = document(results, f"chorus simulate figures{flags} --seeds {seeds} --markdown {path}", seeds)
         path.write_text(text, encoding="utf-8")
     return 0
