@@ -5,6 +5,7 @@
 #include "buffer.h"
 #include "descriptors.h"
 #include "elementwise.h"
+#include "rank_shrinks.h"
 #include "shares.h"
 
 namespace chorus {
@@ -16,6 +17,11 @@ class Projections {
    public:
     Projections(const ModelDesc& model, Team& team)
         : m_(model), team_(team), scratch_(team.most()), shapes_(model), groups_(shapes_.targets) {}
+
+    // Of several ranks: see RankShrinks.
+    void join(Ranks* ranks) { ranks_.join(ranks); }
+    // True if `run` posts a sum of its own, so that its outputs are to be a part of the one behind it.
+    bool posts(int g) const { return ranks_.of(g); }
 
     const std::vector<Target>& group(int g) const { return groups_[g]; }
     bool few() const { return few_; }      // the step has few tokens
@@ -33,7 +39,9 @@ class Projections {
             levels = std::max(levels, 1 + segments.level_of(s));
         }
         ldh_ = (rank + 2) & ~1;
-        grow(h_, 3 * levels * (size_t)step.tokens * ldh_);
+        const size_t h_elems = 3 * levels * (size_t)step.tokens * ldh_;
+        grow(h_, h_elems);
+        ranks_.begin(few_, h_elems);
         fused_ = false;
         if (!few_)  // else the base product streams its weights, in tiles of as many rows as there are
             for (int s = 0; s < step.segments; s++) fused_ |= is_fused(step, s);
@@ -48,7 +56,11 @@ class Projections {
                 shrink_units(segments, groups_[g], cuts_[c], cuts_[c + 1], shrink_[g]);
                 shrink_chunk_[g].push_back((int)shrink_[g].size());
             }
-            expand_units(segments, 0, groups_[g], team_.size(), expand_[g]);
+            ranks_.plan(g, shrink_[g]);
+            auto columns = [&](int width) {
+                return std::pair(ranks_.first_column(g, width), ranks_.last_column(g, width));
+            };
+            expand_units(segments, 0, groups_[g], team_.size(), columns, expand_[g]);
             auto& units = expand_[g];
             auto cost = [&](const LoraUnit& u) { return u.count * segments.adapters[u.segment]->rank; };
             auto is_long = [](const LoraUnit& u) { return u.tokens >= kLongSegment; };
@@ -60,7 +72,7 @@ class Projections {
             later_[g].resize(levels - 1);
             for (int level = 1; level < levels; level++) {
                 Later& later = later_[g][level - 1];
-                expand_units(segments, level, groups_[g], team_.size(), later.units);
+                expand_units(segments, level, groups_[g], team_.size(), columns, later.units);
                 split(later.units, team_.size(), later.split, cost);
             }
         }
@@ -85,13 +97,21 @@ class Projections {
              int n, float* y, long ldy, bool accumulate, const float* bias) {
         const Product<T> product{x, ldx, step.tokens, (const T*)w, n, k, y, ldy, accumulate, bias, &cuts_};
         const auto& expands = expand_[g];
-        if (few_) {
-            run_units(
-                team_, phase, thread, product, shrink_[g], shrink_split_[g],
-                [&](int i, bool more) { product.run(i, more); },
-                [&](const LoraUnit& u, const LoraUnit* next) {
-                    run_shrink(step, thread, g, layer, x, ldx, k, u, next);
-                });
+        auto run_base = [&](int i, bool more) { product.run(i, more); };
+        auto shrink_into = [&](X* h) {
+            return [&, h](const LoraUnit& u, const LoraUnit* next) {
+                run_shrink(step, thread, g, layer, x, ldx, k, h, u, next);
+            };
+        };
+        if (posts(g)) {
+            each_split(team_, phase, thread, shrink_[g], shrink_split_[g], shrink_into(ranks_.mine()));
+            if (!thread) ranks_.post();
+            each_part(team_, phase, thread, product.units(), run_base);
+            team_.each(phase, 1, [&](int) {
+                ranks_.collect(step, g, h_.data(), ldh_, [&](const LoraUnit& u) { return place(step, u); });
+            });
+        } else if (few_) {
+            run_units(team_, phase, thread, product, shrink_[g], shrink_split_[g], run_base, shrink_into(h_.data()));
         } else {
             each_tile(phase, thread, product.panels(), [&](int i, bool more) {
                 shrink_chunk(step, thread, g, layer, x, ldx, k, i / product.panels());
@@ -185,17 +205,17 @@ class Projections {
         for (int group = 0; group < g; group++) first += units(group);
         const LoraUnit* unit = shrink_[g].data() + shrink_chunk_[g][chunk];
         team_.pass(gates_[chunk], first + units(g),
-                   [&](int i) { run_shrink(step, thread, g, layer, x, ldx, k, unit[i - first], nullptr); });
+                   [&](int i) { run_shrink(step, thread, g, layer, x, ldx, k, h_.data(), unit[i - first], nullptr); });
     }
 
-    void run_shrink(const StepDesc& step, int thread, int g, int layer, const X* x, long ldx, int k, const LoraUnit& u,
-                    const LoraUnit* next) {
+    void run_shrink(const StepDesc& step, int thread, int g, int layer, const X* x, long ldx, int k, X* h,
+                    const LoraUnit& u, const LoraUnit* next) {
         const Adapter& adapter = *step.segment_adapters[u.segment];
         if (adapter.first_elem[layer] < 0) return;
         Upcoming rows{};
         if (const Adapter* other = adapter_of(step, layer, next))
             rows = {other, next->first, next->count, other->a_offset[groups_[g][next->module].module], k};
-        shrink<T>(arena(), adapter, layer, groups_[g][u.module].module, u, x, ldx, k, h_of(step, u), ldh_,
+        shrink<T>(arena(), adapter, layer, groups_[g][u.module].module, u, x, ldx, k, h + place(step, u), ldh_,
                   scratch_[thread].spare.data(), rows);
     }
 
@@ -279,13 +299,15 @@ class Projections {
 
     Arena<T> arena() const { return {(T*)m_.arena, m_.page_elems}; }
 
-    // Output of the shrink for a module of a group, of the segments of the unit's level: [tokens, ldh_].
-    X* h_of(const StepDesc& step, const LoraUnit& u) {
-        return h_.data() + (u.module + 3 * level_of(step, u.segment)) * (long)step.tokens * ldh_;
+    // Where in h the outputs of the shrink for a module of a group begin, of the segments of the unit's level: [tokens, ldh_].
+    long place(const StepDesc& step, const LoraUnit& u) const {
+        return (u.module + 3 * level_of(step, u.segment)) * (long)step.tokens * ldh_;
     }
+    X* h_of(const StepDesc& step, const LoraUnit& u) { return h_.data() + place(step, u); }
 
     const ModelDesc m_;
     Team& team_;
+    RankShrinks<T> ranks_;
     std::vector<Scratch> scratch_;
     const Groups shapes_;
     const std::vector<Target>* groups_;

@@ -71,6 +71,12 @@ def run(arguments: argparse.Namespace) -> int:
     from .document import document
     from .study import StudyError, load_study, shipped_studies
 
+    if arguments.seed is not None and arguments.seed < 0:
+        raise UsageError(f"chorus simulate: error: --seed is {arguments.seed}; give 0 or more")
+    for name, least in (("seeds", 1), ("jobs", 1)):
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            raise UsageError(f"chorus simulate: error: --{name} is {value}; give {least} or more")
     if arguments.studies == ["figures"]:
         return figures.run(arguments)
     if arguments.list:
@@ -81,12 +87,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("chorus simulate: error: name a study (--list shows them)")
     if not 0 < arguments.scale < float("inf"):
         raise UsageError(f"chorus simulate: error: --scale is {arguments.scale:g}; give a number above 0")
-    if arguments.seed is not None and arguments.seed < 0:
-        raise UsageError(f"chorus simulate: error: --seed is {arguments.seed}; give 0 or more")
-    for name, least in (("seeds", 1), ("jobs", 1)):
-        value = getattr(arguments, name)
-        if value is not None and value < least:
-            raise UsageError(f"chorus simulate: error: --{name} is {value}; give {least} or more")
     if arguments.check is not None and not 0 < arguments.check <= 1:
         raise UsageError(f"chorus simulate: error: --check is {arguments.check:g}; give a share above 0, at most 1")
     names = shipped_studies() if arguments.studies == ["all"] else arguments.studies

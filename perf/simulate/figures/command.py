@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     from .results import compute
     from .table import document
 
-    seeds = arguments.seeds or (QUICK_SEEDS if arguments.quick else SEEDS)
+    seeds, first = arguments.seeds or (QUICK_SEEDS if arguments.quick else SEEDS), arguments.seed or 0
     try:
         figures = load_figures()
         if arguments.list:
@@ -39,13 +39,14 @@ def run(arguments: argparse.Namespace) -> int:
                 )
             figures = [known[name] for name in arguments.figure]
         results = compute(
-            figures, seeds=seeds, quick=arguments.quick, jobs=arguments.jobs,
+            figures, seeds=seeds, first=first, quick=arguments.quick, jobs=arguments.jobs,
             told=lambda what: print(what, file=sys.stderr),
         )  # fmt: skip
     except (StudyError, ProfileError) as error:
         print(f"chorus simulate: error: {error}", file=sys.stderr)
         return 2
     flags = "".join(f" --figure {name}" for name in arguments.figure or ()) + " --quick" * arguments.quick
+    flags += "" if arguments.seed is None else f" --seed {first}"
     flags += f" --seeds {seeds}" + ("" if arguments.markdown is None else f" --markdown {arguments.markdown}")
     text = document(results, f"chorus simulate figures{flags}", seeds)
     if arguments.json:

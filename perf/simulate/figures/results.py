@@ -82,19 +82,21 @@ def compute(
     figures: Sequence[Figure],
     *,
     seeds: int = 10,
+    first: int = 0,
     quick: bool = False,
     jobs: int = 1,
     told: Callable[[str], None] = lambda what: None,
 ) -> list[FigureResult]:
-    """seeds: how many, from 0 on; rows of one seed have the same requests. jobs: processes. Raises StudyError.
+    """seeds: how many, from `first` on; rows of one seed have the same requests. jobs: processes. Raises StudyError.
 
     told: called with what has been simulated.
     """
+    each_seed = range(first, first + seeds)
     tasks = {
         (figure.name, run, seed): _Task(
             f"{figure.name}: {run}", figure.setup_of(run, quick=quick, seed=seed), figure.is_static(run)
         )
-        for figure in figures for run in figure.simulated for seed in range(seeds)
+        for figure in figures for run in figure.simulated for seed in each_seed
     }  # fmt: skip
     distinct = {task.key: task for task in tasks.values()}
     found: dict[str, dict[str, float]] = {}
@@ -104,7 +106,7 @@ def compute(
         ):
             found[task.key] = metrics
             told(f"{place + 1} of {len(distinct)}: {task.origin}")
-    return [_result(figure, {each: found[task.key] for each, task in tasks.items() if each[0] == figure.name}, seeds)
+    return [_result(figure, {each: found[task.key] for each, task in tasks.items() if each[0] == figure.name}, each_seed)
             for figure in figures]  # fmt: skip
 
 
@@ -140,7 +142,7 @@ def _simulated(task: _Task) -> dict[str, float]:
     return metrics
 
 
-def _result(figure: Figure, found: Mapping[tuple[str, str, int], Mapping[str, float]], seeds: int) -> FigureResult:
+def _result(figure: Figure, found: Mapping[tuple[str, str, int], Mapping[str, float]], seeds: Sequence[int]) -> FigureResult:
     prices = {name: {"value": price(run.price)} for name, run in figure.runs.items() if run.price is not None}
 
     def metric(run: str, name: str, seed: int) -> float:
@@ -165,7 +167,7 @@ def _result(figure: Figure, found: Mapping[tuple[str, str, int], Mapping[str, fl
     for row in figure.rows:
         exact = all(run in prices for run in row.runs)
         if row.run is not None:
-            values[row.name] = [value(row, seed) for seed in range(1 if exact else seeds)]
+            values[row.name] = [value(row, seed) for seed in (seeds[:1] if exact else seeds)]
         ours = Spread.of(values[row.name]) if row.run is not None else None
         lines.append(Line(row, ours, exact))
     return FigureResult(figure, lines, [_claim(order, values) for order in figure.orders])

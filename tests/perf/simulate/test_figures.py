@@ -292,6 +292,29 @@ def test_results_do_not_depend_on_jobs():
     assert one == two
 
 
+def test_the_first_seed_is_chosen():
+    """Seeds 1 and 2 are two of 0, 1 and 2."""
+    (all_three,) = compute(parse_figures(TINY, "tiny.toml"), seeds=3)
+    (later,) = compute(parse_figures(TINY, "tiny.toml"), seeds=2, first=1)
+    (same,) = compute(parse_figures(TINY, "tiny.toml"), seeds=1, first=1)
+    (zero,) = compute(parse_figures(TINY, "tiny.toml"), seeds=1)
+    ours, inner, one, other = (each.lines[0].ours for each in (all_three, later, same, zero))
+    assert ours and inner and one and other
+    assert one.median != other.median
+    assert {inner.low, inner.high, other.median} == {ours.low, ours.median, ours.high}
+    assert one.median in (inner.low, inner.high)
+
+
+@pytest.mark.parametrize(("flags", "why"), [
+    (["--seed", "-1"], "--seed is -1; give 0 or more"),
+    (["--seeds", "0"], "--seeds is 0; give 1 or more"),
+    (["--jobs", "0"], "--jobs is 0; give 1 or more"),
+])  # fmt: skip
+def test_flags_of_figures_are_checked(capsys, flags, why):
+    assert main(["figures", "--figure", "caraserve-5", *flags]) == 2
+    assert why in capsys.readouterr().err
+
+
 def test_the_page_names_sources_mechanisms_and_fits():
     results = compute(parse_figures(TINY, "tiny.toml"), seeds=2)
     page = document(results, "chorus simulate figures", 2)
