@@ -69,6 +69,7 @@ timed: ## with nothing beside it
 	mkdir -p $(RESULTS)
 	python -m chorus.perf.cpu.allocator > $(RESULTS)/allocator
 	python -m chorus.perf.gate.cpu_suite > $(RESULTS)/cpu
+	python -m chorus.perf.bench.host_time --rows 1 32 --steps 40 > $(RESULTS)/host_time
 	python -m chorus.perf.serving.decision_time --policies least-delay --decisions 400 --limit 500 > $(RESULTS)/decision_time
 	python -m chorus.perf.serving.placement_plans --programs-to 5 --solve-seconds 60 \
 	    > $(RESULTS)/placement_plans

@@ -6,7 +6,6 @@ nothing, so what is left is what the host does between them. Microseconds, the f
 * `step`: a whole step,
 * `execute`: what of it is the executor's, from the plan to the tokens,
 * `pages`: what of that writes the page lists for FlashInfer,
-* `at first`: what `step` was before any of this was measured, in the same way on a machine like it,
 
 of the base model and with an adapter per row. And beside a device with steps of `--device-us` each, the median of
 
@@ -19,6 +18,10 @@ it (`mixed`); left out where triton is not installed:
 * `layer`: one layer's launches;
 * `layer in pieces`: the same where what lies between two layers' attentions is captured.
 
+And how many launches a layer is, by kind: of decode steps whose products are the library's, ours (`small`) or ours with
+the norms in them (`fused`), and of prompts, launched one by one or in captured pieces; left out likewise. Counts and
+times are the gate's suite `host_time`.
+
 What FlashInfer's own planning and CUDA's calls take is not in it. The last line is one JSON object.
 """
 
@@ -28,140 +31,26 @@ import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import torch
-
-from ...core.config import EngineConfig
 from ...core.engine import Engine
-from ...core.executors import cuda
 from ...core.executors.cuda import CudaExecutor
-from ...core.model.decoder import DecoderModel
-from ...core.model.lora_state_cuda import CudaLoraState
 from ...core.requests.request import Request
 from ...core.requests.sampling_params import SamplingParams
-from ...graphs.device import CudaDevice
-from ...memory.host.images import InlineReads
 from ...ops.attention_plan import PlanBuffers
-from ..cpu import random_model
-from ..cpu.workload import Geometry, Workload
+from ..cpu.rounds import processor
 from ..report.command import conclude, parser
 from ..report.table import Table
+from .idle_engine import GEOMETRY, PacedDevice, StubDevice, idle_engine
+from .launches import decode_launches, launch_table, prompt_launches
 
-_GEOMETRY = Geometry(hidden=64, ffn=64, layers=8, heads=4, kv_heads=1, vocab=320, positions=1 << 16)
-_RANK = 16
 _PARTS = ("step", "execute", "pages")
 _SAMPLES = ("exposed", "exposed ahead")
-
-
-class StubDevice(CudaDevice):
-    """A device that is done with everything at once; what is captured is run then, and its replays do nothing."""
-
-    def __init__(self) -> None:
-        self.torch_device = torch.device("cpu")
-
-    def scope(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def pinned(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def event(self) -> Any:
-        return SimpleNamespace(record=_nothing, synchronize=_nothing)
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source)
-
-    def capture(self, work: Callable[[], object]) -> Callable[[], None]:
-        work()
-        return _nothing
-
-    def memory(self) -> tuple[int, int]:
-        return 1 << 40, 1 << 40
-
-    def peak_bytes(self, work: Callable[[], object]) -> int:
-        return 0
-
-    def synchronize(self) -> None: ...
-
-    def failure(self) -> str | None:
-        return None
-
-    def release(self) -> None: ...
-
-
-class PacedDevice(StubDevice):
-    """A device that replays one step behind the other, each for so many seconds, beside the host.
-
-    gaps: seconds in which it had nothing to do, before each replay but the first.
-    """
-
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.perf_counter) -> None:
-        super().__init__()
-        self.gaps: list[float] = []
-        self._seconds = seconds
-        self._clock = clock
-        self._busy_until: float | None = None
-
-    def event(self) -> Any:
-        return _PacedEvent(self)
-
-    def capture(self, work: Callable[[], object]) -> Callable[[], None]:
-        work()
-        return self._replay
-
-    @property
-    def done_at(self) -> float:
-        """Time at which all that it was given so far is done."""
-        return self._busy_until or 0.0
-
-    def wait(self, until: float) -> None:
-        while self._clock() < until:
-            pass
-
-    def _replay(self) -> None:
-        now = self._clock()
-        if self._busy_until is not None:
-            self.gaps.append(max(0.0, now - self._busy_until))
-        self._busy_until = max(now, self.done_at) + self._seconds
-
-
-class _PacedEvent:
-    def __init__(self, device: PacedDevice) -> None:
-        self._device = device
-        self._at = 0.0
-
-    def record(self) -> None:
-        self._at = self._device.done_at
-
-    def synchronize(self) -> None:
-        self._device.wait(self._at)
-
-
-def _nothing(*_: Any, **__: Any) -> None: ...
-
-
-class _Wrapper:
-    """Of FlashInfer's wrappers, which plan nothing and compute nothing here."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    plan = reset_workspace_buffer = _nothing
-
-    def run(self, q: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return q
-
-
-_FLASHINFER = SimpleNamespace(
-    __version__="stub", BatchPrefillWithPagedKVCacheWrapper=_Wrapper, BatchDecodeWithPagedKVCacheWrapper=_Wrapper,
-    decode=SimpleNamespace(fast_decode_plan=_nothing),
-)  # fmt: skip
 
 
 def host_times(
@@ -250,7 +139,7 @@ def prefill_time(
                 engine.step()
     if len(times) != steps + skipped:
         raise RuntimeError(f"{len(times)} forward passes in {steps + skipped} steps")
-    return min(times[skipped:]) / _GEOMETRY.layers * 1e6
+    return min(times[skipped:]) / GEOMETRY.layers * 1e6
 
 
 def _begin(engine: Engine, rows: int, tokens: int, lora: bool, steps: int) -> None:
@@ -262,52 +151,6 @@ def _begin(engine: Engine, rows: int, tokens: int, lora: bool, steps: int) -> No
     while len(engine.scheduler.running) < rows or any(it.num_output_tokens == 0 for it in engine.scheduler.running):
         engine.step()
     engine.step()
-
-
-@contextmanager
-def idle_engine(
-    rows: int,
-    max_len: int,
-    lora: bool,
-    work_dir: Path,
-    device: StubDevice,
-    *,
-    ahead: bool,
-    forward: bool = False,
-    mixed_graph_tokens: int = 0,
-) -> Iterator[Engine]:
-    """Engine on a stub device. forward: steps compute, as far as the caller lets them."""
-    workload = Workload(_GEOMETRY, requests=rows, ranks=(_RANK,) * rows if lora else ())
-    pages_per_row = -(-max_len // 16) + 1
-    adapter_pages = 64 * rows
-    config = EngineConfig(
-        model=random_model.checkpoint(workload, work_dir), device="cuda", max_num_seqs=rows, max_model_len=max_len,
-        max_num_batched_tokens=max(8192, rows), num_pages=2 + rows * pages_per_row + adapter_pages,
-        max_lora_rank=_RANK, prefix_cache=False, lookahead=rows, graph_capture="lazy", small_gemm="off",
-        async_scheduling=ahead, mixed_graph_tokens=mixed_graph_tokens,
-    )  # fmt: skip
-
-    def flashinfer(*shape: Any, wanted: str, **sizes: Any) -> Any:
-        from ...ops.attention_flashinfer import FlashInferBackend  # an optional dependency's
-
-        return FlashInferBackend(
-            *shape, **sizes, num_sms=2, module=_FLASHINFER, new_event=device.event,
-        )  # fmt: skip
-
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(cuda, "choose_attention", flashinfer))
-        stack.enter_context(patch.object(CudaLoraState, "warm_up", _nothing))
-        if not forward:
-            stack.enter_context(patch.object(DecoderModel, "forward", _nothing))
-        executor = CudaExecutor(config, device)
-        executor.steps.logits[:, 1] = 1.0  # token 1 for every row
-        engine = Engine(config, executor, reads=InlineReads())
-        for name, path in random_model.adapters(workload, work_dir).items():
-            engine.store.register(name, path)
-        try:
-            yield engine
-        finally:
-            engine.close()
 
 
 @contextmanager
@@ -326,12 +169,6 @@ def _timed(engine: Engine, took: dict[str, list[float]], clock: Callable[[], flo
 
             stack.enter_context(patch.object(owner, name, timed))
         yield
-
-
-#: µs of whole steps of so many rows, without adapters and with, and of a prefill's layer, before they were looked at.
-_AT_FIRST = {(1, False): 63, (8, False): 81, (32, False): 123, (64, False): 184,
-             (1, True): 74, (8, True): 89, (32, True): 152, (64, True): 238}  # fmt: skip
-_LAYER_AT_FIRST = 285
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -360,21 +197,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     columns = *_PARTS, *_SAMPLES
     table = Table(
         f"host time of a decode step, µs; exposed beside steps of {args.device_us:g} µs",
-        ["rows", "tokens", "adapters", *columns, "at first"],
+        ["rows", "tokens", "adapters", *columns],
     )
     for it in found:
         its = it["rows"], it["tokens"], it["rows"] if it["lora"] else 0
-        table.add(*its, *(it[column] for column in columns), _AT_FIRST.get((it["rows"], it["lora"])))
+        table.add(*its, *(it[column] for column in columns))
     table.show()
     if layer:
-        table = Table(
-            f"host time of a layer of a prefill of {args.prompt} tokens, µs", ["launches", *layer, "adapter at first"]
-        )
-        table.add("each", *layer.values(), _LAYER_AT_FIRST)
-        table.add("in pieces", *in_pieces.values(), None)
+        table = Table(f"host time of a layer of a prefill of {args.prompt} tokens, µs", ["launches", *layer])
+        table.add("each", *layer.values())
+        table.add("in pieces", *in_pieces.values())
         table.show()
-    result = {"cases": found, "layer": layer, "layer in pieces": in_pieces}
-    return conclude({"steps": args.steps, "device_us": args.device_us, **result}, ok=True)
+    launches = [*decode_launches(args.work_dir), *prompt_launches(args.work_dir)] if layer else []
+    if launches:
+        launch_table(launches).show()
+    result = {"cases": found, "layer": layer, "layer in pieces": in_pieces, "launches": launches}
+    settings = {"suite": "host_time", "device": processor(), "steps": args.steps, "device_us": args.device_us}
+    return conclude({**settings, **result}, ok=True)
 
 
 if __name__ == "__main__":

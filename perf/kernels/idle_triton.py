@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +20,9 @@ from ...core.model import decoder
 from ...ops import elementwise_triton
 from ...ops.elementwise import RotaryEmbedding, Rotation
 
+#: Called instead of every launch; Triton keeps kernels beyond the context that they were compiled in.
+_launched: Callable[..., object] = lambda *_: None  # noqa: E731
+
 #: Compute capability of the GPU that is not there.
 _CAPABILITY = 90
 
@@ -29,15 +31,16 @@ _CAPABILITY = 90
 def idle_compiler(launched: Callable[..., object] = lambda *_: None) -> Iterator[None]:
     """Inside, Triton compiles every kernel to nothing, for a GPU that tensors in host memory seem to be on.
 
-    launched: called instead of every launch, with the kernel and what Triton gives to its launcher.
+    launched: called instead of every launch, with the kernel, which has its name, and what Triton gives to its
+    launcher.
     """
 
     class Nothing(compiler.CompiledKernel):
         """A kernel as Triton keeps it, that is loaded and does nothing."""
 
-        def __init__(self, *_: Any, **__: Any) -> None:
-            self.module, self.function, self.name, self.src, self.packed_metadata = 1, 0, "nothing", None, ()
-            self._run = partial(launched, self)
+        def __init__(self, source: Any, *_: Any, **__: Any) -> None:
+            self.module, self.function, self.name, self.src, self.packed_metadata = 1, 0, source.name, None, ()
+            self._run = lambda *launch: _launched(self, *launch)
 
         def __del__(self) -> None: ...
 
@@ -46,30 +49,36 @@ def idle_compiler(launched: Callable[..., object] = lambda *_: None) -> Iterator
         get_current_stream=lambda device: 0,
         get_current_target=lambda: GPUTarget("cuda", _CAPABILITY, 32),
     )
-    with patch.object(DriverConfig, "active", driver), patch.object(compiler, "compile", Nothing):
+    with (
+        patch.object(DriverConfig, "active", driver), patch.object(compiler, "compile", Nothing),
+        patch(f"{__name__}._launched", launched),
+    ):  # fmt: skip
         yield
 
 
 @contextmanager
-def idle_kernels() -> Iterator[None]:
+def idle_kernels(launched: Callable[[str], object] = lambda _: None) -> Iterator[None]:
     """Inside, `DecoderModel.forward` runs a GPU's launches over tensors in host memory.
 
     Its kernels are launched as ever, but compiled to nothing; matrix products and look-ups return tensors of the right
     shape without computing them. Attention is the caller's. See `idle_compiler`.
+
+    launched: called with the name of every launch: a kernel's of ours, `product` for one of the library's.
     """
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        launched("product")
+        return x.new_zeros(len(x), len(weight))  # logits among them, which must be numbers
+
     with ExitStack() as stack:
-        stack.enter_context(idle_compiler())
+        stack.enter_context(idle_compiler(lambda kernel, *_: launched(kernel.name)))
         for name in ("rms_norm", "add_rms_norm", "rotate_and_write", "silu_and_mul"):
             stack.enter_context(patch.object(decoder, name, getattr(elementwise_triton, name)))
         for owner, name, value in (
-            (decoder, "linear", _linear), (decoder, "embedding", _embedding), (RotaryEmbedding, "at", _at),
+            (decoder, "linear", linear), (decoder, "embedding", _embedding), (RotaryEmbedding, "at", _at),
         ):  # fmt: skip
             stack.enter_context(patch.object(owner, name, value))
         yield
-
-
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return x.new_zeros(len(x), len(weight))  # logits among them, which must be numbers
 
 
 def _embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.ops import sampling
 from chorus.ops.attention_plan import PlanBuffers
-from chorus.perf.bench.host_time import StubDevice, idle_engine
+from chorus.perf.bench.idle_engine import StubDevice, idle_engine
 
 ROWS, PROMPT = 3, 20
 

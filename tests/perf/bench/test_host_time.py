@@ -8,7 +8,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from chorus.perf.bench.host_time import PacedDevice, main
+from chorus.perf.bench.host_time import main
+from chorus.perf.bench.idle_engine import PacedDevice
 
 
 def test_a_step_is_measured_with_and_without_adapters(tmp_path, capsys):

@@ -1,0 +1,182 @@
+"""An engine on a GPU that is not there: its device does nothing, or replays steps of a given time beside the host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from ...core.config import EngineConfig
+from ...core.engine import Engine
+from ...core.executors import cuda
+from ...core.executors.cuda import CudaExecutor
+from ...core.model.decoder import DecoderModel
+from ...core.model.lora_state_cuda import CudaLoraState
+from ...graphs.device import CudaDevice
+from ...memory.host.images import InlineReads
+from ..cpu import random_model
+from ..cpu.workload import Geometry, Workload
+
+GEOMETRY = Geometry(hidden=64, ffn=64, layers=8, heads=4, kv_heads=1, vocab=320, positions=1 << 16)
+_RANK = 16
+
+
+class StubDevice(CudaDevice):
+    """A device that is done with everything at once; what is captured is run then, and its replays do nothing.
+
+    launched: called with `graph` for every replay.
+    """
+
+    def __init__(self, launched: Callable[[str], object] = lambda _: None) -> None:
+        self.torch_device = torch.device("cpu")
+        self._launched = launched
+
+    def scope(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def event(self) -> Any:
+        return SimpleNamespace(record=_nothing, synchronize=_nothing)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def capture(self, work: Callable[[], object]) -> Callable[[], None]:
+        work()
+        return partial(self._launched, "graph")
+
+    def memory(self) -> tuple[int, int]:
+        return 1 << 40, 1 << 40
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        return 0
+
+    def synchronize(self) -> None: ...
+
+    def failure(self) -> str | None:
+        return None
+
+    def release(self) -> None: ...
+
+
+class PacedDevice(StubDevice):
+    """A device that replays one step behind the other, each for so many seconds, beside the host.
+
+    gaps: seconds in which it had nothing to do, before each replay but the first.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__()
+        self.gaps: list[float] = []
+        self._seconds = seconds
+        self._clock = clock
+        self._busy_until: float | None = None
+
+    def event(self) -> Any:
+        return _PacedEvent(self)
+
+    def capture(self, work: Callable[[], object]) -> Callable[[], None]:
+        work()
+        return self._replay
+
+    @property
+    def done_at(self) -> float:
+        """Time at which all that it was given so far is done."""
+        return self._busy_until or 0.0
+
+    def wait(self, until: float) -> None:
+        while self._clock() < until:
+            pass
+
+    def _replay(self) -> None:
+        now = self._clock()
+        if self._busy_until is not None:
+            self.gaps.append(max(0.0, now - self._busy_until))
+        self._busy_until = max(now, self.done_at) + self._seconds
+
+
+class _PacedEvent:
+    def __init__(self, device: PacedDevice) -> None:
+        self._device = device
+        self._at = 0.0
+
+    def record(self) -> None:
+        self._at = self._device.done_at
+
+    def synchronize(self) -> None:
+        self._device.wait(self._at)
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+class Wrapper:
+    """Any of FlashInfer's wrappers, which plan nothing and compute nothing here."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    plan = reset_workspace_buffer = _nothing
+
+    def run(self, q: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return q
+
+
+_FLASHINFER = SimpleNamespace(
+    __version__="stub", BatchPrefillWithPagedKVCacheWrapper=Wrapper, BatchDecodeWithPagedKVCacheWrapper=Wrapper,
+    decode=SimpleNamespace(fast_decode_plan=_nothing),
+)  # fmt: skip
+
+
+@contextmanager
+def idle_engine(
+    rows: int,
+    max_len: int,
+    lora: bool,
+    work_dir: Path,
+    device: StubDevice,
+    *,
+    ahead: bool,
+    forward: bool = False,
+    mixed_graph_tokens: int = 0,
+) -> Iterator[Engine]:
+    """Engine on a stub device. forward: steps compute, as far as the caller lets them."""
+    workload = Workload(GEOMETRY, requests=rows, ranks=(_RANK,) * rows if lora else ())
+    pages_per_row = -(-max_len // 16) + 1
+    adapter_pages = 64 * rows
+    config = EngineConfig(
+        model=random_model.checkpoint(workload, work_dir), device="cuda", max_num_seqs=rows, max_model_len=max_len,
+        max_num_batched_tokens=max(8192, rows), num_pages=2 + rows * pages_per_row + adapter_pages,
+        max_lora_rank=_RANK, prefix_cache=False, lookahead=rows, graph_capture="lazy", small_gemm="off",
+        async_scheduling=ahead, mixed_graph_tokens=mixed_graph_tokens,
+    )  # fmt: skip
+
+    def flashinfer(*shape: Any, wanted: str, **sizes: Any) -> Any:
+        from ...ops.attention_flashinfer import FlashInferBackend  # an optional dependency's
+
+        return FlashInferBackend(
+            *shape, **sizes, num_sms=2, module=_FLASHINFER, new_event=device.event,
+        )  # fmt: skip
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(cuda, "choose_attention", flashinfer))
+        stack.enter_context(patch.object(CudaLoraState, "warm_up", _nothing))
+        if not forward:
+            stack.enter_context(patch.object(DecoderModel, "forward", _nothing))
+        executor = CudaExecutor(config, device)
+        executor.steps.logits[:, 1] = 1.0  # token 1 for every row
+        engine = Engine(config, executor, reads=InlineReads())
+        for name, path in random_model.adapters(workload, work_dir).items():
+            engine.store.register(name, path)
+        try:
+            yield engine
+        finally:
+            engine.close()

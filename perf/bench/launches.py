@@ -1,0 +1,148 @@
+"""Launches of a decoder layer, counted on a GPU that is not there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from ...core.engine import Engine
+from ...core.model import decoder
+from ...core.model.batch import Way
+from ...core.requests.request import Request
+from ...core.requests.sampling_params import SamplingParams
+from ..report.table import Table
+from .idle_engine import GEOMETRY, StubDevice, Wrapper, idle_engine
+
+#: Ways of a layer's products in a decode step; norms are in those of qkv, gate and up alone. The logits' are the
+#: stand-in library's, which are numbers.
+_WAYS = {
+    "library": (Way.LIBRARY,) * 5,
+    "small": (*(Way.SMALL,) * 4, Way.LIBRARY),
+    "fused": (Way.NORMED, Way.SMALL, Way.NORMED, Way.SMALL, Way.LIBRARY),
+}
+
+#: Decode rows beside a prompt, or of a step of decode rows; tokens of the prompt.
+_ROWS, _PROMPT = 8, 64
+
+_KINDS = "product", "attention", "LoRA", "other", "graph"
+
+
+def decode_launches(work_dir: Path) -> list[dict[str, Any]]:
+    """A row for each kind of decode step: what it is of, and launches of one layer by kind and in all. Needs triton."""
+    rows = []
+    with _engine(work_dir) as (engine, _, layers):
+        steps = engine.executor.steps
+        for adapters in (False, True):
+            ids = _decode(engine, adapters)
+            for by, ways in _WAYS.items():
+                steps.ways = dict.fromkeys(steps.ways, ways)
+                steps.graphs.clear()
+                engine.step()  # which captures
+                rows.append(_row("decode", adapters, by, layers[-1]))
+            _abort(engine, ids)
+    return rows
+
+
+def prompt_launches(work_dir: Path) -> list[dict[str, Any]]:
+    """The same of steps of a prompt, and of a prompt with decode rows behind it."""
+    rows = []
+    for by, padded in (("library", 0), ("pieces", _PROMPT + _ROWS)):
+        with _engine(work_dir, mixed_graph_tokens=padded) as (engine, launched, layers):
+            for step, adapters in (("prompt", False), ("prompt", True), ("mixed", True)):
+                ids = _decode(engine, adapters) if step == "mixed" else []
+                for index in range(2):  # the first captures
+                    launched.clear()
+                    _add(engine, f"p{index}", engine.store.names()[-1] if adapters else None, 1, _PROMPT)
+                    engine.step()
+                _abort(engine, ids)
+                pieces = [name for name in launched if name in ("graph", "attention")]
+                layer = pieces[1 : 1 + len(pieces) // GEOMETRY.layers] if padded else layers[-1]  # without embedding
+                rows.append(_row(step, adapters, by, layer))
+    return rows
+
+
+def launch_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """What `decode_launches` and `prompt_launches` found."""
+    table = Table("launches of a layer", list(rows[0]))
+    for row in rows:
+        table.add(*row.values())
+    return table
+
+
+def _row(step: str, adapters: bool, by: str, launches: Sequence[str]) -> dict[str, Any]:
+    counts = Counter(map(_kind, launches))
+    return {
+        "step": step, "adapters": "each row" if adapters else "none", "by": by,
+        **{kind: counts[kind] for kind in _KINDS}, "all": len(launches),
+    }  # fmt: skip
+
+
+def _kind(name: str) -> str:
+    if name.startswith(("shrink", "expand")):
+        return "LoRA"
+    return {"multiply_rows": "product"}.get(name, name if name in _KINDS else "other")
+
+
+def _decode(engine: Engine, adapters: bool) -> list[str]:
+    """Run steps until rows of the base model, or of an adapter each, decode; their requests."""
+    ids = [f"r{index}" for index in range(_ROWS)]
+    for name, adapter in zip(ids, sorted(engine.store.names()), strict=False):
+        _add(engine, name, adapter if adapters else None, 64, 1)
+    while any(engine.scheduler.get(name).num_output_tokens == 0 for name in ids):
+        engine.step()
+    return ids
+
+
+def _add(engine: Engine, name: str, adapter: str | None, max_tokens: int, prompt: int) -> None:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    engine.add_request(Request(name, [1] * prompt, params, adapter))
+
+
+def _abort(engine: Engine, ids: Sequence[str]) -> None:
+    for name in ids:
+        engine.abort(name)
+
+
+@contextmanager
+def _engine(work_dir: Path, mixed_graph_tokens: int = 0) -> Iterator[tuple[Any, list[str], list[list[str]]]]:
+    """An engine, what it launches, and that by layers."""
+    from ..kernels.idle_triton import idle_kernels  # needs triton
+
+    launched: list[str] = []
+
+    def run(self: Wrapper, q: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        launched.append("attention")
+        return q
+
+    with (
+        idle_kernels(launched.append),
+        patch.object(Wrapper, "run", run),
+        idle_engine(
+            _ROWS + 1, 256, True, work_dir, StubDevice(launched.append), ahead=False, forward=True,
+            mixed_graph_tokens=mixed_graph_tokens,
+        ) as engine,
+        _recorded(launched) as layers,
+    ):  # fmt: skip
+        yield engine, launched, layers
+
+
+@contextmanager
+def _recorded(launched: list[str]) -> Iterator[list[list[str]]]:
+    """The launches of each layer of the forward passes inside."""
+    layers: list[list[str]] = []
+
+    @contextmanager
+    def span(name: str) -> Iterator[None]:
+        begin = len(launched)
+        yield
+        if name.startswith("layer."):
+            layers.append(launched[begin:])
+
+    with patch.object(decoder, "span", span):
+        yield layers
