@@ -96,13 +96,14 @@ class ChatCompletionRequest(Messages, ToolFields, GenerationRequest):
         if self.continue_final_message and self.add_generation_prompt:
             message = "a continued message has no new prompt behind it; set add_generation_prompt to false"
             raise ApiError(400, message, param="add_generation_prompt")
-        self._check_last_message()
+        self.check_last_message()
         for name in self.chat_template_kwargs:
             if name in RESERVED_FOR_TEMPLATE:
                 message = f"{name} can't be given in chat_template_kwargs"
                 raise ApiError(400, message, param="chat_template_kwargs")
 
-    def _check_last_message(self) -> None:
+    def check_last_message(self) -> None:
+        """Raises an ApiError if there is nothing to continue."""
         if self.continue_final_message and not self.messages[-1].content:
             raise ApiError(400, "the last message has no content to continue", param="continue_final_message")
 
@@ -110,7 +111,7 @@ class ChatCompletionRequest(Messages, ToolFields, GenerationRequest):
         """The same asked of another conversation; only its messages are read."""
         check_counts({"messages": messages}, limits)
         other = self.model_copy(update={"messages": validated(Messages, {"messages": messages}).messages})
-        other._check_last_message()
+        other.check_last_message()
         return other
 
     @property
