@@ -68,7 +68,6 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         ge=1024,
         description="most bytes of bodies that are being read; a tenant may hold as many as it leaves free",
     )
-    max_prompts: int = Field(default=128, ge=1, description="most prompts in one call, times the answers to each")
     generation_config: Literal["auto", "vllm"] = Field(
         default="auto",
         description="what requests sample with where they say nothing: auto: the model's generation_config.json; "

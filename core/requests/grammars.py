@@ -178,6 +178,8 @@ def _of_structural_tag(text: str, tokenizer: LLTokenizer) -> str:
     asked, tags, rules = json.loads(text), [], ["%llguidance {}", ANY_TEXT]
     for number, structure in enumerate(asked["structures"]):
         begin, end, tag = structure["begin"], structure["end"], f"tag_{number}"
+        if not isinstance(begin, str) or not isinstance(end, str):
+            raise ValueError(f"begin and end of structure {number} must be strings")
         trigger = next((trigger for trigger in asked["triggers"] if begin.startswith(trigger)), "")
         if not trigger:
             raise ValueError(f"no trigger is how {begin!r} begins")

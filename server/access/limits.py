@@ -36,6 +36,7 @@ class RequestLimits(BaseModel):
         ge=1,
         description="most log-probabilities in one answer: tokens with theirs, times one more than their alternatives",
     )
+    max_prompts: int = Field(default=128, ge=1, description="most prompts in one call, times the answers to each")
     max_call_tokens: int = Field(
         default=1 << 18, ge=1, description="most prompt tokens in one call, each prompt times the answers to it"
     )

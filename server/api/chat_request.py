@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, RootModel, field_validator, model_validator
 from pydantic_core import from_json
 
-from ..access.limits import RequestLimits, check_json
+from ..access.limits import RequestLimits, check_counts, check_json
 from ..errors import ApiError, validated
 from ..text.tokenizer import RESERVED_FOR_TEMPLATE, Conversation, Tokenizer
 from .fields import MESSAGE, check_messages
@@ -66,10 +66,21 @@ class Message(BaseModel):
         return {**shown, "role": self.role, "content": self.content or ""}
 
 
-class ChatCompletionRequest(ToolFields, GenerationRequest):
-    """A conversation to continue."""
+class Messages(BaseModel):
+    """The messages of a conversation."""
 
     messages: list[Message] = Field(min_length=1)
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _only_what_messages_have(cls, messages: Any) -> Any:
+        check_messages(messages)
+        return messages
+
+
+class ChatCompletionRequest(Messages, ToolFields, GenerationRequest):
+    """A conversation to continue."""
+
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: LogprobCount = 0
@@ -78,12 +89,6 @@ class ChatCompletionRequest(ToolFields, GenerationRequest):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
 
-    @field_validator("messages", mode="before")
-    @classmethod
-    def _only_what_messages_have(cls, messages: Any) -> Any:
-        check_messages(messages)
-        return messages
-
     def check(self, limits: RequestLimits) -> None:
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs need logprobs=true", param="top_logprobs")
@@ -91,12 +96,23 @@ class ChatCompletionRequest(ToolFields, GenerationRequest):
         if self.continue_final_message and self.add_generation_prompt:
             message = "a continued message has no new prompt behind it; set add_generation_prompt to false"
             raise ApiError(400, message, param="add_generation_prompt")
-        if self.continue_final_message and not self.messages[-1].content:
-            raise ApiError(400, "the last message has no content to continue", param="continue_final_message")
+        self.check_last_message()
         for name in self.chat_template_kwargs:
             if name in RESERVED_FOR_TEMPLATE:
                 message = f"{name} can't be given in chat_template_kwargs"
                 raise ApiError(400, message, param="chat_template_kwargs")
+
+    def check_last_message(self) -> None:
+        """Raises an ApiError if there is nothing to continue."""
+        if self.continue_final_message and not self.messages[-1].content:
+            raise ApiError(400, "the last message has no content to continue", param="continue_final_message")
+
+    def with_messages(self, messages: Any, limits: RequestLimits) -> ChatCompletionRequest:
+        """The same asked of another conversation; only its messages are read."""
+        check_counts({"messages": messages}, limits)
+        other = self.model_copy(update={"messages": validated(Messages, {"messages": messages}).messages})
+        other.check_last_message()
+        return other
 
     @property
     def asked_logprobs(self) -> int | None:
@@ -148,5 +164,11 @@ class ChatBatch:
             raise ApiError(400, "messages must be a list of conversations, each a list of messages", param="messages")
         if fields.get("stream"):
             raise ApiError(400, "several conversations are not streamed; send a call for each", param="stream")
-        asked = [ChatCompletionRequest.of({**fields, "messages": one}, limits) for one in given]
-        return cls(asked[0], [one.conversation() for one in asked])
+        if len(given) > limits.max_prompts:
+            message = (
+                f"at most {limits.max_prompts} answers are given in one call, these are {len(given)} conversations"
+            )
+            raise ApiError(400, message, param="messages")
+        asked = ChatCompletionRequest.of({**fields, "messages": given[0]}, limits)
+        others = (asked.with_messages(one, limits) for one in given[1:])
+        return cls(asked, [one.conversation() for one in (asked, *others)])

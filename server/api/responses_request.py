@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from orjson import Fragment
@@ -111,19 +112,22 @@ def _written(name: str, value: Any) -> Fragment:
 
 def _messages(instructions: str | None, given: Any) -> list[dict[str, Any]]:
     """The conversation: instructions and a first system message are one, as is what an assistant did in a row."""
-    messages: list[dict[str, Any]] = [] if not instructions else [{"role": "system", "content": instructions}]
     items = [{"role": "user", "content": given}] if isinstance(given, str) else objects(given, "input")
-    for index, item in enumerate(items):
-        _add_message(messages, _message(item, f"input[{index}]"))
+    told = [_message(item, f"input[{index}]") for index, item in enumerate(items)]
+    if instructions:
+        told.insert(0, {"role": "system", "content": instructions})
+    first = [each["content"] for each in takewhile(lambda each: each["role"] == "system" and each["content"], told)]
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "\n\n".join(first)}] if first else []
+    for message in told[len(first) :]:
+        _add_message(messages, message)
     return messages
 
 
 def _add_message(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
     last: dict[str, Any] = messages[-1] if messages else {"role": ""}
-    if len(messages) == 1 and message["role"] == last["role"] == "system" and message["content"]:
-        last["content"] += "\n\n" + message["content"]
-    elif message["role"] == last["role"] == "assistant" and not last["content"]:
-        calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
+    if message["role"] == last["role"] == "assistant" and not last["content"]:
+        calls = last.get("tool_calls", [])
+        calls.extend(message.get("tool_calls", ()))
         last.update(message)
         if calls:
             last["tool_calls"] = calls

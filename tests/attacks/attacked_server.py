@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -115,6 +116,34 @@ class Probe:
     def end(self) -> None:
         self._over.set()
         self._thread.join(TIMEOUT)
+
+
+class Canary:
+    """A port of this machine that nothing has a reason to connect to, and the connections that came nevertheless."""
+
+    def __init__(self) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self._socket.settimeout(0)
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+
+    def count(self) -> int:
+        """Connections since the last call."""
+        came = 0
+        with suppress(BlockingIOError):
+            while True:
+                connection, _ = self._socket.accept()
+                connection.close()
+                came += 1
+        return came
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def worst_gap(tokens: Iterable[float], begin: float, end: float) -> float:
+    """Longest time without a token, in seconds, between `begin` and `end`."""
+    times = [begin, *(at for at in tokens if begin <= at < end), end]
+    return max(after - before for before, after in pairwise(times))
 
 
 def worst_delay(answers: Iterable[tuple[float, float]], begin: float, end: float) -> float:

@@ -1,8 +1,10 @@
 """Attacks a real server with requests that ask much in few bytes, and measures what that costs the others.
 
 While each request is answered, a neighbour streams and /health is polled. No request may delay /health by more than
-250 ms, add more than 64 MB of memory, or halve the neighbour's tokens per second: `rate` is its share of the rate
-beside nothing, just before and after. `fair`, for information, is its share of the rate beside as many plain answers.
+250 ms, add more than 64 MB of memory, leave the neighbour without a token for half a second (`gap`), or halve its
+tokens per second: `rate` is its share of the rate beside nothing, just before and after. `fair`, for information, is
+its share of the rate beside as many plain answers. No answer is a 5xx, but for 503, and nothing connects to the port
+of this machine that all URLs in schemas, messages, tools and names of adapters are of.
 Neighbour and attacker are processes of their own that count events and parse nothing.
 Prints a row per shape, the worst of the random bodies, and a JSON line; exits with 1 if a bar is missed. Wants a
 machine of its own: whatever else runs shows in the neighbour's rate.
@@ -24,10 +26,13 @@ from typing import Any
 from chorus.perf.report.command import conclude, parser
 from chorus.server.demo.builtin import BUILTIN_MODEL
 
-from .attacked_server import AttackedServer, attacked_server, rate, worst_delay
+from .attack import Attack, attack
+from .attacked_server import AttackedServer, Canary, attacked_server, rate, worst_delay, worst_gap
 from .mutants import CHAT, COMPLETIONS, damaged, rendered, with_odd_values
+from .structured import outward_shapes, structured_shapes
 
 MAX_DELAY = 0.25
+MAX_GAP = 0.5
 MAX_GROWTH = 64 << 20
 LEAST_RATE = 0.5
 MAX_BODY = 64 << 10
@@ -47,16 +52,9 @@ COSTLY: dict[str, Sequence[Any]] = {
 """Values that make an answer dear."""
 
 
-HEAD = f"{'shape':<42}{'bytes':>9}{'status':>7}{'seconds':>9}{'delay ms':>10}{'MB':>9}{'rate':>8}{'fair':>7}"
-
-
-@dataclass(frozen=True, slots=True)
-class Attack:
-    """A request meant to break the server."""
-
-    name: str
-    path: str
-    body: bytes
+HEAD = (
+    f"{'shape':<42}{'bytes':>9}{'status':>7}{'seconds':>9}{'delay ms':>10}{'gap ms':>9}{'MB':>9}{'rate':>8}{'fair':>7}"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,7 @@ class Row:
     """Result of an attack.
 
     rate: the neighbour's tokens per second, as a share of its rate before and after. fair: as a share of its rate
-    beside as many plain answers.
+    beside as many plain answers. gap: its longest time without a token. went_out: connections to the canary.
     """
 
     name: str
@@ -75,20 +73,19 @@ class Row:
     growth: int
     rate: float
     fair: float = 1.0
+    gap: float = 0.0
+    went_out: int = 0
 
     @property
     def missed(self) -> list[str]:
         bars = {"delay": self.delay > MAX_DELAY, "memory": self.growth > MAX_GROWTH, "rate": self.rate < LEAST_RATE,
-                "no answer": self.status in (0, 500)}  # fmt: skip
+                "gap": self.gap > MAX_GAP, "went out": self.went_out > 0,
+                "no answer": self.status == 0 or (self.status >= 500 and self.status != 503)}  # fmt: skip
         return [name for name, missed in bars.items() if missed]
 
 
 def shapes() -> Iterator[Attack]:
     """Requests made to cost much."""
-
-    def attack(name: str, path: str, **body: Any) -> Attack:
-        return Attack(name, path, json.dumps(body, separators=(",", ":")).encode())
-
     user = [{"role": "user", "content": "hi"}]
     prompts = ["a b " * 120] * 128
     for count in (100, 20, 1):
@@ -188,7 +185,7 @@ def company(server: AttackedServer) -> dict[int, float]:
     return rates
 
 
-def strike(server: AttackedServer, attack: Attack, beside: dict[int, float]) -> Row:
+def strike(server: AttackedServer, attack: Attack, beside: dict[int, float], canary: Canary) -> Row:
     """Sends one and looks at what it did."""
     tokens, process = server.neighbour, server.server
     quiet = time.monotonic()
@@ -207,7 +204,8 @@ def strike(server: AttackedServer, attack: Attack, beside: dict[int, float]) -> 
     plain = beside[min((count for count in COMPANY if count >= num_answers(attack)), default=COMPANY[-1])]
     meanwhile, delay = rate(tokens, begin, end), worst_delay(server.health.answers, begin, end)
     shares = [meanwhile / other if other else 1.0 for other in (alone, plain)]
-    return Row(attack.name, status, len(attack.body), took, delay, growth, *shares)
+    gap, went_out = worst_gap(tokens, begin, end), canary.count()
+    return Row(attack.name, status, len(attack.body), took, delay, growth, *shares, gap, went_out)
 
 
 def long_model(directory: Path) -> Path:
@@ -223,6 +221,7 @@ def long_model(directory: Path) -> Path:
 def show(row: Row) -> str:
     return (
         f"{row.name:<42}{row.size:>9}{row.status:>7}{row.seconds:>9.2f}{1000 * row.delay:>10.0f}"
+        f"{1000 * row.gap:>9.0f}"
         f"{row.growth / 2**20:>9.1f}{row.rate:>8.2f}{row.fair:>7.2f}  {', '.join(row.missed)}"
     )
 
@@ -233,6 +232,7 @@ def main() -> int:
     command.add_argument("--seed", type=int, default=0, help="what they are drawn from")
     args = command.parse_args()
     rows: list[Row] = []
+    canary = Canary()
     with tempfile.TemporaryDirectory() as directory:
         model = long_model(Path(directory))
         with attacked_server(["--model", str(model), "--log-level", "info"]) as server:
@@ -241,12 +241,13 @@ def main() -> int:
             beside = company(server)
             print("the neighbour's tokens/s beside plain answers:", {n: round(rate) for n, rate in beside.items()})
             print(HEAD)
-            chosen = list(shapes())
+            chosen = [*shapes(), *structured_shapes(), *outward_shapes(canary.url)]
             for attack in [*chosen, *mutations(args.seed, args.mutations)]:
-                rows.append(strike(server, attack, beside))
+                rows.append(strike(server, attack, beside, canary))
                 if len(rows) <= len(chosen) or rows[-1].missed:
                     print(show(rows[-1]), flush=True)
             failures = len(server.health.failures)
+    canary.close()
     missed = {row.name: row.missed for row in rows if row.missed}
     worst = [worst_of(rows), worst_of(rows[len(chosen) :])]
     print(f"random bodies: {worst[1]}")
@@ -258,6 +259,7 @@ def main() -> int:
 def worst_of(rows: Sequence[Row]) -> dict[str, float]:
     return {
         "worst_delay_ms": round(1000 * max((row.delay for row in rows), default=0), 1),
+        "worst_gap_ms": round(1000 * max((row.gap for row in rows), default=0), 1),
         "worst_growth_mb": round(max((row.growth for row in rows), default=0) / 2**20, 1),
         "worst_rate": round(min((row.rate for row in rows), default=1), 3),
         "worst_fair_rate": round(min((row.fair for row in rows), default=1), 3),

@@ -247,7 +247,12 @@ BAD = {
     "grammar": ["start: foo", "foo: 'a'", "start: a\na: a", "", "start: " + "(" * 5000 + '"a"' + ")" * 5000],
     "choice": ["[]", '"a"', "[1]", "{"],
     "structural_tag": ["{}", '{"structures": [], "triggers": []}', '{"structures": [{}], "triggers": ["<"]}',
-                       '{"structures": [{"begin": "a", "schema": {}, "end": ""}], "triggers": ["<"]}', "[]"],
+                       '{"structures": [{"begin": "a", "schema": {}, "end": ""}], "triggers": ["<"]}', "[]",
+                       '{"structures": [{"begin": null, "schema": {}, "end": ""}], "triggers": ["<"]}',
+                       '{"structures": [{"begin": "<", "schema": {}, "end": 5}], "triggers": ["<"]}',
+                       '{"structures": [{"begin": "<\\ud800", "schema": {}, "end": ""}], "triggers": ["<"]}',
+                       '{"structures": [{"begin": "<", "schema": {"$ref": "http://127.0.0.1:9/"}, "end": ""}],'
+                       '"triggers": ["<"]}'],
 }  # fmt: skip
 
 

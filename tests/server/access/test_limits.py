@@ -2,13 +2,15 @@
 
 import json
 import time
+from typing import Any
 
 import httpx
 import pytest
 
 from chorus.server.access.limits import MAX_DEPTH, RequestLimits, check_json
-from chorus.server.api.chat_request import ChatCompletionRequest
+from chorus.server.api.chat_request import ChatBatch, ChatCompletionRequest
 from chorus.server.api.completion_request import CompletionRequest
+from chorus.server.api.responses_request import ResponsesRequest
 from chorus.server.errors import ApiError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -45,6 +47,39 @@ def test_what_costs_too_much_is_refused(priced, path, body, param):
     assert response.status_code == 400, response.text[:500]
     assert response.json()["error"]["param"] == param
     assert priced.engine.asked == []
+
+
+ITEMS: list[dict[str, Any]] = [
+    {"role": "system", "content": "x" * 250},
+    {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+]
+
+
+@pytest.mark.parametrize("item", ITEMS, ids=["system", "calls"])
+def test_items_that_become_one_message_take_time_by_their_number(item):
+    """Not by its square: 6.0 and 2.1 seconds."""
+    body = json.dumps({"input": [item] * 25_000}).encode()
+    began = time.process_time()
+    (message,) = ResponsesRequest.parse(body, RequestLimits()).chat.messages
+    assert time.process_time() - began < 1
+    assert len(message.content or "") == 25_000 * 252 - 2 or len((message.model_extra or {})["tool_calls"]) == 25_000
+
+
+def test_what_conversations_have_in_common_is_read_once():
+    """Tools of 200 KB with each of 20,000 conversations took minutes."""
+    tools = [{"type": "function", "function": {"name": f"f{i}", "description": "d" * 1500}} for i in range(128)]
+    began = time.process_time()
+    body = {"messages": [USER] * 128, "tools": tools}
+    batch = ChatBatch.parse(json.dumps(body).encode(), RequestLimits())
+    assert len(batch.conversations) == 128 and all(len(one.tools) == 128 for one in batch.conversations)
+    with pytest.raises(ApiError, match="at most 128 answers are given in one call, these are 20000 conv") as refused:
+        ChatBatch.parse(json.dumps({**body, "messages": [USER] * 20_000}).encode(), RequestLimits())
+    assert refused.value.param == "messages" and time.process_time() - began < 1
+    for wrong in ([], [{}], USER * 1025, [*USER, {"role": "assistant", "content": ""}]):
+        with pytest.raises(ApiError, match="message") as refused:
+            given = {"messages": [[*USER, {"role": "assistant", "content": "a"}], wrong]}
+            ChatBatch.parse(json.dumps({**given, "continue_final_message": True}).encode(), RequestLimits())
+        assert refused.value.status == 400
 
 
 def test_prompts_times_answers_are_bounded(start, make_engine):
