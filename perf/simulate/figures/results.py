@@ -106,8 +106,10 @@ def compute(
         ):
             found[task.key] = metrics
             told(f"{place + 1} of {len(distinct)}: {task.origin}")
-    return [_result(figure, {each: found[task.key] for each, task in tasks.items() if each[0] == figure.name}, each_seed)
-            for figure in figures]  # fmt: skip
+    return [
+        _result(figure, {each: found[task.key] for each, task in tasks.items() if each[0] == figure.name}, each_seed)
+        for figure in figures
+    ]
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,9 @@ def _simulated(task: _Task) -> dict[str, float]:
     return metrics
 
 
-def _result(figure: Figure, found: Mapping[tuple[str, str, int], Mapping[str, float]], seeds: Sequence[int]) -> FigureResult:
+def _result(
+    figure: Figure, found: Mapping[tuple[str, str, int], Mapping[str, float]], seeds: Sequence[int]
+) -> FigureResult:
     prices = {name: {"value": price(run.price)} for name, run in figure.runs.items() if run.price is not None}
 
     def metric(run: str, name: str, seed: int) -> float:
