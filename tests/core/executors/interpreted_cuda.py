@@ -38,12 +38,12 @@ from chorus.memory.pages.pool import PageKind
 from chorus.ops import attention_flashinfer, sgmv_triton, small_gemm_triton
 from chorus.ops.attention_flashinfer import FlashInferBackend
 from chorus.ops.attention_triton import TritonBackend
-from chorus.perf.profile.entered import entered
 
 from ...conftest import ATTENTION, MLP, ModelSpec, Subject, save_adapter, save_model
 from ...graphs.late_device import LateDevice
 from ...ops.fake_flashinfer import FakeFlashInfer, Stream
 from ..conftest import Driver, RecordingExecutor, ticking
+from ..entered import entered
 
 SPEC = ModelSpec(seed=7, hidden=32, ffn=48, layers=2, heads=2, kv_heads=1, vocab=96, positions=64)
 PATTERN = {"rank_pattern": {"layers.1.self_attn.q_proj": 3, "layers.0.self_attn.v_proj": 2}}

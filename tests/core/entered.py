@@ -1,6 +1,6 @@
 """Files and functions of the engine that one step with LoRA enters: how much a reader must open to follow it.
 
-`python -m chorus.perf.profile.entered` counts them of a decode step and of one with an arrival, on torch's operators
+`python -m tests.core.entered` counts them of a decode step and of one with an arrival, on torch's operators
 and, where they are there, the native ones; `--list` names them, and in each what is called. The CUDA path is counted
 where it runs without a GPU, in
 tests/core/executors/interpreted_cuda.py.
@@ -17,15 +17,16 @@ from typing import Any
 
 import torch
 
-from ...core.config import EngineConfig
-from ...core.engine import Engine
-from ...core.requests.request import Request
-from ...core.requests.sampling_params import SamplingParams
-from ...ops import native_library
-from ...server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
-from ..report.command import parser
+import chorus
+from chorus.core.config import EngineConfig
+from chorus.core.engine import Engine
+from chorus.core.requests.request import Request
+from chorus.core.requests.sampling_params import SamplingParams
+from chorus.ops import native_library
+from chorus.perf.report.command import parser
+from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(chorus.__file__).resolve().parent
 ENGINE = ("core", "ops", "memory", "graphs")
 
 

@@ -7,7 +7,8 @@ import torch
 
 from chorus.memory.files.strict_json import loads
 from chorus.ops import native_library
-from chorus.perf.profile.entered import entered, main, of_cpu
+
+from .entered import entered, main, of_cpu
 
 
 def test_counts_functions_of_the_engine_alone():

@@ -1,1 +1,0 @@
-"""The code that a step enters."""
