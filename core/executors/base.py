@@ -104,7 +104,7 @@ class StartedStep(Protocol):
     """A step that was launched."""
 
     def draw(self) -> None:
-        """Launch the draw of a step ahead whose rows look back (`SamplingParams.looks_back`); other steps have been
+        """Launch the draw of a step ahead with rows that look back (`SamplingParams.looks_back`); other steps have been
         launched whole. Call it once the rows' requests have the tokens of the step before, and before the next step is
         launched. Raises what `Executor.execute` raises.
         """

@@ -88,7 +88,7 @@ def _refusal(text: str) -> RuntimeError:
 
 
 def may_use_gpu(device: str) -> bool:
-    """What `uses_gpu` will say, as far as it can be told without torch, which takes seconds to import."""
+    """What `uses_gpu` will say, as far as can be known without torch, which takes seconds to import."""
     if device != "auto":
         return device != "cpu"
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")

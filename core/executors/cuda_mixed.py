@@ -74,7 +74,7 @@ class MixedSteps:
         return self._lora.begin_padded(adapters, slots, lengths, self.launches[bucket]) if adapters else None
 
     def run(self, bucket: int, num_tokens: int, lora: Lora) -> Residual:
-        """Compute a step whose inputs lie in `columns`, up to the residual stream that the last layer leaves."""
+        """Compute a step, its inputs in `columns`, up to the residual stream that the last layer leaves."""
         flow = self._flow.of(bucket)
         flow.attended[num_tokens:].zero_()
         self._num_tokens = num_tokens

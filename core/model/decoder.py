@@ -260,7 +260,7 @@ class DecoderModel:
 
     def piece(self, index: int, batch: Batch, flow: Flow) -> None:
         """Compute what lies between the attention of layer `index - 1` and that of layer `index`: the rest of the one,
-        and the query of the other, whose keys and values are written. The first begins with the embedding, the one
+        and the query of the other, with its keys and values written. The first begins with the embedding, the one
         behind the last layer leaves all in the residual stream.
 
         Pieces 0 … layers, with `attend` between each and the next, and `score` behind the last, are a `forward`.

@@ -28,7 +28,7 @@ MAX_PARTS = 16
 _SHORT = 8
 
 
-#: Tiles of prompts that a captured piece has beyond those of its bucket's tokens: prompts seldom end where tiles do.
+#: Tiles that a captured piece has beyond the tiles of its bucket's tokens: prompts seldom end where tiles do.
 _MORE_TILES = 4
 
 #: Most decode rows with adapters behind the prompts of a captured piece: of more, launches without work would take the
@@ -100,7 +100,7 @@ class CudaLoraState(LoraState):
 
     def padded(self, tokens: int) -> LoraLaunches:
         """The launches of captured pieces of `tokens` tokens: prompts, and behind them decode rows with the kernels of
-        a decode step, all of whose tiles count tokens from the first.
+        a decode step; all tiles of these count tokens from the first.
         """
         schedule, last = prefill(tokens, self.max_rank, self._itemsize), min(tokens, self._max_rows, _MOST_TAIL)
         num_tiles = -(-tokens // schedule.tile_tokens) + _MORE_TILES

@@ -1,6 +1,6 @@
 """What is left between decode steps and their floors, by measured times and counted launches, as a table in Markdown.
 
-`python -m chorus.perf.bench.estimate`: times, floors and shares are those of a run on a GPU that `--results` names,
+`python -m chorus.perf.bench.estimate`: times, floors and shares are of a run on a GPU that `--results` names,
 launches of a layer are counted now, without one (`launches`). What an idea would bring is arithmetic on both:
 
 * expand in our product (up to 16 rows): its launches and SiLU's go, each at what a LoRA launch takes above its bytes;

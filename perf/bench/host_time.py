@@ -18,9 +18,9 @@ it (`mixed`); left out where triton is not installed:
 * `layer`: one layer's launches;
 * `layer in pieces`: the same where what lies between two layers' attentions is captured.
 
-And how many launches a layer is, by kind: of decode steps whose products are the library's, ours (`small`) or ours with
-the norms in them (`fused`), and of prompts, launched one by one or in captured pieces; left out likewise. Counts and
-times are the gate's suite `host_time`.
+And how many launches a layer is, by kind: of decode steps with products by the library, by our kernel (`small`) or by
+ours with the norms in it (`fused`), and of prompts, launched one by one or in captured pieces; left out likewise.
+Counts and times are the gate's suite `host_time`.
 
 What FlashInfer's own planning and CUDA's calls take is not in it. The last line is one JSON object.
 """

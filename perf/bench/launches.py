@@ -19,7 +19,7 @@ from ...core.requests.sampling_params import SamplingParams
 from ..report.table import Table
 from .idle_engine import GEOMETRY, StubDevice, Wrapper, idle_engine
 
-#: Ways of a layer's products in a decode step; norms are in those of qkv, gate and up alone. The logits' are the
+#: Ways of a layer's products in a decode step; norms are in qkv's, gate's and up's alone. The logits' are the
 #: stand-in library's, which are numbers.
 _WAYS = {
     "library": (Way.LIBRARY,) * 5,
