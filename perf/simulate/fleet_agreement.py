@@ -355,7 +355,8 @@ def show_works(works: Mapping[str, Any]) -> None:
 def judged_times(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Goal]:
     """Print both sides' times and moves by policy; by how much they are off, and changed answers."""
     columns = ["policy", *(f"{side} {name}, ms" for name in ("TTFT", "latency") for side in SIDES)]
-    table = Table("means: medians of the rounds", [*columns, "moved", "simulated", "changed", "others %"])
+    table = Table("means: medians of the rounds", columns)
+    counts = Table("requests", ["policy", "served", "moved", "moved, simulated", "answers changed", "others had, %"])
     goals = []
     for policy, rounds in found.items():
         cells = []
@@ -364,19 +365,26 @@ def judged_times(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[G
             cells += [_shown(Spread.of(1e3 * value for value in values)) for values in (real, virtual)]
             off = abs(median(map(operator.truediv, virtual, real)) - 1)
             goals.append(Goal(f"{policy}: {label} off by", off, MOST_ERROR, at_most=True))
-        moved, virtual, changed = (sum(each[key] for each in rounds) for key in ("moved", "simulated_moved", "changed"))
-        table.add(policy, *cells, moved, virtual, changed, 100 * max(each["foreign"] for each in rounds))
+        table.add(policy, *cells)
+        *numbers, changed = (
+            int(sum(each[key] for each in rounds)) for key in ("requests", "moved", "simulated_moved", "changed")
+        )
+        counts.add(policy, *numbers, changed, 100 * max(each["foreign"] for each in rounds))
         goals.append(Goal(f"{policy}: answers changed", changed, 0, at_most=True))
     table.show()
+    counts.show()
     yield from goals
 
 
 def judged_orders(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Goal]:
-    """Print the order of each pair of policies on both sides; how many pairs the simulator has otherwise."""
+    """Print the order of each pair of policies on both sides, which one round does not tell; how many pairs the simulator
+    has otherwise.
+    """
+    has_intervals = min(map(len, found.values())) > 1
     table = Table("the second's latency is above the first's by, %", ["first", "second", *SIDES, "order"])
     words, wrong = {1: "first is faster", -1: "second is faster", 0: "equal"}, 0
     for one, other, *gaps in order(found):
-        real, virtual = map(sign, gaps)
+        real, virtual = map(sign, gaps) if has_intervals else (0, 0)
         agrees = real == virtual or not real or abs(gaps[0].median) <= LEAST_GAP
         wrong += not agrees
         said = words[real] if real == virtual else f"{words[real]}; simulated: {words[virtual]}"

@@ -12,7 +12,7 @@ def rounds(real, simulated=None, *, foreign=0.0, changed=0):
     """Mean latencies of a policy, in seconds, by round; first tokens take half of them."""
     return [
         {"real": {"ttft": a / 2, "e2e": a}, "simulated": {"ttft": b / 2, "e2e": b}, "moved": 1, "simulated_moved": 2,
-         "changed": changed, "foreign": foreign}
+         "requests": 5, "changed": changed, "foreign": foreign}
         for a, b in zip(real, simulated or real, strict=True)
     ]  # fmt: skip
 
@@ -40,6 +40,10 @@ def test_two_policies_are_equal_where_the_interval_holds_no_difference():
 )
 def test_an_order_is_wrong_where_the_cluster_has_one_and_the_simulator_has_not(real, simulated, value):
     assert wrong({"a": rounds([1.0, 2.0, 3.0]), "b": rounds(real, simulated)}) == value
+
+
+def test_one_round_tells_no_order():
+    assert wrong({"a": rounds([1.0]), "b": rounds([2.0], [0.5])}) == 0
 
 
 def test_times_are_off_by_the_median_of_the_rounds():
