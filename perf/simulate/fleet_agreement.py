@@ -377,8 +377,8 @@ def judged_times(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[G
 
 
 def judged_orders(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Goal]:
-    """Print the order of each pair of policies on both sides, which one round does not tell; how many pairs the simulator
-    has otherwise.
+    """Print the order of each pair of policies on both sides, which one round does not tell; how many pairs are in
+    another order in the simulator.
     """
     has_intervals = min(map(len, found.values())) > 1
     table = Table("the second's latency is above the first's by, %", ["first", "second", *SIDES, "order"])
