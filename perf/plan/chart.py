@@ -58,7 +58,7 @@ def _arrivals(axis: Any, plan: Plan) -> None:
 
 
 def _attainment(axis: Any, plan: Plan, memory: tuple[int, int]) -> None:
-    """Candidates of one arena and host cache whose simulations ended: medians of the seeds, and their intervals."""
+    """Candidates of one arena and host cache with simulations that ended: medians of the seeds, and their intervals."""
     for index, policy in enumerate(dict.fromkeys(one.candidate.policy for one in plan.tried)):
         mine = [one for one in plan.tried if not one.stopped and one.candidate.policy == policy]
         mine = [one for one in mine if (one.candidate.arena, one.candidate.host) == memory]

@@ -57,7 +57,11 @@ class Tried:
             return "no replica has room for some request, or for its adapter"
         if worst.stopped:
             return f"the queue grows: stopped when {1 - worst.attainment:.1%} had missed their first token's time"
-        shares = {"TTFT": worst.missed_ttft, "TPOT": worst.missed_tpot, "refused or failed": worst.failed}
+        shares = {
+            "TTFT missed by": worst.missed_ttft,
+            "TPOT missed by": worst.missed_tpot,
+            "refused or failed": worst.failed,
+        }
         return ", ".join(f"{name} {share:.1%}" for name, share in shares.items() if share)
 
 

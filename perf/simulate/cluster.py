@@ -184,7 +184,7 @@ class Cluster:
         """clients: that send more when requests have ended. staleness: the router knows of a replica what it reported
         last, and they all report every so many seconds, so that what it knows is up to as old; what it has sent since
         it doesn't count, as one of many routers wouldn't. 0: it knows everything. make: of replicas that boot. answers:
-        given the lengths of answers. host: of all replicas, whose steps share its machine's processors; without one
+        given the lengths of answers. host: of all replicas: their steps share its machine's processors; without one
         each replica has processors of its own, and front and client take no time.
         """
         self.now = 0.0

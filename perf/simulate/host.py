@@ -57,8 +57,8 @@ class Host:
     ) -> None:  # fmt: skip
         """Have a step's tokens go through front and client.
 
-        began: requests whose first token is among them. ended: requests that end, by id. done: called with these, as
-        the client sees them.
+        began: requests that have their first token among them. ended: requests that end, by id. done: called with
+        these, as the client sees them.
         """
         client, front, firsts = self._client, self._front, self._firsts
 

@@ -97,7 +97,7 @@ def test_with_many_seeds_as_many_may_miss_as_the_interval_leaves_out(monkeypatch
 def test_what_failed_is_said():
     candidate = Candidate(1, GIB, GIB, "random")
     late = Outcome(0.9, missed_ttft=0.08, missed_tpot=0.03)
-    assert Tried(candidate, (late,), meets=False).trouble == "TTFT 8.0%, TPOT 3.0%"
+    assert Tried(candidate, (late,), meets=False).trouble == "TTFT missed by 8.0%, TPOT missed by 3.0%"
     stopped = Outcome(0.4, stopped=True)
     assert "the queue grows: stopped when 60.0%" in Tried(candidate, (stopped,), meets=False).trouble
     assert Tried(candidate, (outcome(1.0),), meets=True).trouble == ""
