@@ -206,8 +206,7 @@ class Decoder {
         const long ldx = spread<float>(m_.hidden);
         if (!ranks_)
             return run_product(step, thread, phase, g, layer, y, ldy, k, w, m_.hidden, x_.data(), ldx, true, bias);
-        float* part = projections_.posts(g) ? ranks_->mine_behind() : ranks_->mine();
-        projections_.run(step, thread, phase, g, layer, y, ldy, k, w, m_.hidden, part, ldx, false, bias);
+        projections_.run(step, thread, phase, g, layer, y, ldy, k, w, m_.hidden, ranks_->mine(), ldx, false, bias);
         team_.each(phase, 1, [&](int) { ranks_->meet(); });
         each_part(team_, phase, thread, step.tokens,
                   [&](int t, bool) { ranks_->add(x_.data() + t * ldx, t * ldx, m_.hidden); });

@@ -166,7 +166,7 @@ class Assistant final : public AnyAssistant {
                           spare_.data(), Upcoming{});
             for (const Target& t : targets)
                 for (int r = 0; r < own_end; r++) std::fill_n(out + r * ldy + t.column, t.width, 0.0f);
-            expand_units(one, 0, targets, 1, all_columns, units_);
+            expand_units(one, 0, targets, 1, units_);
             for (const LoraUnit& u : units_)
                 expand<T>(image, adapter, head.layer, targets[u.module].module, u, h(u), ldh,
                           out + targets[u.module].column, ldy, pointers_.data(), panel_.data(), spare_.data(),

@@ -20,8 +20,6 @@ class Projections {
 
     // Of several ranks: see RankShrinks.
     void join(Ranks* ranks) { ranks_.join(ranks); }
-    // True if `run` posts a sum of its own, so that its outputs are to be a part of the one behind it.
-    bool posts(int g) const { return ranks_.of(g); }
 
     const std::vector<Target>& group(int g) const { return groups_[g]; }
     bool few() const { return few_; }      // the step has few tokens
@@ -57,10 +55,7 @@ class Projections {
                 shrink_chunk_[g].push_back((int)shrink_[g].size());
             }
             ranks_.plan(g, shrink_[g]);
-            auto columns = [&](int width) {
-                return std::pair(ranks_.first_column(g, width), ranks_.last_column(g, width));
-            };
-            expand_units(segments, 0, groups_[g], team_.size(), columns, expand_[g]);
+            expand_units(segments, 0, groups_[g], team_.size(), expand_[g]);
             auto& units = expand_[g];
             auto cost = [&](const LoraUnit& u) { return u.count * segments.adapters[u.segment]->rank; };
             auto is_long = [](const LoraUnit& u) { return u.tokens >= kLongSegment; };
@@ -72,7 +67,7 @@ class Projections {
             later_[g].resize(levels - 1);
             for (int level = 1; level < levels; level++) {
                 Later& later = later_[g][level - 1];
-                expand_units(segments, level, groups_[g], team_.size(), columns, later.units);
+                expand_units(segments, level, groups_[g], team_.size(), later.units);
                 split(later.units, team_.size(), later.split, cost);
             }
         }
@@ -103,12 +98,12 @@ class Projections {
                 run_shrink(step, thread, g, layer, x, ldx, k, h, u, next);
             };
         };
-        if (posts(g)) {
+        if (ranks_.of(g)) {
             each_split(team_, phase, thread, shrink_[g], shrink_split_[g], shrink_into(ranks_.mine()));
             if (!thread) ranks_.post();
             each_part(team_, phase, thread, product.units(), run_base);
             team_.each(phase, 1, [&](int) {
-                ranks_.collect(step, g, h_.data(), ldh_, [&](const LoraUnit& u) { return place(step, u); });
+                ranks_.collect(step, g, layer, h_.data(), ldh_, [&](const LoraUnit& u) { return place(step, u); });
             });
         } else if (few_) {
             run_units(team_, phase, thread, product, shrink_[g], shrink_split_[g], run_base, shrink_into(h_.data()));

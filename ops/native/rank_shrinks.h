@@ -1,14 +1,12 @@
-// Shrinks of few tokens, shared by the ranks of a model (S-LoRA, arXiv 2311.03285, §5).
+// Shrinks of few tokens that the ranks of a model share (S-LoRA, arXiv 2311.03285, §5).
 //
-// A of q, k, v, gate and up, and B of o and down, are whole on every rank. In a step of few tokens, which streams them, no
-// rank reads all of that: of the first five each rank computes h of some rank-rows, of o and down h of its inputs, and all
-// exchange these, which takes no time as it is done beside the base product. Then a rank expands its own outputs: of o and
-// down an equal share of the columns, which the sum over the ranks puts together.
+// A of q, k, v, gate and up, and the rows that it multiplies, are whole on every rank. In a step of few tokens, which streams
+// A, each rank computes h of some rank-rows alone, and takes the others' over from memory that all share: they are there
+// when the base product is, beside which they were computed. An h has the same bits whichever rank computes it.
 #pragma once
 #include <algorithm>
 #include <vector>
 #include "descriptors.h"
-#include "elementwise.h"
 #include "ranks.h"
 #include "shares.h"
 
@@ -26,64 +24,44 @@ class RankShrinks {
         is_shared_ = few && ranks_ && elems * sizeof(X) <= ranks_->floats() * sizeof(float);
     }
 
-    // Note a group's units and leave in `units` what this rank is to compute of them.
+    // Note a group's units, and leave in `units` what this rank is to compute of them.
     void plan(int g, std::vector<LoraUnit>& units) {
         all_[g].clear();
-        if (!is_shared_) return;
+        if (!is_shared_ || g % 2) return;  // o and down have a share of A on each rank
         all_[g] = units;
-        if (is_sum(g)) return;
         split(units, ranks_->size(), bounds_[g], [](const LoraUnit& u) { return u.count * u.tokens; });
-        const int begin = bounds_[g][ranks_->rank()], end = bounds_[g][ranks_->rank() + 1];
-        units.assign(all_[g].begin() + begin, all_[g].begin() + end);
+        const auto first = all_[g].begin();
+        units.assign(first + bounds_[g][ranks_->rank()], first + bounds_[g][ranks_->rank() + 1]);
     }
 
     // True if the ranks share the group's shrinks.
     bool of(int g) const { return !all_[g].empty(); }
 
-    // Columns of a module's outputs, `width` of them on this rank, that it is to expand: first … last-1.
-    int first_column(int g, int width) const { return of(g) && is_sum(g) ? column(width, ranks_->rank()) : 0; }
-    int last_column(int g, int width) const { return of(g) && is_sum(g) ? column(width, ranks_->rank() + 1) : width; }
-
-    // Where this rank's h of the group goes, laid out as h is. Before `post`, which one thread calls once it is there.
+    // Where this rank's h of the group goes, laid out as h is; then `post`, once, by one thread.
     X* mine() const { return (X*)ranks_->mine(); }
     void post() { ranks_->post(); }
 
-    // Wait for all ranks and write the whole of h. at(unit): where the unit's module, of its level, begins in h. ldh: elements
+    // Wait for all ranks and write the whole of a layer's h. at(unit): where the unit's module, of its level, begins in h. ldh: elements
     // from token to token. If a rank has ended, h is void, and so is the step.
     template <class At>
-    void collect(const StepDesc& step, int g, X* h, long ldh, At at) const {
+    void collect(const StepDesc& step, int g, int layer, X* h, long ldh, At at) const {
         if (ranks_->wait() != Ranks::kWell) return;
-        for (int i = 0, owner = 0; i < (int)all_[g].size(); i++) {
-            const LoraUnit& u = all_[g][i];
-            const int end = u.first + u.count, rank = step.segment_adapters[u.segment]->rank;
-            const int count = u.count + (end == rank);  // and the zero behind the last
-            while (!is_sum(g) && i >= bounds_[g][owner + 1]) owner++;
-            for (int t = u.token; t < u.token + u.tokens; t++) {
-                const long place = at(u) + t * ldh + u.first;
-                if (is_sum(g)) add_up(place, count, h + place);
-                else std::copy_n(part(owner) + place, count, h + place);
+        for (int owner = 0; owner < ranks_->size(); owner++) {
+            const X* part = (const X*)ranks_->part(owner);
+            for (int i = bounds_[g][owner]; i < bounds_[g][owner + 1]; i++) {
+                const LoraUnit& u = all_[g][i];
+                const Adapter& adapter = *step.segment_adapters[u.segment];
+                if (adapter.first_elem[layer] < 0) continue;  // where another part's h of the same tokens may lie
+                const bool last = u.first + u.count == adapter.rank;
+                for (int t = u.token; t < u.token + u.tokens; t++) {
+                    const long place = at(u) + t * ldh + u.first;
+                    std::copy_n(part + place, u.count + last, h + place);  // with the zero behind the last
+                }
             }
         }
     }
 
    private:
-    // Groups whose inputs the ranks share (o and down), so that each has a part of every sum.
-    static bool is_sum(int g) { return g % 2; }
-
-    const X* part(int rank) const { return (const X*)ranks_->part(rank); }
-    int column(int width, int rank) const {
-        return rank == ranks_->size() ? width : width / kPanel * rank / ranks_->size() * kPanel;
-    }
-
-    void add_up(long place, int count, X* out) const {
-        for (int i = 0; i < count; i += kLanes) {
-            const Head here = head(count - i);
-            Floats sum = load16(part(0) + place + i, here);
-            for (int r = 1; r < ranks_->size(); r++) sum = sum + load16(part(r) + place + i, here);
-            store16(out + i, sum, here);
-        }
-    }
-
     Ranks* ranks_ = nullptr;
     bool is_shared_ = false;
     std::vector<LoraUnit> all_[4];  // of the groups that are shared

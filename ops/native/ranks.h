@@ -1,8 +1,8 @@
 // Sums over the ranks of one machine, processes that compute shares of the same layers, in memory that they share.
 //
 // A sum is that of rank 0's part, then rank 1's and so on, whichever rank was first: the same bits on every rank and in
-// every run. Each rank has three buffers, used in turns: a rank that has posted one part and not waited for the others'
-// yet may write the next one, since all ranks have read what lies in that buffer before they posted the part before.
+// every run. Each rank has two buffers, used in turns: a rank writes to a buffer again only after the next sum, which
+// began on no rank before that rank had read this one.
 #pragma once
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -28,7 +28,7 @@ class Ranks {
     Ranks(void* memory, int rank, int size, int64_t floats, double seconds)
         : shared_((Shared*)memory), rank_(rank), size_(size), floats_(floats), patience_(seconds) {}
 
-    static int64_t bytes(int size, int64_t floats) { return sizeof(Shared) + kBuffers * size * floats * sizeof(float); }
+    static int64_t bytes(int size, int64_t floats) { return sizeof(Shared) + 2 * size * floats * sizeof(float); }
 
     int rank() const { return rank_; }
     int size() const { return size_; }
@@ -40,9 +40,8 @@ class Ranks {
         at_ = step << kSumBits;
     }
 
-    // Where this rank writes its part of the next sum, or of the one behind it.
+    // Where this rank writes its part of the next sum.
     float* mine() const { return buffer(at_ + 1, rank_); }
-    float* mine_behind() const { return buffer(at_ + 2, rank_); }
 
     // Once the part is written: wait for all ranks' parts. At once where the step has failed or the ranks are lost.
     State meet() {
@@ -50,8 +49,8 @@ class Ranks {
         return wait();
     }
 
-    // The first half of `meet`: a rank may do other work, and write its part of the next sum, before it waits for the
-    // others' parts. It must wait before it posts the next one.
+    // The first half of `meet`: a rank may do other work before it waits for the others' parts. It must wait before it
+    // writes its part of the next sum, which lies where the others may still be reading its last one.
     void post() {
         shared_->posted[rank_].at.store(++at_, std::memory_order_release);
         tell();
@@ -139,7 +138,7 @@ class Ranks {
 
    private:
     using Clock = std::chrono::steady_clock;
-    static constexpr int kSumBits = 20, kSpins = 32, kBuffers = 3;
+    static constexpr int kSumBits = 20, kSpins = 32;
     static constexpr Clock::duration kSpinning = std::chrono::microseconds(50);  // as long as waking a rank takes
 
     struct Shared {
@@ -151,9 +150,7 @@ class Ranks {
         alignas(4096) char end[4096];
     };
 
-    float* buffer(int64_t at, int rank) const {
-        return (float*)(shared_ + 1) + (at % kBuffers * size_ + rank) * floats_;
-    }
+    float* buffer(int64_t at, int rank) const { return (float*)(shared_ + 1) + ((at & 1) * size_ + rank) * floats_; }
     bool all_posted() const {
         for (int r = 0; r < size_; r++)
             if (shared_->posted[r].at.load(std::memory_order_acquire) < at_) return false;

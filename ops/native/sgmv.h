@@ -6,7 +6,6 @@
 // A rank-row is read once per step for a segment of few tokens: the bytes are the adapter's own, no padding.
 #pragma once
 #include <algorithm>
-#include <utility>
 #include <vector>
 #include "gemm.h"
 
@@ -100,24 +99,19 @@ inline void shrink_units(const Segments& segments, const std::vector<Target>& gr
     }
 }
 
-inline std::pair<int, int> all_columns(int width) { return {0, width}; }
-
-// Units of one level: the next level must not begin before they have ended. columns(width): the first of a module's columns
-// to expand, and the end.
-template <class Columns>
+// Units of one level: the next level must not begin before they have ended.
 inline void expand_units(const Segments& segments, int level, const std::vector<Target>& group, int threads,
-                         Columns columns, std::vector<LoraUnit>& units) {
+                         std::vector<LoraUnit>& units) {
     units.clear();
     const int parts = segments.count >= 4 * threads ? 1 : threads;  // of a module, so that every thread has some
     for (int s = 0; s < segments.count; s++)
         for (int g = 0; g < (int)group.size(); g++) {
             if (segments.level_of(s) != level || segments.adapters[s]->b_offset[group[g].module] < 0) continue;
-            const auto [first, last] = columns(group[g].width);
-            const int part = (last - first + parts * kPanel - 1) / (parts * kPanel) * kPanel;
+            const int width = group[g].width, part = (width + parts * kPanel - 1) / (parts * kPanel) * kPanel;
             const int chunk = std::min(kColumnChunk, part);
-            for (int c = first; c < last; c += chunk)
+            for (int c = 0; c < width; c += chunk)
                 units.push_back(
-                    {s, g, c, std::min(chunk, last - c), segments.begin[s], segments.end[s] - segments.begin[s]});
+                    {s, g, c, std::min(chunk, width - c), segments.begin[s], segments.end[s] - segments.begin[s]});
         }
 }
 

@@ -43,7 +43,11 @@ def run(listener: Listener, settings_file: Path) -> int:
     except (OSError, ValueError) as error:
         raise LaunchError(str(error)) from None
     worker = EngineWorker(lambda: _build_engine(settings.engine))
-    worker.start()
+    try:
+        worker.start()
+    except Exception as error:
+        log.debug("starting failed", exc_info=True)
+        raise LaunchError(f"can't serve {settings.engine.model}: {error}") from error
     take_short_turns()
     try:
         return asyncio.run(_serve(worker, address, secret, settings, listener.tell))

@@ -144,7 +144,11 @@ def _open(
             worker.lookers.append(Preloader(dispatcher).look)
         tokenizer = Tokenizer.load(settings.model)
         worker.start()
-        worker.wait_until_ready(owner.trouble, was_whole=was_whole)
+        try:
+            worker.wait_until_ready(owner.trouble, was_whole=was_whole)
+        except BaseException:
+            worker.stop()  # before the directory goes, which it looks into
+            raise
     except Exception as error:
         log.debug("starting failed", exc_info=True)
         raise LaunchError(f"can't serve {settings.model}: {error}") from error

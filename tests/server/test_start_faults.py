@@ -14,6 +14,8 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -158,3 +160,15 @@ def test_every_point_of_a_start_may_fail(start, roots, monkeypatch):
         gc.collect()
     assert kinds >= {"open", "read", "allocation", "thread"}
     assert outcomes == {"served", "quarantined", "refused"}
+
+
+def test_a_replica_that_can_not_begin_says_why_in_a_line(tmp_path):
+    """Of a process of its own; the front beside it ends with its own line, and looks for no replica afterwards."""
+    command = [sys.executable, "-m", "chorus.server", "serve", str(BUILTIN_MODEL), "--port", "0"]
+    command += ["--device", "cuda", "--tensor-parallel-size", "2"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=10 * SECONDS, cwd=tmp_path)
+    assert ended.returncode == 1
+    assert "chorus: error: can't serve" in ended.stderr
+    assert "tensor_parallel_size is 2, and ranks compute on the CPU only; set device to cpu" in ended.stderr
+    assert "could not start (exit status 1); its messages are above" in ended.stderr
+    assert "Traceback" not in ended.stderr

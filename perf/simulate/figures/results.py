@@ -106,10 +106,8 @@ def compute(
         ):
             found[task.key] = metrics
             told(f"{place + 1} of {len(distinct)}: {task.origin}")
-    return [
-        _result(figure, {each: found[task.key] for each, task in tasks.items() if each[0] == figure.name}, each_seed)
-        for figure in figures
-    ]
+    metrics_of = {each: found[task.key] for each, task in tasks.items()}
+    return [_result(figure, metrics_of, each_seed) for figure in figures]
 
 
 @dataclass(frozen=True)

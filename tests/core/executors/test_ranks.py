@@ -28,6 +28,7 @@ from chorus.memory.transfers.transfer import ExecutorLost
 from chorus.ops import native_library
 from chorus.server.engine.worker import EngineWorker
 
+from ...conftest import ATTENTION, MLP, Subject, save_adapter
 from ...processes import run_python, runs
 from ..test_parity import add_all, arrive, check, make_cases, make_families
 from .thread_ranks import ThreadProcess
@@ -156,6 +157,39 @@ def test_merged_adapter_beside_others(subject, drive, kernels, model, is_ahead):
     again = make_cases(it, 4, seed=33, tokens=(6, 9))
     add_all(driver, again)
     check(driver, again)
+
+
+@pytest.mark.parametrize(("size", "tokens"), [(2, 56), (4, 56), (2, 4)])
+def test_parts_of_other_layers_on_the_same_tokens(subject, drive, tmp_path, size, tokens):
+    """Parts without a layer in common lie in the same place of what ranks exchange; and where a decode step may have as
+    many tokens as any step, there is no room to exchange them.
+    """
+    model = subject("gqa").model
+    patterns = {"rank_pattern": {"layers.1.self_attn.q_proj": 3}, "alpha_pattern": {"v_proj": 5}}
+    save_adapter(model, tmp_path / "pattern", 40, 8, ["q_proj", "v_proj", "up_proj"], True, 7, **patterns)
+    save_adapter(model, tmp_path / "layers", 4, 8, ATTENTION + MLP, False, 8, layers_to_transform=[1])
+    it = Subject(model, {"pattern": tmp_path / "pattern", "layers": tmp_path / "layers"})
+    driver = drive(
+        it, tensor_parallel_size=size, cpu_kernels="native", max_num_seqs=min(32, tokens), max_num_batched_tokens=tokens
+    )  # fmt: skip
+    cases = make_cases(it, 9, seed=34, tokens=(6, 9))
+    add_all(driver, cases)
+    check(driver, cases)
+
+
+def test_a_rows_bits_do_not_depend_on_its_company(subject, drive):
+    """Nor on how many tokens a step has: ranks share shrinks of few only."""
+    it = subject("gqa")
+
+    def run(name, company):
+        driver = drive(it, tensor_parallel_size=2, cpu_kernels="native", prefix_cache=False)
+        if company:
+            add_all(driver, make_cases(it, 20, seed=76, longest=60))
+        driver.add("x", name, it.prompt(name, 20, 12, seed=77), max_tokens=12, logprobs=4)
+        return driver.drain()["x"].logprobs
+
+    for name in ("r8-attention", "r33-all"):
+        assert run(name, company=True) == run(name, company=False)
 
 
 def test_streamed_adapters_of_a_step_may_be_late_on_any_rank(subject, drive, kernels):
