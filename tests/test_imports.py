@@ -351,7 +351,7 @@ POLICY = (
     "core.requests.request",
     "core.requests.types",
     "memory.adapters.store",
-    "memory.pages.block_table",
+    "memory.pages.prefix",
 )
 
 

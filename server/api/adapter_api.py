@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -182,10 +183,8 @@ class AdapterApi:
     async def show(self, request: Request) -> Response:
         name = request.path_params["name"]
         asked = name if request.state.identity.grant.allows(name) else NOWHERE
-        try:
+        with _known(name):
             seen = await asyncio.wrap_future(self._book.state(asked))
-        except UnknownAdapter:
-            raise _unknown(name, None) from None
         return JSONResponse(_body(seen, request))
 
     async def add(self, request: Request) -> Response:
@@ -212,7 +211,7 @@ class AdapterApi:
         if asked.pinned is None and asked.paused is None:
             raise ApiError(400, "say what is to change: pinned or paused", param="pinned")
         name = request.path_params["name"]
-        try:
+        with _known(name):
             if asked.paused is not None:
                 await asyncio.wrap_future(self._book.pause(name, paused=asked.paused))
                 await self._loads.beside(self._loads.remember, name)
@@ -221,8 +220,6 @@ class AdapterApi:
             elif asked.pinned is False:
                 await asyncio.wrap_future(self._book.unpin(name))
             seen = await asyncio.wrap_future(self._book.state(name))
-        except UnknownAdapter:
-            raise _unknown(name, None) from None
         changes = [("unpinned", "pinned")[asked.pinned]] if asked.pinned is not None else []
         changes += [("resumed", "paused")[asked.paused]] if asked.paused is not None else []
         audit.info("%s %s adapter %s", request.state.caller, " and ".join(changes), name)
@@ -231,10 +228,8 @@ class AdapterApi:
     async def drain(self, request: Request) -> Response:
         """Answers once no request of any version of an adapter is in progress."""
         asked, name = await self._read(DrainAdapter, request), request.path_params["name"]
-        try:
+        with _known(name):
             await asyncio.wrap_future(self._book.state(name))
-        except UnknownAdapter:
-            raise _unknown(name, None) from None
         loop = asyncio.get_running_loop()
         end = loop.time() + asked.seconds
         while left := await asyncio.wrap_future(self._book.num_requests(name)):
@@ -351,10 +346,8 @@ class AdapterApi:
         """Remove an adapter; returns how many requests were ended for it."""
         if self._loads.loaded is None:
             self._roots.require()
-        try:
+        with _known(name, field):
             adapter, ended = await asyncio.wrap_future(self._book.remove(name, force=force))
-        except UnknownAdapter:
-            raise _unknown(name, field) from None
         self._sourced.forget(name)
         await self._loads.beside(self._loads.remember, name)
         audit.info(
@@ -395,5 +388,11 @@ def shown_path(path: Path, request: Request) -> str:
     return text if text.isprintable() else shown(text)
 
 
-def _unknown(name: str, field: str | None) -> ApiError:
-    return ApiError(404, f"The lora adapter '{name}' cannot be found.", param=field, code="adapter_not_found")
+@contextmanager
+def _known(name: str, field: str | None = None) -> Iterator[None]:
+    """Answer with 404 where an adapter turns out not to be registered."""
+    try:
+        yield
+    except UnknownAdapter:
+        message = f"The lora adapter '{name}' cannot be found."
+        raise ApiError(404, message, param=field, code="adapter_not_found") from None
