@@ -95,10 +95,11 @@ def cases(url, model):
         assert isinstance(answer.output_parsed, City)
 
     def streamed_response():
-        with client.responses.stream(model=model, input="hi", max_output_tokens=20) as stream:
+        asked = {"model": model, "input": "Name a city.", "max_output_tokens": 120}
+        with client.responses.stream(text_format=City, **asked) as stream:
             for _ in stream:
                 pass
-            assert stream.get_final_response().output_text
+            assert isinstance(stream.get_final_response().output_parsed, City)
 
     def response_with_tool():
         asked = {"model": model, "tools": [FLAT], "max_output_tokens": 120}
@@ -108,7 +109,8 @@ def cases(url, model):
         assert client.responses.create(input=[*USER, *first.output, result], **asked).status
 
     def errors():
-        for wrong, kind in (({"model": "nobody"}, openai.NotFoundError), ({"temperature": 9}, openai.BadRequestError)):
+        wrong_ones = ({"model": "nobody"}, openai.NotFoundError), ({"temperature": -1}, openai.BadRequestError)
+        for wrong, kind in wrong_ones:
             try:
                 chat.create(**{"messages": USER, **limits, **wrong})
             except kind:
