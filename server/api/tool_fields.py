@@ -65,6 +65,9 @@ class ToolFields(BaseModel):
         if size > limits.max_tool_bytes:
             message = f"tools have {size} bytes, this server takes {limits.max_tool_bytes}"
             raise ApiError(400, message, param="tools")
+        if len(chosen.names or ()) > limits.max_tools:
+            message = f"tool_choice names {len(chosen.names or ())} functions, this server takes {limits.max_tools}"
+            raise ApiError(400, message, param="tool_choice")
         _check_names([tool["function"]["name"] for tool in self.tools], chosen.names or ())
 
     @property
