@@ -6,7 +6,8 @@ import litellm
 
 PACKAGES = ("litellm",)
 USER = [{"role": "user", "content": "Name a city."}]
-PARAMETERS = {"type": "object", "properties": {"unit": {"enum": ["C", "F"]}}, "required": ["unit"]}
+PARAMETERS = {"type": "object", "properties": {"unit": {"enum": ["C", "F"]}}, "required": ["unit"],
+              "additionalProperties": False}  # fmt: skip
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
 
 
