@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 #: Compiled grammars that are kept. One has kilobytes as a rule, and as many states as `_LIMITS` allow at most.
 MAX_COMPILED = 64
 
+#: Bytes of their texts: a regular expression of 8 KiB can take 35 MB once compiled, which is the most for its length.
+MAX_COMPILED_BYTES = 64 << 10
+
 #: Work and memory of a stranger's grammar, in llguidance's units: 50,000 units of its lexer's fuel, or 20,000 items of
 #: its parser, take a few milliseconds, and a state one or two kilobytes.
 _LIMITS: dict[str, Any] = {
@@ -68,8 +71,10 @@ class Grammars:
         found = self._compile(grammar)
         with self._lock:
             self.compiled[grammar] = found
-            while len(self.compiled) > MAX_COMPILED:
-                self.compiled.popitem(last=False)
+            size = sum(len(each.text) + len(each.around) for each in self.compiled)
+            while len(self.compiled) > MAX_COMPILED or (size > MAX_COMPILED_BYTES and len(self.compiled) > 1):
+                oldest, _ = self.compiled.popitem(last=False)
+                size -= len(oldest.text) + len(oldest.around)
         return found.deep_copy()
 
     def masks(self, matchers: Sequence[LLMatcher]) -> np.ndarray:

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from ...core.requests.grammar import Grammar, GrammarKind
 from ..errors import ApiError, clipped
 from ..text.answer_reader import AnswerReader
-from ..text.call_formats import AnswerSyntax, call_format_of, reasoning_format_of
+from ..text.call_formats import HARMONY, AnswerSyntax, call_format_of, reasoning_format_of
 from .call_grammar import answer_grammar
 from .grammar_fields import check_size
 
@@ -65,6 +65,9 @@ class ToolFields(BaseModel):
         if size > limits.max_tool_bytes:
             message = f"tools have {size} bytes, this server takes {limits.max_tool_bytes}"
             raise ApiError(400, message, param="tools")
+        if len(chosen.names or ()) > limits.max_tools:
+            message = f"tool_choice names {len(chosen.names or ())} functions, this server takes {limits.max_tools}"
+            raise ApiError(400, message, param="tool_choice")
         _check_names([tool["function"]["name"] for tool in self.tools], chosen.names or ())
 
     @property
@@ -108,6 +111,12 @@ class ToolFields(BaseModel):
     def syntax(self, tokenizer: Tokenizer) -> AnswerSyntax:
         """What the answer is to be read for."""
         template, own = tokenizer.chat_template, tokenizer.declared_syntax
+        if HARMONY in template:
+            message = (
+                "this model's chat template has answers in harmony's channels, which this server does not read; "
+                "write the prompt yourself and send it to /v1/completions"
+            )
+            raise ApiError(400, message, param="messages", code="unsupported_format")
         reasoning = own.reasoning or reasoning_format_of(template, tokenizer.is_token)
         return AnswerSyntax(
             own.calls or call_format_of(template) if self._may_call else None,

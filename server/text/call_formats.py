@@ -117,6 +117,9 @@ CALL_FORMATS = (
 )  # fmt: skip
 """More particular ones first."""
 
+HARMONY = "<|channel|>"
+"""What templates in the harmony format of gpt-oss contain: answers in channels, which nothing here reads."""
+
 LLAMA_3_2 = '{"name": function name, "parameters": dictionary of argument name and its value}'
 """What templates of Llama 3.2 say; they have no `<|python_tag|>`."""
 

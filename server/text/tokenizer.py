@@ -149,7 +149,8 @@ class Tokenizer:
         """The tokens of the prompt that asks the model to continue a conversation; see `apply_chat_template`."""
         messages = conversation.messages
         large = len(messages) > THREAD_MESSAGES or sum(len(m["content"]) for m in messages) > THREAD_CHARACTERS
-        if large or conversation.tools or conversation.variables or self._spelt.are_in(messages):
+        more = any(message.keys() - {"role", "content"} for message in messages)  # such as calls, of any number
+        if large or more or conversation.tools or conversation.variables or self._spelt.are_in(messages):
             return await self._threads.run(self.encode_chat_now, conversation, most)
         return self.encode_chat_now(conversation, most)
 

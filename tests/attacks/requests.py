@@ -228,6 +228,7 @@ def show(row: Row) -> str:
 
 def main() -> int:
     command = parser(__spec__, __doc__)
+    command.add_argument("--only", choices=("costly", "structured", "outward"), help="one kind of shapes")
     command.add_argument("--mutations", type=int, default=100, help="random bodies to send")
     command.add_argument("--seed", type=int, default=0, help="what they are drawn from")
     args = command.parse_args()
@@ -241,7 +242,8 @@ def main() -> int:
             beside = company(server)
             print("the neighbour's tokens/s beside plain answers:", {n: round(rate) for n, rate in beside.items()})
             print(HEAD)
-            chosen = [*shapes(), *structured_shapes(), *outward_shapes(canary.url)]
+            kinds = {"costly": shapes(), "structured": structured_shapes(), "outward": outward_shapes(canary.url)}
+            chosen = [attack for kind, made in kinds.items() if args.only in (None, kind) for attack in made]
             for attack in [*chosen, *mutations(args.seed, args.mutations)]:
                 rows.append(strike(server, attack, beside, canary))
                 if len(rows) <= len(chosen) or rows[-1].missed:

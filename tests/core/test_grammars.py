@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 from chorus.core.requests.grammar import Grammar
-from chorus.core.requests.grammars import MAX_COMPILED, Grammars, InvalidGrammar
+from chorus.core.requests.grammars import MAX_COMPILED, MAX_COMPILED_BYTES, Grammars, InvalidGrammar
 from chorus.core.requests.sampling_params import InvalidRequest
 from chorus.core.requests.types import ALL_BANNED, FinishReason
 
@@ -319,6 +319,9 @@ def test_compiled_grammars_are_kept_up_to_a_number_and_lent_as_copies(wide):
     for index in range(MAX_COMPILED + 5):
         grammars.compile(Grammar("regex", f"a{index}"))
     assert len(grammars.compiled) == MAX_COMPILED
+    for index in range(12):
+        grammars.compile(Grammar("regex", "ab" * 4000 + str(index)))
+    assert sum(len(each.text) for each in grammars.compiled) <= MAX_COMPILED_BYTES and len(grammars.compiled) == 8
 
 
 schemas = st.recursive(

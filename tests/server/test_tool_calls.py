@@ -148,6 +148,24 @@ def test_log_probabilities_are_of_the_content(say):
     assert spelt(scores) == MIXED + "<eos>"
 
 
+def test_answers_in_channels_are_refused_with_the_reason(start, fake_engine, pretrained, monkeypatch):
+    """gpt-oss's harmony, in the template of a model of another family."""
+    template = "{%- for m in messages -%}<|start|>user<|message|>{{ m.content }}<|end|>{%- endfor -%}<|start|>assistant"
+    ending = "{#- <|channel|>analysis, <|channel|>commentary, <|channel|>final -#}"
+    monkeypatch.setattr(pretrained, "chat_template", template + ending)
+    live = start(fake_engine)
+    for path, body, param in (
+        (CHAT, {"messages": USER}, "messages"),
+        ("/v1/responses", {"input": "hi"}, "input"),
+        ("/v1/messages", {"messages": USER, "max_tokens": 5}, "messages"),
+        (f"{CHAT}/batch", {"messages": [USER, USER]}, "messages"),
+    ):
+        refused = live.post(path, model="base", **body)
+        assert refused.status_code == 400 and "harmony's channels" in refused.text, path
+        assert path == "/v1/messages" or refused.json()["error"]["param"] == param
+    assert live.post(model="base", prompt="hi").status_code == 200
+
+
 @pytest.mark.parametrize("shown", [True, False])
 def test_tokens_of_reasoning_are_counted(say, shown):
     """From behind its first mark to the end of its last, shown or not, of all answers together."""

@@ -178,6 +178,7 @@ WRONG = [
     ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
     ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM': a list"),
     ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: LlamaForCausalLM, Mistral"),
+    ({"architectures": ["GptOssForCausalLM"], "num_local_experts": 32}, "GptOssForCausalLM is not supported;"),
     ({"architectures": []}, "architecture none named is not supported"),
     ({"architectures": ...}, "architecture none named is not supported"),
     ({"rope_scaling": "linear"}, "rope_scaling is 'linear': an object"),

@@ -1,6 +1,8 @@
 """The cost of a request is known, and refused, before anything of it is done."""
 
+import asyncio
 import json
+import threading
 import time
 from typing import Any
 
@@ -12,6 +14,7 @@ from chorus.server.api.chat_request import ChatBatch, ChatCompletionRequest
 from chorus.server.api.completion_request import CompletionRequest
 from chorus.server.api.responses_request import ResponsesRequest
 from chorus.server.errors import ApiError
+from chorus.server.text.tokenizer import Conversation
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -80,6 +83,23 @@ def test_what_conversations_have_in_common_is_read_once():
             given = {"messages": [[*USER, {"role": "assistant", "content": "a"}], wrong]}
             ChatBatch.parse(json.dumps({**given, "continue_final_message": True}).encode(), RequestLimits())
         assert refused.value.status == 400
+
+
+def test_no_more_functions_are_allowed_than_there_may_be(priced):
+    names = [{"type": "function", "function": {"name": "f"}}] * 129
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": names}}
+    refused = priced.post(CHAT, messages=USER, tools=names[:1], tool_choice=choice).json()["error"]
+    assert refused["param"] == "tool_choice" and "names 129 functions" in refused["message"]
+
+
+def test_calls_of_a_message_are_written_beside_the_event_loop(tokenizer, monkeypatch):
+    """25,000 of them in one message without content took seconds, in which nothing else was answered."""
+    threads = []
+    monkeypatch.setattr(tokenizer, "encode_chat_now", lambda *_: threads.append(threading.current_thread()) or [1])
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
+    for more in ({}, {"tool_calls": [call]}, {"reasoning_content": "a"}):
+        asyncio.run(tokenizer.encode_chat(Conversation([*USER, {"role": "assistant", "content": "", **more}])))
+    assert [thread is threading.main_thread() for thread in threads] == [True, False, False]
 
 
 def test_prompts_times_answers_are_bounded(start, make_engine):
