@@ -46,7 +46,7 @@ from .errors import (
     on_http_error,
 )
 from .executors import Executors, PoolFull
-from .http.doors import Doors, GuardedRoute, RequestId
+from .http.doors import Doors, GuardedRoute, RequestId, RootPath
 from .http.gate import Gate
 from .http.tenant_header import TenantHeader
 from .settings import Settings
@@ -137,6 +137,12 @@ def create_app(
         GuardedRoute("GET", "/info", api.info, Right.KEY),
         GuardedRoute("POST", "/tokenize", texts.tokenize, Right.KEY),
         GuardedRoute("POST", "/detokenize", texts.detokenize, Right.KEY),
+        *(
+            [GuardedRoute("GET", "/tokenizer_info", texts.tokenizer_info, Right.KEY)]
+            if settings.enable_tokenizer_info_endpoint
+            else []
+        ),
+        GuardedRoute("POST", "/invocations", generation.invocations, Right.KEY),
         GuardedRoute("GET", "/ping", api.ping, Right.OPEN),
         GuardedRoute("POST", "/ping", api.ping, Right.KEY),
         GuardedRoute("GET", "/load", api.load, Right.KEY),
@@ -144,6 +150,9 @@ def create_app(
         GuardedRoute("POST", "/pause", api.pause, Right.ADMIN, reads_json=False),
         GuardedRoute("POST", "/resume", api.resume, Right.ADMIN, reads_json=False),
         GuardedRoute("GET", "/model_info", api.model_info, Right.KEY),
+        GuardedRoute("GET", "/get_model_info", api.model_info, Right.KEY),  # SGLang's older names
+        GuardedRoute("GET", "/get_server_info", api.server_info, Right.ADMIN),
+        GuardedRoute("GET", "/health_generate", api.health, Right.OPEN),
         GuardedRoute("GET", "/v1/adapters", adapters.list_all, Right.KEY),
         GuardedRoute("POST", "/v1/adapters", adapters.add, Right.ADMIN, takes_forms=True),
         GuardedRoute("POST", "/v1/adapters/{name:path}/drain", adapters.drain, Right.ADMIN),
@@ -172,6 +181,7 @@ def create_app(
             ),
         },
         middleware=[
+            *([Middleware(RootPath, prefix=settings.root_path)] if settings.root_path else []),
             Middleware(RequestId),
             *([Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])]
               if origins else []),

@@ -73,6 +73,17 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         description="what requests sample with where they say nothing: auto: the model's generation_config.json; "
         "vllm: OpenAI's defaults, as in vLLM",
     )
+    enable_force_include_usage: bool = Field(
+        default=False,
+        description="streams tell their usage with every chunk, asked or not, for gateways that count tokens",
+    )
+    return_tokens_as_token_ids: bool = Field(
+        default=False, description="log-probabilities name every token token_id:ID, as if each request asked for it"
+    )
+    enable_tokenizer_info_endpoint: bool = Field(
+        default=False,
+        description="GET /tokenizer_info gives the tokenizer's special tokens and the chat template, as lm-eval asks",
+    )
     adapter_roots: Annotated[list[Path] | None, NoDecode] = Field(
         default=None,
         description="directories, with ':' between them, below which adapters may be loaded over HTTP; none: adapters "
@@ -151,6 +162,12 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         description="names, with commas between, that a request's Host header may have; '*' is any, '*.example.com' "
         "any below it. By default the loopback names and --host; where that is every address, any address and the "
         "machine's name, and with API keys any name",
+    )
+    root_path: str = Field(
+        default="",
+        pattern=r"^(/[A-Za-z0-9._~-]+)*$",
+        description="path below which a proxy shows the server, where that passes it on, such as /llm: /llm/v1/models "
+        "is then /v1/models",
     )
     cors_origins: Texts = Field(
         default=None,
@@ -355,6 +372,11 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         if self.served_model_name is not None:
             return self.served_model_name
         return BUILTIN_NAME if self.is_builtin else hub_name(self.model) or self.model.resolve().name
+
+    @property
+    def model_root(self) -> str:
+        """What the base model came from, as the API tells it: ORG/MODEL, or a directory's name."""
+        return hub_name(self.model) or self.model.name
 
     @property
     def loadable_from(self) -> tuple[Path, ...]:

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..access.grants import Grant
+from ..checkpoints.pull import hub_name
 from ..engine.backend import Backend
 from ..engine.engine_view import EngineView
 from ..engine.metrics import Metrics, Write, accounts_text
@@ -79,7 +80,7 @@ class Api:
         """The server's limits under our names, and what SGLang's router and TRL's trainers read under theirs."""
         model, settings = self._worker.model, self._settings
         told = {name: getattr(settings, name) for name in ("max_num_seqs", "max_num_batched_tokens", "max_lora_rank")}
-        body = {"version": VERSION, "model_path": settings.model.name, "served_model_name": settings.base_name}
+        body = {"version": VERSION, "model_path": settings.model_root, "served_model_name": settings.base_name}
         most = settings.max_adapters_per_step or settings.max_num_seqs
         lora = {"max_lora_rank": settings.max_lora_rank, "max_loras": most}
         vllms = {"lora_config": lora, "parallel_config": {"data_parallel_size": 1}}
@@ -106,7 +107,7 @@ class Api:
 
     async def model_info(self, _: Request) -> Response:
         """The model, as SGLang's router asks for it. It gives only names of directories."""
-        name = self._settings.model.name
+        name = self._settings.model_root
         names = {"model_path": name, "tokenizer_path": name, "served_model_name": self._settings.base_name}
         lacks = {"has_image_understanding": False, "has_audio_understanding": False}
         return JsonResponse({**names, "is_generation": True, "preferred_sampling_params": None, **lacks})
@@ -180,9 +181,12 @@ class Api:
             return {"id": name, "root": root, "parent": parent, **about}
 
         return [
-            *([card(base, self._settings.model.name, None)] if grant.allows(None) else ()),
+            *([card(base, self._settings.model_root, None)] if grant.allows(None) else ()),
             *(
-                {**card(one.name, one.manifest.path.name, base), "rank": one.manifest.rank}
+                {
+                    **card(one.name, hub_name(one.manifest.path) or one.manifest.path.name, base),
+                    "rank": one.manifest.rank,
+                }
                 for one in listing.adapters
                 if grant.allows(one.name)
             ),

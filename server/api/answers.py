@@ -84,16 +84,18 @@ class Answers:
         except BaseException:
             generation.close()
             raise
+        forced = self._settings.enable_force_include_usage
         extras = Extras(
             token_ids=asked.return_token_ids,
             step_info=asked.return_step_info,
-            usage_chunk=asked.stream and asked.include_usage,
-            running_usage=asked.stream and asked.continuous_usage,
+            usage_chunk=asked.stream and (asked.include_usage or forced),
+            running_usage=asked.stream and (asked.continuous_usage or forced),
             logprobs=asked.num_logprobs,
             prompt_logprobs=asked.prompt_logprobs,
             echoes=echoes,
         )
-        scores = LogprobFormat(self._tokenizer.vocabulary, as_token_ids=asked.return_tokens_as_token_ids)
+        as_token_ids = asked.return_tokens_as_token_ids or self._settings.return_tokens_as_token_ids
+        scores = LogprobFormat(self._tokenizer.vocabulary, as_token_ids=as_token_ids)
         answer = make_format(generation, scores, extras)
         ignored = asked.ignored(self._tokenizer)
         headers = {IGNORED: ", ".join(ignored)} if ignored else {}

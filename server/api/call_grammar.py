@@ -24,18 +24,20 @@ def answer_grammar(
     reasons_already: bool,
     content: bool = False,
 ) -> str:
-    """The grammar of answers with calls of these tools, or with content that matches another grammar.
+    """The grammar of answers with calls of these tools, with content that matches another grammar, or with so much
+    reasoning.
 
     tools: the JSON schema of each function's arguments; none: there are no calls. specials: ids of the special tokens
     among the syntax's marks. forced: calls and nothing else, but for reasoning in front of them; otherwise calls in
     free text, or none. parallel: whether there may be several. reasons_already: the prompt ended within reasoning.
-    content: instead of free text, and instead of calls, the answer may be what `@content` is.
+    content: instead of free text, and instead of calls, the answer may be what `@content` is. Where reasoning has
+    a bound, its end must be a special token.
     """
     spelt = Speller(specials)
     rules = [ANY_TEXT]
     start = _reasoning(syntax, rules, spelt, always=forced or content, reasons_already=reasons_already)
     if syntax.calls is None or not tools:
-        start += "@content"
+        start += "@content" if content else "TEXT"
     else:
         called = _calls(syntax.calls, tools, rules, spelt, parallel=parallel)
         if content:
@@ -76,7 +78,11 @@ def _reasoning(syntax: AnswerSyntax, rules: list[str], spelt: Speller, *, always
     reasoning = syntax.reasoning
     if reasoning is None or not (always or spelt.specials.keys() & {reasoning.open, reasoning.close}):
         return ""  # free text has it, too
-    rules.append(spelt.text_up_to("reasoned", reasoning.close))
+    if reasoning.most is None:
+        rules.append(spelt.text_up_to("reasoned", reasoning.close))
+    else:
+        thought = f"thought[max_tokens={reasoning.most}]: TEXT" if reasoning.most else 'thought: ""'
+        rules += [thought, f"reasoned: thought {spelt(reasoning.close)}"]
     rules.append("BLANKS: /\\n{0,2}/")
     return "reasoned BLANKS " if reasons_already else f"({spelt(reasoning.open)} reasoned BLANKS)? "
 

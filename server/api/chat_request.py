@@ -11,7 +11,7 @@ from pydantic_core import from_json
 from ..access.limits import RequestLimits, check_counts, check_json
 from ..errors import ApiError, validated
 from ..text.tokenizer import RESERVED_FOR_TEMPLATE, Conversation, Tokenizer
-from .fields import MESSAGE, check_messages
+from .fields import MESSAGE, check_messages, other_fields
 from .openai import GenerationRequest, LogprobCount
 from .tool_fields import ToolFields
 
@@ -62,7 +62,8 @@ class Message(BaseModel):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        shown = {name: value for name, value in (self.model_extra or {}).items() if name in MESSAGE}
+        given = self.model_extra or {}
+        shown = {name: given[name] for name in (*(given.keys() & MESSAGE), *other_fields(given))}
         return {**shown, "role": self.role, "content": self.content or ""}
 
 
@@ -85,6 +86,7 @@ class ChatCompletionRequest(Messages, ToolFields, GenerationRequest):
     logprobs: bool = False
     top_logprobs: LogprobCount = 0
     add_special_tokens: bool = False
+    echo: bool = False
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
@@ -126,7 +128,12 @@ class ChatCompletionRequest(Messages, ToolFields, GenerationRequest):
         template = tokenizer.chat_template
         effort = self._effort()
         ignored = [] if not effort or any(name in template for name in effort) else ["reasoning_effort"]
-        return ignored if not self.tools or "tools" in template else [*ignored, "tools"]
+        if self.tools and "tools" not in template:
+            ignored.append("tools")
+        if self.thinking_token_budget not in (None, -1) and self.obeyed_budget(tokenizer) is None:
+            ignored.append("thinking_token_budget")
+        others = {name for message in self.messages for name in other_fields(message.model_extra or {})}
+        return [*ignored, *(f"messages.{name}" for name in sorted(others) if name not in template)]
 
     def _effort(self) -> dict[str, Any]:
         """Template variables of reasoning_effort; the second is the one of models that reason or don't."""
@@ -148,12 +155,26 @@ class ChatCompletionRequest(Messages, ToolFields, GenerationRequest):
         )
 
 
+def has_messages(body: bytes) -> bool:
+    """Whether a body is a conversation's; what is no JSON object isn't."""
+    try:
+        return "messages" in from_json(body)
+    except (ValueError, TypeError):
+        return False
+
+
 @dataclass(frozen=True, slots=True)
 class ChatBatch:
     """Several conversations of one call, POST /v1/chat/completions/batch. asked: the call, as of the first of them."""
 
     asked: ChatCompletionRequest
     conversations: list[Conversation]
+
+    @property
+    def begun(self) -> list[str]:
+        """What each answer begins with under `echo`: the last message, if it is the assistant's."""
+        last = [one.messages[-1] for one in self.conversations]
+        return [message["content"] if message["role"] == "assistant" else "" for message in last]
 
     @classmethod
     def parse(cls, body: bytes, limits: RequestLimits) -> ChatBatch:

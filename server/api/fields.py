@@ -7,7 +7,8 @@ A field that would change the answer is obeyed or refused; one that can't is nam
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..errors import ApiError, clipped
@@ -118,7 +119,19 @@ MESSAGE = {
     "content", "function_call", "name", "reasoning", "reasoning_content", "role", "thinking", "tool_call_id",
     "tool_calls",
 }  # fmt: skip
-"""Fields of a message; fields beside its role and its content are the chat template's to show."""
+"""Fields of a message that APIs document. Fields beside its role and its content are the chat template's to show."""
+
+REFUSED_INSIDE = {
+    "audio": "give its text as content",
+    "partial": "set continue_final_message",
+    "prefix": "set continue_final_message",
+    "refusal": "give it as content",
+}
+"""Fields of messages that change answers elsewhere and can't be obeyed, each with what to do instead."""
+
+FIELD = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+MAX_OTHER_FIELDS = 16
+"""Names of fields beside MESSAGE's that a call's messages may have."""
 
 PART = {"text", "type"}
 """Fields of a content part."""
@@ -131,19 +144,43 @@ HARMLESS_INSIDE = {
 
 
 def check_messages(messages: Any) -> None:
-    """Raises an ApiError for a field inside of a conversation that can't be obeyed; `null` is as good as absent."""
+    """Raises an ApiError for a field inside of a conversation that can't be shown; `null` is as good as absent."""
+    others: set[str] = set()
     for index, message in enumerate(messages if isinstance(messages, list) else ()):
-        _check_inside(message, MESSAGE, f"messages[{index}]")
-        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(message, dict):
+            continue
+        where = f"messages[{index}]"
+        for name in other_fields(message):
+            others.add(name)
+            _check_other(name, f"{where}.", len(others))
+        content = message.get("content")
         for number, part in enumerate(content if isinstance(content, list) else ()):
             if isinstance(part, dict) and part.get("type") in ("text", "input_text"):  # others are refused as a whole
-                _check_inside(part, PART, f"messages[{index}].content[{number}]")
+                _check_inside(part, PART, f"{where}.content[{number}].")
 
 
-def _check_inside(value: Any, known: Collection[str], where: str) -> None:
-    for name in value if isinstance(value, dict) else ():
+def _check_other(name: str, where: str, count: int) -> None:
+    """Raises an ApiError for a message's field that no chat template can have, or for the last of too many."""
+    if name in REFUSED_INSIDE:
+        message = f"{where}{name} is not supported; {REFUSED_INSIDE[name]}"
+        raise ApiError(400, message, param=where + name, code="unsupported_parameter")
+    if FIELD.fullmatch(name) is None or count > MAX_OTHER_FIELDS:
+        raise unknown_field(name, MESSAGE, where)
+
+
+def other_fields(message: Mapping[str, Any]) -> list[str]:
+    """Fields of a message that no API documents: the chat template may know them."""
+    return [
+        name
+        for name, value in message.items()
+        if name not in MESSAGE and name not in HARMLESS_INSIDE and value is not None
+    ]
+
+
+def _check_inside(value: dict[str, Any], known: Collection[str], where: str) -> None:
+    for name in value:
         if name not in known and name not in HARMLESS_INSIDE and value[name] is not None:
-            raise unknown_field(name, known, f"{where}.")
+            raise unknown_field(name, known, where)
 
 
 def own_fields(body: dict[str, Any], known: Collection[str]) -> dict[str, Any]:

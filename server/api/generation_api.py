@@ -8,13 +8,14 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ..access.limits import RequestLimits, check_json
 from ..engine.backend import Backend
 from ..settings import Settings
 from ..text.tokenizer import Tokenizer
 from . import generate_request, messages_request, responses_request
 from .answers import Answers, MakeFormat
 from .calls import Calls
-from .chat_request import ChatBatch, ChatCompletionRequest
+from .chat_request import ChatBatch, ChatCompletionRequest, has_messages
 from .completion_request import CompletionRequest
 from .generate_format import GenerateFormat
 from .generate_request import GenerateRequest
@@ -45,6 +46,15 @@ class GenerationApi:
         arrival = time.monotonic()
         asked = await self._calls.parse(CompletionRequest.parse, request)
         return await self._complete(request, asked, arrival, CompletionFormat)
+
+    async def invocations(self, request: Request) -> Response:
+        """SageMaker's: a chat completion where the body has messages, else a completion."""
+        arrival = time.monotonic()
+        asked = await self._calls.parse(_conversation_or_prompt, request)
+        if isinstance(asked, CompletionRequest):
+            return await self._complete(request, asked, arrival, CompletionFormat)
+        with renaming(CHAT_NAMES):
+            return await self._chat("chatcmpl-", request, asked, arrival, ChatFormat)
 
     async def generate(self, request: Request) -> Response:
         """TGI's and LoRAX's."""
@@ -118,4 +128,9 @@ class GenerationApi:
         encoded = [await self._tokenizer.encode_chat(one, most) for one in batch.conversations]
         prompts = [asked.cut(prompt, context) for prompt in encoded]
         generation = await self._calls.make(prefix, request, asked, prompts, arrival, "messages")
-        return await self._answers.to(request, asked, generation, make_format)
+        return await self._answers.to(request, asked, generation, make_format, batch.begun if asked.echo else ())
+
+
+def _conversation_or_prompt(body: bytes, limits: RequestLimits) -> ChatCompletionRequest | CompletionRequest:
+    check_json(body, limits.max_json_values)
+    return (ChatCompletionRequest if has_messages(body) else CompletionRequest).parse(body, limits)

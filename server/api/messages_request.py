@@ -31,7 +31,7 @@ NO_THREAD = "thread_not_found"
 """Code of the error to a call that goes on with a thread: Anthropic's client then sends the whole conversation."""
 
 NAMES = {"prompt": "messages", "reasoning_effort": "output_config", "response_format": "output_config",
-         "stop": "stop_sequences"}  # fmt: skip
+         "thinking_token_budget": "thinking.budget_tokens", "stop": "stop_sequences"}  # fmt: skip
 """The client's names of fields that the chat request has by others."""
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -90,6 +90,8 @@ def _output(fields: dict[str, Any], chat: dict[str, Any]) -> None:
             raise wrong("thinking.type", "enabled, disabled or adaptive")
         if kind == "disabled":
             effort = "none"
+        elif (budget := typed(thinking, "budget_tokens", int, "a number", "thinking.")) is not None:
+            chat["thinking_token_budget"] = budget
     if effort is not None:
         chat["reasoning_effort"] = effort
     if (asked := typed(config, "format", dict, "an object", "output_config.")) is not None:

@@ -254,11 +254,14 @@ class CompletionFormat(ChoiceFormat):
 NOTHING_OF_PROMPT = {"prompt_token_ids": None, "prompt_logprobs": None}
 """Fields in which vLLM tells of the prompt, null where nothing was asked for."""
 
-NOTHING_ELSE = {"refusal": None, "annotations": None, "audio": None, "function_call": None, "tool_calls": None}
-"""Fields that a message can have beside its text, in OpenAI's types."""
-
 REASONING = ("reasoning_content", "reasoning")
 """Names of reasoning: DeepSeek's, which most clients read, and the one that vLLM and OpenRouter have now."""
+
+NO_REASONING = {REASONING[0]: None}
+"""What a message or a delta has where nothing is reasoned: clients read the field of each."""
+
+NOTHING_ELSE = {"refusal": None, "annotations": None, "audio": None, "function_call": None, "tool_calls": None}
+"""Fields that a message can have beside its text, in OpenAI's types."""
 
 NOTHING = Part(PartKind.CONTENT, "")
 
@@ -292,11 +295,12 @@ class ChatFormat(ChoiceFormat):
     def _choice(self, choice: Choice) -> Body:
         said = Message()
         said.add(choice.parts)
-        message = {"role": "assistant", "content": said.content, **NOTHING_ELSE}
+        begun = self._begun_with(choice.index)
+        message = {"role": "assistant", "content": begun + said.content, **NOTHING_ELSE, **NO_REASONING}
         if said.reasoning:
             message.update(dict.fromkeys(REASONING, said.reasoning))
         if said.calls:
-            message["content"] = said.content or None
+            message["content"] = message["content"] or None
             message["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in said.calls
@@ -317,7 +321,8 @@ class ChatFormat(ChoiceFormat):
 
     def _chunks(self, delta: Delta, first: bool) -> Iterator[Body]:
         if first:
-            opening = self._chunk(delta.index, {"role": "assistant", "content": "", "refusal": None})
+            begun = self._begun_with(delta.index)
+            opening = self._chunk(delta.index, {"role": "assistant", "content": begun, "refusal": None})
             yield {**opening, **self._about_prompt(self._generation.choices[delta.index])}
         *earlier, last = delta.parts or (NOTHING,)
         of_all = self._extras.token_ids
@@ -327,6 +332,10 @@ class ChatFormat(ChoiceFormat):
             chunk["choices"][0]["token_ids"] = delta.token_ids
         yield chunk
 
+    def _begun_with(self, index: int) -> str:
+        """What `echo` puts in front of an answer's content."""
+        return self._extras.echoes[index].text if self._extras.echoes else ""
+
     def _logprobs(self, scores: Sequence[TokenLogprobs]) -> Body | None:
         count = self._extras.logprobs
         return None if count is None else self._scores.chat(scores, count)
@@ -334,7 +343,7 @@ class ChatFormat(ChoiceFormat):
     def _chunk(self, index: int, delta: Body, scores: Sequence[TokenLogprobs] = (), ended: Delta | None = None) -> Body:
         choice = {
             "index": index,
-            "delta": delta,
+            "delta": {**NO_REASONING, **delta},
             "logprobs": self._logprobs(scores) if scores else None,
             "finish_reason": ended and ended.finish_reason,
             "stop_reason": ended and ended.stop_reason,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
-from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -17,7 +16,7 @@ from ..executors import DaemonPool
 from ..text.tokenizer import Tokenizer
 from . import messages_request
 from .calls import Calls
-from .chat_request import ChatCompletionRequest
+from .chat_request import ChatCompletionRequest, has_messages
 from .json_text import encode
 from .messages_request import MessagesRequest
 from .openai import Name
@@ -59,11 +58,7 @@ class TokensToText(BaseModel):
 def tokenize_request(body: bytes, limits: RequestLimits) -> TextToTokens | ChatToTokens:
     """Reads either kind of body of POST /tokenize."""
     check_json(body, limits.max_json_values)
-    try:
-        is_chat = "messages" in from_json(body)
-    except (ValueError, TypeError):
-        is_chat = False
-    return ChatToTokens.parse(body, limits) if is_chat else validated(TextToTokens, body)
+    return ChatToTokens.parse(body, limits) if has_messages(body) else validated(TextToTokens, body)
 
 
 class TextApi:
@@ -96,6 +91,10 @@ class TextApi:
             raise InvalidRequest("tokens", f"token id {max(asked.tokens)} is outside the vocabulary of {vocab}")
         text = await self._threads.run(self._text, asked.tokens)
         return JSONResponse({"prompt": text})
+
+    async def tokenizer_info(self, _: Request) -> Response:
+        """vLLM's: what a client needs to write prompts as the chat template does."""
+        return JSONResponse(self._tokenizer.info())
 
     async def count_tokens(self, request: Request) -> Response:
         """Anthropic's: the length of a conversation's prompt."""

@@ -6,9 +6,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from ...core.requests.grammar import Grammar, GrammarKind
 from ..errors import ApiError, clipped
@@ -30,6 +30,8 @@ WIDER = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf",
 """Keywords of a schema that may take properties beside the ones in `properties`."""
 
 
+MAX_BUDGET = 2**31 - 1
+
 NAMED = "named"
 """The mode in which one function is called, once."""
 
@@ -49,6 +51,7 @@ class ToolFields(BaseModel):
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
     separate_reasoning: bool = True
+    thinking_token_budget: Annotated[int, Field(ge=-1, le=MAX_BUDGET)] | None = None
 
     def check_tools(self, limits: RequestLimits) -> None:
         """Raises an ApiError that names the wrong one; tools that can't be called may be anything."""
@@ -123,6 +126,13 @@ class ToolFields(BaseModel):
             reasoning if self.separate_reasoning else None,
         )
 
+    def obeyed_budget(self, tokenizer: Tokenizer) -> int | None:
+        """Most tokens of reasoning; None: any number, also of a model that does not end its reasoning by a token."""
+        reasoning = self.syntax(tokenizer).reasoning
+        if reasoning is None or reasoning.close not in tokenizer.specials_in(reasoning.close):
+            return None
+        return None if self.thinking_token_budget == -1 else self.thinking_token_budget
+
     def reader(self, syntax: AnswerSyntax, *, reasons_already: bool) -> AnswerReader:
         return AnswerReader(
             syntax.calls,
@@ -149,21 +159,24 @@ class ToolFields(BaseModel):
         their schema says, or not at all.
         """
         forced = self._may_call and self._chosen.mode in ("required", NAMED)
+        budget = self.obeyed_budget(tokenizer)
         schemas = {} if syntax.calls is None else self._enforced_schemas(forced=forced, xml=syntax.calls.xml)
         if forced:
             content = None
-        elif content is None and schemas.keys() <= self._loose:
+        elif content is None and budget is None and schemas.keys() <= self._loose:
             return []
         elif syntax == AnswerSyntax():
             return [] if content is None else [content]
         text = json.dumps(list(schemas.values()), ensure_ascii=False)
         check_size("tools", Grammar(GrammarKind.JSON_SCHEMA, text), limits)
+        if syntax.reasoning is not None:
+            syntax = replace(syntax, reasoning=replace(syntax.reasoning, most=budget))
         lark = answer_grammar(
             syntax, schemas, tokenizer.specials_in(syntax.marks), forced=forced, parallel=self._parallel,
             reasons_already=reasons_already, content=content is not None,
         )  # fmt: skip
         if content is None:
-            return [("tools", Grammar(GrammarKind.GRAMMAR, lark))]
+            return [("tools" if schemas else "thinking_token_budget", Grammar(GrammarKind.GRAMMAR, lark))]
         field, grammar = content
         return [content, ("tools" if schemas else field, replace(grammar, around=lark))]
 

@@ -47,6 +47,19 @@ class GuardedRoute(Route):
         self.takes_forms = takes_forms
 
 
+class RootPath:
+    """Middleware below which a path goes without the prefix that a proxy left in front of it."""
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        self._app = app
+        self._prefix = prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and f"{scope['path']}/".startswith(f"{self._prefix}/"):
+            scope["path"] = scope["path"][len(self._prefix) :] or "/"
+        await self._app(scope, receive, send)
+
+
 class RequestId:
     """Middleware that answers with the client's id, or with a new one where it sent none that can be repeated."""
 

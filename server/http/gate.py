@@ -17,7 +17,7 @@ ALWAYS_OPEN = ("/health", "/ping")
 
 GENERATING = (
     "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages",
-    *GENERATES,
+    "/invocations", *GENERATES,
 )  # fmt: skip
 
 

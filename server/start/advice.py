@@ -48,7 +48,6 @@ INSTEAD = {
     "--pipeline-parallel-size": "a model lies on one device; use `chorus cluster up --replicas N` for more requests",
     "--quantization": "use a checkpoint in bfloat16 or float16",
     "--revision": "fetch that revision, and give its directory as MODEL",
-    "--root-path": "let the proxy in front take the prefix away",
     "--scheduling-policy": "use --fair-by and --weights",
     "--speculative-config": "drafts are not served",
     "--ssl-certfile": "let a proxy in front end TLS; see docs/deploy.md",

@@ -41,10 +41,11 @@ class CallFormat:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """Reasoning is what an answer begins with between `open` and `close`."""
+    """Reasoning is what an answer begins with between `open` and `close`. most: tokens of it; None: any number."""
 
     open: str
     close: str
+    most: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,10 @@ class Conversation:
     add_special_tokens: bool = False
 
 
+INFO_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+INFO_FLAGS = ("add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces")
+
+
 def _is_generic(model: Path) -> bool:
     """Whether AutoTokenizer would only find that the tokenizer is all in tokenizer.json.
 
@@ -135,6 +139,18 @@ class Tokenizer:
     def declared_syntax(self) -> AnswerSyntax:
         """What the checkpoint itself declares of answers."""
         return declared(getattr(self._tokenizer, "response_template", None))
+
+    def info(self) -> dict[str, Any]:
+        """What prompts are written with, under transformers' names: special tokens, the chat template, the class."""
+        own = self._tokenizer
+        flags = {name: own.init_kwargs[name] for name in INFO_FLAGS if isinstance(own.init_kwargs.get(name), bool)}
+        return {
+            "tokenizer_class": type(own).__name__,
+            **{name: str(token) if token else None for name in INFO_TOKENS for token in [getattr(own, name, None)]},
+            **flags,
+            "model_max_length": own.model_max_length,
+            "chat_template": self.chat_template or None,
+        }
 
     def is_token(self, text: str) -> bool:
         return self.backend.token_to_id(text) is not None

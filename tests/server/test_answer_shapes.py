@@ -25,7 +25,12 @@ def test_chat(shared, read_events):
     assert message.model_fields.keys() <= body["choices"][0]["message"].keys()
     ChatCompletion.model_validate(body, strict=True)
     first, *rest = read_events(shared.post(CHAT, messages=USER, stream=True))
-    assert first["choices"][0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
+    assert first["choices"][0]["delta"] == {
+        "role": "assistant",
+        "content": "",
+        "refusal": None,
+        "reasoning_content": None,
+    }
     for chunk in (first, *rest):
         ChatCompletionChunk.model_validate(chunk, strict=True)
         assert chunk["choices"][0].keys() >= {"delta", "finish_reason", "index", "logprobs", "stop_reason"}

@@ -44,7 +44,7 @@ def test_chat_choices(shared, read_events):
     chunks = [chunk["choices"][0] for chunk in read_events(shared.post(CHAT, **body, stream=True))]
     for index in (0, 1):
         own = [choice for choice in chunks if choice["index"] == index]
-        assert own[0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
+        assert own[0]["delta"] == {"role": "assistant", "content": "", "refusal": None, "reasoning_content": None}
         assert "".join(choice["delta"].get("content", "") for choice in own) == "use"
         assert own[-1]["finish_reason"] == "length"
 

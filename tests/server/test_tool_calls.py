@@ -97,8 +97,8 @@ def test_a_whole_answer(say):
     assert plain.message.content == CALLS.partition("</think>\n\n")[2] and plain.finish_reason == "stop"
     assert plain.message.tool_calls is None
     raw = say(CALLS, extra_body={"separate_reasoning": False}).choices[0].message
-    assert raw.content == CALLS and not hasattr(raw, "reasoning_content")
-    assert not hasattr(say(CALLS, extra_body={"include_reasoning": False}).choices[0].message, "reasoning_content")
+    assert raw.content == CALLS and raw.reasoning_content is None
+    assert say(CALLS, extra_body={"include_reasoning": False}).choices[0].message.reasoning_content is None
     opened = say("A.</think>B", extra_body={"chat_template_kwargs": {"thinks": True}}).choices[0].message
     assert (opened.content, opened.reasoning_content) == ("B", "A.")
 
@@ -112,7 +112,7 @@ def test_a_stream(say):
         assert sum(len(choice.logprobs.content) for choice in mine if choice.logprobs) == len("Well")
         assert "".join(choice.delta.content or "" for choice in mine) == "Well"
         for name in ("reasoning_content", "reasoning"):
-            assert "".join(getattr(choice.delta, name, "") for choice in mine) == "A."
+            assert "".join(getattr(choice.delta, name, None) or "" for choice in mine) == "A."
         assert [choice.finish_reason for choice in mine if choice.finish_reason] == ["tool_calls"]
         pieces = [call for choice in mine for call in choice.delta.tool_calls or ()]
         begun = [call for call in pieces if call.id]
@@ -422,3 +422,21 @@ def test_calls_sent_back_must_be_calls(live, arguments):
     items = [*USER, {"type": "function_call", "call_id": "1", "name": "f", "arguments": arguments}]
     response = live.post("/v1/responses", model="base", input=items)
     assert response.status_code == 400 and response.json()["error"]["param"].startswith("input")
+
+
+def test_a_budget_of_thinking_that_has_no_token_to_end_by_is_named_in_the_header(live, say):
+    answer = live.post(CHAT, messages=USER, thinking_token_budget=5)
+    assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == "thinking_token_budget"
+    assert "x-ignored-fields" not in live.post(CHAT, messages=USER, thinking_token_budget=-1).headers
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    message = live.post("/v1/messages", messages=USER, max_tokens=2048, thinking=thinking)
+    assert message.status_code == 200 and message.headers["x-ignored-fields"] == "thinking_token_budget"
+    error = live.post("/v1/messages", messages=USER, max_tokens=9, thinking={**thinking, "budget_tokens": -5})
+    assert error.status_code == 400 and "thinking.budget_tokens" in error.json()["error"]["message"]
+
+
+def test_every_delta_has_the_field_of_reasoning(say):
+    """Clients of DeepSeek's and SGLang's read it of each, not only where there is some."""
+    deltas = [chunk.choices[0].delta for chunk in say(CALLS, tools=[tool()], stream=True)]
+    assert "".join(delta.reasoning_content or "" for delta in deltas) == "A."
+    assert any(delta.tool_calls for delta in deltas) and deltas[-1].reasoning_content is None

@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import openai
 import pytest
@@ -28,6 +29,9 @@ def test_what_routers_ask(shared):
     assert info["version"] and info["vocab_size"] == 300 and info["max_num_seqs"] > 0
     info = shared.client.get("/model_info").json()
     assert (info["served_model_name"], info["model_path"], info["is_generation"]) == ("base", "base", True)
+    assert shared.client.get("/get_model_info").json() == info
+    assert shared.client.get("/get_server_info").json() == shared.client.get("/server_info").json()
+    assert shared.client.get("/health_generate").json()["status"] == "ok"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -89,3 +93,37 @@ def test_an_engine_is_paused_and_goes_on(start, fake_engine):
         assert fake_engine.steps == steps == 0
         assert live.client.post("/resume").json() == {"status": "resumed"}
         assert answer.result().json()["choices"][0]["text"] == "abc"
+
+
+def test_models_of_the_hub_are_told_by_their_names(start, fake_engine):
+    hub = Path("/cache/hub/models--org--small/snapshots") / ("a" * 40)
+    live = start(fake_engine, settings={"model": hub})
+    assert live.client.get("/v1/models").json()["data"][0]["root"] == "org/small"
+    for path in ("/model_info", "/server_info"):
+        assert live.client.get(path).json()["model_path"] == "org/small"
+
+
+def test_paths_below_a_proxys_prefix_are_the_servers_own(start, fake_engine, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("key-of-a-client a tokens_per_minute=5\n")
+    live = start(fake_engine, settings={"root_path": "/llm", "api_key_file": keys})
+    authorized = {"authorization": "Bearer key-of-a-client"}
+    for path in ("/v1/models", "/llm/v1/models"):
+        assert live.client.get(path).status_code == 401
+        assert live.client.get(path, headers=authorized).json()["data"][0]["id"] == "base"
+    assert live.client.get("/llm/health").status_code == 200 and live.client.get("/llmm/health").status_code == 401
+    refused = live.client.post("/llm/v1/messages", headers=authorized, json={"messages": []})
+    assert refused.json()["type"] == "error", "Anthropic's shape, by the path without its prefix"
+    asked = {"headers": authorized, "json": {"prompt": "abcdef", "max_tokens": 9}}
+    assert live.client.post("/llm/v1/completions", **asked).status_code == 200
+    assert live.client.post("/llm/v1/completions", **asked).status_code == 429, "the key's budget counts there, too"
+
+
+def test_invocations_are_completions_and_chats(shared):
+    body = shared.post("/invocations", prompt="abc").json()
+    assert body["object"] == "text_completion" and body["choices"][0]["text"] == "abc"
+    body = shared.post("/invocations", messages=[{"role": "user", "content": "hi"}]).json()
+    assert body["object"] == "chat.completion" and body["choices"][0]["message"]["content"]
+    assert shared.post("/invocations", surprise=1).json()["error"]["param"] == "surprise"
+    error = shared.post("/invocations", messages="hi").json()["error"]
+    assert error["param"] == "messages"

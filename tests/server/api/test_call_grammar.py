@@ -52,8 +52,10 @@ def tokenizer(tmp_path_factory):
     return backend, Grammars(path, size, [backend.token_to_id("</s>")])
 
 
-def accepts(tokenizer, syntax, text, tools=TOOLS, *, forced=True, parallel=True, reasons_already=False):
-    """Whether an answer may be the text."""
+def accepts(tokenizer, syntax, text, tools=TOOLS, *, forced=True, parallel=True, reasons_already=False, budget=None):
+    """Whether an answer may be the text. budget: of reasoning."""
+    if budget is not None:
+        syntax = replace(syntax, reasoning=replace(syntax.reasoning, most=budget))
     backend, grammars = tokenizer
     specials = {mark: backend.token_to_id(mark) for mark in MARKS if mark in syntax.marks}
     lark = answer_grammar(
@@ -182,3 +184,22 @@ def test_content_that_matches_has_reasoning_or_calls_beside_it(tokenizer, conten
     assert (
         ok(call, both, TOOLS) and ok(f"<think>hm</think>{call}", both, TOOLS) and ok(call, AnswerSyntax(hermes), TOOLS)
     )
+
+
+@pytest.mark.parametrize("reasons_already", [False, True])
+def test_a_budget_bounds_reasoning_in_tokens(tokenizer, reasons_already):
+    syntax = AnswerSyntax(None, REASONING_FORMATS[1])
+    backend, _ = tokenizer
+    thought, begin = "a, b and c", "" if reasons_already else "[THINK]"
+    used = len(backend.encode(thought, add_special_tokens=False).ids)
+    ok = partial(accepts, tokenizer, syntax, tools={}, forced=False, reasons_already=reasons_already)
+    answer = f"{begin}{thought}[/THINK]\n\nThe answer, which may be long"
+    assert ok(answer, budget=used) and ok(answer, budget=used + 1) and not ok(answer, budget=used - 1)
+    assert ok(f"{begin}[/THINK]x", budget=0) and not ok(f"{begin}a[/THINK]x", budget=0)
+    assert not ok(f"{answer}[THINK]{thought}[/THINK]", budget=used), "reasoning is at the beginning"
+    assert ok("No thought at all", budget=1) is not reasons_already
+    calls = AnswerSyntax(FORMATS["mistral"], REASONING_FORMATS[1])
+    call = f"{begin}{thought}[/THINK]{written(FORMATS['mistral'], F)}"
+    for forced in (True, False):
+        call_ok = partial(accepts, tokenizer, calls, call, forced=forced, reasons_already=reasons_already)
+        assert call_ok(budget=used) and not call_ok(budget=used - 1)

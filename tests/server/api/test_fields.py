@@ -7,7 +7,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.server.api.chat_request import ChatCompletionRequest
 from chorus.server.api.completion_request import CompletionRequest
-from chorus.server.api.fields import ALIASES, HARMLESS, INSTEAD, NEUTRAL
+from chorus.server.api.fields import ALIASES, HARMLESS, INSTEAD, NEUTRAL, REFUSED_INSIDE
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -102,10 +102,8 @@ def test_unknown_fields_are_refused_by_name(shared, path):
 @pytest.mark.parametrize(
     ("message", "param"),
     [
-        ({"nam": "x"}, "messages[1].nam"),
-        ({"prefix": True}, "messages[1].prefix"),
-        ({"refusal": "no"}, "messages[1].refusal"),
-        ({"audio": {"id": "x"}}, "messages[1].audio"),
+        ({"a b": "x"}, "messages[1].a b"),
+        ({f"field{number}": "x" for number in range(17)}, "messages[1].field16"),
         ({"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "txt": 1}]},
          "messages[1].content[1].txt"),
     ],
@@ -117,6 +115,19 @@ def test_unknown_fields_inside_messages_are_refused_by_name(shared, message, par
     assert error["param"] == param and param in error["message"]
     nothing = {name: None for name in message if name != "content"}
     assert shared.post(CHAT, messages=[{"role": "user", "content": "a", **nothing}]).status_code == 200
+
+
+@pytest.mark.parametrize("field", REFUSED_INSIDE)
+def test_fields_of_messages_that_change_answers_elsewhere_are_refused(shared, field):
+    response = shared.post(CHAT, messages=[*USER, {"role": "assistant", "content": "a", field: True}])
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["code"] == "unsupported_parameter", response.text
+    assert error["param"] == f"messages[1].{field}" and REFUSED_INSIDE[field] in error["message"]
+
+
+def test_other_fields_of_messages_are_the_templates_and_the_header_names_what_it_ignores(shared):
+    response = shared.post(CHAT, messages=[{"role": "user", "content": "a", "weight": 1, "id": "m1", "date": None}])
+    assert response.status_code == 200 and response.headers["x-ignored-fields"] == "messages.id, messages.weight"
 
 
 def test_what_answers_bring_along_may_be_sent_back(shared):

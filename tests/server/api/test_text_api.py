@@ -95,3 +95,10 @@ def test_load_counts_calls_in_progress(start, fake_engine):
     live.wait_until(lambda: load() == 0)
     assert live.post(prompt="ok").status_code == 200 and live.post(prompt=[]).status_code == 400
     assert load() == 0
+
+
+def test_what_a_tokenizer_writes_prompts_with_is_told_on_demand(shared, start, fake_engine, pretrained):
+    assert shared.client.get("/tokenizer_info").status_code == 404
+    told = start(fake_engine, settings={"enable_tokenizer_info_endpoint": True}).client.get("/tokenizer_info").json()
+    assert told["chat_template"] == pretrained.chat_template and told["eos_token"] == "<eos>"
+    assert told["tokenizer_class"] == type(pretrained).__name__ and told["unk_token"] is None
