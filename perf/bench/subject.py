@@ -63,7 +63,8 @@ class Subject:
         page = context.size.geometry.page_layout(context.dtype.itemsize)
         kv_pages = max_seqs * page.pages_for_tokens(max_len)
         files = {name: sum(file.stat().st_size for file in path.iterdir()) for name, path in adapters.items()}
-        adapter_pages = sum(size // page.page_bytes + 1 for size in files.values())
+        ranks = fields.get("tensor_parallel_size", 1)  # a share of an adapter is all of it, at most
+        adapter_pages = ranks * sum(size // page.page_bytes + 1 for size in files.values())
         geometry = context.size.geometry
         shadow_bytes = geometry.layer_params * context.dtype.itemsize if shadow else 0
         shadow_pages = shadow_bytes // page.page_bytes + 4 * geometry.layers if shadow else 0

@@ -66,6 +66,19 @@ def test_adapters_that_are_read_slowly_decode_together(tmp_path, monkeypatch):
         cold.clear(requests)
 
 
+def test_shares_of_ranks_find_room(tmp_path):
+    """Beside KV of all rows; a rank's share of an adapter is more than its part of it."""
+    flags = ["--quick", "--device", "cpu", "--model-size", "125m", "--out", str(tmp_path)]
+    context = Options.parse(flags).context()
+    adapters = context.adapters(64, 8)
+    with Subject(
+        context, adapters, max_seqs=8, max_batched=64, max_len=32, inline_reads=True, tensor_parallel_size=2, threads=2
+    ) as shared:
+        requests = shared.decoding(list(adapters), 8, 6)
+        assert len(shared.step_seconds(6, 8)) == 6
+        shared.clear(requests)
+
+
 def test_a_replay_changes_nothing(subject):
     """The same request gives the same tokens, whether its steps are replayed in between or not."""
 
