@@ -28,10 +28,11 @@ SECTIONS = {
     "tenants": "(n) a tenant that sends many times its share: the others' time to a first token",
     "ranks": "(o) decode steps of several ranks beside one with as many threads",
     "assist": "(p) first tokens of adapters that come over a slow link: waited for, streamed, assisted",
+    "handovers": "(q) hand-overs to assistants by shared memory beside sockets, their split beside torch's threads",
 }
 
 _OF_KERNELS = {"equality", "sgmv", "products", "attention"}
-_OF_CPUS = {"modes", "swapping", "tenants", "ranks", "assist"}
+_OF_CPUS = {"modes", "swapping", "tenants", "ranks", "assist", "handovers"}
 
 
 def sections_of(device: str, smoke: bool) -> dict[str, str]:

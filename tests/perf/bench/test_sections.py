@@ -206,6 +206,12 @@ def test_assist(context):
     assert all(row[way] > 0 for way in ("wait", "stream", "assist", "chosen"))
 
 
+def test_handovers(context):
+    row = run(context, "handovers")["rows"][0]
+    assert row["processes"] == 1
+    assert all(row[way] > 0 for way in ("shared", "socket", "split", "threads"))
+
+
 def test_a_flood_is_measured_in_rounds(context):
     values = run(context, "tenants")
     assert len(values["capacity"]) == len(values["slower_by_round"]) == 2
@@ -233,7 +239,7 @@ def test_a_cpu_that_is_measured_has_sections_and_bars_of_its_own(tmp_path, capsy
 
 def test_a_gpu_leaves_out_what_is_of_cpus(tmp_path):
     known = Options.parse(["--quick", "--out", str(tmp_path)]).known
-    assert set(SECTIONS) - set(known) == {"modes", "swapping", "tenants", "ranks", "assist"}
+    assert set(SECTIONS) - set(known) == {"modes", "swapping", "tenants", "ranks", "assist", "handovers"}
 
 
 def test_equality(context):
