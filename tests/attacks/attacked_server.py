@@ -66,7 +66,8 @@ class Neighbour:
 def _stream(address: Address, times: Any, count: Any) -> None:
     body = json.dumps({"prompt": "neighbour", "max_tokens": 400, "ignore_eos": True, "stream": True,
                        "temperature": 0, "return_token_ids": True}).encode()  # fmt: skip
-    while True:
+    attacker = multiprocessing.parent_process()
+    while attacker is not None and attacker.is_alive():  # one that was killed has closed nothing
         with suppress(OSError), ask(address, "/v1/completions", body) as connection:
             rest = b""
             while data := connection.recv(1 << 16):
