@@ -91,7 +91,6 @@ USER = [{"role": "user", "content": "hi"}]
             400,
             "chat_template_kwargs",
         ),
-        (CHAT, {"model": "base", "messages": USER, "echo": True}, 400, "echo"),
         (CHAT, {"model": "base", "messages": USER, "best_of": 2}, 400, "best_of"),
         (CHAT, {"model": "base", "messages": USER, "n": 9}, 400, "n"),
         (CHAT, {"model": "base", "messages": USER, "top_logprobs": 2}, 400, "top_logprobs"),
