@@ -31,7 +31,7 @@ def control_groups(controller: str, proc: Path = PROC) -> Iterator[tuple[Path, i
 
 
 def _groups(path: PurePosixPath, root: str, at: str) -> Iterator[Path]:
-    """The directory of the group at `path`, whose hierarchy is mounted at `at` from its `root` on, and its parents."""
+    """The directory of the group at `path`, in a hierarchy mounted at `at` from its `root` on, and its parents."""
     inside = path.relative_to(root) if path.is_relative_to(root) else PurePosixPath()
     group = Path(at) / inside
     return (parent for parent in (group, *group.parents) if parent.is_relative_to(at))

@@ -1,7 +1,7 @@
 """A rank of several but the first: a process that computes its share of every step that the first rank plans.
 
 It is started by `followers.Followers` as `python -m chorus.core.executors.rank LINK MEMORY`, with two open files: a
-socket, by which it is told what to do and answers, and the memory that all ranks share. It ends with the first rank.
+socket, for commands and answers, and the memory that all ranks share. It ends with the first rank.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ class RankShadow:
     """
 
     def __init__(self, first: ShadowWeights, followers: Followers, entry: Callable[[Adapter], dict[str, Any]]) -> None:
-        """entry: an adapter, of which the followers know, as they are told of it."""
+        """entry: an adapter, which the followers know, as they receive it."""
         self._first, self._followers, self._entry = first, followers, entry
 
     def sizes(self, adapter: Adapter) -> list[int]:

@@ -33,11 +33,11 @@ class Place(Enum):
 class Draft:
     """A step being planned, first of running requests, then of waiting ones.
 
-    running: all running requests; admitted ones are added. taking: those that may have a row. only: eligible adapters
+    running: all running requests; admitted ones are added. taking: candidates for a row. only: eligible adapters
     (None: the base model); None: all. all_decode: all of `taking` decode one token each; else `counts` has the tokens
     of each. cut: prompts cut short by their tenant's share of the tokens. was_short: a running request lacked pages.
 
-    Of admission: `begun` requests; `admitted`: tokens of those with a row. num_rows, budget: rows taken, tokens left.
+    Of admission: `begun` requests; `admitted`: tokens of each with a row. num_rows, budget: rows taken, tokens left.
     place, order: the kind of slot that the next request may take, and the candidates for it. growth: pages that
     `running` is expected to grow by; None until counted. held: tenants that may begin no more requests: one lacked
     pages, or pages were taken from them (they would take these back). num_short: how often a request lacked pages; from
@@ -289,7 +289,7 @@ class Draft:
         self._change(request.account, -(self.taking is self.running or request in self.taking))
 
     def _change(self, account: str, rows: int) -> None:
-        """Change a tenant's rows, whose served cost may have changed, too."""
+        """Change a tenant's rows; its served cost may have changed, too."""
         self._rows[account] = self._rows.get(account, 0) + rows
         self._served.pop(account, None)
         self._giver = None

@@ -56,7 +56,7 @@ class QueueRoom:
 
 
 def check_bounds(waiting: int, own: int, most: int, retry_after: Callable[[], float]) -> None:
-    """Raise Overloaded unless one more request may wait. own: of those that wait, the tenant's; 0 for no tenant.
+    """Raise Overloaded unless one more request may wait. own: the tenant's waiting requests; 0 for no tenant.
 
     retry_after: seconds to say, asked for if it is refused.
     """

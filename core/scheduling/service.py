@@ -309,8 +309,8 @@ class Service:
         return self._held.get(account, 0.0) + self._lately(account, self._clock())
 
     def order(self, requests: Sequence[Request], begun: Container[Request] = ()) -> list[Request]:
-        """Return requests in the order in which they keep rows and pages: those of `begun`, the first of each tenant,
-        then those of the tenants with the lowest served cost. requests: in order of admission.
+        """Return requests in the order in which they keep rows and pages: `begun` ones, the first of each tenant,
+        then the ones of the tenants with the lowest served cost. requests: in order of admission.
 
         In a tenant prompts come first, so that a prompt that has begun is computed to its end; the newest is last.
         """
