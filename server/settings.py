@@ -215,7 +215,7 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         default=None,
         description="file that gets a row for each request when it ends, for `chorus plan`: arrival, adapter and rank, "
         "prompt and output tokens, and a hash of the tenant. Never a prompt or an answer; but tenants with names that "
-        "can be guessed can be told from their hashes. An existing trace is gone on with; default: none",
+        "can be guessed can be found from their hashes. Rows are added to an existing trace; default: none",
     )
     otlp_traces_endpoint: str | None = Field(
         default=None,

@@ -1,4 +1,4 @@
-"""Plain words as a test: nouns, not pronouns, in comments and docstrings; a short README.
+"""Plain words as a test: nouns, not pronouns, in comments, docstrings, messages and docs; a short README.
 
 Alone: `python tests/test_words.py [root]`.
 
@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,8 +19,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-LIMITS = dict.fromkeys(("core", "memory", "ops", "graphs", "server", "perf"), 0.5)
-"""Most pronouns per 1,000 words of each package."""
+PACKAGES = "core", "memory", "ops", "graphs", "server", "perf"
+LIMIT = 0.5
+"""Most pronouns per 1,000 words: of each package's comments and docstrings, of all its messages, of the docs."""
 
 README_WORDS = 900
 """Most words of README.md, as `wc -w` counts them."""
@@ -41,38 +43,69 @@ LITERALS = {".py": LITERAL, ".h": CPP_LITERAL, ".cpp": CPP_LITERAL}
 
 
 class Text(NamedTuple):
-    """A comment or docstring, and where it begins in its file."""
+    """A comment, docstring or message, and where it begins in its file."""
 
     start: int
     words: str
+    is_message: bool = False
 
 
 def texts(source: str, literal: re.Pattern[str]) -> Iterator[Text]:
-    """The comments, and the docstrings: literals in triple quotes with lines of their own."""
+    """The comments; the docstrings: literals in triple quotes with lines of their own; the messages: other literals of
+    several words.
+    """
     for found in literal.finditer(source):
-        if found[0].startswith(("#", "//")):
+        if found[0].startswith(("#", "//")) or _is_docstring(source, found):
             yield Text(found.start(), found[0])
-        elif found[0].startswith('"""'):
-            before = source[source.rfind("\n", 0, found.start()) + 1 : found.start()]
-            if before.strip() in ("", "r") and source[found.end() : found.end() + 1] in ("\n", ""):
-                yield Text(found.start(), found[0])
+        elif " " in found[0].strip("\"' "):
+            yield Text(found.start(), found[0], True)
 
 
-def check(root: Path) -> list[str]:
-    """A line for each package with too many pronouns, and after it one for each of them."""
-    breaches = []
-    for package, limit in LIMITS.items():
-        num_words, places = 0, []
+def _is_docstring(source: str, literal: re.Match[str]) -> bool:
+    before = source[source.rfind("\n", 0, literal.start()) + 1 : literal.start()]
+    ends = source[literal.end() : literal.end() + 1] in ("\n", "")
+    return literal[0].startswith('"""') and ends and before.strip() in ("", "r")
+
+
+@dataclass
+class Count:
+    """Words, and the pronouns among them."""
+
+    num_words: int = 0
+    places: list[str] = field(default_factory=list)
+
+    def add(self, path: str, source: str, text: Text) -> None:
+        self.num_words += len(WORD.findall(text.words))
+        for found in PRONOUN.finditer(text.words):
+            line = source.count("\n", 0, text.start + found.start()) + 1
+            self.places.append(f"{path}:{line}: {found[0]}")
+
+    def breaches(self, what: str) -> list[str]:
+        """A line that says so if there are too many pronouns, and after it one for each of them."""
+        if len(self.places) * 1000 <= LIMIT * self.num_words:
+            return []
+        rate = len(self.places) * 1000 / self.num_words
+        return [f"{what}: {rate:.2f} pronouns per 1,000 words, at most {LIMIT} may be; use nouns", *self.places]
+
+
+def count(root: Path) -> dict[str, Count]:
+    """Count the words of each package, of all packages' messages, and of each page of the docs."""
+    counts = {name: Count() for name in (*PACKAGES, "messages")}
+    for package in PACKAGES:
         for path in sorted(each for each in root.joinpath(package).rglob("*") if each.suffix in LITERALS):
             source = path.read_text("utf-8")
             for text in texts(source, LITERALS[path.suffix]):
-                num_words += len(WORD.findall(text.words))
-                for found in PRONOUN.finditer(text.words):
-                    line = source.count("\n", 0, text.start + found.start()) + 1
-                    places.append(f"{path.relative_to(root)}:{line}: {found[0]}")
-        if len(places) * 1000 > limit * num_words:
-            rate = len(places) * 1000 / num_words
-            breaches += [f"{package}: {rate:.2f} pronouns per 1,000 words, at most {limit} may be; use nouns", *places]
+                counts["messages" if text.is_message else package].add(str(path.relative_to(root)), source, text)
+    for path in sorted([*root.glob("docs/*.md"), *root.glob("README.md")]):
+        name, source = str(path.relative_to(root)), path.read_text("utf-8")
+        counts[name] = Count()
+        counts[name].add(name, source, Text(0, source))
+    return counts
+
+
+def check(root: Path) -> list[str]:
+    """Lines for each part with too many pronouns, and for a long README."""
+    breaches = [line for name, counted in count(root).items() for line in counted.breaches(name)]
     readme = root / "README.md"
     if readme.is_file() and (num_words := len(readme.read_text("utf-8").split())) > README_WORDS:
         breaches.append(f"README.md: {num_words} words, at most {README_WORDS} may be; move the rest to docs/")
@@ -82,7 +115,7 @@ def check(root: Path) -> list[str]:
 # -- tests
 
 
-def test_comments_and_docstrings_use_nouns():
+def test_the_words_are_nouns():
     assert check(ROOT) == []
 
 
@@ -101,6 +134,8 @@ PLANTED = {
     "a docstring of an attribute": ('x = 1\n"""Those that wait."""', "a.py:2: Those"),
     "a comment behind quotes": ('x = "it\'s #"  # is told', "a.py:1: told"),
     "a comment with an apostrophe": ("# don't\n# somebody's", "a.py:2: somebody"),
+    "a message": ('raise ValueError(f"no, those: {it}")', "a.py:1: those"),
+    "a message in triple quotes": ('f(\n    """that is told""",\n)', "a.py:2: told"),
 }
 
 
@@ -108,13 +143,13 @@ PLANTED = {
 def test_planted_pronoun_is_caught(tmp_path, case):
     source, want = PLANTED[case]
     rate, place = plant(tmp_path, source)
-    assert rate.startswith("memory: ")
+    assert rate.startswith("messages: " if "message" in case else "memory: ")
     assert place == f"memory/pages/{want}"
 
 
 ALLOWED = {
     "code": "whose = those(told)",
-    "a message": 'raise ValueError("nobody")\nf(\n    """those""",\n)',
+    "a word in quotes": 'f("nobody", """those""", " who")',
     "longer words": "# wholly, foretold, whosoever\n",
     "one in two thousand": "#" + " page" * 1999 + " whose\n",
     "no text": "x = 1\n",
@@ -122,7 +157,7 @@ ALLOWED = {
 
 
 def test_planted_pronoun_in_cpp_is_caught(tmp_path):
-    source = 'f("// those");  // it\'s whose\n#include "a.h"  // told_\n'
+    source = 'f("//those");  // it\'s whose\n#include "a.h"  // told_\n'
     assert plant(tmp_path, source, "ops/native/a.h")[1:] == ["ops/native/a.h:1: whose"]
 
 
@@ -135,6 +170,16 @@ def test_other_text_passes(tmp_path, case):
 def test_a_long_readme_is_caught(tmp_path, num_words, breaches):
     (tmp_path / "README.md").write_text("| page\n" * (num_words // 2) + "page" * (num_words % 2))
     assert len(check(tmp_path)) == breaches
+
+
+@pytest.mark.parametrize("name", ["docs/page.md", "README.md"])
+def test_a_page_with_pronouns_is_caught(tmp_path, name):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("# Access\n\nWho may use it, and whose `key` it is.\n")
+    rate, *places = check(tmp_path)
+    assert rate.startswith(f"{name}: ")
+    assert places == [f"{name}:3: Who", f"{name}:3: whose"]
 
 
 def test_other_packages_are_not_counted(tmp_path):

@@ -219,7 +219,7 @@ class ShadowWeights:
     def check(self, adapter: Adapter) -> None:
         """RuntimeError unless steps may use the shadow, and it is this adapter's."""
         if adapter is not self.adapter or self._left:
-            raise RuntimeError(f"the shadow weights are not those of {adapter!r}")
+            raise RuntimeError(f"the shadow weights are not of {adapter!r}")
 
     def _targets(self, adapter: Adapter) -> list[tuple[int, int]]:
         """Layer and group of each matrix in which an adapter changes something."""

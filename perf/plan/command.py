@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.slo_ttft is None and arguments.slo_tpot is None:
         raise UsageError("chorus plan: error: there is no SLO; give --slo-ttft, --slo-tpot or both")
     if not arguments.out.absolute().parent.is_dir():
-        raise UsageError(f"chorus plan: error: --out is {arguments.out}, whose directory is not there; make it")
+        raise UsageError(f"chorus plan: error: --out is {arguments.out}: its directory is not there; make it")
     if find_spec("matplotlib") is None:
         raise UsageError("chorus plan: error: the page's charts need matplotlib; run pip install 'chorus-lora[plan]'")
     from .page import page

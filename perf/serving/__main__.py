@@ -120,7 +120,7 @@ def _choose(args: argparse.Namespace, cards: Sequence[dict[str, Any]]) -> _Serve
 def _plan(args: argparse.Namespace, served: _Served, requests: Sequence[TraceRequest]) -> list[PlannedRequest]:
     chat, skilled = args.endpoint == "chat", has_skills(served.base, served.adapters)
     if args.prompts == "skills" and not skilled:
-        raise LoadError("--prompts skills needs the built-in model, and no adapters but those named after its skills")
+        raise LoadError("--prompts skills needs the built-in model, and only adapters named after its skills")
     if args.prompts == "skills" or (args.prompts == "auto" and skilled and args.workload is None):
         return list(with_questions(requests, served.base, Questions(args.seed), chat=chat))
     prompts = find_prompts(served.card, args.tokenizer, args.seed, as_text=chat)

@@ -8,7 +8,7 @@ machine does hardly shows; what the busiest takes for a token bounds the rate wh
 of a request alone, `ttft_p99_ms` of the many. Memory is what a process has alone and shared (RSS).
 
 The bars: the rate behind the first number of fronts is at least `--floor` of the servers', and the TTFT at most 2 ms
-above theirs. With `--replicas 1` a cluster is a server whose engine has a process of its own; the bar is then that its
+above theirs. With `--replicas 1` a cluster is a server with its engine in its own process; the bar is then that its
 busiest process takes half of what one process for all takes.
 """
 
@@ -109,7 +109,7 @@ def restart_seconds(server: LaunchedServer, client: httpx.Client, count: int) ->
 
 @dataclass(frozen=True)
 class Way:
-    """A way to the same answers. fronts: processes that serve HTTP; others: those behind them."""
+    """A way to the same answers. fronts: processes that serve HTTP; others: the processes behind them."""
 
     urls: list[str]
     fronts: list[int]

@@ -38,12 +38,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--markdown",
         type=Path,
         metavar="FILE",
-        help="write the tables there, as those of perf/results",
+        help="write the tables there, as perf/results has them",
     )
     add("--seed", type=int, metavar="N", help="the first seed for requests and random policies (default: 0)")
     add("--seeds", type=int, metavar="N", help="how many seeds each row has (default: the study's own number, 10)")
     add("--jobs", type=int, default=1, metavar="N", help="processes; results don't depend on them (default: 1)")
-    add("--rows", metavar="PATTERN", help="only rows whose names this regular expression is found in")
+    add("--rows", metavar="PATTERN", help="only rows with a name in which this regular expression is found")
     add("--region", action="store_true", help="also at other loads, replicas and so on: where does an order hold?")
     add("--scale", type=float, default=1.0, metavar="X", help="multiply each row's duration (default: 1)")
     add(

@@ -337,8 +337,8 @@ class Axis(Strict):
 
 class Study(Strict):
     """A file, parsed. name: the file's. seeds: how many runs each row has, with seeds from 0 on; quick_seeds: how many
-    in the quick version. With one, the workload's own seed counts. quick_rows: a regular expression; rows of the quick
-    version are those whose names it is found in. region: see `Axis`. needs: files that are no part of
+    in the quick version. With one, the workload's own seed counts. quick_rows: a regular expression; the quick
+    version has the rows with a name that it is found in. region: see `Axis`. needs: files that are no part of
     the package, by name, and how to get each; they lie in `directory`.
     """
 
@@ -489,7 +489,7 @@ def load_study(name: str, traces: Path | None = None) -> Study:
         return parse_study(path.read_text("utf-8"), path.stem, str(path), path.parent)
     except FileNotFoundError:
         known = ", ".join(shipped_studies())
-        raise StudyError(f"{name} is neither a file nor a shipped study; those are {known}") from None
+        raise StudyError(f"{name} is neither a file nor a shipped study; shipped are {known}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise StudyError(f"{name}: can't be read ({error}); check the path") from None
 

@@ -104,7 +104,7 @@ Rate = Annotated[
     Discriminator(
         _kind_of_rate,
         custom_error_type="rate",
-        custom_error_message="it must be requests per second, or a table whose curve is linear, sinusoid or on_off",
+        custom_error_message="it must be requests per second, or a table with a curve of linear, sinusoid or on_off",
     ),
 ]
 

@@ -45,14 +45,14 @@ HARMLESS = {
     "prompt_cache_options": "says how long a prompt stays cached",
     "prompt_cache_retention": "says how long a prompt stays cached",
     "return_mm_kwargs": "only has a meaning with images or sound",
-    "safety_identifier": "says who the caller's user is",
+    "safety_identifier": "names the caller's user",
     "service_tier": "a price class; there is one here",
     "session_id": "says which conversation a request belongs to",
     "spaces_between_special_tokens": "only has a meaning for slow tokenizers",
     "store": "nothing is stored here",
     "stream_interval": "how a stream is cut, not what it says",
     "stream_reasoning": "says when reasoning is sent, which is as it comes",
-    "user": "says who the caller's user is",
+    "user": "names the caller's user",
     "xtc_threshold": "only has a meaning with xtc_probability",
 }
 """Fields that are taken and not looked at, each with the reason why no answer depends on it."""

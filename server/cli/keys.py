@@ -19,7 +19,7 @@ from .adapters import CommandError
 def add_flags(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="keys_command", metavar="COMMAND", required=True)
     add = commands.add_parser("add", help="make a key and print it, once: the file keeps its hash")
-    add.add_argument("tenant", metavar="TENANT", help="whose key it is")
+    add.add_argument("tenant", metavar="TENANT", help="owner of the key")
     add.add_argument(
         "rights", nargs="*", metavar="NAME=VALUE",
         help="adapters=GLOB,GLOB (default: all), base=no, requests=N at once, tokens_per_minute=N, weight=W, admin=yes",

@@ -87,7 +87,7 @@ class RegistryCopy:
             else:
                 generation, name = frame.fields
                 if not isinstance(name, str) or name not in self._entries:
-                    raise Malformed("the registry removed a name that it had not told")
+                    raise Malformed("the registry removed a name that it had not announced")
                 self._follow(generation, name, None)
         except (ValueError, TypeError) as error:
             raise Malformed(f"the registry sent {frame.kind} that can't be read: {error}") from None
@@ -181,7 +181,7 @@ class RegistryClient:
         stream = self._stream
         if stream is None:
             raise RegistryAway(
-                "the cluster's registry does not answer, so adapters can't be changed; those that are known are served"
+                "the cluster's registry does not answer, so adapters can't be changed; known adapters are served"
             )
         number = next(self._numbers)
         done = self._calls[number] = asyncio.get_running_loop().create_future()

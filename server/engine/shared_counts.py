@@ -119,7 +119,7 @@ class SharedCounts(Collector):
                 self.publish()
             except OSError as error:  # the directory may be gone at the end
                 if not ends:
-                    log.warning("counts of requests can't be told to the other fronts: %s", error)
+                    log.warning("counts of requests can't be shared with the other fronts: %s", error)
             if ends:
                 return
 

@@ -48,6 +48,10 @@ def test_every_level_is_built_from_all_headers():
 
 @pytest.mark.parametrize("module", MODULES, ids=native_library.LEVELS)
 def test_no_warnings(module):
+    """Only what the compiler's front end warns of: generating a level's code takes most of a minute. That each level
+    assembles is held by `test_where_there_is_a_compiler_there_is_the_library`, which has all of them built from these
+    sources.
+    """
     flags = module["extra-compile-args"]
     assert {"-Wall", "-Wextra"} <= set(flags) and "-w" not in flags
     assert "-ffp-contract=off" in flags, (

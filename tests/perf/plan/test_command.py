@@ -129,7 +129,7 @@ def test_wrong_input_is_named_with_its_fix(trace, model, tmp_path, capsys, flags
         (["--slo-ttft", "1s", "--boot-seconds", -5], "--boot-seconds is -5; give 0 or more seconds"),
         (["--slo-ttft", "1s", "--min-replicas", 5, "--max-replicas", 3], "--min-replicas is 5, above --max-replicas 3"),
         (["--slo-ttft", "1s", "--attainment", 1.5], "--attainment is 1.5; give a share up to 1"),
-        (["--slo-ttft", "1s", "--out", "/nowhere/p.html"], "--out is /nowhere/p.html, whose directory is not there"),
+        (["--slo-ttft", "1s", "--out", "/nowhere/p.html"], "--out is /nowhere/p.html: its directory is not there"),
     ],
 )
 def test_wrong_flags_are_usage_errors(trace, flags, text):

@@ -334,7 +334,7 @@ def test_the_table_shows_both_values_and_plots_are_written(capsys, tmp_path):
     ("arguments", "message"),
     [
         ([], "name a study"),
-        (["nowhere.toml"], "nowhere.toml is neither a file nor a shipped study; those are adapter-locality"),
+        (["nowhere.toml"], "nowhere.toml is neither a file nor a shipped study; shipped are adapter-locality"),
         (["fragmentation", "--scale", "0"], "--scale is 0"),
         (["fragmentation", "--seed", "-1"], "--seed is -1"),
         (["fragmentation", "--seeds", "0"], "--seeds is 0; give 1 or more"),
