@@ -83,7 +83,7 @@ def create_app(
     files = [path for path in (settings.api_key_file, settings.admin_key_file) if path is not None]
     key_watch = KeyWatch(keys, settings.client_keys, files)
     watchdog = Watchdog(worker, settings.stall_seconds, settings.give_up_seconds)
-    api = Api(worker, settings, gate, executors.scrapes)
+    api = Api(worker, settings, gate, executors.scrapes, executors.text)
     loaded = LoadedAdapters.of(settings, has_registry=worker.adapters.has_registry)
     loads = AdapterLoads(worker, settings.adapter_load_seconds, settings.adapter_places, loaded)
     sourced = SourcedAdapters(settings, worker.adapters, loads)
@@ -92,7 +92,7 @@ def create_app(
     answers = Answers(worker, tokenizer, settings, telemetry, executors.text, sourced)
     generation = GenerationApi(worker, tokenizer, settings, calls, answers)
     texts = TextApi(worker, tokenizer, calls, executors.text)
-    adapters = AdapterApi(worker, settings, loads, sourced)
+    adapters = AdapterApi(worker, settings, loads, sourced, executors.text)
     watchers = Watchers(worker, api.metrics, executors.page, gate, settings.base_name)
 
     @asynccontextmanager

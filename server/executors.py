@@ -103,7 +103,7 @@ class DaemonPool(Executor):
 class Executors:
     """The pools of one server.
 
-    text: reading long bodies, and writing long answers. stop: the engine's end. scrapes: writing the metrics.
+    text: reading long bodies, and writing long answers and lists. stop: the engine's end. scrapes: writing the metrics.
     page: encoding the operator's page.
     """
 

@@ -156,7 +156,7 @@ class LLM:
     @property
     def adapters(self) -> list[str]:
         """Names of the registered adapters, sorted."""
-        return [one.name for one in self._worker.adapters.listing().result().adapters]
+        return [one.name for one in self._worker.adapters.listing().result().adapters()]
 
     def load_adapter(self, name: str, path: str | Path) -> None:
         """Register a PEFT directory under a name, or replace one: answers in progress finish with the old version.

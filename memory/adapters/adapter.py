@@ -82,20 +82,6 @@ class Adapter:
         return f"Adapter({self.name!r} v{self.version}, r={self.rank}, pages={len(self.pages)}, refs={self.references})"
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterInfo:
-    """A snapshot of an adapter for the outside."""
-
-    name: str
-    version: int
-    rank: int
-    target_modules: tuple[str, ...]
-    path: Path
-    tier: str
-    references: int
-    num_pages: int
-
-
 class AdapterBackend(Protocol):
     """Reads and moves adapter bytes; the executor implements it, so the store never touches a tensor."""
 

@@ -16,7 +16,7 @@ from ..host.images import HostImages
 from ..pages.adapter_layout import AdapterLayout
 from ..pages.eviction import EvictionOrder, RestoreCosts
 from ..pages.pool import PageKind, PagePool
-from .adapter import Adapter, AdapterBackend, AdapterInfo, Tier, check_name
+from .adapter import Adapter, AdapterBackend, Tier, check_name
 from .loads import AdapterLoads
 from .versions import VersionNames, versioned
 
@@ -54,6 +54,8 @@ class AdapterStore:
         # Replaced or removed versions that requests still hold. In order: what is done with each must not depend on
         # where objects happen to lie in memory.
         self._retired: dict[Adapter, None] = {}
+        self._by_content: dict[str, dict[Adapter, None]] = {}  # registered ones, the oldest first
+        self._num_registered_pages = 0
         self._pinned: set[Adapter] = set()
         self._resident: dict[Adapter, None] = {}
         self._versions = itertools.count(1)
@@ -97,6 +99,8 @@ class AdapterStore:
             self.loads.keep(adapter, image)
         previous = self._current.find(name) if name in self._current else None
         gone = self._current.put(name, adapter, keep)
+        self._num_registered_pages += adapter.num_pages
+        self._index(adapter)
         for each in gone:
             self._retire(each)
             self.unpin(each)
@@ -142,7 +146,13 @@ class AdapterStore:
         """A registered adapter that computes what the hash is of, whatever its name; None where none is known to."""
         if content_hash is None:
             return None
-        return next((it for it in self._current.values() if it.manifest.content_hash == content_hash), None)
+        return next(iter(self._by_content.get(content_hash, ())), None)
+
+    def note(self, adapter: Adapter, manifest: AdapterManifest) -> None:
+        """Keep what was found out about a registered version, such as its content's hash."""
+        self._unindex(adapter)
+        adapter.manifest = manifest
+        self._index(adapter)
 
     def __contains__(self, name: str) -> bool:
         return name in self._current
@@ -157,20 +167,21 @@ class AdapterStore:
     def names(self) -> list[str]:
         return sorted(self._current)
 
-    def registered(self) -> Iterable[Adapter]:
-        """The current versions of all names."""
-        return self._current.values()
+    def registered(self) -> list[tuple[str, Adapter]]:
+        """Every registered version under its name, in no order; an earlier one under `name@version`."""
+        return list(self._current.items())
+
+    def cached(self) -> list[tuple[str, Adapter]]:
+        """The registered versions with pages or with an image, whole or not, by name; all others are on disk alone.
+
+        It costs as much as there are of these, however many are registered.
+        """
+        near = self._resident.keys() | self.images.keys()
+        return sorted((self._name_of(adapter), adapter) for adapter in near if adapter not in self._retired)
 
     def resident(self) -> Iterable[Adapter]:
         """Versions with pages."""
         return self._resident
-
-    def describe(self) -> list[AdapterInfo]:
-        return [
-            AdapterInfo(a.name, a.version, a.rank, a.manifest.targets, a.manifest.path, self.tier(a).value,
-                        a.references, len(a.pages))
-            for a in map(self.get, self.names())
-        ]  # fmt: skip
 
     # -- tiers
 
@@ -287,7 +298,7 @@ class AdapterStore:
     @property
     def num_loadable(self) -> int:
         """Adapters of the registered ones' average size that fit into pages which are free, or cached KV."""
-        num_pages = sum(adapter.num_pages for adapter in self._current.values())
+        num_pages = self._num_registered_pages
         return self._pool.num_unused * len(self._current) // num_pages if num_pages else self._pool.num_unused
 
     @property
@@ -354,9 +365,24 @@ class AdapterStore:
             adapter.is_idle = False
             self.num_idle_pages -= len(adapter.pages)
 
-    def _retire(self, adapter: Adapter | None) -> None:
-        if adapter is None:
-            return
+    def _name_of(self, adapter: Adapter) -> str:
+        newest = adapter.name in self._current and self._current.find(adapter.name) is adapter
+        return adapter.name if newest else versioned(adapter.name, adapter.label)
+
+    def _index(self, adapter: Adapter) -> None:
+        if (content := adapter.manifest.content_hash) is not None:
+            self._by_content.setdefault(content, {})[adapter] = None
+
+    def _unindex(self, adapter: Adapter) -> None:
+        content = adapter.manifest.content_hash
+        if content is not None and (same := self._by_content.get(content)) is not None:
+            same.pop(adapter, None)
+            if not same:
+                del self._by_content[content]
+
+    def _retire(self, adapter: Adapter) -> None:
+        self._num_registered_pages -= adapter.num_pages
+        self._unindex(adapter)
         self.on_leaving(adapter, False)
         if adapter.requests:
             self._retired[adapter] = None

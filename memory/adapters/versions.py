@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, ValuesView
+from collections.abc import ItemsView, Iterator, ValuesView
 from typing import Generic, Protocol, TypeVar
 
 MARK = "@"
@@ -79,6 +79,9 @@ class VersionNames(Generic[V]):
     def kept(self, name: str) -> list[str]:
         """Names of the kept versions of a name, the oldest first."""
         return list(self._kept.get(name, ()))
+
+    def items(self) -> ItemsView[str, V]:
+        return self._all.items()
 
     def values(self) -> ValuesView[V]:
         return self._all.values()

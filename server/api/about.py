@@ -15,9 +15,10 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..access.grants import Grant
+from ...memory.adapters.store import UnknownAdapter
+from ..access.grants import NOWHERE, Grant
 from ..checkpoints.pull import hub_name
-from ..engine.backend import Backend
+from ..engine.backend import AdapterState, Backend
 from ..engine.engine_view import EngineView
 from ..engine.metrics import Metrics, Write, accounts_text
 from ..errors import ApiError, EngineUnavailable, JsonResponse, clipped, no_model
@@ -43,10 +44,14 @@ SCRAPE_SECONDS = 2.0
 class Api:
     """Health, version, metrics and models."""
 
-    def __init__(self, worker: Backend, settings: Settings, gate: Gate, scrapes: DaemonPool) -> None:
+    def __init__(
+        self, worker: Backend, settings: Settings, gate: Gate, scrapes: DaemonPool, threads: DaemonPool
+    ) -> None:
+        """scrapes: for the metrics. threads: for the list of the models."""
         self._worker = worker
         self._gate = gate
         self._scrapes = scrapes
+        self._threads = threads
         self._settings = settings
         self._view = EngineView()
         self._scraping: dict[str, asyncio.Task[bytes]] = {}  # by format
@@ -153,7 +158,7 @@ class Api:
     async def _scrape(self, write: Write, allows: Callable[[str], bool] | None = None) -> bytes:
         with suppress(TimeoutError, EngineUnavailable):
             self._view = await asyncio.wait_for(asyncio.wrap_future(self._worker.view()), SCRAPE_SECONDS)
-            self.metrics.forget_all_but(self._view.names)
+            self.metrics.forget_all_but(await self._scrapes.run(self._view.labels))
         return await self._scrapes.run(
             self.metrics.render, write, allows
         )  # beside the loop: a thousand adapters take a while
@@ -162,32 +167,36 @@ class Api:
         return grant.allows(None if model in ("", self._settings.base_name) else model)
 
     async def models(self, request: Request) -> Response:
-        return JsonResponse({"object": "list", "data": await self._model_cards(request.state.identity.grant)})
+        listing = await asyncio.wrap_future(self._worker.adapters.listing())
+        grant = request.state.identity.grant
+
+        def respond() -> Response:
+            served = (self._adapter_card(one) for one in listing.adapters() if grant.allows(one.name))
+            return JsonResponse({"object": "list", "data": [*self._base_cards(grant), *served]})
+
+        return await self._threads.run(respond)  # beside the loop: thousands take a while
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        for card in await self._model_cards(request.state.identity.grant):
+        grant = request.state.identity.grant
+        for card in self._base_cards(grant):
             if card["id"] == name:
                 return JsonResponse(card)
-        raise no_model(name)
+        try:
+            state = await asyncio.wrap_future(self._worker.adapters.state(name if grant.allows(name) else NOWHERE))
+        except UnknownAdapter:
+            raise no_model(name) from None
+        return JsonResponse(self._adapter_card(state))
 
-    async def _model_cards(self, grant: Grant) -> list[dict[str, object]]:
-        listing = await asyncio.wrap_future(self._worker.adapters.listing())
+    def _base_cards(self, grant: Grant) -> list[dict[str, object]]:
         base = self._settings.base_name
+        return [self._card(base, self._settings.model_root, None)] if grant.allows(None) else []
 
-        def card(name: str, root: str, parent: str | None) -> dict[str, object]:
-            limit = self._worker.model.max_model_len
-            about = {"object": "model", "created": self._started, "owned_by": "chorus", "max_model_len": limit}
-            return {"id": name, "root": root, "parent": parent, **about}
+    def _adapter_card(self, one: AdapterState) -> dict[str, object]:
+        root = hub_name(one.manifest.path) or one.manifest.path.name
+        return {**self._card(one.name, root, self._settings.base_name), "rank": one.manifest.rank}
 
-        return [
-            *([card(base, self._settings.model_root, None)] if grant.allows(None) else ()),
-            *(
-                {
-                    **card(one.name, hub_name(one.manifest.path) or one.manifest.path.name, base),
-                    "rank": one.manifest.rank,
-                }
-                for one in listing.adapters
-                if grant.allows(one.name)
-            ),
-        ]
+    def _card(self, name: str, root: str, parent: str | None) -> dict[str, object]:
+        limit = self._worker.model.max_model_len
+        about = {"object": "model", "created": self._started, "owned_by": "chorus", "max_model_len": limit}
+        return {"id": name, "root": root, "parent": parent, **about}

@@ -28,7 +28,7 @@ from ..engine.adapter_loads import AdapterLoads, LoadTimedOut
 from ..engine.backend import AdapterState, Backend
 from ..engine.sourced_adapters import SourcedAdapters
 from ..errors import DISK_FAULTS, ApiError, Body, clipped, read_body, validated
-from ..executors import PoolFull
+from ..executors import DaemonPool, PoolFull
 from ..settings import AdapterName, Settings
 from .adapter_bytes import CONFIG, WEIGHTS, read_adapter
 from .adapter_header import ADAPTER, adapter_header
@@ -151,12 +151,16 @@ class AdapterRoots:
 class AdapterApi:
     """Routes by which clients see and change the adapters."""
 
-    def __init__(self, worker: Backend, settings: Settings, loads: AdapterLoads, sourced: SourcedAdapters) -> None:
+    def __init__(
+        self, worker: Backend, settings: Settings, loads: AdapterLoads, sourced: SourcedAdapters, threads: DaemonPool
+    ) -> None:
+        """threads: for the list of the adapters."""
         self._book = worker.adapters
         self._settings = settings
         self._roots = AdapterRoots(settings.loadable_from)
         self._loads = loads
         self._sourced = sourced
+        self._threads = threads
 
     # --- our own ---
 
@@ -176,9 +180,13 @@ class AdapterApi:
             for one in listing.quarantined
             if grant.allows(one.name)
         ]
-        data = [_body(one, request) for one in listing.adapters if grant.allows(one.name)]
         about = {} if grant.limited else {"weights": weights}  # the merged adapter may be another tenant's
-        return JSONResponse({"object": "list", "data": data, "quarantined": broken, **about})
+
+        def respond() -> Response:
+            data = [_body(one, request) for one in listing.adapters() if grant.allows(one.name)]
+            return JSONResponse({"object": "list", "data": data, "quarantined": broken, **about})
+
+        return await self._threads.run(respond)  # beside the loop: thousands take a while
 
     async def show(self, request: Request) -> Response:
         name = request.path_params["name"]

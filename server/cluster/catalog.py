@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -109,7 +111,8 @@ class Catalog:
             entry = Entry(plain if own and own == label else name, number, manifest, label or str(number), pinned)
             gone = self._entries.put(name, entry, keep)
             self.quarantine.pop(name, None)
-            self._tell_pins()
+            if pinned or (before is not None and before.pinned):
+                self._tell_pins()
             for one in gone:
                 self._left(one)
             if manifest.content_hash is not None:
@@ -122,17 +125,18 @@ class Catalog:
             if name not in self._entries:
                 raise UnknownAdapter(f"{name!r} is the newest version of {entry.name!r}; remove that")
             self._entries.pop(name)
-            self._tell_pins()
+            if entry.pinned:
+                self._tell_pins()
             self._left(entry)
         return entry
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
-    def entries(self) -> list[Entry]:
-        """All names, sorted; an earlier version goes by `name@version`."""
+    def registered(self) -> list[tuple[str, Entry]]:
+        """Every version under its name, in no order; an earlier one under `name@version`."""
         with self._lock:
-            return [replace(self._get(name), name=name) for name in sorted(self._entries)]
+            return list(self._entries.items())
 
     @contextmanager
     def using(self, name: str) -> Iterator[Entry]:
@@ -158,11 +162,11 @@ class Catalog:
     # --- AdapterBook ---
 
     def listing(self) -> Future[AdapterListing]:
-        states = [self._state(one) for one in self.entries()]
+        states = partial(self._states, self.registered())
         return done(AdapterListing(states, list(self.quarantine.values()), self._cluster.stats()))
 
     def state(self, name: str) -> Future[AdapterState]:
-        return self._try(lambda: self._state(replace(self._get(name), name=name)))
+        return self._try(lambda: self._state(name, self._get(name)))
 
     def put(
         self,
@@ -181,14 +185,15 @@ class Catalog:
                     raise FileExistsError(name)
                 if label and self._entries.find(versioned(name, label)) is not None:
                     raise FileExistsError(versioned(name, label))
-                return self._state(self.register(name, manifest, label=label, keep=keep)), replaced
+                entry = self.register(name, manifest, label=label, keep=keep)
+                return self._state(entry.name, entry), replaced
 
         return self._try(put)
 
     def versions(self, name: str) -> Future[list[AdapterState]]:
         with self._lock:
             names = [*([name] if name in self._entries else ()), *self._entries.kept(name)]
-            return done([self._state(replace(self._get(each), name=each)) for each in names])
+            return done([self._state(each, self._get(each)) for each in names])
 
     def pause(self, name: str, *, paused: bool) -> Future[None]:
         def pause() -> None:
@@ -219,7 +224,8 @@ class Catalog:
     def remove(self, name: str, *, force: bool) -> Future[tuple[AdapterState, int]]:
         try:
             with self._lock:
-                state = self._state(self.unregister(name))
+                entry = self.unregister(name)
+                state = self._state(entry.name, entry)
                 for alias in self._entries.kept(name):
                     self.unregister(alias)
                 self.paused.discard(name)
@@ -256,8 +262,8 @@ class Catalog:
             return failed(error)
 
     def unhashed(self) -> Future[list[AdapterState]]:
-        with self._lock:
-            return done([self._state(one) for one in self.entries() if one.manifest.content_hash is None])
+        unhashed = [each for each in self.registered() if each[1].manifest.content_hash is None]
+        return done(self._states(unhashed))
 
     def quarantined(self) -> Future[list[Quarantined]]:
         with self._lock:
@@ -268,14 +274,14 @@ class Catalog:
             if name not in self._entries or (entry := self._get(name)).version != version:
                 return done(False)
             self._entries.put(name, replace(entry, manifest=manifest), None)
-            self._tell_pins()
+            if entry.pinned:
+                self._tell_pins()
             return done(True)
 
     def overflowing(self) -> Future[list[AdapterState]]:
         contents = self._cluster.overflowing()
-        with self._lock:
-            found = [one for one in self.entries() if one.manifest.content_hash in contents]
-        return done([self._state(one) for one in found])
+        found = [each for each in self.registered() if each[1].manifest.content_hash in contents] if contents else []
+        return done(self._states(found))
 
     def set_aside(self, one: Quarantined, version: int, *, in_use: bool) -> Future[bool]:
         with self._lock:
@@ -326,12 +332,15 @@ class Catalog:
         if content is not None and not self.names_of(content):
             self._cluster.retire(content)
 
-    def _state(self, entry: Entry) -> AdapterState:
+    def _states(self, registered: Iterable[tuple[str, Entry]]) -> list[AdapterState]:
+        return [self._state(*each) for each in sorted(registered, key=itemgetter(0))]
+
+    def _state(self, name: str, entry: Entry) -> AdapterState:
         content = entry.manifest.content_hash
         pinned = entry.pinned and self._cluster.is_pinned(content)
-        paused = split_version(entry.name)[0] in self.paused or entry.name in self.paused
+        paused = split_version(name)[0] in self.paused or name in self.paused
         return AdapterState(
-            entry.name, entry.version, entry.manifest, self._cluster.tier_of(content), 0, 0, pinned,
+            name, entry.version, entry.manifest, self._cluster.tier_of(content), 0, 0, pinned,
             label=entry.label, paused=paused,
         )  # fmt: skip
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 
 from ...memory.adapters.adapter import Tier
-from ...memory.adapters.versions import versioned
 from ...memory.files.error import AdapterFormatError, LoadFailure
 from ..engine.engine_view import MAX_TIER_SERIES, AdapterView, EngineView
 from ..engine.picture import AdapterRow, Phase, Picture, ReplicaRow
@@ -51,22 +51,20 @@ def view_of(links: Sequence[Link], catalog: Catalog) -> EngineView:
     """A snapshot, as of one engine."""
     reports = [link.report for link in links if link.report is not None]
     hellos = [link.hello for link in links if link.hello is not None]
-    entries = catalog.entries()
-    tiers = {one.name: Tier(tier_of(links, one.manifest.content_hash)) for one in entries}
-    counts = Counter(tiers.values())
-    near = [one for one in entries if tiers[one.name] is not Tier.DISK][:MAX_TIER_SERIES]
+    registered, nearest = catalog.registered(), _nearest_tiers(links)
+    near = [
+        (name, nearest[content], one) for name, one in registered if (content := one.manifest.content_hash) in nearest
+    ]
+    near.sort(key=itemgetter(0))
+    counts = Counter(tier for _, tier, _ in near)
+    counts[Tier.DISK] += len(registered) - len(near)
     return EngineView(
-        names=frozenset((*tiers, *(versioned(one.name, one.label) for one in entries))),
+        registered=registered,
         adapters=[
             AdapterView(
-                one.name,
-                tiers[one.name],
-                one.manifest.rank,
-                one.pinned and is_pinned(links, one.manifest.content_hash),
-                None,
-                None,
+                name, tier, one.manifest.rank, one.pinned and is_pinned(links, one.manifest.content_hash), None, None
             )
-            for one in near
+            for name, tier, one in near[:MAX_TIER_SERIES]
         ],
         tier_counts={tier.value: counts[tier] for tier in Tier},
         running=sorted({name for report in reports for name in report.running}),
@@ -95,19 +93,19 @@ def picture_of(links: Sequence[Link], catalog: Catalog, requests: Iterable[OpenR
     requests: open ones. A request counts as running from its first token on.
     """
     nearest = _nearest_tiers(links)
-    entries = catalog.entries()
+    registered = catalog.registered()
 
     def rows() -> list[AdapterRow]:
         return [
             (
-                one.name,
+                name,
                 nearest.get(content := one.manifest.content_hash or "", Tier.DISK),
                 one.manifest.rank,
                 0,
                 None,
                 one.pinned and is_pinned(links, content),
             )
-            for one in entries
+            for name, one in registered
         ]
 
     phases = Counter(

@@ -356,7 +356,7 @@ def _bring(content_hash: str, engine: Engine) -> None:
 def _about(costs: LearnedCosts, engine: Engine) -> dict[str, Any]:
     """What a report tells beside the counts, on the engine's thread."""
     store = engine.store
-    near = [one for one in map(store.get, store.names()) if store.tier(one) is not Tier.DISK]
+    near = [one for _, one in store.cached()]
     running, waiting = engine.adapter_load()
     return {
         "tiers": {one.name: store.tier(one).value for one in near},

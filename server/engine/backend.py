@@ -49,9 +49,13 @@ class AdapterState:
 
 @dataclass(frozen=True, slots=True)
 class AdapterListing:
-    """Snapshots of all served adapters, sorted by name, and the quarantined adapters."""
+    """Snapshots of all served adapters, and the quarantined adapters.
 
-    adapters: list[AdapterState]
+    adapters: makes theirs, sorted by name, as they are when it is called; on any thread but the engine's, which
+    thousands of them would hold up.
+    """
+
+    adapters: Callable[[], list[AdapterState]]
     quarantined: list[Quarantined]
     stats: EngineStats
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from functools import wraps
+from functools import partial, wraps
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -18,6 +19,7 @@ from .backend import AdapterListing, AdapterState
 if TYPE_CHECKING:
     from ...core.engine import Engine
     from ...core.quarantine import Quarantined
+    from ...memory.adapters.adapter import Adapter
     from ...memory.files.format import AdapterManifest
     from ...memory.host.image import HostImage
 
@@ -53,9 +55,8 @@ class EngineAdapters:
 
     @between_steps
     def listing(self, engine: Engine) -> AdapterListing:
-        return AdapterListing(
-            _states(engine, engine.store.names()), list(engine.adapters.quarantine.values()), engine.stats()
-        )
+        states = partial(_states, engine, engine.store.registered())
+        return AdapterListing(states, list(engine.adapters.quarantine.values()), engine.stats())
 
     @between_steps
     def state(self, engine: Engine, name: str) -> AdapterState:
@@ -87,7 +88,8 @@ class EngineAdapters:
 
     @between_steps
     def versions(self, engine: Engine, name: str) -> list[AdapterState]:
-        return _states(engine, [*([name] if name in engine.store else ()), *engine.store.kept(name)])
+        names = [*([name] if name in engine.store else ()), *engine.store.kept(name)]
+        return [_state(engine, each) for each in names]
 
     @between_steps
     def pause(self, engine: Engine, name: str, *, paused: bool) -> None:
@@ -120,7 +122,7 @@ class EngineAdapters:
 
     @between_steps
     def unhashed(self, engine: Engine) -> list[AdapterState]:
-        return [one for one in _states(engine, engine.store.names()) if one.manifest.content_hash is None]
+        return _states(engine, [each for each in engine.store.registered() if each[1].manifest.content_hash is None])
 
     @between_steps
     def quarantined(self, engine: Engine) -> list[Quarantined]:
@@ -130,13 +132,14 @@ class EngineAdapters:
     def note(self, engine: Engine, name: str, version: int, manifest: AdapterManifest) -> bool:
         if name not in engine.store or engine.store.get(name).version != version:
             return False
-        engine.store.get(name).manifest = manifest
+        engine.store.note(engine.store.get(name), manifest)
         return True
 
     @between_steps
     def overflowing(self, engine: Engine) -> list[AdapterState]:
-        names, get = engine.store.names(), engine.store.get
-        return _states(engine, (name for name in names if (get(name).num_overflows or 0) >= MOST_OVERFLOWS))
+        return _states(
+            engine, [each for each in engine.store.cached() if (each[1].num_overflows or 0) >= MOST_OVERFLOWS]
+        )
 
     @between_steps
     def set_aside(self, engine: Engine, one: Quarantined, version: int, *, in_use: bool) -> bool:
@@ -168,8 +171,14 @@ class EngineAdapters:
 
 
 def _state(engine: Engine, name: str) -> AdapterState:
+    return _state_of(engine, name, engine.store.get(name))
+
+
+def _state_of(engine: Engine, name: str, adapter: Adapter) -> AdapterState:
+    """The state of a registered version. It looks at one attribute or entry after another, so that no step has to wait
+    for it where it runs on another thread than the engine's.
+    """
     store = engine.store
-    adapter = store.get(name)
     pinned = store.is_pinned(adapter)
     credit = None if engine.modes is None else engine.modes.credit(adapter)
     return AdapterState(
@@ -178,8 +187,8 @@ def _state(engine: Engine, name: str) -> AdapterState:
     )  # fmt: skip
 
 
-def _states(engine: Engine, names: Iterable[str]) -> list[AdapterState]:
-    return [_state(engine, name) for name in names]
+def _states(engine: Engine, registered: Iterable[tuple[str, Adapter]]) -> list[AdapterState]:
+    return [_state_of(engine, *each) for each in sorted(registered, key=itemgetter(0))]
 
 
 def _pin_again(name: str, engine: Engine) -> None:

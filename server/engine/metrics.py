@@ -124,9 +124,9 @@ class Metrics:
         self._e2e.observe(one.seconds)
         self._calls.ended(one)
 
-    def forget_all_but(self, names: Collection[str]) -> None:
-        """Drop the series of models that are none of these, nor the base model."""
-        kept = {label(name) for name in names} | {label(self._base), OTHERS}
+    def forget_all_but(self, labels: Collection[str]) -> None:
+        """Drop the series of models without one of these labels, but for the base model."""
+        kept = {*labels, label(self._base), OTHERS}
         if self.shared is not None:
             self.shared.forget_all_but(kept)
         for series in self._models - kept:

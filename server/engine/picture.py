@@ -82,14 +82,14 @@ class Picture:
         for request in scheduler.waiting:
             phases[request.adapter_name or "", request.tenant, Phase.WAITING] += 1
         holdings += (Holding(PageKind.ADAPTER, one.name, "", one.pages) for one in store.resident())
-        return cls(partial(_rows, store, list(store.registered())), phases, engine.pool.kinds().tobytes(), holdings)
+        return cls(partial(_rows, store, store.registered()), phases, engine.pool.kinds().tobytes(), holdings)
 
 
-def _rows(store: AdapterStore, adapters: Sequence[Adapter]) -> list[AdapterRow]:
+def _rows(store: AdapterStore, registered: Sequence[tuple[str, Adapter]]) -> list[AdapterRow]:
     """Rows of adapters. It looks at one attribute or entry after another, so that no step has to wait for it."""
     near, tier, is_pinned = store.images.keys(), store.tier, store.is_pinned
     return [
         (one.name, tier(one) if one.pages or one in near else Tier.DISK, one.rank, one.layout.num_pages, one.uses,
          is_pinned(one))
-        for one in adapters
+        for _, one in registered
     ]  # fmt: skip

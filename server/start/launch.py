@@ -116,7 +116,7 @@ def build_app(settings: Settings, open_backend: OpenBackend | None = None) -> St
     except ValueError as error:  # NoTrace and NoTracing among them
         raise LaunchError(str(error)) from None
     worker, tokenizer = (open_backend or load)(settings)
-    names = [one.name for one in worker.adapters.listing().result().adapters]
+    names = [one.name for one in worker.adapters.listing().result().adapters()]
     if taken := [name for name in names if settings.is_reserved(name)]:
         worker.stop()
         raise LaunchError(

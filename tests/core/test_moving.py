@@ -68,7 +68,7 @@ def test_adapters_of_a_plan_are_told_by_what_they_hold_once_that_is_known(gqa, d
     driver.add("one", "r1-all", PROMPT, max_tokens=2)
     driver.add("other", "r2-qv", PROMPT, max_tokens=2)
     adapters = [driver.engine.store.get(name) for name in ("r1-all", "r2-qv")]
-    adapters[0].manifest = with_content(adapters[0].manifest)
+    driver.engine.store.note(adapters[0], with_content(adapters[0].manifest))
     driver.drain()
     sent = json.loads(json.dumps(plan_to_wire(driver.plans[0])))
     hashes = {entry["name"]: entry["content_hash"] for entry in sent["adapters"]}
@@ -115,7 +115,7 @@ def known(drive):
     def make(*args, **config):
         driver = drive(*args, **config)
         for adapter in driver.engine.store.versions():
-            adapter.manifest = with_content(adapter.manifest)
+            driver.engine.store.note(adapter, with_content(adapter.manifest))
         return driver
 
     return make

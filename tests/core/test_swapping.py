@@ -328,7 +328,7 @@ def test_an_exported_request_goes_on_elsewhere_while_its_kv_is_on_the_host(subje
     here.engine.scheduler.lifecycle.preempt(request)
     for driver in (here, there):
         adapter = driver.engine.store.get("r1-all")
-        adapter.manifest = with_content(adapter.manifest)
+        driver.engine.store.note(adapter, with_content(adapter.manifest))
     moved = there.engine.resume(here.engine.export_request("a"))
     there.answers["a"] = type(here.answers["a"])()
     here.engine.abort("a")

@@ -81,8 +81,14 @@ class FakeStore:
             num_overflows=None,
         )
 
-    def registered(self) -> list[SimpleNamespace]:
-        return [self.get(name) for name in self.tiers]
+    def __len__(self) -> int:
+        return len(self.tiers)
+
+    def registered(self) -> list[tuple[str, SimpleNamespace]]:
+        return [(name, self.get(name)) for name in self.tiers]
+
+    def cached(self) -> list[tuple[str, SimpleNamespace]]:
+        return [each for each in self.registered() if self.tiers[each[0]] is not Tier.DISK]
 
     def resident(self) -> list[SimpleNamespace]:
         return []

@@ -66,7 +66,7 @@ class EngineLife:
         try:
             adapter = self.current[name] = self.engine.store.register(name, path)
             if adapter.manifest.content_hash is None:  # without it no request can be moved
-                adapter.manifest = with_content(adapter.manifest)
+                self.engine.store.note(adapter, with_content(adapter.manifest))
             self.reached["loaded"] += 1
         except AdapterFormatError:
             adapters = self.engine.executor.adapters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -86,11 +87,17 @@ def register(store, **sizes):
 
 
 def check(store, pool, kv=()):
+    """The pool agrees with the store, and what the store keeps at hand with all that is registered."""
     pool.check_integrity([*store.holders(), (PageKind.KV, kv)])
+    everything = sorted((name, store.get(name)) for name in store.names())
+    assert sorted(store.registered()) == everything
+    assert store.cached() == [each for each in everything if store.tier(each[1]) is not Tier.DISK]
+    num_pages = sum(adapter.num_pages for _, adapter in everything)
+    assert store.num_loadable == (pool.num_unused * len(store) // num_pages if num_pages else pool.num_unused)
 
 
 def resident(store):
-    return {info.name for info in store.describe() if info.tier == Tier.DEVICE.value}
+    return {name for name, adapter in store.cached() if store.tier(adapter) is Tier.DEVICE}
 
 
 def test_registering_loads_nothing(store, pool, backend):
@@ -601,7 +608,7 @@ def test_unregister(store, pool, use):
     use.start(b)
     store.unregister("a")
     store.unregister("b")
-    assert store.names() == store.describe() == []
+    assert store.names() == store.cached() == []
     assert a.pages == []
     assert len(b.pages) == 2
     check(store, pool)
@@ -639,15 +646,30 @@ def test_unknown_names_are_named(store, method):
     assert str(caught.value) == "adapter 'nobody' is not registered"
 
 
-def test_describe_is_sorted_and_complete(store):
-    register(store, b="two", a="three")
-    store.acquire(store.get("a"))
-    a, b = store.describe()
-    assert (a.name, a.rank, a.tier, a.references, a.num_pages) == ("a", 3, "device", 1, 3)
-    assert (b.name, b.rank, b.tier, b.references, b.num_pages) == ("b", 2, "disk", 0, 0)
-    assert a.target_modules == ("q_proj",)
-    assert b.path == Path("adapters/two")
-    assert store.names() == ["a", "b"]
+def test_names_are_sorted_and_a_kept_version_goes_by_its_own(store, pool):
+    b, a = register(store, b="two", a="three")
+    store.acquire(a)
+    newer = store.register("a", Path("adapters/two"), keep=2)
+    assert store.names() == ["a", "a@2", "b"]
+    assert sorted(store.registered()) == [("a", newer), ("a@2", a), ("b", b)]
+    assert store.cached() == [("a@2", a)]
+    check(store, pool)
+
+
+def test_an_adapter_is_found_by_its_content_as_long_as_it_is_registered(store, pool):
+    first, second = register(store, a="three", b="three")
+    known = dataclasses.replace(first.manifest, content_hash="c" * 64)
+    assert store.find(None) is store.find(known.content_hash) is None
+    store.note(first, known)
+    store.note(second, known)
+    assert store.find(known.content_hash) is first
+    store.hold(first)
+    store.unregister("a")
+    assert store.find(known.content_hash) is second
+    register(store, b="two")
+    assert store.find(known.content_hash) is None
+    store.let_go(first)
+    check(store, pool)
 
 
 # -- versions that requests hold

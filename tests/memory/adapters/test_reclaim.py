@@ -57,7 +57,7 @@ class Memory:
 
     def left(self):
         """Resident adapters and cached tokens."""
-        adapters = {info.name for info in self.store.describe() if info.num_pages}
+        adapters = {adapter.name for adapter in self.store.resident()}
         return adapters | {block.tokens[0] for block in self.prefix.by_page.values()}
 
 

@@ -24,7 +24,9 @@ def test_a_front_s_picture():
     links[0].note_report(Report(NOTHING, tiers={"h1": "host", "h2": "failed", "h3": "loading"}))
     links[1].note_report(Report(NOTHING, tiers={"h1": "device", "h3": "host"}, draining=True))
     catalog = SimpleNamespace(
-        entries=lambda: [entry(f"a{one}", f"h{one}") for one in (1, 2, 3, 4)] + [entry("n", None)]
+        registered=lambda: (
+            [(f"a{one}", entry(f"a{one}", f"h{one}")) for one in (1, 2, 3, 4)] + [("n", entry("n", None))]
+        )
     )
     ledger = Ledger()
     for number, (adapter, tokens) in enumerate([("a1", [1]), (None, []), ("a1", [])]):

@@ -164,13 +164,13 @@ def test_versions_and_pauses_are_the_same_at_every_front(tmp_path):
     disk = {f"/a/{digit}": manifest(f"/a/{digit}", str(digit)) for digit in range(1, 6)}
 
     def versions(front):
-        return {one.name: one.manifest.content_hash[0] for one in front.catalog.entries()}
+        return {name: one.manifest.content_hash[0] for name, one in front.catalog.registered()}
 
     async def test(directory, one, two):
         await asyncio.wrap_future(one.catalog.put("policy", disk["/a/1"], None, replace=True, label="first", keep=3))
         for digit, front in ((2, one), (3, two)):
             await asyncio.wrap_future(front.catalog.put("policy", disk[f"/a/{digit}"], None, replace=True, keep=3))
-        second = next(each.label for each in one.catalog.entries() if each.manifest.content_hash[0] == "2")
+        second = next(each.label for _, each in one.catalog.registered() if each.manifest.content_hash[0] == "2")
         kept = {"policy": "3", "policy@first": "1", f"policy@{second}": "2"}
         assert versions(one) == versions(two) == kept
         newest = one.catalog.find("policy").label

@@ -1,0 +1,80 @@
+"""What the engine's thread does again and again must not grow with the adapters that are registered."""
+
+from __future__ import annotations
+
+import dataclasses
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from chorus.core.config import EngineConfig
+from chorus.core.engine import Engine
+from chorus.core.requests.request import Request
+from chorus.core.requests.sampling_params import SamplingParams
+from chorus.perf.cpu.schedule_time import FakeExecutor, StoppedReads
+from chorus.server.cluster.replica import _about
+from chorus.server.cluster.step_costs import LearnedCosts
+from chorus.server.engine.engine_adapters import EngineAdapters
+from chorus.server.engine.engine_view import EngineView
+
+REGISTERED = 400
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """An engine with `REGISTERED` adapters, of which one is resident; its store counts the tiers that are asked for."""
+    executor = FakeExecutor(64)
+    config = EngineConfig(model=Path("none"), num_pages=64, max_num_seqs=4, host_cache_bytes=1 << 20)
+    it = Engine(config, executor, reads=StoppedReads())
+    for index in range(REGISTERED):
+        it.store.register(f"a{index}", Path(f"a{index}-4"))
+    it.add_request(Request("r", [1] * 4, SamplingParams(max_tokens=4, ignore_eos=True), "a7"))
+    it.step()
+    tier, asked = it.store.tier, []
+    monkeypatch.setattr(it.store, "tier", lambda adapter: (asked.append(adapter.name), tier(adapter))[1])
+    it.asked = asked
+    yield it
+    it.close()
+
+
+def ended(engine):
+    """Runs a book's function at once."""
+
+    def call(function):
+        future = Future()
+        future.set_result(function(engine))
+        return future
+
+    return call
+
+
+def test_a_replicas_report_looks_at_cached_adapters_alone(engine):
+    assert _about(LearnedCosts(), engine)["tiers"] == {"a7": "device"}
+    assert set(engine.asked) == {"a7"}
+
+
+def test_a_view_for_metrics_looks_at_cached_adapters_alone(engine):
+    view = EngineView.of(engine)
+    assert [one.name for one in view.adapters] == ["a7"]
+    assert view.tier_counts["disk"] == REGISTERED - 1 and view.tier_counts["device"] == 1
+    assert {"a0", "a0@1", "a7@8"} <= view.labels()
+    assert set(engine.asked) == {"a7"}
+
+
+def test_the_keeper_looks_at_adapters_that_it_has_something_to_do_for(engine):
+    for index in range(1, REGISTERED):
+        adapter = engine.store.get(f"a{index}")
+        engine.store.note(adapter, dataclasses.replace(adapter.manifest, content_hash=f"{index:064}"))
+    book = EngineAdapters(ended(engine))
+    assert [one.name for one in book.unhashed().result()] == ["a0"]
+    assert book.overflowing().result() == []
+    assert set(engine.asked) == {"a0"}
+
+
+def test_a_list_of_all_is_made_when_it_is_asked_for_and_not_between_two_steps(engine):
+    listing = EngineAdapters(ended(engine)).listing().result()
+    assert engine.asked == []
+    engine.store.unregister("a3")
+    names = [one.name for one in listing.adapters()]
+    assert names == sorted(f"a{index}" for index in range(REGISTERED))
