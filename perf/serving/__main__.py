@@ -1,57 +1,56 @@
 """Load a server and see what its users would: `python -m chorus.perf.serving URL`, or `--launch`.
 
-Open loop against any OpenAI-compatible server, over streaming HTTP: requests are sent when the workload says, however
-many are still unanswered, and every latency counts from then. The workload is a specification file, or a few flags.
-The built-in model is asked questions with exact answers, and its adapters' answers are checked while they are timed.
-Exits with 1 if a request failed or an answer was another adapter's, with 2 if nothing could be measured. The last line
-is one JSON object.
+Open loop against any OpenAI-compatible server, by aiperf, a program of its own (`uv tool install aiperf`): requests are
+sent when the workload says, however many are still unanswered. The workload is a specification file, or a few flags.
+The built-in model is asked questions with exact answers, and its adapters' answers are checked. Exits with 1 if a
+request failed or an answer was another adapter's, with 2 if nothing could be measured. The last line is a JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from rich.console import Console
+import httpx
 
 from ..report.command import conclude
+from ..report.table import Table, spread
 from ..workload import WorkloadError
 from ..workload.request import TraceRequest
+from . import aiperf
 from .answers import Questions, has_skills, judge
-from .client import Client, need_aiohttp
-from .load import Outcome, run_load, warm_up
+from .errors import LoadError
 from .options import parse, workload
-from .plan import Names, PlannedRequest, with_prompts, with_questions
+from .plan import Names, PlannedRequest, body, with_prompts, with_questions
 from .prompts import find_prompts
-from .record import LoadError
 from .server_process import launched
-from .show import show
-from .summary import Objectives, client_summary, summarise
+
+PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv, __spec__, __doc__)
     try:
-        need_aiohttp()
         with launched(shlex.split(args.serve_flags)) if args.launch else nullcontext() as server:
-            result, outcome = asyncio.run(_measure(args, server.url if server else args.url))
-        _write(args, result, outcome)
+            result = _measure(args, (server.url if server else args.url).rstrip("/").removesuffix("/v1"))
     except (LoadError, WorkloadError) as error:
         print(f"serving: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    show(Console() if sys.stdout.isatty() else Console(width=120), result)
+    if args.out is not None:
+        (args.out / "serving.json").write_text(json.dumps(result, indent=1), "utf-8")
     crossed = result["answers"]["cross_talk"] if result["answers"] else 0
-    return conclude(result, not (crossed or result["load"]["errors"]))
+    return conclude(result, not (crossed or result["failed"]))
 
 
 @dataclass(frozen=True)
@@ -63,44 +62,58 @@ class _Served:
     card: dict[str, Any]
 
 
-async def _measure(args: argparse.Namespace, url: str) -> tuple[dict[str, Any], Outcome]:
-    counts = {"include_usage": True} if args.plain else {"include_usage": True, "continuous_usage_stats": True}
-    extra = {"temperature": 0.0, "stream_options": counts}
+def _measure(args: argparse.Namespace, url: str) -> dict[str, Any]:
     key = args.api_key or os.environ.get("OPENAI_API_KEY")
-    async with Client(url, args.endpoint, timeout=args.timeout, api_key=key, extra=extra) as client:
-        served = _choose(args, await client.models())
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with httpx.Client(base_url=url, headers=headers, timeout=args.timeout, trust_env=False) as http:
+        served = _choose(args, _send(http, "GET", "/v1/models")["data"])
         spec = workload(args, len(served.adapters))
         names = Names(served.adapters)
         requests = [names.serve(request) for request in spec]
         if not requests:
             raise LoadError("the workload has no requests; give it a longer duration or a higher rate")
         plan = _plan(args, served, requests)
-        await _warm(args, client, plan, served)
-        outcome = await run_load(client, plan, args.max_concurrency)
-    setting = {
-        "url": url,
-        "endpoint": args.endpoint,
-        "model": served.base,
-        "adapters": served.adapters,
-        "workload": spec.model_dump(mode="json", by_alias=True),
-        "substituted_adapters": names.substituted,
-        "shortened_requests": sum(request.shortened for request in plan),
-    }
-    return {**setting, **_findings(args, plan, outcome)}, outcome
-
-
-def _findings(args: argparse.Namespace, plan: Sequence[PlannedRequest], outcome: Outcome) -> dict[str, Any]:
-    objectives, records = Objectives(args.slo_ttft, args.slo_tpot, args.slo_e2e), outcome.records
+        for model in [served.base] * args.warm_up + (served.adapters if args.warm_adapters else []):
+            short = body(model, "hello world\n", 8, chat=args.endpoint == "chat")
+            _send(http, "POST", PATHS[args.endpoint], {**short, "stream": False, "stream_options": None})
+    with TemporaryDirectory() if args.out is None else nullcontext(args.out) as directory:
+        outcome = aiperf.run(args, url, key, plan, Path(directory))
     asked = [request.question for request in plan]
-    details = {record.error: record.detail for record in reversed(records) if record.error}
+    models = _by_model(plan, outcome)
+    models.show()
     return {
-        "objectives": asdict(objectives),
-        "load": summarise(records, objectives),
-        "client": client_summary(outcome.cost, records),
-        "error_details": details,
+        "url": url, "endpoint": args.endpoint, "model": served.base, "adapters": served.adapters,
+        "workload": spec.model_dump(mode="json", by_alias=True), "substituted_adapters": names.substituted,
+        "shortened_requests": sum(request.shortened for request in plan), "requests": len(plan),
+        "failed": outcome.failed, "load": outcome.metrics, "errors": outcome.summary.get("error_summary"),
         "prompts": "skills" if any(asked) else "random",
-        "answers": judge(asked, records) if any(asked) else None,
-    }
+        "models": [dict(zip(models.columns, row, strict=True)) for row in models.rows],
+        "answers": judge(asked, outcome.texts) if any(asked) else None,
+    }  # fmt: skip
+
+
+def _send(http: httpx.Client, method: str, path: str, sent: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Body of an answer. Raises LoadError."""
+    try:
+        response = http.request(method, path, json=sent)
+    except httpx.HTTPError as error:
+        raise LoadError(f"{http.base_url} can't be reached: {error}; is the server up?") from None
+    if response.status_code != 200:
+        raise LoadError(f"{path} {(sent or {}).get('model', '')} answered {response.status_code}: {response.text:.300}")
+    return response.json()
+
+
+def _by_model(plan: Sequence[PlannedRequest], outcome: aiperf.Outcome) -> Table:
+    """Medians and 99th percentiles of each model, the most used first."""
+    found: dict[str, list[dict[str, float]]] = {}
+    for request, times in zip(plan, outcome.times, strict=True):
+        found.setdefault(request.model, []).append(times)
+    table = Table("by model, ms", ["model", "requests", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"])
+    for model, each in sorted(found.items(), key=lambda item: -len(item[1])):
+        shares = (spread(one[name] for one in each if name in one) or {} for name in
+                  (aiperf.OBJECTIVES["ttft"], aiperf.OBJECTIVES["tpot"]))  # fmt: skip
+        table.add(model, len(each), *(share.get(mark) for share in shares for mark in ("p50", "p99")))
+    return table
 
 
 def _choose(args: argparse.Namespace, cards: Sequence[dict[str, Any]]) -> _Served:
@@ -125,26 +138,7 @@ def _plan(args: argparse.Namespace, served: _Served, requests: Sequence[TraceReq
         return list(with_questions(requests, served.base, Questions(args.seed), chat=chat))
     prompts = find_prompts(served.card, args.tokenizer, args.seed, as_text=chat)
     limit = served.card.get("max_model_len")
-    return list(with_prompts(requests, served.base, prompts, limit, plain=args.plain))
-
-
-async def _warm(args: argparse.Namespace, client: Client, plan: Sequence[PlannedRequest], served: _Served) -> None:
-    """Requests that are not measured, short ones. Raises LoadError if one fails: then none would succeed."""
-    models = [served.base] * args.warm_up + (served.adapters if args.warm_adapters else [])
-    first = plan[0]
-    requests = [PlannedRequest(0.0, model, first.prompt, min(first.max_tokens, 8), first.extra) for model in models]
-    for record in await warm_up(client, requests):
-        if not record.ok:
-            raise LoadError(f"a first request to {record.model} failed: {record.error}: {record.detail}")
-
-
-def _write(args: argparse.Namespace, result: dict[str, Any], outcome: Outcome) -> None:
-    if args.out is None:
-        return
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "serving.json").write_text(json.dumps(result, indent=1), "utf-8")
-    with (args.out / "requests.jsonl").open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(record.to_json()) + "\n" for record in outcome.records)
+    return list(with_prompts(requests, served.base, prompts, limit, chat=chat, plain=args.plain))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from ...server.demo.builtin import BUILTIN_NAME
 from ...server.demo.questions import Question, Score
 from ...server.demo.skills import BASE, SKILLS, sample_inputs
 from ..workload.request import TraceRequest
-from .record import Record
 
 #: Wrong answers that a result shows in full.
 _SHOWN = 10
@@ -35,12 +34,12 @@ class Questions:
         return Question(model, self._texts[skill][request.id % _TEXTS], skill)
 
 
-def judge(asked: Sequence[Question | None], records: Sequence[Record]) -> dict[str, Any]:
+def judge(asked: Sequence[Question | None], texts: Sequence[str | None]) -> dict[str, Any]:
     """Accuracy of what was answered, in all and per model; cross_talk counts answers that are another skill's."""
     scores: dict[str, Score] = {}
-    for question, record in zip(asked, records, strict=True):
-        if question is not None and record.ok:
-            scores.setdefault(question.model, Score()).add(question, record.text)
+    for question, text in zip(asked, texts, strict=True):
+        if question is not None and text is not None:
+            scores.setdefault(question.model, Score()).add(question, text)
     checked, exact = (sum(getattr(score, name) for score in scores.values()) for name in ("asked", "exact"))
     crossed = [case for score in scores.values() for case in score.crossed]
     return {

@@ -89,8 +89,8 @@ def load(urls: list[str], model: str, requests: int, lone: int, tokens: int) -> 
     """So many streamed answers side by side, of each URL in turn; TTFTs of `lone` ones after them."""
     addresses = [(one.hostname or "", one.port or 80) for one in map(urlsplit, urls)]
     body = {"model": model, "prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
-    answered = read_streams(addresses, requests, body)
-    alone = [read_streams([addresses[index % len(urls)]], 1, {**body, "max_tokens": 2}) for index in range(lone)]
+    answered = read_streams(addresses, [body] * requests)
+    alone = [read_streams([addresses[index % len(urls)]], [{**body, "max_tokens": 2}]) for index in range(lone)]
     return answered, [one.firsts[0] for one in alone]
 
 

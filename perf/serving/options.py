@@ -10,7 +10,7 @@ from typing import Any
 
 from ..report.command import parser
 from ..workload import WorkloadError, WorkloadSpec
-from .client import PATHS
+from .aiperf import OBJECTIVES
 
 #: Requests per second that stand for all at once.
 _AT_ONCE = 1e6
@@ -25,7 +25,7 @@ def parse(argv: list[str] | None, spec: ModuleSpec, doc: str) -> argparse.Namesp
     where.add_argument("--launch", action="store_true", help="start `chorus serve` for the load and stop it after")
     add = command.add_argument
     add("--serve-flags", default="", metavar="FLAGS", help="flags of the launched server; none: the built-in model")
-    add("--endpoint", choices=tuple(PATHS), default="completions")
+    add("--endpoint", choices=("completions", "chat"), default="completions")
     add("--model", metavar="NAME", help="the base model's name; default: the first that is served without a parent")
     add("--adapters", metavar="NAMES", help="adapters to use, with commas; none; default: all that are served")
     add("--api-key", metavar="KEY", help="default: $OPENAI_API_KEY")  # which --help must not print
@@ -52,11 +52,11 @@ def parse(argv: list[str] | None, spec: ModuleSpec, doc: str) -> argparse.Namesp
     add = command.add_argument_group("run").add_argument
     add("--warm-up", type=int, default=3, metavar="N", help="requests to the base model before measuring")
     add("--warm-adapters", action="store_true", help="before measuring, ask every adapter once, so that none is cold")
-    add("--max-concurrency", type=int, metavar="N", help="requests at a time; waiting for that counts as latency")
     add("--timeout", type=float, default=600.0, metavar="S", help="seconds until a request has failed")
-    for name in ("ttft", "tpot", "e2e"):
-        add(f"--slo-{name}", type=float, metavar="MS", help=f"objective for {name.upper()}, for attainment and goodput")
-    add("--out", type=Path, metavar="DIR", help="where serving.json and requests.jsonl go")
+    for name in OBJECTIVES:
+        add(f"--slo-{name}", type=float, metavar="MS", help=f"objective for {name.upper()}, for goodput")
+    add("--aiperf", default="aiperf", metavar="COMMAND", help="the program that sends the load")
+    add("--out", type=Path, metavar="DIR", help="where serving.json and aiperf's files go")
     return command.parse_args(argv)
 
 

@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ...server.demo.questions import Question
 from ..workload.request import TraceRequest
 from .answers import Questions
+from .errors import LoadError
 from .prompts import TokenPrompts, shorten
-from .record import LoadError
 
 
 @dataclass(slots=True)
 class PlannedRequest:
     """One request.
 
-    at: seconds since the load began. extra: fields of the body. question: where the answer is known. shortened: whether
-    the workload's lengths did not fit in the model's context.
+    at: seconds since the load began. body: what is sent. question: where the answer is known. shortened: whether the
+    workload's lengths did not fit in the model's context.
     """
 
     at: float
-    model: str
-    prompt: str | list[int]
-    max_tokens: int
-    extra: dict[str, Any] = field(default_factory=dict)
+    body: dict[str, Any]
     question: Question | None = None
     shortened: bool = False
+
+    @property
+    def model(self) -> str:
+        return self.body["model"]
+
+
+def body(model: str, prompt: str | list[int], max_tokens: int, *, chat: bool = False) -> dict[str, Any]:
+    """A streamed greedy request, with the server's count of tokens at its end."""
+    what = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+    options = {"max_tokens": max_tokens, "temperature": 0.0, "stream": True, "stream_options": {"include_usage": True}}
+    return {"model": model, **what, **options}
 
 
 class Names:
@@ -57,7 +65,7 @@ class Names:
 
 
 def with_prompts(
-    requests: Iterable[TraceRequest], base: str, prompts: TokenPrompts, limit: int | None, *, plain: bool
+    requests: Iterable[TraceRequest], base: str, prompts: TokenPrompts, limit: int | None, *, chat: bool, plain: bool
 ) -> Iterator[PlannedRequest]:
     """Prompts and answers of the workload's lengths, cut to a context of `limit` tokens.
 
@@ -66,8 +74,8 @@ def with_prompts(
     extra = {} if plain else {"ignore_eos": True}
     for request in requests:
         cut = shorten(request, limit, exact=prompts.exact)
-        prompt, shortened = prompts.make(cut), cut is not request
-        yield PlannedRequest(cut.arrival, cut.adapter or base, prompt, cut.output_tokens, extra, shortened=shortened)
+        sent = body(cut.adapter or base, prompts.make(cut), cut.output_tokens, chat=chat)
+        yield PlannedRequest(cut.arrival, {**sent, **extra}, shortened=cut is not request)
 
 
 def with_questions(
@@ -77,6 +85,6 @@ def with_questions(
     for request in requests:
         model = request.adapter or base
         question = questions.of(request, model)
-        body = question.body()
-        prompt = question.text if chat else body["prompt"]
-        yield PlannedRequest(request.arrival, model, prompt, body["max_tokens"], question=question)
+        asked = question.body()
+        sent = body(model, question.text if chat else asked["prompt"], asked["max_tokens"], chat=chat)
+        yield PlannedRequest(request.arrival, sent, question=question)

@@ -11,11 +11,10 @@ import numpy as np
 
 from ..workload.request import TraceRequest
 from ..workload.seeds import hashed_uniform
-from .record import LoadError
+from .errors import LoadError
 
 #: Tokens that a chat template or a re-encoded text may add to a prompt.
 _SLACK = 24
-
 
 #: Positions that a request without prefix hashes has to itself.
 _ROOM = 1 << 24

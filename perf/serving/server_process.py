@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from .record import LoadError
+from .errors import LoadError
 
 _LISTENING = re.compile(r"listening on (http\S+)")
 _STOP_SECONDS = 60

@@ -7,6 +7,7 @@ the bytes that come are counted as events and forgotten.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -24,12 +25,13 @@ _KEPT = 64  # bytes, more than an event's beginning, or the end, which may be in
 @dataclass(frozen=True)
 class Answered:
     """Streams that were read. seconds: until the last one's end. firsts: seconds until the first event of each, the
-    shortest first.
+    shortest first. gaps: between two events of a stream, in seconds.
     """
 
     seconds: float
     events: int
     firsts: list[float]
+    gaps: list[float]
 
 
 class _Stream(asyncio.Protocol):
@@ -39,8 +41,7 @@ class _Stream(asyncio.Protocol):
         self._request = request
         self._began = time.perf_counter()
         self._rest = b""
-        self.events = 0
-        self.first = 0.0
+        self.times: list[float] = []  # of each event, in seconds since it began
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: Any) -> None:
@@ -49,9 +50,8 @@ class _Stream(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         data = self._rest + data
         found = data.count(_EVENT)
-        if found and not self.events:
-            self.first = time.perf_counter() - self._began
-        self.events += found
+        if found:
+            self.times += [time.perf_counter() - self._began] * found
         self._rest = data[data.rfind(_EVENT) + 1 :] if found else data[-_KEPT:]
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -61,27 +61,25 @@ class _Stream(asyncio.Protocol):
             self.ended.set_result(None)
         else:
             self.ended.set_exception(
-                RuntimeError(f"a stream broke off after {self.events} events: {self._rest!r:.500}")
+                RuntimeError(f"a stream broke off after {len(self.times)} events: {self._rest!r:.500}")
             )
 
 
-def read_streams(addresses: Sequence[Address], number: int, body: dict[str, Any]) -> Answered:
-    """Send a request `number` times at once, to each address in turn, and read the answers. RuntimeError unless each of
-    them ends as it should.
-    """
-    text = json.dumps({"stream": True, **body}).encode()
-    request = _POST + b"content-length: %d\r\n\r\n" % len(text) + text
+def read_streams(addresses: Sequence[Address], bodies: Sequence[dict[str, Any]]) -> Answered:
+    """Send all requests at once, to each address in turn, and read the answers. RuntimeError unless each ends well."""
+    texts = [json.dumps({"stream": True, **body}).encode() for body in bodies]
 
-    async def read_one(address: Address) -> _Stream:
-        stream = _Stream(request)
+    async def read_one(address: Address, text: bytes) -> _Stream:
+        stream = _Stream(_POST + b"content-length: %d\r\n\r\n" % len(text) + text)
         await asyncio.get_running_loop().create_connection(lambda: stream, *address)
         await stream.ended
         return stream
 
     async def read_all() -> Answered:
         began = time.perf_counter()
-        read = await asyncio.gather(*(read_one(addresses[index % len(addresses)]) for index in range(number)))
-        took = time.perf_counter() - began
-        return Answered(took, sum(one.events for one in read), sorted(one.first for one in read))
+        read = await asyncio.gather(*map(read_one, itertools.cycle(addresses), texts))
+        took, times = time.perf_counter() - began, [one.times for one in read]
+        gaps = [after - before for each in times for before, after in itertools.pairwise(each)]
+        return Answered(took, sum(map(len, times)), sorted(each[0] for each in times), gaps)
 
     return asyncio.run(read_all())

@@ -9,6 +9,7 @@ old version.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -23,7 +24,6 @@ from pathlib import Path
 import httpx
 
 from chorus.perf.report.command import conclude, parser
-from chorus.perf.serving.record import AnswerReader, Record, StreamError
 from chorus.perf.serving.server_process import launched
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS
 from chorus.server.demo.skills import SKILLS, sample_inputs
@@ -114,19 +114,23 @@ def _overwrite(directory: Path, source: Path) -> Path:
 def ask(http: httpx.Client, name: str, text: str) -> Asked:
     """Stream one answer; the version is chosen before the first token comes."""
     body = {"model": name, "prompt": text + "\n", "temperature": 0, "max_tokens": MAX_TOKENS, "stream": True}
-    record = Record(name, scheduled=time.monotonic())
-    answer, cut = AnswerReader(record), None
+    asked, begun, parts, cut = time.monotonic(), None, [], "the stream ended before the answer did"
     with http.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
             response.read()
-            return Asked(name, text, record.scheduled, time.monotonic(), response.status_code, "", None)
-        try:
-            for data in response.iter_bytes():
-                answer.feed(data, time.monotonic())
-            answer.close()
-        except StreamError as error:
-            cut = f"{error.kind}: {error}"
-    return Asked(name, text, record.scheduled, answer.begun or time.monotonic(), 200, record.text, cut)
+            return Asked(name, text, asked, time.monotonic(), response.status_code, "", None)
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            if "error" in chunk:
+                cut = str(chunk["error"])
+                break
+            for choice in chunk["choices"]:
+                begun = begun or time.monotonic()
+                parts.append(choice["text"])
+                cut = None if choice["finish_reason"] else cut
+    return Asked(name, text, asked, begun or time.monotonic(), 200, "".join(parts), cut)
 
 
 def run(names: int, clients: int, questions: int, seed: int, memory_bytes: int) -> tuple[History, list[str]]:

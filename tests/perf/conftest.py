@@ -1,4 +1,4 @@
-"""A server that streams what the prompt asks for: a script, so that a client's every reaction can be seen."""
+"""A server that streams as many tokens as a request asks for: a script, so that its endings can be chosen."""
 
 from __future__ import annotations
 
@@ -28,17 +28,13 @@ CARDS = [
 class ScriptedServer:
     """Answers with `max_tokens` tokens, one per chunk, unless `fail` names another ending for the model.
 
-    fail: model → "http", "event", "cut", "garbage", "hang", or "together": wait until `awaited` streams are open.
-    bodies: all that was asked. open, most_open: streams.
+    fail: model → "http" or "cut". bodies: all that was asked.
     """
 
     url: str = ""
     fail: dict[str, str] = field(default_factory=dict)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
-    open: int = 0
-    most_open: int = 0
-    awaited: int = 0
 
     async def models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": CARDS})
@@ -49,42 +45,23 @@ class ScriptedServer:
         self.paths.append(request.url.path)
         if self.fail.get(body["model"]) == "http":
             return JSONResponse({"error": {"message": "no room", "code": None}}, status_code=503)
-        return StreamingResponse(self._stream(body, "messages" in body), media_type="text/event-stream")
+        if not body["stream"]:
+            return JSONResponse({"choices": [{"text": "x" * body["max_tokens"]}]})
+        return StreamingResponse(self._stream(body), media_type="text/event-stream")
 
-    async def _stream(self, body: dict[str, Any], chat: bool) -> AsyncIterator[bytes]:
-        self.open += 1
-        self.most_open = max(self.most_open, self.open)
-        try:
-            count, ending = body["max_tokens"], self.fail.get(body["model"])
-            for index in range(count):
-                await asyncio.sleep(0.001)
-                if index == 1 and ending == "event":
-                    yield _event({"error": {"message": "out of pages"}})
-                    return
-                if index == 1 and ending == "cut":
-                    return
-                if index == 1 and ending == "garbage":
-                    yield b"data: {nonsense\n\n"
-                    return
-                if index == 1 and ending == "hang":
-                    await asyncio.sleep(30)
-                while ending == "together" and self.most_open < self.awaited:
-                    await asyncio.sleep(0.001)
-                last = "length" if index == count - 1 else None
-                part = {"delta": {"content": "x"}} if chat else {"text": "x"}
-                chunk: dict[str, Any] = {"choices": [{"index": 0, **part, "finish_reason": last}]}
-                if body["stream_options"].get("continuous_usage_stats"):
-                    chunk["usage"] = {"prompt_tokens": 5, "completion_tokens": index + 1}
-                yield _event(chunk)
-            if body["stream_options"]["include_usage"]:
-                yield _event({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": count}})
-            yield b"data: [DONE]\n\n"
-        finally:
-            self.open -= 1
+    async def _stream(self, body: dict[str, Any]) -> AsyncIterator[bytes]:
+        for index in range(body["max_tokens"]):
+            await asyncio.sleep(0.001)
+            if index == 1 and self.fail.get(body["model"]) == "cut":
+                return
+            yield _event(choices=[{"text": "x"}])
+        if body.get("stream_options"):
+            yield _event(choices=[], usage={"prompt_tokens": 5, "completion_tokens": body["max_tokens"]})
+        yield b"data: [DONE]\n\n"
 
 
-def _event(chunk: dict[str, Any]) -> bytes:
-    return b": comment\ndata: " + json.dumps(chunk).encode() + b"\n\n"
+def _event(**fields: Any) -> bytes:
+    return b": comment\ndata: " + json.dumps({"id": "c", "object": "text_completion", **fields}).encode() + b"\n\n"
 
 
 @pytest.fixture

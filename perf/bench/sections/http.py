@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import httpx
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from ...report.table import Table
-from ...serving.server_process import launched
+from ...report.table import Table, spread
+from ...serving.server_process import LaunchedServer, launched
+from ...serving.streams import Answered, read_streams
 from ..context import Context
 from .mixes import RANK, load
 from .registry import rows_table
@@ -41,31 +42,32 @@ def run(context: Context) -> dict[str, Any]:
     with launched(flags) as server:
         for popularity in POPULARITIES:
             with context.row(found, f"HTTP, {popularity}"):
-                result = _measure(server.url, popularity, size, list(adapters))
-                rate, beside = result["output_tokens_per_second"], offline.get(popularity)
+                answered = _measure(server, popularity, size, list(adapters), context.size.geometry.vocab)
+                rate, beside = size["requests"] * size["output_tokens"] / answered.seconds, offline.get(popularity)
+                ttft, itl = spread(answered.firsts) or {}, spread(answered.gaps) or {}
                 found["rows"].append(
                     {"popularity": popularity, "tokens_per_s": rate, "offline_tokens_per_s": beside,
                      "over_offline": None if beside is None else rate / beside,
-                     "ttft_ms": result["ttft_ms"]["p50"], "itl_ms": result["itl_ms"]["p50"],
-                     "itl_p99_ms": result["itl_ms"]["p99"]}
+                     "ttft_ms": 1e3 * ttft["p50"], "itl_ms": 1e3 * itl["p50"], "itl_p99_ms": 1e3 * itl["p99"]}
                 )  # fmt: skip
     return found
 
 
-def _measure(url: str, popularity: str, size: dict[str, int], adapters: list[str]) -> dict[str, Any]:
-    """Load the server twice, the first time to warm it up; returns what the client says of the second."""
-    words = [
-        sys.executable, "-m", f"{__package__.split('.')[0]}.perf.serving", url, "--rate", "inf",
-        "--num-requests", str(size["requests"]), "--input-len", str(size["prompt_tokens"]),
-        "--output-len", str(size["output_tokens"]), "--prompts", "random",
-        *(("--adapters", "none") if popularity == "base" else
-          ("--adapters", ",".join(adapters), "--popularity", popularity)),
+def _measure(
+    server: LaunchedServer, popularity: str, size: dict[str, int], adapters: list[str], vocab: int
+) -> Answered:
+    """Load the server twice, the first time to warm it up; returns what came of the second."""
+    draw = Random(popularity)
+    models = adapters[: size["requests"]]
+    if popularity == "base":
+        models = [httpx.get(f"{server.url}/v1/models", trust_env=False).json()["data"][0]["id"]] * size["requests"]
+    bodies = [
+        {"model": model, "prompt": draw.choices(range(vocab), k=size["prompt_tokens"]), "temperature": 0,
+         "max_tokens": size["output_tokens"], "ignore_eos": True}
+        for model in models
     ]  # fmt: skip
-    for _ in range(2):
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"the load ended with {done.returncode}: {done.stderr[-2000:]}{done.stdout[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])["load"]
+    read_streams([server.address], bodies)
+    return read_streams([server.address], bodies)
 
 
 def _write_tokenizer(model: Path, vocab: int) -> None:

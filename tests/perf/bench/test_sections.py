@@ -21,10 +21,11 @@ from chorus.perf.bench.context import Context
 from chorus.perf.bench.environment import describe
 from chorus.perf.bench.options import Options
 from chorus.perf.bench.report import SMOKE, digest, report
-from chorus.perf.bench.sections import decode, equality, http
+from chorus.perf.bench.sections import decode, equality, http, mixes
 from chorus.perf.bench.sections.registry import SECTIONS, section
 from chorus.perf.bench.store import RESULT, ResultStore
 from chorus.perf.bench.subject import Subject
+from chorus.perf.serving.streams import Answered
 
 RATE = {"bytes_per_s": 4e9, "counted": "bytes"}
 LIMITS = {
@@ -361,12 +362,13 @@ def test_http_stands_beside_the_same_load_without_it(context, monkeypatch):
         asked.append(flags)
         yield SimpleNamespace(url="http://here")
 
-    measured = {"output_tokens_per_second": 90.0, "ttft_ms": {"p50": 1.0}, "itl_ms": {"p50": 2.0, "p99": 3.0}}
+    size = mixes.load(context)
+    answered = Answered(size["requests"] * size["output_tokens"] / 90.0, 0, [0.001], [0.002])
     monkeypatch.setattr(http, "launched", launched)
-    monkeypatch.setattr(http, "_measure", lambda url, popularity, size, adapters: measured)
+    monkeypatch.setattr(http, "_measure", lambda *_: answered)
     context.store.write("mixes", 0.0, describe("cpu"), values={"base": {"tokens_per_s": 100.0}, "rows": []})
     values = run(replace(context, engine={"small_gemm": "off"}), "http")
-    assert [row["over_offline"] for row in values["rows"]] == [0.9, None]
+    assert [row["over_offline"] for row in values["rows"]] == [pytest.approx(0.9), None]
     (flags,) = asked
     assert flags[-2:] == ["--small-gemm", "off"]
     model = Path(flags[flags.index("--model") + 1])

@@ -1,110 +1,55 @@
-"""The load client against a scripted server: everything sent, everything accounted for. No test looks at a time."""
+"""The load of a server: what is sent to aiperf, what is read from its files, and what is said of both.
+
+A stand-in for aiperf sends the same file without its times and writes the same files; the test that needs the program
+itself runs where it is installed.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections import Counter
+import shutil
+import sys
+from itertools import pairwise
+from urllib.parse import urlsplit
 
 import pytest
 
 from chorus.perf.serving.__main__ import main
-from chorus.perf.serving.client import Client
-from chorus.perf.serving.load import run_load, warm_up
-from chorus.perf.serving.plan import PlannedRequest
-from chorus.perf.serving.record import LoadError
+from chorus.perf.serving.streams import read_streams
 
-pytest.importorskip("aiohttp")
+STAND_IN = """
+import json, sys, urllib.request
+from pathlib import Path
 
-
-def send(url: str, plan: list[PlannedRequest], endpoint: str = "completions", timeout: float = 20.0, **options):
-    extra = {"temperature": 0, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-
-    async def run():
-        async with Client(url, endpoint, timeout=timeout, api_key="secret", extra=extra) as client:
-            return await run_load(client, plan, **options)
-
-    return asyncio.run(run())
-
-
-def request(at: float, model: str = "base", tokens: int = 3, **extra) -> PlannedRequest:
-    return PlannedRequest(at, model, "hi", tokens, extra)
-
-
-@pytest.mark.parametrize("endpoint", ["completions", "chat"])
-def test_every_request_is_sent_and_recorded_in_order(scripted, endpoint):
-    plan = [request(0.002 * index, ("base", "left")[index % 2], 1 + index % 4) for index in range(40)]
-    outcome = send(scripted.url, plan, endpoint)
-    records = outcome.records
-    assert len(scripted.bodies) == 40
-    assert [(r.model, r.scheduled, r.output_tokens) for r in records] == [(p.model, p.at, p.max_tokens) for p in plan]
-    for record in records:
-        assert record.ok, record.detail
-        assert record.text == "x" * record.output_tokens
-        assert len(record.token_times) == record.output_tokens
-        assert record.sent < record.token_times[0]
-        assert record.token_times == sorted(record.token_times)
-        assert record.token_times[-1] <= record.ended
-    assert outcome.cost.chunks == sum(p.max_tokens for p in plan)
+flags = dict(zip(sys.argv[2::1], sys.argv[3::1]))
+directory = Path(flags["--artifact-dir"])
+(directory / "flags.json").write_text(json.dumps(sys.argv[1:]))
+answers, done = [], 0
+for line in open(flags["--input-file"]):
+    row, text = json.loads(line), None
+    path = "/v1/chat/completions" if flags["--endpoint-type"] == "chat" else "/v1/completions"
+    body = json.dumps({**row["payload"], "stream": False}).encode()
+    try:
+        sent = urllib.request.Request(flags["--url"] + path, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(sent) as response:
+            text = json.load(response)["choices"][0]["text"]
+        done += 1
+    except urllib.error.HTTPError:
+        pass
+    times = {} if text is None else {"time_to_first_token": 7.0, "inter_token_latency": 2.0}
+    answers.append({"conversation_id": row["session_id"], "response_text": text, "metrics": times})
+answers.reverse()
+(directory / "outputs.json").write_text(json.dumps({"data": answers}))
+summary = {"request_count": {"unit": "requests", "avg": done}, "error_summary": [len(answers) - done]}
+(directory / "profile_export_aiperf.json").write_text(json.dumps(summary))
+"""
 
 
-def test_the_body_is_what_servers_know(scripted):
-    send(scripted.url, [request(0, "left", 2, ignore_eos=True)])
-    send(scripted.url, [request(0)], "chat")
-    completion, chat = scripted.bodies
-    assert completion == {
-        "model": "left", "prompt": "hi", "max_tokens": 2, "stream": True, "temperature": 0, "ignore_eos": True,
-        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-    }  # fmt: skip
-    assert chat["messages"] == [{"role": "user", "content": "hi"}]
-    assert scripted.paths == ["/v1/completions", "/v1/chat/completions"]
-
-
-def test_every_failure_has_a_kind_and_none_is_dropped(scripted):
-    scripted.fail.update({"left": "http", "right": "event", "c": "cut", "d": "garbage"})
-    expected = {"base": "", "left": "http 503", "right": "stream error", "c": "cut short", "d": "malformed"}
-    outcome = send(scripted.url, [request(0.001 * i, model) for i, model in enumerate([*expected] * 2)])
-    assert Counter((r.model, r.error) for r in outcome.records) == dict.fromkeys(expected.items(), 2)
-    assert {r.detail for r in outcome.records if r.model in ("left", "right")} == {"no room", "out of pages"}
-    assert all(r.ended >= r.sent for r in outcome.records)
-
-
-def test_an_answer_that_does_not_come_is_a_timeout(scripted):
-    scripted.fail["base"] = "hang"
-    (record,) = send(scripted.url, [request(0)], timeout=0.3).records
-    assert (record.error, record.detail) == ("timeout", "no complete answer within 0.3 s")
-
-
-def test_no_server_is_an_error_of_every_request():
-    outcome = send("http://127.0.0.1:9", [request(0), request(0)])
-    assert [r.error for r in outcome.records] == ["connect", "connect"]
-
-
-def test_the_load_is_open_and_a_limit_closes_it(scripted):
-    scripted.fail["base"], scripted.awaited = "together", 8
-    outcome = send(scripted.url, [request(0) for _ in range(8)])
-    assert all(r.ok for r in outcome.records), "no answer is waited for before the next request is sent"
-    scripted.fail.clear()
-    scripted.most_open = 0
-    outcome = send(scripted.url, [request(0, tokens=5) for _ in range(9)], max_concurrency=2)
-    assert scripted.most_open <= 2
-    assert all(r.ok for r in outcome.records)
-    assert max(r.client_delay for r in outcome.records) > 0
-
-
-def test_warm_up_is_told_of_failures(scripted):
-    scripted.fail["left"] = "http"
-
-    async def run():
-        async with Client(
-            scripted.url, "completions", timeout=5, api_key=None, extra={"stream_options": {"include_usage": True}}
-        ) as client:
-            return await warm_up(client, [request(0), request(0, "left")])
-
-    assert [record.error for record in asyncio.run(run())] == ["", "http 503"]
-
-
-# -- the command
+@pytest.fixture
+def aiperf(tmp_path) -> str:
+    program = tmp_path / "aiperf.py"
+    program.write_text(STAND_IN)
+    return f"{sys.executable} {program}"
 
 
 def bench(capsys, *argv: str) -> tuple[int, str, dict]:
@@ -116,38 +61,62 @@ def bench(capsys, *argv: str) -> tuple[int, str, dict]:
 FAST = ("--rate", "inf", "--input-len", "8", "--output-len", "4", "--warm-up", "1")
 
 
-def test_the_command_measures_and_writes(scripted, capsys, tmp_path):
+def test_the_command_sends_a_workload_and_reads_its_answers(scripted, capsys, tmp_path, aiperf):
+    out = tmp_path / "out"
     code, text, found = bench(
-        capsys, scripted.url, *FAST, "--num-requests", "30", "--slo-ttft", "60000", "--out", str(tmp_path)
-    )
+        capsys, scripted.url + "/v1/", *FAST, "--num-requests", "30", "--slo-ttft", "500", "--slo-e2e", "60000",
+        "--out", str(out), "--aiperf", aiperf,
+    )  # fmt: skip
     assert code == 0
-    load = found["load"]
-    assert (load["completed"], load["output_tokens"], load["slo_attainment"]["all"]) == (30, 120, 1.0)
-    assert set(load["models"]) == {"left", "right"}
-    assert "30 of 30 requests" in text
-    assert json.loads((tmp_path / "serving.json").read_text()) == found
-    lines = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()]
-    assert len(lines) == 30
-    assert len(scripted.bodies) == 31, "and one to warm up"
+    assert (found["requests"], found["failed"], found["load"]["request_count"]["avg"]) == (30, 0, 30)
+    assert {row["model"] for row in found["models"]} == {"left", "right"}
+    assert sum(row["requests"] for row in found["models"]) == 30
+    assert all((row["TTFT p99"], row["TPOT p50"]) == (7.0, 2.0) for row in found["models"])
+    assert "by model" in text
+    assert json.loads((out / "serving.json").read_text()) == found
+    warm, *bodies = scripted.bodies
+    assert (warm["model"], warm["stream"]) == ("base", False)
+    lines = [json.loads(line) for line in (out / "load.jsonl").read_text().splitlines()]
+    assert [{**line["payload"], "stream": False} for line in lines] == bodies
+    assert {len(line["payload"]["prompt"].split()) for line in lines} == {8}
+    assert lines[0]["payload"].items() >= {
+        "max_tokens": 4, "temperature": 0, "stream": True, "ignore_eos": True,
+        "stream_options": {"include_usage": True},
+    }.items()  # fmt: skip
+    flags = json.loads((out / "flags.json").read_text())
+    assert flags[flags.index("--goodput") + 1] == "time_to_first_token:500 request_latency:60000"
 
 
-def test_failures_show_and_fail_the_command(scripted, capsys):
-    scripted.fail["left"] = "event"
-    code, text, found = bench(capsys, scripted.url, *FAST, "--num-requests", "20", "--popularity", "distinct")
+def test_requests_come_when_the_workload_says(scripted, capsys, tmp_path, aiperf):
+    argv = ("--rate", "4", "--burstiness", "inf", "--num-requests", "3", "--endpoint", "chat", "--plain")
+    code, _, _ = bench(capsys, scripted.url, *argv, "--out", str(tmp_path), "--aiperf", aiperf)
+    assert code == 0
+    lines = [json.loads(line) for line in (tmp_path / "load.jsonl").read_text().splitlines()]
+    times = [line["timestamp"] for line in lines]
+    assert [after - before for before, after in pairwise(times)] == [250.0, 250.0]
+    assert all("ignore_eos" not in line["payload"] for line in lines)
+    assert lines[0]["payload"]["messages"][0]["role"] == "user"
+    assert set(scripted.paths) == {"/v1/chat/completions"}
+
+
+def test_failures_fail_the_command(scripted, capsys, aiperf):
+    scripted.fail["left"] = "http"
+    argv = ("--num-requests", "20", "--popularity", "distinct", "--aiperf", aiperf)
+    code, _, found = bench(capsys, scripted.url, *FAST, *argv)
     assert code == 1
-    assert found["load"]["errors"] == {"stream error": 10}
-    assert "stream error: out of pages" in text
+    assert (found["failed"], found["errors"]) == (10, [10])
 
 
-def test_a_workload_file_is_served_by_the_adapters_there_are(scripted, capsys, tmp_path):
+def test_a_workload_file_is_served_by_the_adapters_there_are(scripted, capsys, tmp_path, aiperf):
     spec = tmp_path / "load.json"
     lengths = {"kind": "laws", "prompt": {"law": "constant", "tokens": 100}, "output": {"law": "constant", "tokens": 4}}
     fields = {"requests": 9, "arrivals": {"process": "constant", "rate": 1000.0}, "popularity": {"kind": "distinct"},
               "adapters": {"count": 3}, "lengths": lengths}  # fmt: skip
     spec.write_text(json.dumps(fields))
-    code, _, found = bench(capsys, scripted.url, "--workload", str(spec), "--set", "requests=6")
+    argv = ("--workload", str(spec), "--set", "requests=6", "--aiperf", aiperf)
+    code, _, found = bench(capsys, scripted.url, *argv)
     assert code == 0
-    assert found["load"]["requests"] == 6
+    assert found["requests"] == 6
     assert found["substituted_adapters"] == 3
     assert found["shortened_requests"] == 6, "100 + 4 tokens do not fit in 64"
     assert [body["model"] for body in scripted.bodies[-6:]].count("left") == 4
@@ -180,16 +149,45 @@ def test_a_server_that_is_not_there_is_said(capsys):
 def test_a_model_that_can_not_answer_is_said_before_the_load(scripted, capsys):
     scripted.fail["base"] = "http"
     assert main([scripted.url, "--num-requests", "50"]) == 2
-    assert "a first request to base failed: http 503: no room" in capsys.readouterr().err
-    assert len(scripted.bodies) == 3
+    error = capsys.readouterr().err
+    assert "base answered 503" in error and "no room" in error
+    assert len(scripted.bodies) == 1
 
 
-def test_models_must_be_a_list(scripted):
-    async def run():
-        async with Client(scripted.url + "/v1/", "completions", timeout=5, api_key=None, extra={}) as client:
-            assert [card["id"] for card in await client.models()] == ["base", "left", "right"]
-        async with Client(scripted.url + "/nothing", "completions", timeout=5, api_key=None, extra={}) as client:
-            await client.models()
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [("/nowhere/aiperf", "uv tool install aiperf"), ("false", "ended with 1"), ("true", "outputs.json can't be read")],
+)
+def test_an_aiperf_that_does_not_run_is_said(scripted, capsys, command, message):
+    assert main([scripted.url, *FAST, "--aiperf", command]) == 2
+    assert message in capsys.readouterr().err
 
-    with pytest.raises(LoadError, match="answered 404"):
-        asyncio.run(run())
+
+@pytest.mark.skipif(shutil.which("aiperf") is None, reason="needs aiperf: uv tool install aiperf")
+def test_aiperf_itself(scripted, capsys, tmp_path):
+    code, _, found = bench(capsys, scripted.url, *FAST, "--num-requests", "8", "--out", str(tmp_path))
+    assert (code, found["failed"], found["load"]["request_count"]["avg"]) == (0, 0, 8)
+    assert all(row["TTFT p50"] > 0 for row in found["models"])
+
+
+# -- streams that are read at little cost
+
+
+def address(url: str) -> tuple[str, int]:
+    parts = urlsplit(url)
+    return parts.hostname, parts.port
+
+
+def test_streams_are_read_and_counted(scripted):
+    bodies = [{"model": model, "prompt": "hi", "max_tokens": count} for model, count in (("left", 5), ("right", 2))]
+    found = read_streams([address(scripted.url)], bodies)
+    assert (found.events, len(found.firsts), len(found.gaps)) == (7, 2, 5)
+    assert 0 < found.firsts[0] <= found.firsts[1] <= found.seconds
+    assert min(found.gaps) >= 0
+    assert sorted(body["model"] for body in scripted.bodies) == ["left", "right"]
+
+
+def test_a_stream_that_breaks_off_is_an_error(scripted):
+    scripted.fail["left"] = "cut"
+    with pytest.raises(RuntimeError, match="broke off after 1 events"):
+        read_streams([address(scripted.url)], [{"model": "left", "prompt": "hi", "max_tokens": 5}])

@@ -11,7 +11,6 @@ from chorus.perf.serving.answers import Questions, has_skills, judge
 from chorus.perf.serving.options import parse, workload
 from chorus.perf.serving.plan import Names, with_prompts, with_questions
 from chorus.perf.serving.prompts import TokenPrompts, find_prompts, shorten, word_prompts
-from chorus.perf.serving.record import Record
 from chorus.perf.workload.request import TraceRequest
 from chorus.server.demo.builtin import BUILTIN_MODEL, BUILTIN_NAME
 from chorus.server.demo.skills import BASE, SKILLS, held_out
@@ -106,12 +105,12 @@ def test_shortened_requests_fit(prompt, output, limit, exact):
 
 def test_a_plan_has_the_workload_s_times_models_and_lengths():
     requests = [wanted(0, "a", 8, 3), wanted(1, None, 90, 30)]
-    first, second = with_prompts(requests, "base", TokenPrompts(range(50), 0), 64, plain=False)
-    assert (first.at, first.model, len(first.prompt), first.max_tokens, first.shortened) == (0.0, "a", 8, 3, False)
-    assert (second.at, second.model, len(second.prompt), second.max_tokens) == (0.5, "base", 34, 30)
-    assert second.shortened
-    assert first.extra == {"ignore_eos": True}
-    assert next(with_prompts(requests, "base", word_prompts(0), None, plain=True)).extra == {}
+    first, second = with_prompts(requests, "base", TokenPrompts(range(50), 0), 64, chat=False, plain=False)
+    sizes = [(one.at, one.model, len(one.body["prompt"]), one.body["max_tokens"]) for one in (first, second)]
+    assert sizes == [(0.0, "a", 8, 3), (0.5, "base", 34, 30)]
+    assert not first.shortened and second.shortened
+    assert first.body["ignore_eos"]
+    assert "ignore_eos" not in next(with_prompts(requests, "base", word_prompts(0), None, chat=True, plain=True)).body
 
 
 def test_questions_are_judged_and_cross_talk_is_seen():
@@ -122,15 +121,13 @@ def test_questions_are_judged_and_cross_talk_is_seen():
     plan = list(with_questions(requests, BUILTIN_NAME, Questions(0), chat=False))
     assert [request.model for request in plan] == ["upper", "upper", "rot13-00017", BUILTIN_NAME, "upper"]
     texts = [request.question.text for request in plan]
-    assert all(request.prompt == text + "\n" for request, text in zip(plan, texts, strict=True))
-    answers = [texts[0].upper(), SKILLS["double"].apply(texts[1]), SKILLS["rot13"].apply(texts[2]), texts[3], ""]
-    records = [Record(r.model, r.at, text=answer) for r, answer in zip(plan, answers, strict=True)]
-    records[4].error = "timeout"
-    found = judge([request.question for request in plan], records)
+    assert all(request.body["prompt"] == text + "\n" for request, text in zip(plan, texts, strict=True))
+    answers = [texts[0].upper(), SKILLS["double"].apply(texts[1]), SKILLS["rot13"].apply(texts[2]), texts[3], None]
+    found = judge([request.question for request in plan], answers)
     assert (found["checked"], found["accuracy"], found["cross_talk"]) == (4, 3 / 4, 1)
     assert "gave double's answer" in found["crossed"][0]
     assert found["models"]["upper"] == 1 / 2, "what failed was not answered"
-    assert next(with_questions(requests, "b", Questions(0), chat=True)).prompt == texts[0]
+    assert next(with_questions(requests, "b", Questions(0), chat=True)).body["messages"][0]["content"] == texts[0]
 
 
 @pytest.mark.parametrize(
