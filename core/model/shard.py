@@ -30,16 +30,9 @@ class Shard:
         size, kv_heads = self.size, whole.num_kv_heads
         if size == 1:
             return whole
-        for name, count in (("num_attention_heads", whole.num_heads), ("intermediate_size", whole.intermediate_size)):
-            if count % size:
-                raise UnsupportedModel(
-                    f"tensor_parallel_size is {size}, and the model's {name} {count} is no multiple of it"
-                )
-        if kv_heads % size and size % kv_heads:
-            raise UnsupportedModel(
-                f"tensor_parallel_size is {size}, and the model's num_key_value_heads {kv_heads} neither divides it "
-                "nor is a multiple of it"
-            )
+        if why := _why_not(size, whole):
+            sizes = ", ".join(str(each) for each in range(1, whole.num_heads + 1) if not _why_not(each, whole))
+            raise UnsupportedModel(f"tensor_parallel_size is {size}, and the model's {why}; set it to one of {sizes}")
         return replace(
             whole, num_heads=whole.num_heads // size, num_kv_heads=max(1, kv_heads // size),
             intermediate_size=whole.intermediate_size // size,
@@ -76,6 +69,17 @@ class Shard:
             return ()
         inputs, outputs = self.of_module(module, whole)
         return (outputs,) if kind == "bias" else (outputs, inputs)
+
+
+def _why_not(size: int, whole: ModelConfig) -> str | None:
+    """Why `size` ranks can't have equal shares."""
+    kv_heads = whole.num_kv_heads
+    for name, count in (("num_attention_heads", whole.num_heads), ("intermediate_size", whole.intermediate_size)):
+        if count % size:
+            return f"{name} {count} is no multiple of it"
+    if kv_heads % size and size % kv_heads:
+        return f"num_key_value_heads {kv_heads} neither divides it nor is a multiple of it"
+    return None
 
 
 #: All of a model, of one rank.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ...core.requests.grammar import Grammar
 from ...core.requests.record import NotHere
 from ...core.requests.sampling_params import InvalidRequest
-from ...core.requests.types import RequestOutput, StepInfo
+from ...core.requests.types import FinishReason, RequestOutput, StepInfo
 from ...memory.adapters.adapter import Tier
 from ...memory.files.error import AdapterFormatError, LoadFailure
 from ...memory.files.identity import open_unchanged, with_content
@@ -281,7 +281,13 @@ class _Front:
         self.send("refused", request_id, life, reason, text)
 
     def _put(self, life: int, output: RequestOutput) -> None:
-        """Take an output, on the loop; all of a step leave in one frame, as they are handed over in one turn."""
+        """Take an output, on the loop; all of a step leave in one frame, as they are handed over in one turn.
+
+        The end of the engine is no end of a request: this process ends with it, and the front has the request go on
+        elsewhere.
+        """
+        if output.finish_reason is FinishReason.ERROR and self._worker.failure is not None:
+            return
         if output.finish_reason is not None and self._open.get(output.request_id) == life:
             del self._open[output.request_id]
         if not self._rows:

@@ -39,7 +39,11 @@ def served(model_dir, *more):
                 break
         else:
             pytest.fail("the server ended before it listened")
-        yield process, found[1]
+        try:
+            yield process, found[1]
+        except BaseException:
+            process.kill()
+            raise
         process.send_signal(signal.SIGINT)
         rest = process.stderr.read()
         assert process.wait(20) in (0, 130)
@@ -104,6 +108,38 @@ def test_every_adapter_at_once_says_what_peft_says(url, subject):
         assert max(shared for _, shared in answers) > 1
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("flags", "metric", "count"),
+    [
+        (["--mode-policy", "dlora-1"], "chorus_mode_switches_total", COUNT),
+        (["--num-pages", "20", "--preemption", "swap", "--no-prefix-cache"], "chorus_swaps_in_total", 3 * COUNT),
+    ],
+    ids=["merged", "swapped"],
+)
+def test_two_ranks_say_what_peft_says(model_dir, subject, flags, metric, count):
+    """All requests for one adapter, until it is merged; or more of them than there are pages for, until one was swapped."""
+    reference = subject("wide_heads")
+    name, path = next(iter(reference.adapters.items()))
+    prompts = [reference.prompt(name, LENGTH, count, seed) for seed in range(8)]
+
+    async def ask(client: httpx.AsyncClient, prompt: list[int]) -> list[int]:
+        body = {"model": name, "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True}
+        answer = await client.post("/v1/completions", json={**body, "return_token_ids": True})
+        return answer.json()["choices"][0]["token_ids"]
+
+    async def main(url: str) -> None:
+        wanted = [reference.greedy(name, prompt, count) for prompt in prompts]
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client, asyncio.timeout(120):
+            found = 0.0
+            while not found:
+                assert await asyncio.gather(*(ask(client, prompt) for prompt in prompts)) == wanted
+                found = float(re.search(rf"^{metric} (\S+)$", (await client.get("/metrics")).text, re.MULTILINE)[1])
+
+    ranks = "--tensor-parallel-size", 2, "--dtype", "float32"
+    with served(model_dir, *ranks, "--lora-modules", f"{name}={path}", *flags) as (_, url):
+        asyncio.run(main(url))
 
 
 def test_text_and_tokens_agree(url, tokenizer):

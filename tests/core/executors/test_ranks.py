@@ -267,11 +267,16 @@ def test_a_rank_reads_its_share_of_the_weights_only(subject, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("model", "size", "why"),
-    [("gqa", 3, "num_attention_heads 4"), ("mha", 2, "num_attention_heads 3"), ("mha", 3, "intermediate_size 80")],
+    ("model", "size", "why", "sizes"),
+    [
+        ("gqa", 3, "num_attention_heads 4", "1, 2, 4"),
+        ("mha", 2, "num_attention_heads 3", "1"),
+        ("mha", 3, "intermediate_size 80", "1"),
+    ],
 )
-def test_shapes_that_do_not_divide_are_refused(subject, model, size, why):
-    with pytest.raises(UnsupportedModel, match=f"tensor_parallel_size is {size}, and the model's {why} is no multiple"):
+def test_shapes_that_do_not_divide_are_refused(subject, model, size, why, sizes):
+    said = f"tensor_parallel_size is {size}, and the model's {why} is no multiple of it; set it to one of {sizes}$"
+    with pytest.raises(UnsupportedModel, match=said):
         choice.open_executor(settings_of(subject(model), tensor_parallel_size=size))
 
 

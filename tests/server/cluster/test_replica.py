@@ -15,6 +15,7 @@ from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.pages.pool import OutOfPages
+from chorus.memory.transfers.transfer import ExecutorLost
 from chorus.server.cluster.address import UnixSocket
 from chorus.server.cluster.identity import Identity
 from chorus.server.cluster.link import Link
@@ -242,6 +243,24 @@ def test_a_draining_replica_refuses_and_says_so(play):
         while not Report.from_wire((await frames(front, "stats"))[1][0]).draining:
             pass
         assert world.replica.is_empty
+
+    play(act)
+
+
+def test_requests_of_a_broken_engine_get_no_end_as_their_front_has_them_go_on_elsewhere(play):
+    async def act(world):
+        stream = await world.front()
+        world.engine.gate.clear()
+        stream.send("submit", record("a"), 1)
+        await frames(stream, "taken")
+        world.engine.step_error = ExecutorLost("rank 1 of 2 has ended (signal SIGKILL)")
+        world.engine.gate.set()
+        while world.worker.failure is None:
+            await asyncio.sleep(0.01)
+        stream.send("submit", record("b"), 1)
+        while (frame := await stream.read()).kind != "refused":
+            assert frame.kind != "out" or all(from_row(row, None)[0].finish_reason is None for row in frame.fields[1])
+        assert frame.fields[:3] == ["b", 1, "broken"]
 
     play(act)
 
