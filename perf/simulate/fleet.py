@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,7 +39,9 @@ _BREAK = 1.0  # seconds between the last of them and the first of the others, in
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Replicas as they are configured: costs and sizes of an engine's that has ended."""
+    """Replicas as they are configured, of one thread each: costs, in processor seconds, and sizes of an engine's that
+    has ended.
+    """
 
     config: EngineConfig
     ranks: dict[str, int]
@@ -48,7 +51,7 @@ class Fleet:
 
     @classmethod
     def of(cls, config: EngineConfig, replicas: int) -> Fleet:
-        profile = measure_machine(config, batches=_BATCHES, rounds=_ROUNDS).profile
+        profile = measure_machine(config, batches=_BATCHES, rounds=_ROUNDS, clock=time.thread_time).profile
         engine = Engine.from_config(config)
         try:
             page, pages = engine.executor.layout, engine.executor.num_pages
