@@ -156,6 +156,11 @@ class CpuSample:
         """The part of `foreign_share` that a hypervisor had."""
         return self._share(self.stolen - earlier.stolen, earlier)
 
+    def speed(self, earlier: CpuSample) -> float:
+        """The part of the busy time since `earlier` that a hypervisor left."""
+        busy = self.busy - earlier.busy
+        return 1 - (self.stolen - earlier.stolen) / busy if busy > 0 else 1.0
+
     def _share(self, seconds: float, earlier: CpuSample) -> float:
         capacity = (self.clock - earlier.clock) * (os.cpu_count() or 1)
         return max(0.0, seconds / capacity) if capacity > 0.2 else 0.0

@@ -67,13 +67,14 @@ class Fleet:
 
     def simulate(
         self, trace: Sequence[TraceRequest], policy: str, before: Sequence[TraceRequest] = (),
-        works: Works | None = None,
+        works: Works | None = None, speed: float = 1.0,
     ) -> tuple[Records, float]:  # fmt: skip
         """Serve a trace in virtual time, from second 0 on: its records, and the seconds that replicas computed. The
         means of answers are learned, as in the front.
 
         before: requests that were served before it, of which nothing is recorded. works: of the processes beside each
-        other; without them a replica has a processor of its own, and no process costs anything but its steps.
+        other; without them a replica has a processor of its own, and no process costs anything but its steps. speed: of
+        processors, see `Machine`.
         """
         works = works or Works()
         profile = works.slower(self.profile)
@@ -88,7 +89,7 @@ class Fleet:
         records = simulate(
             [*earlier, *trace], replicas, POLICIES[policy](estimates, 0),
             prompt=lambda request: prompt_of(request, vocab), controller=migrating, answers=estimates.answers,
-            host=works.host(),
+            host=works.host(speed),
         )  # fmt: skip
         return _since(records, 0.0), sum(replica.executor.busy_seconds for replica in replicas)
 
@@ -117,7 +118,7 @@ def cluster(config: EngineConfig, replicas: int, policy: str) -> Iterator[tuple[
     flags += ["--memory-bytes", config.memory_bytes, "--threads", 1, "--replicas", replicas, "--policy", policy]
     flags += ["--migration", "greedy", *(f"--migration-setting={text}" for text in MIGRATION), "--no-access-log"]
     with launched([str(flag) for flag in flags], command=("cluster", "up")) as server:
-        pids = {"front": server.pid, "replica": server.children("replica")[0]}
+        pids = {"front": [server.pid], "replica": server.children("replica")}
         yield server.url, HttpServer(server.url, config, pids)
 
 

@@ -2,10 +2,11 @@
 
 In each round, for each policy a cluster of the built-in model serves the same skewed requests in real time, with
 migration, and the same arrivals are simulated with the same objects for policy and planner, after the same requests
-before them, which leave adapters in arenas. Nothing is taken from the runs that are compared. The costs of steps and
-transfers are measured before, as by `chorus profile`; so are the processor seconds that client, front and replica need
-for a request and a token, by the kernel's count, with a single replica and other requests. The simulated processes
-share as many processors as this one may use.
+before them, which leave adapters in arenas. The costs of steps and transfers are measured before, as by `chorus
+profile`; just before and just after each round, the processor seconds that client, front and replica need for a request
+and a token, by the kernel's count, with a single replica and other requests. The simulated processes share as many
+processors as this one may use. Of the runs that are compared only one thing is taken: the part of the busy processors'
+time that the hypervisor took, of which the simulated ones are slower. "At full speed" is without that.
 
 Printed are both sides' TTFT and latency, medians over the rounds with their intervals (order statistics), the requests
 that moved, and for each pair of policies by how much one's mean latency is above the other's, round by round: where the
@@ -23,19 +24,20 @@ import operator
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 from ...core.config import EngineConfig
-from ...core.costs.fit import Fit
 from ...server.cluster.router import POLICIES
 from ...server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 from ..cpu.rounds import FOREIGN_LIMIT, CpuSample, processor
 from ..report.command import judge, parser, say
 from ..report.table import Goal, Table
+from ..workload.request import TraceRequest
 from .fleet import Fleet, cluster, counted, skewed
-from .host_fit import TERMS, measure_works
+from .host import Works
+from .host_fit import TERMS, FittedWorks, fit_works, measure
 from .records import Records
 from .results import Spread
 
@@ -49,38 +51,68 @@ def means(records: Records) -> dict[str, float]:
     return {name: float(records.column(name).mean()) for name in ("ttft", "e2e")}
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A policy's requests of a round as a cluster served them. known, before: they and the ones before, for a
+    simulation.
+    """
+
+    policy: str
+    known: list[TraceRequest]
+    before: list[TraceRequest]
+    speed: float
+    told: dict[str, Any]
+
+    def beside(self, fleet: Fleet, works: Works) -> dict[str, Any]:
+        """What the cluster showed beside its simulation."""
+        slow, full = (
+            fleet.simulate(self.known, self.policy, self.before, works, speed)[0] for speed in (self.speed, 1.0)
+        )
+        return {**self.told, "simulated": means(slow), "full_speed": means(full), "simulated_moved": slow.num_moved}
+
+
 def run(args: Any) -> dict[str, Any]:
-    """Both sides' means by policy and round, moves, how many answers changed, and what the processes need."""
+    """Both sides' means by policy and round, moves, how many answers changed, and what the processes need.
+
+    A machine drifts in speed: a round is simulated with what was measured just before it and just after.
+    """
     config = EngineConfig(
         model=BUILTIN_MODEL, adapters=BUILTIN_ADAPTERS, threads=1, max_num_seqs=SEATS, max_num_batched_tokens=256,
         memory_bytes=128 << 20,
     )  # fmt: skip
     fleet = Fleet.of(config, args.replicas)
-    fitted = measure_works(fleet, max(fleet.ranks))
-    show_fits(fitted.fits)
     found: dict[str, list[dict[str, Any]]] = {policy: [] for policy in args.policies}
+    fits: list[FittedWorks] = []
+    samples = measure(fleet, 0)
     for number in range(args.rounds):
+        say(f"round {number + 1} of {args.rounds}")
         trace = skewed(args.rate, args.seconds, args.seed + number, fleet.ranks)
-        alone: list[str] = []
-        for policy in args.policies:
-            say(f"round {number + 1} of {args.rounds}: {policy}")
-            with cluster(config, args.replicas, policy) as (url, server):
-                _, before = server.serve(trace[:_LEARNING])
-                moved, quiet = counted(url, "requests_moved"), CpuSample.take([os.getpid()])
-                real, known = server.serve(trace, prompts="judged")
-                loud = CpuSample.take([os.getpid()])
-                texts, moved = server.texts, counted(url, "requests_moved") - moved
-                if not alone:
-                    server.serve(trace, one_by_one=True, prompts="judged")
-                    alone = server.texts
-            virtual, _ = fleet.simulate(known, policy, before, fitted.works)
-            found[policy].append({
-                "real": means(real), "simulated": means(virtual), "moved": moved, "simulated_moved": virtual.num_moved,
-                "requests": len(real), "changed": sum(one != other for one, other in zip(texts, alone, strict=True)),
-                "foreign": loud.foreign_share(quiet), "stolen": loud.stolen_share(quiet),
-            })  # fmt: skip
-    return {"works": asdict(fitted.works), "fits": {name: asdict(each) for name, each in fitted.fits.items()},
-            "policies": found}  # fmt: skip
+        runs = [*serve(config, args.replicas, args.policies, trace)]
+        samples, before = measure(fleet, number + 1), samples
+        fits.append(fit_works(fleet, [*before, *samples]))
+        for each in runs:
+            found[each.policy].append(each.beside(fleet, fits[-1].works))
+    return {"costs": [asdict(each) for each in fits], "policies": found}
+
+
+def serve(config: EngineConfig, replicas: int, policies: Sequence[str], trace: list[TraceRequest]) -> Iterator[Run]:
+    """Serve the same requests with each policy, each on a cluster of its own, and one by one for their answers."""
+    alone: list[str] = []
+    for policy in policies:
+        with cluster(config, replicas, policy) as (url, server):
+            _, before = server.serve(trace[:_LEARNING])
+            moved, quiet = counted(url, "requests_moved"), CpuSample.take([os.getpid()])
+            real, known = server.serve(trace, prompts="judged")
+            loud = CpuSample.take([os.getpid()])
+            moved, texts = counted(url, "requests_moved") - moved, server.texts
+            if not alone:
+                server.serve(trace, one_by_one=True, prompts="judged")
+                alone = server.texts
+        yield Run(policy, known, before, server.speed, {
+            "real": means(real), "moved": moved, "requests": len(real), "spent": server.spent, "speed": server.speed,
+            "changed": sum(one != other for one, other in zip(texts, alone, strict=True)),
+            "foreign": loud.foreign_share(quiet) - loud.stolen_share(quiet),
+        })  # fmt: skip
 
 
 def order(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[tuple[str, str, Spread, Spread]]:
@@ -117,6 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = command.parse_args(argv)
     result = run(args)
+    show_costs(result["costs"])
     found, is_quiet = quiet_rounds(result["policies"])
     code = judge({"device": processor(), **result}, [*judged_times(found), *judged_orders(found)])
     if not is_quiet:
@@ -135,38 +168,40 @@ def quiet_rounds(found: dict[str, list[dict[str, Any]]]) -> tuple[dict[str, list
     return dict(zip(found, map(list, zip(*kept, strict=True)), strict=True)), True
 
 
-def show_fits(fits: Mapping[str, Fit]) -> None:
-    """Print what each process needs of a processor."""
+def show_costs(costs: Sequence[Mapping[str, Any]]) -> None:
+    """Print what each process needs of a processor, by round."""
     names = [name.removeprefix("per_").replace("_", " ") for name in TERMS[1:]]
-    table = Table("processor time, µs", ["of", *names, "idle %", "loads are off by, %"])
-    for name, found in fits.items():
-        idle, *work = (found.terms[term] for term in TERMS)
-        table.add(name, *(1e6 * seconds for seconds in work), 100 * idle, 100 * found.mean_error)
+    table = Table("processor time, µs", ["round", "of", *names, "idle %", "loads are off by, %"])
+    for number, each in enumerate(costs, 1):
+        for name, found in each["fits"].items():
+            idle, *work = (found["terms"][term] for term in TERMS)
+            table.add(number, name, *(1e6 * seconds for seconds in work), 100 * idle, 100 * found["mean_error"])
     table.show()
 
 
 def judged_times(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Goal]:
     """Print both sides' times and moves by policy; by how much they are off, and changed answers."""
-    columns = ["policy", *(f"{side} {name}, ms" for name in ("TTFT", "latency") for side in SIDES)]
+    sides = {"real": "real", "simulated": "simulated", "full_speed": "at full speed"}
+    columns = ["policy", *(f"{side} {name}, ms" for name in ("TTFT", "latency") for side in sides.values())]
     table = Table("means: medians of the rounds", columns)
     counts = Table(
         "requests",
-        ["policy", "served", "moved", "moved, simulated", "answers changed", "others had, %", "hypervisor of it, %"],
+        ["policy", "served", "moved", "moved, simulated", "answers changed", "others had, %", "hypervisor had, %"],
     )
     goals = []
     for policy, rounds in found.items():
         cells = []
         for name, label in (("ttft", "TTFT"), ("e2e", "latency")):
-            real, virtual = ([each[side][name] for each in rounds] for side in SIDES)
-            cells += [_shown(Spread.of(1e3 * value for value in values)) for values in (real, virtual)]
+            real, virtual, full = ([each[side][name] for each in rounds] for side in sides)
+            cells += [_shown(Spread.of(1e3 * value for value in values)) for values in (real, virtual, full)]
             off = abs(median(map(operator.truediv, virtual, real)) - 1)
             goals.append(Goal(f"{policy}: {label} off by", off, MOST_ERROR, at_most=True))
         table.add(policy, *cells)
         *numbers, changed = (
             int(sum(each[key] for each in rounds)) for key in ("requests", "moved", "simulated_moved", "changed")
         )
-        most = (100 * max(each[key] for each in rounds) for key in ("foreign", "stolen"))
-        counts.add(policy, *numbers, changed, *most)
+        others, hypervisor = max(each["foreign"] for each in rounds), 1 - min(each["speed"] for each in rounds)
+        counts.add(policy, *numbers, changed, 100 * others, 100 * hypervisor)
         goals.append(Goal(f"{policy}: answers changed", changed, 0, at_most=True))
     table.show()
     counts.show()

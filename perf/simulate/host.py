@@ -98,8 +98,9 @@ class Works:
     latency: float = 0.0
     processors: float = math.inf
 
-    def host(self) -> Host:
-        return Host(Machine(self.processors), self.front, self.client, self.latency)
+    def host(self, speed: float = 1.0) -> Host:
+        """speed: of the machine's processors."""
+        return Host(Machine(self.processors, speed), self.front, self.client, self.latency)
 
     def slower(self, profile: Profile) -> Profile:
         """Return the profile of an engine whose steps take as long as with the replica's work."""

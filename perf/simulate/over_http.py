@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from tokenizers import Tokenizer
 
 from ...core.config import EngineConfig
+from ..cpu.rounds import CpuSample
 from ..serving.client import Client
 from ..serving.load import run_load, warm_up
 from ..serving.plan import PlannedRequest
@@ -24,15 +25,16 @@ _TIMEOUT = 300.0
 class HttpServer:
     """A launched server that traces can be sent to.
 
-    texts: answers to the last trace. seconds: that it took. spent: of processors, by each process of `pids` and by the
-    client meanwhile.
+    pids: of its processes, by name. texts: answers to the last trace. seconds: that it took. spent: of processors, by
+    the processes of each name and by the client meanwhile. speed: the part of the time in which the processors had
+    something to do that a hypervisor left them.
     """
 
-    def __init__(self, url: str, config: EngineConfig, pids: Mapping[str, int] | None = None) -> None:
+    def __init__(self, url: str, config: EngineConfig, pids: Mapping[str, Sequence[int]] | None = None) -> None:
         self._url = url
         self._pids = pids or {}
         self.texts: list[str] = []
-        self.seconds, self.spent = 0.0, dict[str, float]()
+        self.seconds, self.spent, self.speed = 0.0, dict[str, float](), 1.0
         self._num_served = 0
         self._base = config.model.name
         self._tokenizer = Tokenizer.from_file(str(config.model / "tokenizer.json"))
@@ -64,11 +66,15 @@ class HttpServer:
             if one_by_one:
                 return await warm_up(client, plan)
             await warm_up(client, plan[:1])  # opens a connection
-            before = {name: processor_seconds(pid) for name, pid in self._pids.items()}
+            before, sample = self._seconds_by_name(), CpuSample.take(())
             outcome = await run_load(client, plan)
-            self.spent = {name: processor_seconds(pid) - before[name] for name, pid in self._pids.items()}
+            self.speed = CpuSample.take(()).speed(sample)
+            self.spent = {name: seconds - before[name] for name, seconds in self._seconds_by_name().items()}
             self.seconds, self.spent["client"] = outcome.cost.wall, outcome.cost.cpu
             return outcome.records
+
+    def _seconds_by_name(self) -> dict[str, float]:
+        return {name: sum(map(processor_seconds, pids)) for name, pids in self._pids.items()}
 
     def _planned(self, request: TraceRequest, drawn: str) -> PlannedRequest:
         """Random letters, so that no two prompts share a beginning worth caching."""

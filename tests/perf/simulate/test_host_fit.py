@@ -26,7 +26,7 @@ def fleet():
 
 def samples():
     """Seconds, requests, prompts' tokens, steps and rows of all loads, and what a process needs for them."""
-    traces = [trace for repeat in range(3) for trace in loads(fleet(), "lora-0", repeat)]
+    traces = [trace for repeat in range(3) for trace in loads(fleet(), repeat)]
     rows = []
     for trace in traces:
         tokens = sum(each.output_tokens for each in trace)
@@ -57,8 +57,8 @@ def test_a_load_whose_steps_are_priced_too_high_does_not_decide_the_replicas_wor
 
 
 def test_the_loads_of_a_repeat_are_its_own_and_the_same_every_time():
-    one, other = (loads(fleet(), "lora-0", repeat) for repeat in (0, 1))
-    assert one == loads(fleet(), "lora-0", 0)
+    one, other = (loads(fleet(), repeat) for repeat in (0, 1))
+    assert one == loads(fleet(), 0)
     assert [len(trace) for trace in one[:8]] == [24, 24, 24, 1, 2, 4, 8, 16] == [len(trace) for trace in other[:8]]
     assert all(a != b and len({each.adapter for each in a}) == 2 for a, b in zip(one[8:], other[8:], strict=True))
 
