@@ -25,12 +25,15 @@ class Fit:
     num_samples: int
 
 
-def fit(terms: Sequence[str], rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> Fit:
+def fit(
+    terms: Sequence[str], rows: Sequence[Sequence[float]], seconds: Sequence[float], known: Sequence[float] = ()
+) -> Fit:
     """The non-negative coefficients that minimise the sum of squared errors over seconds.
 
     Long steps vary more than short ones: a sample's weight is 1 / its seconds, so that neither decides alone. R² is
     that of the plain errors.
-    rows: `[samples, len(terms)]`, a sample's value of each term; a constant term is 1 in every row.
+    rows: `[samples, len(terms)]`, a sample's value of each term; a constant term is 1 in every row. known: the part of
+    each sample's seconds that other terms explain; it may be more than the seconds, as both are measured.
     Raises FitError unless there are more samples than terms and they are finite.
     """
     if len(rows) <= len(terms):
@@ -39,11 +42,12 @@ def fit(terms: Sequence[str], rows: Sequence[Sequence[float]], seconds: Sequence
     if not (np.isfinite(matrix).all() and np.isfinite(target).all() and (target > 0).all()):
         raise FitError("samples must be finite, and take more than 0 seconds")
     weights = 1.0 / np.sqrt(target)
+    given = np.asarray(known, dtype=np.float64) if len(known) else np.zeros_like(target)
     weighted = matrix * weights[:, None]
     scale = np.abs(weighted).max(axis=0)
     scale[scale == 0] = 1.0  # a term that no sample has stays 0
-    found = _nnls(weighted / scale, target * weights) / scale
-    predicted = matrix @ found
+    found = _nnls(weighted / scale, (target - given) * weights) / scale
+    predicted = given + matrix @ found
     spread = float(((target - target.mean()) ** 2).sum())
     r2 = 1.0 - float(((target - predicted) ** 2).sum()) / spread if spread else 1.0
     error = float((np.abs(predicted - target) / target).mean())

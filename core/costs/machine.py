@@ -21,7 +21,7 @@ from ..requests.request import Request
 from ..requests.sampling_params import SamplingParams
 from ..requests.types import StepPlan, StepResult
 from .fit import Fit, fit
-from .measure import MeasureError, Samples, StepProfiler, fit_steps, fit_transfer, r2_of, typical
+from .measure import Clock, MeasureError, Samples, StepProfiler, fit_steps, fit_transfer, r2_of, typical
 from .models import Kernel, StepCost
 from .profile import FitReport, Geometry, Number, Profile, Terms, Whole
 
@@ -55,8 +55,8 @@ class Measured:
 class TimedExecutor:
     """Another executor, with the seconds that its steps took."""
 
-    def __init__(self, inner: Executor) -> None:
-        self._inner = inner
+    def __init__(self, inner: Executor, clock: Clock = time.perf_counter) -> None:
+        self._inner, self._clock = inner, clock
         self.model, self.layout, self.num_pages, self.adapters = (
             inner.model, inner.layout, inner.num_pages, inner.adapters,
         )  # fmt: skip
@@ -65,11 +65,11 @@ class TimedExecutor:
         self.seconds = 0.0
 
     def execute(self, plan: StepPlan) -> StepResult:
-        began = time.perf_counter()
+        began = self._clock()
         try:
             return self._inner.execute(plan)
         finally:
-            self.seconds += time.perf_counter() - began
+            self.seconds += self._clock() - began
 
     def close(self) -> None:
         self._inner.close()
@@ -82,8 +82,10 @@ def measure_machine(
     rounds: int = 5,
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    clock: Clock = time.perf_counter,
 ) -> Measured:
-    """Measure `config`'s model with `config`'s adapters where it runs. progress: (steps done, steps in all).
+    """Measure `config`'s model with `config`'s adapters where it runs. progress: (steps done, steps in all). clock: of
+    steps; with `time.thread_time` a profile of one thread has the processor's seconds, whatever else ran.
 
     Raises MeasureError for what can't be measured, UnsupportedModel and AdapterFormatError for what can't be loaded.
     """
@@ -92,7 +94,7 @@ def measure_machine(
     paths = adapter_directories(config.adapters)
     engine = Engine.from_config(config)
     try:
-        return _measure(engine, paths, batches, rounds, seed, progress)
+        return _measure(engine, paths, batches, rounds, seed, progress, clock)
     finally:
         engine.close()
         del engine
@@ -100,12 +102,13 @@ def measure_machine(
 
 
 def _measure(
-    engine: Engine, paths: Sequence[Path], batches: int, rounds: int, seed: int, progress: Callable[[int, int], None]
-) -> Measured:
+    engine: Engine, paths: Sequence[Path], batches: int, rounds: int, seed: int, progress: Callable[[int, int], None],
+    clock: Clock,
+) -> Measured:  # fmt: skip
     config, executor = engine.config, engine.executor
     profiler = StepProfiler(
         executor, paths, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
-        seed=seed,
+        seed=seed, clock=clock,
     )  # fmt: skip
     profiler.place_adapters()
     decodes, prefills = profiler.decode_plans(batches), profiler.prefill_plans(max(40, batches // 3))
@@ -137,7 +140,7 @@ def _measure(
         step=step,
         disk=disk,
         link=_terms(fit_transfer(transfers.num_bytes, transfers.place), how),
-        overhead=_terms(_measure_overhead(config, executor, paths), "engine steps, less their executor's part"),
+        overhead=_terms(_measure_overhead(config, executor, paths, clock), "engine steps, less their executor's part"),
     )
     return Measured(profile, decode, prefill, transfers.uncached)
 
@@ -158,18 +161,18 @@ def geometry_of(model: ModelConfig, executor: Executor) -> Geometry:
     )
 
 
-def _measure_overhead(config: EngineConfig, executor: Executor, adapters: Sequence[Path]) -> Fit:
+def _measure_overhead(config: EngineConfig, executor: Executor, adapters: Sequence[Path], clock: Clock) -> Fit:
     """Fit the time of an engine's steps outside the executor, by rows and by requests that come or go."""
-    timed = TimedExecutor(executor)
+    timed = TimedExecutor(executor, clock)
     engine = Engine(config, timed)
     try:
         names = [engine.store.register(path.name, path).name for path in adapters]
-        for _ in _overhead_of(engine, timed, names, len(names), 0):
+        for _ in _overhead_of(engine, timed, clock, names, len(names), 0):
             """Loads the adapters."""
         found: dict[tuple[int, int], list[float]] = {}
         for rows in sorted({1, 2, 3, 4, 6, 8, 12, 16, 24, config.max_num_seqs}):
             if rows <= config.max_num_seqs:
-                for key, took in _overhead_of(engine, timed, names, rows, rows):
+                for key, took in _overhead_of(engine, timed, clock, names, rows, rows):
                     found.setdefault(key, []).append(took)
     finally:
         engine.store.close()
@@ -181,7 +184,7 @@ def _measure_overhead(config: EngineConfig, executor: Executor, adapters: Sequen
 
 
 def _overhead_of(
-    engine: Engine, timed: TimedExecutor, names: Sequence[str], count: int, seed: int
+    engine: Engine, timed: TimedExecutor, clock: Clock, names: Sequence[str], count: int, seed: int
 ) -> Iterator[tuple[tuple[int, int], float]]:
     """Serve `count` requests: (rows, arrivals plus departures) of each step and its seconds.
 
@@ -195,14 +198,14 @@ def _overhead_of(
         prompt = [source.randrange(engine.model.vocab_size) for _ in range(num_tokens)]
         length = max(1, longest - source.randrange(longest) // 2)
         params = SamplingParams(max_tokens=length, temperature=0.0, seed=0, ignore_eos=True)
-        began = time.perf_counter()
+        began = clock()
         engine.add_request(Request(f"overhead-{count}-{index}", prompt, params, names[index % len(names)]))
-        spent += time.perf_counter() - began
+        spent += clock() - began
     while engine.has_work():
-        before, began = timed.seconds, time.perf_counter()
+        before, began = timed.seconds, clock()
         plan = engine.begin_step()
         outputs = engine.end_step(plan)
-        spent += time.perf_counter() - began - (timed.seconds - before)
+        spent += clock() - began - (timed.seconds - before)
         if plan is None:  # it waited for a read
             continue
         moving = sum(len(row.tokens) > 1 for row in plan.rows)

@@ -40,6 +40,10 @@ _MOST_CONTENTION = 0.9
 _KNEE_GAIN = 1e-3  # of the mean error, below which a knee explains nothing
 
 
+#: Seconds since any moment, such as `time.perf_counter`; `time.thread_time` counts the processor's only.
+Clock = Callable[[], float]
+
+
 class MeasureError(ValueError):
     """The input can't be measured; the text says what is needed."""
 
@@ -76,15 +80,18 @@ class StepProfiler:
 
     def __init__(
         self, executor: Executor, adapters: Sequence[Path], *, max_num_seqs: int, max_num_batched_tokens: int,
-        seed: int = 0,
+        seed: int = 0, clock: Clock = time.perf_counter,
     ) -> None:  # fmt: skip
-        """adapters: directories, of as many ranks as may be. Raises AdapterFormatError, and MeasureError for none."""
+        """adapters: directories, of as many ranks as may be. clock: of steps. Raises AdapterFormatError, and
+        MeasureError for none.
+        """
         if not adapters:
             raise MeasureError("there are no adapters to measure with; name a directory of some, of several ranks")
         self._executor = executor
         self._max_num_seqs = max_num_seqs
         self._max_tokens = max_num_batched_tokens
         self._random = random.Random(seed)
+        self._clock = clock
         self._buckets = DecodeBuckets(max_num_seqs)
         self._pool = PagePool(executor.num_pages)
         self.adapters = [self._adapter(path, version) for version, path in enumerate(adapters, 1)]
@@ -161,11 +168,11 @@ class StepProfiler:
             longer += self._run(beside) - alone
         return reading.result(), longer
 
-    def _run(self, plan: StepPlan) -> float:
+    def _run(self, plan: StepPlan, clock: Clock = time.perf_counter) -> float:
         """Seconds of a step."""
-        began = time.perf_counter()
+        began = clock()
         self._executor.execute(plan)
-        return time.perf_counter() - began
+        return clock() - began
 
     def _adapter(self, path: Path, version: int) -> Adapter:
         backend = self._executor.adapters
@@ -210,13 +217,13 @@ class StepProfiler:
         for _ in range(rounds):
             self._random.shuffle(order)
             for index in order:
-                every[index].append(self._run(plans[index]))
+                every[index].append(self._run(plans[index], self._clock))
                 progress()
         for _ in range(rounds):
             order = [index for index in order if median_low(every[index]) > _AGREED * min(every[index])]
             self._random.shuffle(order)
             for index in order:
-                every[index].append(self._run(plans[index]))
+                every[index].append(self._run(plans[index], self._clock))
         noise = median(median(times) / min(times) - 1 for times in every)
         return Samples([step_work(plan, kernel) for plan in plans], steady(every), noise)
 

@@ -20,7 +20,7 @@ from ..contenders.process import ContenderError, ContenderProcess
 FOREIGN_LIMIT = 0.05
 
 _TICKS = os.sysconf("SC_CLK_TCK")
-_IDLE = (3, 4)  # idle, iowait; everything else in the line is time in use, the hypervisor's included
+_IDLE, _STEAL = (3, 4), 7  # idle, iowait; everything else in the line is time in use, the hypervisor's included
 
 
 @dataclass(frozen=True)
@@ -133,23 +133,37 @@ def run_rounds(probes: Sequence[Probe], rounds: int, settle: float, progress: Ca
 
 @dataclass(frozen=True)
 class CpuSample:
-    """Seconds since boot or start: the clock, all busy time of the machine, the time of the watched processes."""
+    """Seconds since boot or start: the clock, all busy time of the machine, the time of the watched processes, and the
+    part of the busy time that a hypervisor took.
+    """
 
     clock: float
     busy: float
     own: float
+    stolen: float = 0.0
 
     @classmethod
     def take(cls, pids: Iterable[int]) -> CpuSample:
         fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
         busy = sum(value for index, value in enumerate(fields) if index not in _IDLE) / _TICKS
-        return cls(time.monotonic(), busy, sum(_seconds(pid) for pid in family(pids)))
+        return cls(time.monotonic(), busy, sum(_seconds(pid) for pid in family(pids)), fields[_STEAL] / _TICKS)
 
     def foreign_share(self, earlier: CpuSample) -> float:
         """Share of the machine's time since `earlier` that others had; 0 for spans too short to tell."""
+        return self._share((self.busy - earlier.busy) - (self.own - earlier.own), earlier)
+
+    def stolen_share(self, earlier: CpuSample) -> float:
+        """The part of `foreign_share` that a hypervisor had."""
+        return self._share(self.stolen - earlier.stolen, earlier)
+
+    def speed(self, earlier: CpuSample) -> float:
+        """The part of the busy time since `earlier` that a hypervisor left."""
+        busy = self.busy - earlier.busy
+        return 1 - (self.stolen - earlier.stolen) / busy if busy > 0 else 1.0
+
+    def _share(self, seconds: float, earlier: CpuSample) -> float:
         capacity = (self.clock - earlier.clock) * (os.cpu_count() or 1)
-        foreign = (self.busy - earlier.busy) - (self.own - earlier.own)
-        return max(0.0, foreign / capacity) if capacity > 0.2 else 0.0
+        return max(0.0, seconds / capacity) if capacity > 0.2 else 0.0
 
 
 def family(pids: Iterable[int]) -> set[int]:

@@ -1,6 +1,6 @@
 """Agreement of the simulator with reality: one trace, served by the real executor in real time and simulated.
 
-    python -m chorus.perf.simulate.agreement [--workload SPEC] [--http] [--model DIR --adapters DIR] [--profile FILE]
+    python -m chorus.perf.simulate.agreement [--workload SPEC] [--model DIR --adapters DIR] [--profile FILE]
 
 The profile is fitted on this machine before and after each repeat, unless one is given, and the repeat simulated with
 both: a machine that drifts in speed drifts for both. A repeat in which the machine was not quiet says nothing and is
@@ -10,8 +10,7 @@ Without --workload the requests are made up; with it, they are the
 first ones of a workload, as perf.workload reads it, squeezed or stretched in time to the load that is asked for and
 with lengths cut to what the model takes: the profile was fitted to none of them.
 
-With --http the built-in model is served by `chorus serve`, and what the client sees is compared: what event loop,
-tokenizer, timers and sockets add to the engine's time is fitted to other requests just before.
+What a client sees of a server, `perf.simulate.fleet_agreement` compares.
 
 Exits with 1 when mean TTFT or TPOT differ by more than --limit, with --workload when the median over the requests of
 |simulated / real - 1| is above 0.15 of TTFT or 0.07 of the latency. Exits with 2, and draws no conclusion, when twice
@@ -30,7 +29,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,6 @@ from ...core.requests.request import Request
 from ...core.requests.sampling_params import SamplingParams
 from ...memory.adapters.adapter import Tier
 from ...memory.files.format import WEIGHTS_FILE
-from ...server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 from ..cpu import random_model
 from ..cpu.rounds import FOREIGN_LIMIT, CpuSample
 from ..cpu.workload import Geometry, Workload
@@ -59,7 +57,6 @@ from ..workload.spec import open_workload
 from .adapters import SimAdapters
 from .cluster import simulate
 from .loads import FIRST_TOKEN_ID, PROMPT_TOKENS, Load, Recorded, prompt_of
-from .over_http import HostTimes, fit_host, served
 from .records import Records, Served
 from .replica import Replica
 
@@ -79,7 +76,6 @@ class Repeat:
 
     real: Records
     simulated: Records
-    host: HostTimes | None
     unrest: list[str]
 
 
@@ -105,30 +101,6 @@ def serve_both(
         if refit is not None:
             virtual.extend(simulated(engine, refit(), trace))
         return real, virtual
-    finally:
-        engine.close()
-
-
-def serve_both_over_http(
-    config: EngineConfig, profile: Profile, load: Load | Recorded
-) -> tuple[Records, Records, HostTimes]:
-    """The same trace from a server over HTTP, as its client sees it, and simulated with what the host adds, which is
-    fitted to other requests just before and counts as load. Raises LoadError.
-    """
-    engine = Engine.from_config(config)  # its sizes are the server's
-    try:
-        names = engine.store.names()
-
-        def in_virtual_time(profile: Profile, trace: Sequence[TraceRequest]) -> Records:
-            return simulated(engine, profile, trace)
-
-        with served(config) as server:
-            for name in names:
-                forget_file(engine.store.get(name).manifest.path / WEIGHTS_FILE)
-            host = fit_host(server, profile, in_virtual_time, config.max_num_seqs)
-            trace = load.trace(host.slower(profile), min(4, config.max_num_seqs), names, host.intake_seconds)
-            real, counted = server.serve(trace)
-        return real, host.simulate(in_virtual_time, profile, counted), host
     finally:
         engine.close()
 
@@ -229,7 +201,6 @@ def summary(repeats: Sequence[Repeat]) -> dict[str, Any]:
         virtual.extend(repeat.simulated)
     found = compare(real, virtual)
     found["median_error"] = {name: float(np.median(each)) for name, each in off.items()}
-    found["host"] = [asdict(repeat.host) for repeat in repeats if repeat.host is not None]
     return found
 
 
@@ -272,13 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = command.add_argument
     add("--workload", type=Path, metavar="SPEC", help="a workload's specification or requests; default: made up ones")
     add("--set", action="append", default=[], metavar="FIELD=VALUE", help="another value of the specification")
-    add("--http", action="store_true", help="serve with `chorus serve`, and see what its client sees")
-    add(
-        "--model",
-        type=Path,
-        metavar="DIR",
-        help="default: a random Llama of 125 M parameters; the built-in one by HTTP",
-    )
+    add("--model", type=Path, metavar="DIR", help="default: a random Llama of 125 M parameters")
     add("--adapters", type=Path, metavar="DIR", help="its adapters; needed with --model")
     add("--profile", type=Path, metavar="FILE", help="default: fitted on this machine now")
     add("--repeats", type=int, default=3, help="times to fit and to serve, by turns")
@@ -300,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.model is not None:
         model, adapters = arguments.model, arguments.adapters
     else:
-        model, adapters = (BUILTIN_MODEL, BUILTIN_ADAPTERS) if arguments.http else _random(arguments.work_dir)
+        model, adapters = _random(arguments.work_dir)
     config = EngineConfig(
         model=model, adapters=adapters, threads=arguments.threads, max_num_seqs=16, max_num_batched_tokens=256,
         memory_bytes=512 << 20,
@@ -312,19 +277,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fits[-1].profile
 
     def serve_once(number: int) -> Repeat:
-        profile, host = given or fits[-1].profile, None
+        profile = given or fits[-1].profile
         asked, own = load(number, profile), (os.getpid(),)
         before = CpuSample.take(own)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", HeldUp)
-            if arguments.http:
-                real, virtual, host = serve_both_over_http(config, profile, asked)
-                if given is None:
-                    fit()
-            else:
-                real, virtual = serve_both(config, profile, asked, fit if given is None else None)
+            real, virtual = serve_both(config, profile, asked, fit if given is None else None)
         num_held_up = sum(issubclass(each.category, HeldUp) for each in caught)
-        return Repeat(real, virtual, host, unrest(fits[-2:], num_held_up, CpuSample.take(own).foreign_share(before)))
+        return Repeat(real, virtual, unrest(fits[-2:], num_held_up, CpuSample.take(own).foreign_share(before)))
 
     given = load_profile(arguments.profile) if arguments.profile else None
     fits: list[Measured] = []
@@ -354,8 +314,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(found))
     else:
         table(found).show()
-        for host in found["host"]:
-            print("host, µs: " + ", ".join(f"{name} {seconds * 1e6:.1f}" for name, seconds in host.items()))
         print("R² of the decode model: " + (", ".join(f"{r2:.4f}" for r2 in found["decode_r2"] if r2) or "not known"))
         print("median error: " + ", ".join(f"{name} {each:.1%}" for name, each in found["median_error"].items()))
         for reasons in found["unrest"]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ...core.costs.profile import Number, Profile, Terms
 from ..workload.request import TraceRequest
 from .machine import Machine, Process, Then
 from .records import Served
@@ -78,3 +80,35 @@ class Host:
 class _Worker:
     process: Process
     work: HostWork
+
+
+_NO_WORK = HostWork()
+
+
+@dataclass(frozen=True, slots=True)
+class Works:
+    """Processor seconds of a cluster's processes: of a replica, beside the steps that a profile has.
+
+    latency: `Host`'s. processors: of the machine.
+    """
+
+    client: HostWork = _NO_WORK
+    front: HostWork = _NO_WORK
+    replica: HostWork = _NO_WORK
+    latency: float = 0.0
+    processors: float = math.inf
+
+    def host(self, speed: float = 1.0) -> Host:
+        """speed: of the machine's processors."""
+        return Host(Machine(self.processors, speed), self.front, self.client, self.latency)
+
+    def slower(self, profile: Profile) -> Profile:
+        """Return the profile of an engine whose steps take as long as with the replica's work."""
+        own = {} if profile.overhead is None else profile.overhead.terms
+        work = self.replica
+        added = {"base": work.per_step, "per_row": work.per_row, "per_prompt": work.per_prompt}
+        terms = {
+            name: Number(value=seconds + (own[name].value if name in own else 0.0), source="engine and replica")
+            for name, seconds in added.items()
+        }
+        return profile.model_copy(update={"overhead": Terms(terms={**own, **terms})})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -18,13 +18,6 @@ FIRST_TOKEN_ID = 16
 
 _PROMPT_SHARE = 0.75  # of the model's length, that a workload's prompt may take
 
-#: Seconds that a prompt of so many tokens takes outside the engine.
-MoreTime = Callable[[int], float]
-
-
-def _no_more(prompt: int) -> float:
-    return 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -34,16 +27,14 @@ class Load:
     share: float
     seed: int = 0
 
-    def trace(
-        self, profile: Profile, rows: int, adapters: Sequence[str], more: MoreTime = _no_more
-    ) -> list[TraceRequest]:
+    def trace(self, profile: Profile, rows: int, adapters: Sequence[str]) -> list[TraceRequest]:
         """Poisson arrivals; lengths evenly within PROMPT_TOKENS and OUTPUT_TOKENS; a tenth on the base model.
 
-        rows: batch size at which the share holds. more: what a request takes beside the engine.
+        rows: batch size at which the share holds.
         """
         source = random.Random(self.seed)
         prompt, output = sum(PROMPT_TOKENS) // 2, sum(OUTPUT_TOKENS) // 2
-        rate = self.share / busy_seconds(profile.costs(), rows, prompt, output, more)
+        rate = self.share / busy_seconds(profile.costs(), rows, prompt, output)
         now, found = 0.0, []
         for index in range(self.requests):
             now += source.expovariate(rate)
@@ -63,10 +54,8 @@ class Recorded:
     share: float
     most_tokens: int
 
-    def trace(
-        self, profile: Profile, rows: int, adapters: Sequence[str], more: MoreTime = _no_more
-    ) -> list[TraceRequest]:
-        """Arrivals keep their pattern. rows: batch size at which the share holds. more: as `Load.trace` has it."""
+    def trace(self, profile: Profile, rows: int, adapters: Sequence[str]) -> list[TraceRequest]:
+        """Arrivals keep their pattern. rows: batch size at which the share holds."""
         costs, names = profile.costs(), sorted(adapters)
         most_prompt = int(_PROMPT_SHARE * self.most_tokens)
         first, last = self.workload[0].arrival, self.workload[-1].arrival
@@ -75,7 +64,7 @@ class Recorded:
             prompt, output = request.prompt_tokens, request.output_tokens
             prompt, output = min(prompt, most_prompt), max(1, min(output, self.most_tokens - most_prompt))
             name = None if request.adapter is None else names[crc32(request.adapter.encode()) % len(names)]
-            busy += busy_seconds(costs, rows, prompt, output, more)
+            busy += busy_seconds(costs, rows, prompt, output)
             cut.append(request._replace(prompt_tokens=prompt, output_tokens=output, adapter=name))
         factor = busy / self.share / max(last - first, 1e-9)
         return [each._replace(id=index, arrival=(each.arrival - first) * factor) for index, each in enumerate(cut)]
@@ -87,7 +76,7 @@ def prompt_of(request: TraceRequest, vocab_size: int) -> list[int]:
     return [source.randrange(FIRST_TOKEN_ID, vocab_size) for _ in range(request.prompt_tokens)]
 
 
-def busy_seconds(costs: CostModel, rows: int, prompt: int, output: int, more: MoreTime) -> float:
+def busy_seconds(costs: CostModel, rows: int, prompt: int, output: int) -> float:
     """Seconds that a request keeps the machine busy, at batches of `rows`; the engine's work between steps counts."""
     decode = costs.decode_seconds([16] * rows, int(rows * (prompt + output / 2))) + costs.overhead.seconds(rows)
-    return more(prompt) + costs.prefill_seconds(prompt, 16) + costs.overhead.seconds(1, 1) + output * decode / rows
+    return costs.prefill_seconds(prompt, 16) + costs.overhead.seconds(1, 1) + output * decode / rows

@@ -13,17 +13,21 @@ Then = Callable[[float], None]
 
 
 class Machine:
-    """Advances each busy process at min(1, processors / busy processes).
+    """Advances each busy process at speed · min(1, processors / busy processes).
 
     So all busy processes advance alike, and a job ends once each of them has advanced by the job's work since it began:
     the order of ends is known when a job begins, though their times move with every job that comes or ends.
     """
 
-    def __init__(self, processors: float = math.inf) -> None:
-        """processors: as many as there are processes, unless given."""
+    def __init__(self, processors: float = math.inf, speed: float = 1.0) -> None:
+        """processors: as many as there are processes, unless given. speed: the part of a busy processor's time that a
+        hypervisor leaves to it.
+        """
         if not processors > 0:
             raise ValueError(f"a machine can't have {processors:g} processors; give more than 0")
-        self.processors = processors
+        if not 0 < speed <= 1:
+            raise ValueError(f"a processor can't have a speed of {speed:g}; give more than 0 and at most 1")
+        self.processors, self.speed = processors, speed
         self._jobs: list[tuple[float, int, Then]] = []  # (advance at its end, order, then)
         self._order = itertools.count()
         self._advance, self._now = 0.0, -math.inf  # of each busy process, up to that time
@@ -48,7 +52,7 @@ class Machine:
 
     @property
     def _rate(self) -> float:
-        return min(1.0, self.processors / len(self._jobs))
+        return self.speed * min(1.0, self.processors / len(self._jobs))
 
 
 class Process:

@@ -292,6 +292,20 @@ def test_fit_never_goes_below_zero_and_reports_what_is_left():
     assert 0.9 < noisy.r2 < 1.0
 
 
+def test_what_is_known_is_not_fitted_again():
+    """A sample of which more is known than it took has no more say than the others: both were measured."""
+    generator = np.random.default_rng(5)
+    rows = np.column_stack([np.ones(40), generator.uniform(1, 100, 40)])
+    known = generator.uniform(0.5, 2.0, 40)
+    seconds = known + rows @ [0.05, 2e-3]
+    found = fit(("a", "b"), rows.tolist(), seconds.tolist(), known.tolist())
+    assert list(found.terms.values()) == pytest.approx([0.05, 2e-3])
+    assert found.r2 == pytest.approx(1.0) and found.mean_error < 1e-6
+    known[7] = 1.1 * seconds[7]
+    found = fit(("a", "b"), rows.tolist(), seconds.tolist(), known.tolist())
+    assert found.terms["b"] == pytest.approx(2e-3, rel=0.15)
+
+
 def test_a_term_without_samples_is_zero():
     assert fit(("base", "none"), [[1.0, 0.0]] * 5, [2.0] * 5).terms == {"base": pytest.approx(2.0), "none": 0.0}
 

@@ -1,18 +1,17 @@
-"""What is fitted before a real cluster is compared with its simulation, and how the two are judged."""
+"""How a real cluster and its simulation are judged."""
 
 from __future__ import annotations
 
 import pytest
 
-from chorus.perf.simulate.fleet_agreement import fit_work, judged_orders, judged_times, order, quiet_rounds, sign
-from chorus.perf.simulate.host import HostWork
+from chorus.perf.simulate.fleet_agreement import judged_orders, judged_times, order, quiet_rounds, sign
 
 
 def rounds(real, simulated=None, *, foreign=0.0, changed=0):
     """Mean latencies of a policy, in seconds, by round; first tokens take half of them."""
     return [
         {"real": {"ttft": a / 2, "e2e": a}, "simulated": {"ttft": b / 2, "e2e": b}, "moved": 1, "simulated_moved": 2,
-         "requests": 5, "changed": changed, "foreign": foreign}
+         "full_speed": {"ttft": b / 2, "e2e": b}, "requests": 5, "changed": changed, "foreign": foreign, "speed": 0.99}
         for a, b in zip(real, simulated or real, strict=True)
     ]  # fmt: skip
 
@@ -59,16 +58,3 @@ def test_disturbed_rounds_are_left_out_unless_they_are_half_of_them(capsys):
     every = {"a": [*calm, *loud], "b": [*calm, *calm]}
     assert quiet_rounds(every) == (every, False)
     assert "1 of 2 rounds were quiet" in capsys.readouterr().out
-
-
-def test_the_work_of_a_process_is_found_again():
-    """Seconds, requests, tokens of prompts, steps, rows of loads like the measured ones."""
-    work = HostWork(2e-3, 5e-6, 1e-4, 4e-5)
-    loads = [(24 * apart, 24, 24 * prompt, 96, 96) for prompt in (1, 32, 128) for apart in (0.05, 0.2)]
-    loads += [(0.1, count, 32 * count, 128 + count, 128 * count) for count in (1, 2, 4, 8, 16)]
-    spent = [0.01 * seconds + work.of_prompt(0) * count + 5e-6 * tokens + 1e-4 * steps + 4e-5 * rows
-             for seconds, count, tokens, steps, rows in loads]  # fmt: skip
-    idle, found = fit_work(loads, spent)
-    assert idle == pytest.approx(0.01, rel=1e-3)
-    for name in ("per_prompt", "per_prompt_token", "per_step", "per_row"):
-        assert getattr(found, name) == pytest.approx(getattr(work, name), rel=1e-3), name

@@ -20,9 +20,9 @@ from chorus.perf.workload.request import TraceRequest
 from chorus.server.cluster.router import FirstFit
 
 
-def ends(processors, jobs):
+def ends(processors, jobs, speed=1.0):
     """End of each (start, work), each a process of its own."""
-    machine, found = Machine(processors), {}
+    machine, found = Machine(processors, speed), {}
     for number, (start, work) in enumerate(jobs):
         while machine.next_end <= start:
             machine.end_next()
@@ -49,6 +49,19 @@ def ends(processors, jobs):
 )
 def test_jobs_end_as_processor_sharing_has_it(processors, jobs, expected):
     assert ends(processors, jobs) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("jobs", [[(0, 1)], [(0, 1), (0, 1), (0, 1)], [(0, 2), (1, 2), (1, 4)]])
+def test_what_a_hypervisor_takes_makes_every_job_longer(jobs):
+    """At half of the speed everything takes twice as long, if it begins twice as late."""
+    late = [(2 * start, work) for start, work in jobs]
+    assert ends(2, late, speed=0.5) == pytest.approx([2 * end for end in ends(2, jobs)])
+
+
+@pytest.mark.parametrize("speed", [0, -1, 1.1, math.nan])
+def test_a_processor_that_is_never_there_is_refused(speed):
+    with pytest.raises(ValueError, match="at most 1"):
+        Machine(2, speed)
 
 
 @settings(max_examples=50)

@@ -1,0 +1,144 @@
+"""A cluster of the built-in model's kind: real processes, and the same replicas in virtual time."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from ...core.config import EngineConfig
+from ...core.costs.machine import measure_machine
+from ...core.costs.profile import Profile
+from ...core.engine import Engine
+from ...server.cluster.placement.settings import MigrationSettings
+from ...server.cluster.router import POLICIES, AnswerLengths, Estimates
+from ..serving.server_process import launched
+from ..workload.request import TraceRequest
+from ..workload.spec import WorkloadSpec
+from .adapters import SimAdapters
+from .cluster import simulate
+from .host import Works
+from .loads import prompt_of
+from .migrating import Migrating
+from .over_http import HttpServer
+from .records import Records, Served
+from .replica import Replica
+
+MIGRATION = ("interval_seconds=2", "excess_requests=2", "hold_seconds=2")
+"""The built-in model's answers take a few hundred ms; migration's own settings are for answers of seconds."""
+
+_BATCHES, _ROUNDS = 60, 5  # of the profile
+_EARLIER = 1_000_000  # the first id in virtual time of requests that come before, by which prompts are drawn
+_BREAK = 1.0  # seconds between the last of them and the first of the others, in virtual time
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Replicas as they are configured, of one thread each: costs, in processor seconds, and sizes of an engine's that
+    has ended.
+    """
+
+    config: EngineConfig
+    ranks: dict[str, int]
+    adapters: SimAdapters
+    profile: Profile
+    replicas: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, replicas: int) -> Fleet:
+        profile = measure_machine(config, batches=_BATCHES, rounds=_ROUNDS, clock=time.thread_time).profile
+        engine = Engine.from_config(config)
+        try:
+            page, pages = engine.executor.layout, engine.executor.num_pages
+            sizes = {name: engine.store.get(name) for name in engine.store.names()}
+            adapters = SimAdapters(page)
+            for name, adapter in sizes.items():
+                adapters.add(name, adapter.rank, adapter.num_pages * page.page_bytes)
+            config = config.model_copy(update={"block_tokens": page.block_tokens, "num_pages": pages})
+            ranks = {name: adapter.rank for name, adapter in sizes.items()}
+            return cls(config, ranks, adapters, profile, replicas)
+        finally:
+            engine.close()
+
+    def simulate(
+        self, trace: Sequence[TraceRequest], policy: str, before: Sequence[TraceRequest] = (),
+        works: Works | None = None, speed: float = 1.0,
+    ) -> tuple[Records, float]:  # fmt: skip
+        """Serve a trace in virtual time, from second 0 on: its records, and the seconds that replicas computed. The
+        means of answers are learned, as in the front.
+
+        before: requests that were served before it, of which nothing is recorded. works: of the processes beside each
+        other; without them a replica has a processor of its own, and no process costs anything but its steps. speed: of
+        processors, see `Machine`.
+        """
+        works = works or Works()
+        profile = works.slower(self.profile)
+        costs, vocab = profile.costs(), profile.geometry.vocab_size
+        estimates = Estimates(costs, answers=AnswerLengths(), adapter_bytes=self._num_bytes)
+        migrating = Migrating("greedy", MigrationSettings.of(MIGRATION), costs, self.adapters)
+        begin = -before[-1].arrival - _BREAK if before else 0.0
+        earlier = [each._replace(id=_EARLIER + each.id, arrival=begin + each.arrival) for each in before]
+        replicas = [
+            Replica(profile, self.adapters, self.config, index=index, now=begin) for index in range(self.replicas)
+        ]
+        records = simulate(
+            [*earlier, *trace], replicas, POLICIES[policy](estimates, 0),
+            prompt=lambda request: prompt_of(request, vocab), controller=migrating, answers=estimates.answers,
+            host=works.host(speed),
+        )  # fmt: skip
+        return _since(records, 0.0), sum(replica.executor.busy_seconds for replica in replicas)
+
+    def _num_bytes(self, name: str) -> int:
+        return self.adapters.manifest(name).file_size
+
+
+def _since(records: Records, time: float) -> Records:
+    """Records of the requests that came at a time or later."""
+    found = Records()
+    for row in zip(*map(records.column, Served._fields), strict=True):
+        if row[0] >= time:
+            found.add(Served(*row))
+    found.failures = [failure for failure in records.failures if failure[0] >= time]
+    found.num_moved = records.num_moved
+    return found
+
+
+@contextmanager
+def cluster(config: EngineConfig, replicas: int, policy: str) -> Iterator[tuple[str, HttpServer]]:
+    """A cluster of one-thread replicas with migration: its URL, and what traces are sent to. LoadError if it does not
+    start.
+    """
+    flags = ["--model", config.model, "--served-model-name", config.model.name, "--adapters", config.adapters]
+    flags += ["--max-num-seqs", config.max_num_seqs, "--max-num-batched-tokens", config.max_num_batched_tokens]
+    flags += ["--memory-bytes", config.memory_bytes, "--threads", 1, "--replicas", replicas, "--policy", policy]
+    flags += ["--migration", "greedy", *(f"--migration-setting={text}" for text in MIGRATION), "--no-access-log"]
+    with launched([str(flag) for flag in flags], command=("cluster", "up")) as server:
+        pids = {"front": [server.pid], "replica": server.children("replica")}
+        yield server.url, HttpServer(server.url, config, pids)
+
+
+def counted(url: str, name: str) -> float:
+    """A counter of a cluster, as of now."""
+    text = httpx.get(f"{url}/metrics", trust_env=False).text
+    samples = itertools.chain.from_iterable(family.samples for family in text_string_to_metric_families(text))
+    return next(each.value for each in samples if each.name == f"chorus_{name}_total")
+
+
+def skewed(rate: float, seconds: float, seed: int, ranks: Mapping[str, int]) -> list[TraceRequest]:
+    """Poisson arrivals; an adapter's share of the requests falls with its rank, as 1/rank²."""
+    spec = WorkloadSpec.parse({
+        "seed": seed, "duration": seconds, "arrivals": {"process": "poisson", "rate": rate},
+        "popularity": {"kind": "power_law", "exponent": 2.0},
+        "lengths": {"kind": "laws", "prompt": {"law": "uniform", "low": 16, "high": 128},
+                    "output": {"law": "uniform", "low": 8, "high": 96}},
+        "adapters": {"count": len(ranks), "ranks": {"kind": "fixed", "rank": 8}},
+    })  # fmt: skip
+    names, known = sorted(ranks), {}
+    for each in spec:
+        known.setdefault(each.adapter, names[len(known) % len(names)])
+    return [each._replace(adapter=(name := known[each.adapter]), rank=ranks[name]) for each in spec]

@@ -1,0 +1,76 @@
+"""Work of a cluster's processes, found again from loads like the measured ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from chorus.core.config import EngineConfig
+from chorus.core.costs.fit import fit
+from chorus.core.costs.profile import load_profile
+from chorus.perf.simulate.adapters import SimAdapters
+from chorus.perf.simulate.engine import MODEL
+from chorus.perf.simulate.fleet import Fleet
+from chorus.perf.simulate.host import HostWork, Works
+from chorus.perf.simulate.host_fit import TERMS, loads
+from chorus.perf.workload.request import TraceRequest
+
+PROFILE = load_profile("a100-llama2-7b")
+IDLE, WORK = 0.01, HostWork(2e-3, 5e-6, 1e-4, 4e-5)
+
+
+def fleet():
+    config = EngineConfig(model=MODEL, num_pages=2000, prefix_cache=False, max_num_seqs=16, max_waiting=None)
+    adapters = SimAdapters(PROFILE.geometry.page_layout(config.block_tokens))
+    return Fleet(config, {"lora-0": 8, "lora-1": 8}, adapters, PROFILE, 1)
+
+
+def samples():
+    """Seconds, requests, prompts' tokens, steps and rows of all loads, and what a process needs for them."""
+    traces = [trace for repeat in range(3) for trace in loads(fleet(), repeat)]
+    rows = []
+    for trace in traces:
+        tokens = sum(each.output_tokens for each in trace)
+        beside = sum(trace[0].arrival == each.arrival for each in trace)  # rows of a step
+        prompts = sum(each.prompt_tokens for each in trace)
+        rows.append((trace[-1].arrival + 0.1, len(trace), prompts, tokens / beside, tokens))
+    terms = IDLE, WORK.per_prompt, WORK.per_prompt_token, WORK.per_step, WORK.per_row
+    return rows, [sum(a * b for a, b in zip(terms, row, strict=True)) for row in rows]
+
+
+def test_the_work_of_a_process_is_found_again():
+    found = fit(TERMS, *samples()).terms
+    assert found["idle"] == pytest.approx(IDLE, rel=1e-3)
+    for name in TERMS[1:]:
+        assert found[name] == pytest.approx(getattr(WORK, name), rel=1e-3), name
+
+
+def test_a_load_whose_steps_are_priced_too_high_does_not_decide_the_replicas_work():
+    """A profile is measured, too: one load's simulated steps may take longer than its replica did."""
+    rows, beside = samples()
+    steps = [2.5e-4 * row[3] for row in rows]
+    spent = [one + other for one, other in zip(steps, beside, strict=True)]
+    worst = max(range(len(rows)), key=lambda index: steps[index] / beside[index])
+    steps[worst] = 1.02 * spent[worst]
+    found = fit(TERMS, rows, spent, steps).terms
+    per_token = found["per_step"] + found["per_row"]
+    assert per_token == pytest.approx(WORK.per_step + WORK.per_row, rel=0.15)
+
+
+def test_the_loads_of_a_repeat_are_its_own_and_the_same_every_time():
+    one, other = (loads(fleet(), repeat) for repeat in (0, 1))
+    assert one == loads(fleet(), 0)
+    assert [len(trace) for trace in one[:8]] == [24, 24, 24, 1, 2, 4, 8, 16] == [len(trace) for trace in other[:8]]
+    assert all(a != b and len({each.adapter for each in a}) == 2 for a, b in zip(one[8:], other[8:], strict=True))
+
+
+@pytest.mark.parametrize("work", [HostWork(), HostWork(3e-3, 0.0, 2e-3, 1e-4), HostWork(0.0, 0.0, 0.0, 5e-4)])
+def test_a_replicas_work_makes_its_steps_longer(work):
+    trace, tokens = [TraceRequest(0, 0.0, None, 20, 11)], 10
+    (found, busy), (alone, less) = (
+        fleet().simulate(trace, "first-fit", works=each) for each in (Works(replica=work), None)
+    )
+    per_token, first = work.per_step + work.per_row, work.per_step + work.per_row + work.per_prompt
+    ttft, e2e = ((found.column(name) - alone.column(name))[0] for name in ("ttft", "e2e"))
+    assert ttft == pytest.approx(first, abs=1e-6)
+    assert e2e == pytest.approx(first + tokens * per_token, abs=1e-6)
+    assert busy - less == pytest.approx(first + tokens * per_token, abs=1e-6)
