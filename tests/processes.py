@@ -1,8 +1,9 @@
-"""Processes that tests begin, and whether they still run."""
+"""Processes that tests begin: whether they still run, and what they take of the machine."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,3 +30,38 @@ def runs(pid: str) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def rss(pid: int) -> int:
+    """Bytes resident."""
+    return _status(pid, "VmRSS")
+
+
+def peak(pid: int) -> int:
+    """Most bytes resident since `forget_peak`."""
+    return _status(pid, "VmHWM")
+
+
+def forget_peak(pid: int) -> None:
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def _status(pid: int, name: str) -> int:
+    found = re.search(rf"^{name}:\s*(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def num_threads(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/task"))
+
+
+def descriptors(pid: int) -> list[str]:
+    """Targets of a process's open descriptors, such as `socket:[4711]`."""
+    links = []
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            links.append(os.readlink(descriptor))
+        except OSError:
+            continue  # closed meanwhile
+    return links

@@ -21,7 +21,7 @@ from ..contenders.process import ContenderError, ContenderProcess
 from ..report.command import conclude, parser, say
 from . import random_model, report
 from .entrants import ENTRANTS, Absent, Entrant
-from .rounds import Probe, run_rounds
+from .rounds import Probe, need_psutil, run_rounds
 from .workload import CASES, GEOMETRIES, Geometry, Job, Workload, target_modules, tiny
 
 _CHILD = "chorus.perf.contenders"
@@ -32,6 +32,7 @@ _CALL_SECONDS = 1800.0
 
 def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
+    need_psutil()
     workload = _workload(args)
     args.cpus = sorted(os.sched_getaffinity(0))[: workload.threads]
     args.work_dir.mkdir(parents=True, exist_ok=True)

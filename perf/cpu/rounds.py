@@ -1,6 +1,6 @@
 """Measuring several contenders in turn, round after round, and keeping only samples that no other process disturbed.
 
-The other processes' time comes from `/proc`, so on Linux only.
+The other processes' time is that of Linux, by psutil: `pip install 'chorus-lora[bench]'`.
 """
 
 from __future__ import annotations
@@ -9,18 +9,20 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from ..contenders.process import ContenderError, ContenderProcess
 
+if TYPE_CHECKING:
+    from psutil import Process
+
 #: A sample does not count if other processes had more than this share of the machine's processor time.
 FOREIGN_LIMIT = 0.05
-
-_TICKS = os.sysconf("SC_CLK_TCK")
-_IDLE, _STEAL = (3, 4), 7  # idle, iowait; everything else in the line is time in use, the hypervisor's included
 
 
 @dataclass(frozen=True)
@@ -144,9 +146,13 @@ class CpuSample:
 
     @classmethod
     def take(cls, pids: Iterable[int]) -> CpuSample:
-        fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-        busy = sum(value for index, value in enumerate(fields) if index not in _IDLE) / _TICKS
-        return cls(time.monotonic(), busy, sum(_seconds(pid) for pid in family(pids)), fields[_STEAL] / _TICKS)
+        psutil = need_psutil()
+        user, nice, system, _, _, irq, softirq, steal = psutil.cpu_times()[:8]  # idle and iowait are left out
+        own = 0.0
+        for process in family(pids):
+            with suppress(psutil.NoSuchProcess):
+                own += sum(process.cpu_times()[:4])  # its children that have ended are in it
+        return cls(time.monotonic(), user + nice + system + irq + softirq + steal, own, steal)
 
     def foreign_share(self, earlier: CpuSample) -> float:
         """Share of the machine's time since `earlier` that others had; 0 for spans too short to tell."""
@@ -166,35 +172,23 @@ class CpuSample:
         return max(0.0, seconds / capacity) if capacity > 0.2 else 0.0
 
 
-def family(pids: Iterable[int]) -> set[int]:
-    """The processes and all their descendants."""
-    parents: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents.setdefault(int(_after_name(stat)[1]), []).append(int(stat.parent.name))
-        except OSError:
-            continue
-    found, queue = set(), list(pids)
-    while queue:
-        pid = queue.pop()
-        if pid not in found:
-            found.add(pid)
-            queue += parents.get(pid, ())
-    return found
-
-
-def _seconds(pid: int) -> float:
-    """User and system time of a process and of its children that have ended; 0 when it is gone."""
+def need_psutil() -> ModuleType:
+    """psutil. Ends the command without it."""
     try:
-        fields = _after_name(Path(f"/proc/{pid}/stat"))
-    except OSError:
-        return 0.0
-    return sum(int(field) for field in fields[11:15]) / _TICKS
+        import psutil
+    except ImportError:
+        raise SystemExit("to see what other processes take needs psutil: pip install 'chorus-lora[bench]'") from None
+    return psutil
 
 
-def _after_name(stat: Path) -> list[str]:
-    """The fields after the command name, which may hold spaces and brackets; the first is the state."""
-    return stat.read_text().rpartition(")")[2].split()
+def family(pids: Iterable[int]) -> set[Process]:
+    """The processes and all their descendants."""
+    psutil, found = need_psutil(), set()
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            found |= {process, *process.children(recursive=True)}
+    return found
 
 
 def processor() -> str:

@@ -30,6 +30,7 @@ from statistics import median
 from urllib.parse import urlsplit
 
 import httpx
+import psutil
 
 from ..cpu.random_model import checkpoint
 from ..cpu.workload import GEOMETRIES, Geometry, Workload
@@ -75,14 +76,11 @@ def _answers(url: str) -> bool:
 
 def cpu_seconds(pid: int) -> float:
     """Processor seconds of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return sum(psutil.Process(pid).cpu_times()[:2])
 
 
 def rss_mib(pid: int) -> float:
-    with suppress(OSError):
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-    return 0.0
+    return psutil.Process(pid).memory_info().rss / 2**20
 
 
 def load(urls: list[str], model: str, requests: int, lone: int, tokens: int) -> tuple[Answered, list[float]]:

@@ -13,9 +13,9 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from urllib.parse import urlsplit
 
+from ..cpu.rounds import family, need_psutil
 from .errors import LoadError
 
 _LISTENING = re.compile(r"listening on (http\S+)")
@@ -50,57 +50,20 @@ class LaunchedServer:
                 self._tail.append(line)
                 yield line
 
-    def rss(self) -> int:
-        return self._status("VmRSS")
-
-    def peak(self) -> int:
-        """Most bytes resident since `forget_peak`."""
-        return self._status("VmHWM")
-
-    def forget_peak(self) -> None:
-        Path(f"/proc/{self.pid}/clear_refs").write_text("5")
-
-    def _status(self, name: str) -> int:
-        found = re.search(rf"^{name}:\s*(\d+)", Path(f"/proc/{self.pid}/status").read_text(), re.MULTILINE)
-        return int(found[1]) * 1024
-
-    def num_threads(self) -> int:
-        return len(os.listdir(f"/proc/{self.pid}/task"))
-
     def children(self, word: str) -> list[int]:
-        """Process ids of its descendants with a word in their command line, sorted."""
-        parents, found = {}, []
-        for entry in Path("/proc").iterdir():
-            with suppress(OSError, ValueError):
-                pid, status = int(entry.name), (entry / "stat").read_text().rpartition(")")[2].split()
-                parents[pid] = int(status[1])
-                if status[0] != "Z" and word in _command_line(pid):
-                    found.append(pid)
-
-        def is_ours(pid: int) -> bool:
-            return pid == self.pid or (pid in parents and is_ours(parents[pid]))
-
-        return sorted(filter(is_ours, found))
-
-    def descriptors(self) -> list[str]:
-        """Targets of its open descriptors, such as `socket:[4711]`."""
-        links = []
-        for descriptor in Path(f"/proc/{self.pid}/fd").iterdir():
-            try:
-                links.append(os.readlink(descriptor))
-            except OSError:
-                continue  # closed meanwhile
-        return links
+        """Process ids of it and its descendants with a word in their command line, sorted."""
+        psutil, found = need_psutil(), []
+        for process in family([self.pid]):
+            with suppress(psutil.NoSuchProcess):  # zombies have no command line
+                if word in process.cmdline():
+                    found.append(process.pid)
+        return sorted(found)
 
     def stop(self) -> int:
         """Ask it to end and read the rest of its log; its exit code."""
         code = stop(self.process)
         self._reader.join()
         return code
-
-
-def _command_line(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
 
 
 def stop(process: subprocess.Popen[str]) -> int:

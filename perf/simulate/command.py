@@ -9,15 +9,17 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...server.start.flags import UsageError
-from .figures import command as figures
 from .metrics import SHARE
 
 if TYPE_CHECKING:
     from .results import Results
     from .study import Study
+
+SEEDS, QUICK_SEEDS = 10, 3
+"""Of figures; a study has its own numbers."""
 
 HELP = "compare policies in virtual time, beside published numbers"
 
@@ -63,43 +65,88 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         f"(default: {SHARE:g})",
     )
     add("--time", action="store_true", help="print what the simulation itself took, to standard error")
-    figures.add_flags(parser)
+    add("--figure", action="append", metavar="NAME", help="of `figures`, this one; may be given several times")
 
 
 def run(arguments: argparse.Namespace) -> int:
     from ...core.costs.profile import ProfileError
-    from .document import document
-    from .study import StudyError, load_study, shipped_studies
+    from .study import StudyError
 
+    _check(arguments)
+    try:
+        return _run_figures(arguments) if arguments.studies == ["figures"] else _run_studies(arguments)
+    except (StudyError, ProfileError) as error:
+        print(f"chorus simulate: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raises UsageError."""
     if arguments.seed is not None and arguments.seed < 0:
         raise UsageError(f"chorus simulate: error: --seed is {arguments.seed}; give 0 or more")
     for name, least in (("seeds", 1), ("jobs", 1)):
         value = getattr(arguments, name)
         if value is not None and value < least:
             raise UsageError(f"chorus simulate: error: --{name} is {value}; give {least} or more")
-    if arguments.studies == ["figures"]:
-        return figures.run(arguments)
-    if arguments.list:
-        for name in shipped_studies():
-            print(f"{name:20} {load_study(name).title}")
-        return 0
-    if not arguments.studies:
+    if not arguments.studies and not arguments.list:
         raise UsageError("chorus simulate: error: name a study (--list shows them)")
     if not 0 < arguments.scale < float("inf"):
         raise UsageError(f"chorus simulate: error: --scale is {arguments.scale:g}; give a number above 0")
     if arguments.check is not None and not 0 < arguments.check <= 1:
         raise UsageError(f"chorus simulate: error: --check is {arguments.check:g}; give a share above 0, at most 1")
+
+
+def _run_studies(arguments: argparse.Namespace) -> int:
+    from .document import document
+    from .study import load_study, shipped_studies
+
+    if arguments.list:
+        for name in shipped_studies():
+            print(f"{name:20} {load_study(name).title}")
+        return 0
     names = shipped_studies() if arguments.studies == ["all"] else arguments.studies
-    try:
-        studies = _there([load_study(name, arguments.traces) for name in names], skip=arguments.studies == ["all"])
-        results = [_run_one(study, arguments) for study in studies]
-    except (StudyError, ProfileError) as error:
-        print(f"chorus simulate: error: {error}", file=sys.stderr)
-        return 2
+    studies = _there([load_study(name, arguments.traces) for name in names], skip=arguments.studies == ["all"])
+    results = [_run_one(study, arguments) for study in studies]
     if arguments.markdown is not None:
         arguments.markdown.write_text(document(results, _flags(arguments), arguments.check or SHARE), encoding="utf-8")
     share = arguments.check
     return 1 if share and not all(each.holds_in(share) for each in results) else 0
+
+
+def _run_figures(arguments: argparse.Namespace) -> int:
+    from .figures.figure import load_figures
+    from .figures.results import compute
+    from .figures.table import document
+
+    known = {figure.name: figure for figure in load_figures()}
+    if arguments.list:
+        for name, figure in known.items():
+            print(f"{name:20} {figure.paper}, {figure.title}")
+        return 0
+    names = arguments.figure or list(known)
+    if unknown := [name for name in names if name not in known]:
+        raise UsageError(f"chorus simulate: error: --figure {unknown[0]} is none; use one of {', '.join(known)}")
+    arguments.seeds = seeds = arguments.seeds or (QUICK_SEEDS if arguments.quick else SEEDS)
+    results = compute(
+        [known[name] for name in names], seeds=seeds, first=arguments.seed or 0, quick=arguments.quick,
+        jobs=arguments.jobs, told=lambda what: print(what, file=sys.stderr),
+    )  # fmt: skip
+    flags = "".join(f" --figure {name}" for name in arguments.figure or ()) + _flags(arguments)
+    flags += "" if arguments.markdown is None else f" --markdown {arguments.markdown}"
+    text = document(results, f"chorus simulate figures{flags}", seeds)
+    _print([result.to_json() for result in results], text, as_json=arguments.json)
+    if arguments.markdown is not None:
+        arguments.markdown.write_text(text, encoding="utf-8")
+    return 0
+
+
+def _print(found: list[Any], text: str, *, as_json: bool) -> None:
+    from .document import show
+
+    if as_json:
+        print("\n".join(map(json.dumps, found)))
+    else:
+        show(text)
 
 
 def _flags(arguments: argparse.Namespace) -> str:
@@ -128,7 +175,7 @@ def _run_one(study: Study, arguments: argparse.Namespace) -> Results:
 
     from rich.console import Console
 
-    from .document import document, show
+    from .document import document
     from .plots import write_plots
     from .results import run_study
 
@@ -142,14 +189,11 @@ def _run_one(study: Study, arguments: argparse.Namespace) -> Results:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20 if sys.platform == "darwin" else 1 << 10)
         wall, cpu = time.perf_counter() - wall, _cpu_seconds() - cpu
         print(f"{study.name}: {wall:.1f} s ({cpu:.1f} s of CPU), {peak:.0f} MiB at most", file=sys.stderr)
-    text = json.dumps(results.to_json())
-    if arguments.json:
-        print(text)
-    else:
-        show(document([results], _flags(arguments), arguments.check or SHARE))
+    found = results.to_json()
+    _print([found], document([results], _flags(arguments), arguments.check or SHARE), as_json=arguments.json)
     if arguments.out is not None:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / f"{study.name}.json").write_text(f"{text}\n", encoding="utf-8")
+        (arguments.out / f"{study.name}.json").write_text(f"{json.dumps(found)}\n", encoding="utf-8")
     for path in write_plots(results, arguments.plots) if arguments.plots else ():
         print(f"wrote {path}", file=sys.stderr)
     return results

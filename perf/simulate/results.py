@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +18,7 @@ from typing import Any
 from .fragmentation import run_fragmentation
 from .metrics import INCREASES, SHARE
 from .serving import Outcome, run_serving
+from .static_batches import static_batches
 from .study import Axis, Pool, Row, Setup, Study, StudyError
 
 #: Significant digits of results: more than a reader needs, fewer than sums in another order would change.
@@ -184,19 +185,14 @@ def run_study(
     if region:
         places += [(axis, point) for axis in study.region for point in axis.points]
     tasks = [
-        _Task(
+        Task(
             f"{study.name}: row {row.name!r}",
             study.setup_of(row, quick=quick or place is not None, scale=scale, seed=number, at=place),
         )
         for place, number, row in itertools.product(places, numbers, study.rows)
     ]
     shown = {task.key for task in tasks[: len(study.rows)]}  # tasks of which samples are kept
-    found: dict[str, Outcome] = {}
-    todo = list({task.key: task for task in tasks}.values())  # points may be the study's own
-    with map_of(min(jobs, len(todo))) as mapped:
-        for task, outcome in zip(todo, mapped(partial(_simulated, shown), todo), strict=True):
-            found[task.key] = outcome
-            told(task.origin)
+    found = simulate(tasks, jobs=jobs, told=told, shown=shown)
     each = iter(tasks)
     runs = [
         [_completed(study, {row.name: found[next(each).key].metrics for row in study.rows}) for _ in numbers]
@@ -232,7 +228,7 @@ def interval(count: int) -> tuple[int, float]:
 
 
 @dataclass(frozen=True)
-class _Task:
+class Task:
     """One simulation. origin: what errors begin with. Equal keys give equal outcomes."""
 
     origin: str
@@ -243,10 +239,33 @@ class _Task:
         return self.setup.model_dump_json()
 
 
-def _simulated(shown: set[str], task: _Task) -> Outcome:
+def simulate(
+    tasks: Iterable[Task],
+    *,
+    jobs: int = 1,
+    told: Callable[[str], None] = lambda what: None,
+    shown: Container[str] = (),
+) -> dict[str, Outcome]:
+    """Outcomes by the tasks' keys, each simulated once. shown: keys of tasks of which samples are kept.
+
+    Raises StudyError.
+    """
+    found: dict[str, Outcome] = {}
+    todo = list({task.key: task for task in tasks}.values())
+    with map_of(min(jobs, len(todo))) as mapped:
+        for task, outcome in zip(todo, mapped(partial(_simulated, shown), todo), strict=True):
+            found[task.key] = outcome
+            told(f"{len(found)} of {len(todo)}: {task.origin}")
+    return found
+
+
+def _simulated(shown: Container[str], task: Task) -> Outcome:
     try:
         setup = task.setup
-        outcome = run_serving(setup) if isinstance(setup, Setup) else run_fragmentation(setup)
+        if isinstance(setup, Pool):
+            outcome = run_fragmentation(setup)
+        else:
+            outcome = Outcome(static_batches(setup)) if setup.static else run_serving(setup)
     except StudyError as error:
         raise StudyError(f"{task.origin}: {error}") from None
     return outcome if task.key in shown else Outcome(outcome.metrics)

@@ -406,6 +406,9 @@ def _outcome(
     metrics["busy_batch"] = float((records.column("e2e") - records.column("queue")).sum(dtype=np.float64)) / busy
     metrics["simulated_seconds"] = seconds
     metrics["moved"] = records.num_moved
+    metrics["requests_per_second"] = metrics["requests"] / seconds
+    # of the request that ended first: what it waited for loads, its own and others'
+    metrics["first_cold"] = float(samples["cold_share"][0] * samples["e2e"][0])
     if loads is not None and len(loads):
         metrics["replicas_in_use"] = float((loads > 0).sum(axis=1).mean())
         metrics["replicas_released"] = float(_long_idle(loads).mean())

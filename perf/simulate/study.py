@@ -204,7 +204,8 @@ class Setup(Strict):
     in the arena from the start, the most popular being 0. script: what is done to replicas when. preload, migration,
     flash, scaling, limit: see `Preload` and so on. mode: a policy of modes
     that only studies compare with, in place of the engine's (`MergedOnly`). mode_prices: what the engine's compares
-    modes by. directory: of the study's file, from which relative paths of the profile and of traces count.
+    modes by. static: batches of one adapter in place of the engine (`static_batches`). directory: of the study's file,
+    from which relative paths of the profile and of traces count.
     """
 
     profile: str
@@ -239,6 +240,7 @@ class Setup(Strict):
     tensor_parallel: PositiveInt = 1
     assist: Literal["never", "always", "chosen"] = "chosen"
     mode: Literal["merged-only"] | None = None
+    static: bool = False
     mode_prices: Literal["learned", "profile"] = "learned"
     directory: Path | None = None
 
@@ -426,7 +428,7 @@ class Study(Strict):
         elif self.directory is not None:
             fields["directory"] = self.directory
         kind = Setup if self.kind == "serving" else Pool
-        return _validated(kind, fields, f"{self.name}: row {row.name!r}")
+        return validated(kind, fields, f"{self.name}: row {row.name!r}")
 
 
 def _parts(name: str) -> list[str]:
@@ -500,11 +502,7 @@ def parse_study(text: str, name: str, origin: str | None = None, directory: Path
     Raises StudyError, which begins with `origin`, for what is wrong anywhere in it, the rows' setups included.
     """
     origin = origin or name
-    try:
-        fields = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise StudyError(f"{origin}: not TOML ({error}); mend it") from None
-    study = _validated(Study, {**fields, "name": name, "directory": directory}, origin)
+    study = validated(Study, {**read_toml(text, origin), "name": name, "directory": directory}, origin)
     for row in study.rows:
         study.setup_of(row)
         for axis in study.region:
@@ -513,7 +511,15 @@ def parse_study(text: str, name: str, origin: str | None = None, directory: Path
     return study
 
 
-def _validated(kind: Any, fields: Mapping[str, Any], origin: str) -> Any:
+def read_toml(text: str, origin: str) -> dict[str, Any]:
+    """Raises StudyError, which begins with `origin`."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise StudyError(f"{origin}: not TOML ({error}); mend it") from None
+
+
+def validated(kind: Any, fields: Mapping[str, Any], origin: str) -> Any:
     try:
         return kind.model_validate_json(json.dumps(fields, default=str))
     except ValidationError as error:

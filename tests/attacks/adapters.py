@@ -29,6 +29,7 @@ from chorus.perf.report.command import judge, parser
 from chorus.perf.report.table import Goal, Table, spread
 from chorus.perf.serving.server_process import LaunchedServer, launched
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS
+from tests.processes import forget_peak, peak, rss
 
 from .attacked_server import Neighbour
 from .hostile_adapters import hostile
@@ -62,13 +63,13 @@ class Client:
 
     def load(self, name: str, path: Path) -> Decided:
         with suppress(OSError):
-            self.server.forget_peak()
-        before = self.server.rss()
+            forget_peak(self.server.pid)
+        before = rss(self.server.pid)
         time.sleep(0.02)  # a token that came while this process wrote the directory has been read
         start = time.monotonic()
         response = self.http.post("/v1/adapters", json={"name": "hostile", "path": str(path)})
         seconds = time.monotonic() - start
-        extra = self.server.peak() - before
+        extra = peak(self.server.pid) - before
         time.sleep(0.02)  # a step that waited for the last of it has delivered
         code = "" if response.is_success else response.json()["error"]["code"] or ""
         if response.is_success:

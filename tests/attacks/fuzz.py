@@ -30,6 +30,7 @@ from chorus.perf.report.command import conclude, parser
 from chorus.perf.serving.server_process import LaunchedServer, launched
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS
 from chorus.server.demo.skills import BASE, SKILLS, prompt, sample_inputs
+from tests.processes import descriptors, num_threads, rss
 
 from .exchange import NoAnswer, exchange
 from .mutants import Call, Mutant, mutant, other_calls, questions, structured_calls
@@ -108,7 +109,11 @@ class Fuzz:
 
     def _held(self) -> dict[str, int]:
         server = self.server
-        return {"descriptors": len(server.descriptors()), "threads": server.num_threads(), "bytes": server.rss()}
+        return {
+            "descriptors": len(descriptors(server.pid)),
+            "threads": num_threads(server.pid),
+            "bytes": rss(server.pid),
+        }
 
     def _attack_all(self, numbers: range, clients: int) -> None:
         """Send the mutants, a question after each, while adapters change."""

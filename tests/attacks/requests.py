@@ -25,6 +25,7 @@ from typing import Any
 
 from chorus.perf.report.command import conclude, parser
 from chorus.server.demo.builtin import BUILTIN_MODEL
+from tests.processes import forget_peak, peak, rss
 
 from .attack import Attack, attack
 from .attacked_server import AttackedServer, Canary, attacked_server, rate, worst_delay, worst_gap
@@ -190,15 +191,15 @@ def strike(server: AttackedServer, attack: Attack, beside: dict[int, float], can
     tokens, process = server.neighbour, server.server
     quiet = time.monotonic()
     time.sleep(LEAST_WINDOW)
-    before, rss = rate(tokens, quiet, time.monotonic()), process.rss()
-    process.forget_peak()
+    before, resident = rate(tokens, quiet, time.monotonic()), rss(process.pid)
+    forget_peak(process.pid)
     begin = time.monotonic()
     status = server.post(attack.path, attack.body)
     took = time.monotonic() - begin
     if took < LEAST_WINDOW:
         time.sleep(LEAST_WINDOW - took)
     end = time.monotonic()
-    growth = process.peak() - rss
+    growth = peak(process.pid) - resident
     time.sleep(LEAST_WINDOW)
     alone = (before + rate(tokens, end, time.monotonic())) / 2
     plain = beside[min((count for count in COMPANY if count >= num_answers(attack)), default=COMPANY[-1])]

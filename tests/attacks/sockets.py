@@ -24,6 +24,7 @@ from typing import Any
 from chorus.perf.report.command import judge, parser
 from chorus.perf.report.table import Goal, Table
 from chorus.perf.serving.server_process import LaunchedServer, launched
+from tests.processes import descriptors
 
 from .attacked_server import Address, Probe
 
@@ -122,7 +123,7 @@ def raise_limit() -> int:
 
 
 def num_sockets(server: LaunchedServer) -> int:
-    return sum(link.startswith("socket:") for link in server.descriptors())
+    return sum(link.startswith("socket:") for link in descriptors(server.pid))
 
 
 def run(sockets: int, descriptors: int, seconds: float) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from chorus.perf.report.command import judge, parser, say
 from chorus.perf.report.table import Goal, Table, spread
 from chorus.perf.serving.server_process import LaunchedServer, launched
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_NAME
+from tests.processes import rss
 
 ANSWER_TOKENS = 4
 TRICKLE_SECONDS = 3.0
@@ -165,7 +166,7 @@ def serving(flags: list[str]) -> Iterator[tuple[LaunchedServer, dict[str, float]
     began = time.perf_counter()
     with launched(flags) as server:
         seconds = time.perf_counter() - began
-        yield server, {"seconds": seconds, "cpu_seconds": cpu_seconds(server.pid), "mib": server.rss() / 2**20}
+        yield server, {"seconds": seconds, "cpu_seconds": cpu_seconds(server.pid), "mib": rss(server.pid) / 2**20}
 
 
 def _measure(where: Path, args: argparse.Namespace) -> int:

@@ -30,6 +30,7 @@ import httpx
 from chorus.perf.report.command import conclude, parser, say
 from chorus.perf.serving.server_process import LaunchedServer, launched
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS
+from tests.processes import rss
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 NAME = "policy"
@@ -196,7 +197,7 @@ def under_load(root: Path, swaps: int, clients: int, cluster: int, flags: Sequen
         life = Swaps(server.url, contents, _prompts(), root)
         life.learn()
         life.run(max(12, swaps // 10), clients)
-        before, rss = held(server.url), server.rss()
+        before, resident = held(server.url), rss(server.pid)
         life.stopped.clear()
         began = time.monotonic()
         life.run(swaps, clients)
@@ -206,7 +207,7 @@ def under_load(root: Path, swaps: int, clients: int, cluster: int, flags: Sequen
         directories = [path for path in (root / "uploads").iterdir() if path.is_dir()]
         return {
             "swaps": swaps, "seconds": seconds, "answers": life.num_answers, "wrong": life.wrong[:5],
-            "held": [before, after], "directories": len(directories), "mib_more": (server.rss() - rss) / 2**20,
+            "held": [before, after], "directories": len(directories), "mib_more": (rss(server.pid) - resident) / 2**20,
             "ok": not life.wrong and after["versions"] <= KEEP and len(directories) <= KEEP + 1
             and after["pages"] <= KEEP * life.most_pages,
         }  # fmt: skip

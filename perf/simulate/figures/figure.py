@@ -24,15 +24,13 @@ A serving run is a row of a shipped study (`row`), or the figure's own `setup`, 
 from __future__ import annotations
 
 import itertools
-import json
-import tomllib
 from importlib.resources import files
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from ...workload.model import Strict
-from ..study import Pool, Row, Setup, Study, StudyError, load_study
+from ..study import Pool, Row, Setup, Study, StudyError, load_study, read_toml, validated
 
 #: Factor from SI units, or a share, to each unit.
 UNITS = {
@@ -212,6 +210,7 @@ class Figure(Strict):
         if run.system is not None:
             system = self.systems[run.system]
             fields = system.set | {f"terms.{term}": each.value for term, each in system.terms.items()}
+            fields |= {"static": True} if system.static else {}
         fields |= run.set
         if run.row is None:
             study = Study(
@@ -232,11 +231,6 @@ class Figure(Strict):
             setup = setup.model_copy(update={"profile": profile_path(setup.profile)})
         return setup
 
-    def is_static(self, name: str) -> bool:
-        """True if the run is one of a system that keeps its batches."""
-        system = self.runs[name].system
-        return system is not None and self.systems[system].static
-
 
 def profile_path(name: str) -> str:
     """Return a profile's path if it is one of the profiles beside the figures, only for these; else its name."""
@@ -255,27 +249,15 @@ def load_figures() -> list[Figure]:
 
 def parse_figures(text: str, origin: str) -> list[Figure]:
     """The figures of one paper. Raises StudyError, which begins with `origin`."""
-    try:
-        fields = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise StudyError(f"{origin}: not TOML ({error}); mend it") from None
+    fields = read_toml(text, origin)
     paper, figures = fields.pop("paper", None), fields.pop("figures", [])
     if fields or not isinstance(paper, str):
         raise StudyError(f"{origin}: it must have a paper and figures, and nothing else; has {', '.join(fields)}")
-    return [_figure({**each, "paper": paper}, f"{origin}: {each.get('name', '?')}") for each in figures]
-
-
-def _figure(fields: dict[str, Any], origin: str) -> Figure:
-    try:
-        figure = Figure.model_validate_json(json.dumps(fields))
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        message = first["msg"].removeprefix("Value error, ")
-        raise StudyError(f"{origin}: {place}: {message}" if place else f"{origin}: {message}") from None
-    for run in figure.simulated:
-        figure.setup_of(run)
-    return figure
+    found = [validated(Figure, {**each, "paper": paper}, f"{origin}: {each.get('name', '?')}") for each in figures]
+    for figure in found:
+        for run in figure.simulated:
+            figure.setup_of(run)
+    return found
 
 
 def _shipped() -> Any:

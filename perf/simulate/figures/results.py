@@ -7,13 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..fragmentation import run_fragmentation
-from ..results import Spread, map_of
-from ..serving import run_serving
-from ..study import Pool, Setup, StudyError
-from .baselines import static_batches
-from .figure import UNITS, Figure, Order, Published
-from .prices import price
+from ..results import Spread, Task, simulate
+from ..serving import changed_profile
+from ..static_batches import decode_seconds, prefill_seconds
+from ..study import StudyError
+from .figure import UNITS, Figure, Order, Price, Published, profile_path
 
 
 @dataclass(frozen=True)
@@ -93,53 +91,17 @@ def compute(
     """
     each_seed = range(first, first + seeds)
     tasks = {
-        (figure.name, run, seed): _Task(
-            f"{figure.name}: {run}", figure.setup_of(run, quick=quick, seed=seed), figure.is_static(run)
-        )
+        (figure.name, run, seed): Task(f"{figure.name}: {run}", figure.setup_of(run, quick=quick, seed=seed))
         for figure in figures for run in figure.simulated for seed in each_seed
     }  # fmt: skip
-    distinct = {task.key: task for task in tasks.values()}
-    found: dict[str, dict[str, float]] = {}
-    with map_of(min(jobs, len(distinct))) as mapped:
-        for place, (task, metrics) in enumerate(
-            zip(distinct.values(), mapped(_simulated, distinct.values()), strict=True)
-        ):
-            found[task.key] = metrics
-            told(f"{place + 1} of {len(distinct)}: {task.origin}")
-    metrics_of = {each: found[task.key] for each, task in tasks.items()}
+    found = simulate(tasks.values(), jobs=jobs, told=told)
+    metrics_of = {each: found[task.key].metrics for each, task in tasks.items()}
+    for each, task in tasks.items():
+        if failed := metrics_of[each].get("failed"):
+            raise StudyError(
+                f"{task.origin}: {failed:.0f} requests were refused or failed; a figure counts no survivors"
+            )
     return [_result(figure, metrics_of, each_seed) for figure in figures]
-
-
-@dataclass(frozen=True)
-class _Task:
-    """One simulation. Equal keys give equal metrics."""
-
-    origin: str
-    setup: Setup | Pool
-    static: bool
-
-    @property
-    def key(self) -> str:
-        return f"{self.static}{self.setup.model_dump_json()}"
-
-
-def _simulated(task: _Task) -> dict[str, float]:
-    setup = task.setup
-    try:
-        if isinstance(setup, Pool):
-            return run_fragmentation(setup).metrics
-        if task.static:
-            return static_batches(setup)
-        outcome = run_serving(setup)
-    except StudyError as error:
-        raise StudyError(f"{task.origin}: {error}") from None
-    metrics = dict(outcome.metrics)
-    if failed := metrics["failed"]:
-        raise StudyError(f"{task.origin}: {failed:.0f} requests were refused or failed; a figure counts no survivors")
-    metrics["requests_per_second"] = metrics["requests"] / metrics["simulated_seconds"]
-    # of the request that ended first: what it waited for loads, its own and others'
-    metrics["first_cold"] = float(outcome.samples["cold_share"][0] * outcome.samples["e2e"][0])
-    return metrics
 
 
 def _result(
@@ -188,3 +150,25 @@ def _holds(order: Order, at: tuple[float, ...]) -> bool:
     if order.alike:
         return max(at) <= (1 + order.within) * min(at)
     return all(low < high for low, high in itertools.pairwise(at))
+
+
+def price(wanted: Price) -> float:
+    """Return seconds or bytes, as `Price` says."""
+    profile = changed_profile(profile_path(wanted.profile), {})
+    costs, geometry = profile.costs(), profile.geometry
+    adapters = wanted.rows if wanted.adapters is None else wanted.adapters
+    match wanted.of:
+        case "decode":
+            found = decode_seconds(costs, wanted.rows, wanted.context, wanted.rank, adapters)
+        case "lora":
+            found = decode_seconds(costs, wanted.rows, wanted.context, wanted.rank, adapters)
+            found -= decode_seconds(costs, wanted.rows, wanted.context, 0, 1)
+        case "prefill":
+            found = prefill_seconds(costs, wanted.rows, wanted.context, wanted.rank)
+        case "load":
+            found = costs.link.seconds(geometry.adapter_bytes(wanted.rank, tuple(wanted.targets)))
+        case "adapter":
+            found = float(geometry.adapter_bytes(wanted.rank, tuple(wanted.targets)))
+        case "kv":
+            found = float(geometry.page_layout(1).page_bytes * wanted.context)
+    return found * wanted.share

@@ -8,10 +8,10 @@ import re
 import pytest
 
 from chorus.perf.simulate.__main__ import main
-from chorus.perf.simulate.figures.baselines import static_batches
 from chorus.perf.simulate.figures.figure import load_figures, parse_figures
 from chorus.perf.simulate.figures.results import compute
 from chorus.perf.simulate.figures.table import document
+from chorus.perf.simulate.static_batches import static_batches
 from chorus.perf.simulate.study import Setup, StudyError
 
 FIGURES = {figure.name: figure for figure in load_figures()}

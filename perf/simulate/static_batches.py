@@ -1,15 +1,14 @@
-"""Baselines that Chorus' engine is no model of."""
+"""A server without continuous batching, which Chorus' engine is no model of; steps in closed form."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ....core.costs.models import CostModel
-from ...workload import WorkloadSpec
-from ...workload.request import TraceRequest
-from ..serving import changed_profile
-from ..study import Setup
-from .prices import decode_seconds, prefill_seconds
+from ...core.costs.models import CostModel, StepWork
+from ..workload import WorkloadSpec
+from ..workload.request import TraceRequest
+from .serving import changed_profile
+from .study import Setup
 
 
 def static_batches(setup: Setup) -> dict[str, float]:
@@ -48,3 +47,18 @@ def _seconds(batch: list[TraceRequest], costs: CostModel) -> tuple[float, int]:
     # a decode step's price is linear in its KV: all of them take what the middle one takes, times their number
     middle = decode_seconds(costs, rows, prompt + (steps + 1) / 2, rank, 1)
     return prefill_seconds(costs, rows, prompt, rank) + steps * middle, steps + 1
+
+
+def decode_seconds(costs: CostModel, rows: int, context: float, rank: int, adapters: int) -> float:
+    """A decode step of `rows` requests that each have `context` tokens in their KV cache, one token each.
+
+    rank: of all rows' adapters, of which `adapters` are distinct; 0 is the base model.
+    """
+    ranks, kv = rows * rank, round(rows * context)
+    return costs.step.seconds(StepWork(rows, rows, kv, round(context), ranks, ranks, adapters * rank))
+
+
+def prefill_seconds(costs: CostModel, prompts: int, tokens: int, rank: int) -> float:
+    """A step of `prompts` prompts of `tokens` tokens each, all for one adapter."""
+    total, pairs = prompts * tokens, prompts * tokens * (tokens + 1) / 2
+    return costs.step.seconds(StepWork(total, prompts, total, 0, prompts * rank, total * rank, rank, pairs, True))
