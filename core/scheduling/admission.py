@@ -17,8 +17,8 @@ from .draft import Draft, Place
 from .lifecycle import Lifecycle, load_error
 from .load_ahead import LoadPolicy
 from .output_lengths import Growth
-from .page_shares import PageShares
 from .request_memory import RequestMemory
+from .shares import PageShares
 from .waiting import Group, QueueOrder, WaitingQueue
 
 DOUBT_SECONDS = 10.0
@@ -196,7 +196,7 @@ class Admission:
 
     def _beyond_shares(self, request: Request, draft: Draft) -> list[Request]:
         """Return the requests to preempt for one that lacks pages within its tenant's share."""
-        return self._pages.find_victims(request, draft, self._growth(draft))
+        return self._pages.find_victims(request, draft.running, self._growth(draft), draft.now, draft.from_end)
 
     def _open(self, draft: Draft, place: Place) -> None:
         """Restart the step's candidates: the requests that may take this kind of slot."""
