@@ -186,12 +186,15 @@ class Draft:
         """Return the next candidate; None if there is none, or too many have lacked pages."""
         return self.order.next() if self.num_short <= MOST_SHORT else None
 
-    def begin(self, request: Request, count: int) -> None:
-        """Add an admitted request, already charged, with `count` tokens; 0: it has no row yet."""
+    def begin(self, request: Request, count: int, length: int) -> None:
+        """Add an admitted request with `count` tokens (0: it has no row yet), and charge its tenant for it.
+
+        length: tokens that it is expected to end with.
+        """
         account = request.account
         self.running.append(request)
         self.begun.add(request)
-        self._service.begin(request)
+        self._service.begin(request, length - 1)
         if self.growth is not None:
             self.growth.add(request)
         if request.adapter is not None:
