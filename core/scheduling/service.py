@@ -64,33 +64,29 @@ class TokenCounters(QueuePolicy):
     def __init__(self, weights: Mapping[str, float] = MappingProxyType({})) -> None:
         """weights: by tenant; by default 1."""
         self._weights = weights
-        self._counters: OrderedDict[str, float] = OrderedDict()  # least recently arrived or charged first
+        self.counters: OrderedDict[str, float] = OrderedDict()
+        """Counters of the recently served tenants, the least recently arrived or charged first."""
         self._level = 0.0  # counter of the tenant served last, before its charge
-
-    @property
-    def counters(self) -> Mapping[str, float]:
-        """Counters of the recently served tenants."""
-        return self._counters
 
     def arrive(self, account: str, waiting: Collection[str], least: float | None) -> None:
         level = self._level if least is None else least
-        self._counters[account] = max(level, self._counters.get(account, level))
-        self._counters.move_to_end(account)
+        self.counters[account] = max(level, self.counters.get(account, level))
+        self.counters.move_to_end(account)
         self._bound(waiting)
 
     def standing(self, account: str) -> float:
-        return self._counters.get(account, self._level)
+        return self.counters.get(account, self._level)
 
     def charge(self, request: Request, length: int) -> None:
         counter = self.standing(request.account)
         self._level = counter
         request.charged = self._cost(request, length)
-        self._counters[request.account] = counter + request.charged
-        self._counters.move_to_end(request.account)
+        self.counters[request.account] = counter + request.charged
+        self.counters.move_to_end(request.account)
 
     def settle(self, request: Request) -> None:
         actual = self._cost(request, request.num_computed_tokens)
-        self._counters[request.account] = self.standing(request.account) + actual - request.charged
+        self.counters[request.account] = self.standing(request.account) + actual - request.charged
         request.charged = actual
         request.num_paid_tokens = max(request.num_paid_tokens, request.num_computed_tokens)
 
@@ -105,10 +101,10 @@ class TokenCounters(QueuePolicy):
 
     def _bound(self, waiting: Collection[str]) -> None:
         """Forget the least recently served tenants that do not wait; a forgotten tenant returns as a new one."""
-        while len(self._counters) > _MOST_ACCOUNTS + len(waiting):
-            account, counter = self._counters.popitem(last=False)
+        while len(self.counters) > _MOST_ACCOUNTS + len(waiting):
+            account, counter = self.counters.popitem(last=False)
             if account in waiting:
-                self._counters[account] = counter
+                self.counters[account] = counter
 
 
 WINDOW_SECONDS = 10.0

@@ -100,7 +100,7 @@ class PageShares:
             return []
         lacking = growth.final_pages(request) + growth.total - self._memory.num_available_pages
         victims: list[Request] = []
-        own_pages = growth.of_running()
+        own_pages = dict(zip(running, growth.finals, strict=True))
         for victim in from_end(givers):
             account, own = victim.account, own_pages[victim]
             if victim is running[0] or left[account] < 2 or pages[account] - own < self._share(account):
