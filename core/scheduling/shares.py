@@ -29,17 +29,15 @@ def max_min_level(
     wanted: by tenant, where bounded. weights: by tenant; by default 1. others: sum of the weights of tenants that want
     all they may have.
     """
-    total, wants = others, []
-    for tenant, want in wanted.items():
-        weight = weights.get(tenant, 1.0)
-        wants.append((want / weight, want, weight))
-        total += weight
-    for level, want, weight in sorted(wants):
-        if level * total >= amount:
-            return amount / total
-        amount -= want
-        total -= weight
-    return amount / others if others else math.inf
+    unmet = [(want, weights.get(tenant, 1.0)) for tenant, want in wanted.items()]
+    while total := others + sum([weight for _, weight in unmet]):
+        level = amount / total
+        met = [want for want, weight in unmet if want <= level * weight]
+        if not met:
+            return level
+        amount -= sum(met)
+        unmet = [each for each in unmet if each[0] > level * each[1]]
+    return math.inf
 
 
 class PageShares:
