@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .merging.mode_policy import ModePolicy
-from .scheduling.policies import QueuePolicy
+from .scheduling.service import QueuePolicy
 
 
 @dataclass(frozen=True)

@@ -212,7 +212,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, Overloaded):
         return ApiError(429, text, code="overloaded", retry_after=error.retry_after)
     if isinstance(error, PoolFull):
-        return ApiError(503, str(error), code="overloaded", retry_after=1)
+        return ApiError(503, f"{error}; try again later", code="overloaded", retry_after=1)
     if isinstance(error, TimeoutError):
         return ApiError(503, "the server took too long; try again later", code="timeout", retry_after=1)
     if isinstance(error, OSError):  # a disk that fails, or has no room, is no mistake of the server

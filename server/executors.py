@@ -47,7 +47,7 @@ class DaemonPool(Executor):
             if self._num_idle <= len(self._calls) and self._num_threads == self._threads:
                 self._drop_cancelled()
                 if len(self._calls) >= self._max_waiting:
-                    raise PoolFull(f"all {self._threads} threads for {self._name} are busy; try again later")
+                    raise PoolFull(f"all {self._threads} threads for {self._name} are busy")
             self._calls.append((future, lambda: function(*args, **kwargs)))
             if self._num_idle >= len(self._calls):
                 self._changed.notify()

@@ -17,8 +17,8 @@ from .draft import Draft, Place
 from .lifecycle import Lifecycle, load_error
 from .load_ahead import LoadPolicy
 from .output_lengths import Growth
-from .page_shares import PageShares
 from .request_memory import RequestMemory
+from .shares import PageShares
 from .waiting import Group, QueueOrder, WaitingQueue
 
 DOUBT_SECONDS = 10.0
@@ -57,7 +57,7 @@ class Admission:
         """
         accounts = self._waiting.accounts
         if len(accounts) > 1:
-            turns = self._lifecycle.restart_turns()
+            turns = self._lifecycle.service.restart_turns()
             lines: list[Iterable[Group]] = []
             while len(lines) < 2 * self._limits.lookahead and (account := turns.top()) is not None:
                 lines.append(islice(accounts[account].values(), _MOST_GROUPS))
@@ -196,7 +196,7 @@ class Admission:
 
     def _beyond_shares(self, request: Request, draft: Draft) -> list[Request]:
         """Return the requests to preempt for one that lacks pages within its tenant's share."""
-        return self._pages.find_victims(request, draft, self._growth(draft))
+        return self._pages.find_victims(request, draft.running, self._growth(draft), draft.now, draft.from_end)
 
     def _open(self, draft: Draft, place: Place) -> None:
         """Restart the step's candidates: the requests that may take this kind of slot."""
@@ -204,7 +204,7 @@ class Admission:
         is_limited = self._limits.max_adapters_per_step is not None or doubts or self.late or draft.only is not None
         draft.place = place
         draft.order = QueueOrder(
-            self._waiting, self._lifecycle.restart_turns(), self._store, draft.overdue_before,
+            self._waiting, self._lifecycle.service.restart_turns(), self._store, draft.overdue_before,
             partial(self._may_come, draft, doubts) if is_limited else None, place is Place.CALL, draft.is_candidate,
         )  # fmt: skip
 
@@ -274,9 +274,8 @@ class Admission:
         draft.order.go_on()
         request.state = RequestState.LOADING if is_loading(request) else RequestState.RUNNING
         request.began_at = len(blocks) * self._memory.block_tokens
-        self._lifecycle.charge(request)
         self._prefills.begin(request)
-        draft.begin(request, 0 if request.coming is not None else count)
+        draft.begin(request, 0 if request.coming is not None else count, self._lifecycle.lengths.final_length(request))
 
 
 @dataclass(eq=False)

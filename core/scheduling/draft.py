@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -15,6 +15,7 @@ from .lifecycle import Lifecycle
 from .output_lengths import Growth
 from .running import Running
 from .service import Service
+from .shares import max_min_level
 from .waiting import QueueOrder
 
 MOST_SHORT = 2
@@ -128,15 +129,19 @@ class Draft:
     def _prompt_shares(
         self, prompts: Sequence[Request], num_decoding: int, waiting: Collection[str]
     ) -> dict[str, int] | None:
-        """Split the step's tokens among the tenants with prompts under way; None where one tenant has them all."""
-        wanted: dict[str, int] = {}
+        """Split the step's tokens by weight among the tenants with prompts under way and the first waiting tenant
+        without a request there; None where one tenant has them all.
+        """
+        wanted: Counter[str] = Counter()
         for request in prompts:
-            wanted[request.account] = wanted.get(request.account, 0) + _missing(request)
+            wanted[request.account] += _missing(request)
         here = wanted if len(self.running) < self._limits.max_num_seqs else self.running.accounts
-        others = any(account not in here for account in waiting)
-        if len(wanted) + others < 2 or not self._limits.chunked_prefill:
+        newcomer = next((account for account in waiting if account not in here), None)
+        if len(wanted) + (newcomer is not None) < 2 or not self._limits.chunked_prefill:
             return None
-        return prompt_shares(wanted, self._limits.max_num_batched_tokens - num_decoding, others)
+        weights, budget = self._limits.weights, max(0, self._limits.max_num_batched_tokens - num_decoding)
+        level = max_min_level(budget, wanted, weights, 0.0 if newcomer is None else weights.get(newcomer, 1.0))
+        return {each: math.ceil(min(want, level * weights.get(each, 1.0))) for each, want in wanted.items()}
 
     def add_to_chunks(self) -> None:
         """Give prompts that were cut short the tokens left over, as far as there are rows and pages."""
@@ -181,12 +186,15 @@ class Draft:
         """Return the next candidate; None if there is none, or too many have lacked pages."""
         return self.order.next() if self.num_short <= MOST_SHORT else None
 
-    def begin(self, request: Request, count: int) -> None:
-        """Add an admitted request, already charged, with `count` tokens; 0: it has no row yet."""
+    def begin(self, request: Request, count: int, length: int) -> None:
+        """Add an admitted request with `count` tokens (0: it has no row yet), and charge its tenant for it.
+
+        length: tokens that it is expected to end with.
+        """
         account = request.account
         self.running.append(request)
         self.begun.add(request)
-        self._service.begin(request)
+        self._service.begin(request, length - 1)
         if self.growth is not None:
             self.growth.add(request)
         if request.adapter is not None:
@@ -307,19 +315,6 @@ class Draft:
             givers = [account for account, own in rows.items() if own > 1 and own > new[account]]
             self._giver = (max(givers, key=lambda each: (self._served_of(each), rows[each]), default=None),)
         return self._giver[0]
-
-
-def prompt_shares(wanted: Mapping[str, int], budget: int, others: bool) -> dict[str, int]:
-    """Divide a step's tokens among the tenants with prompts under way: max-min fair, none more than it wants.
-
-    wanted: tokens by tenant. budget: tokens. others: leave one equal share for the waiting tenants.
-    """
-    shares, left = {}, len(wanted) + others
-    for account, tokens in sorted(wanted.items(), key=lambda item: item[1]):
-        shares[account] = min(tokens, -(-max(0, budget) // left))
-        budget -= shares[account]
-        left -= 1
-    return shares
 
 
 def _split(sharing: Sequence[Request]) -> tuple[list[Request], Sequence[Request]]:

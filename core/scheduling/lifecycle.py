@@ -14,10 +14,9 @@ from ..requests.request import Request, RequestState
 from ..requests.types import FinishReason, RequestOutput
 from .output_lengths import OutputLengths
 from .overload import QueueRoom
-from .policies import QueuePolicy
 from .request_memory import RequestMemory
 from .running import Running
-from .service import Service, Turns
+from .service import Service
 from .waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
@@ -30,18 +29,15 @@ class Lifecycle:
     A request that leaves the running ones gives up all that it holds, and its tenant is charged for what it computed. A
     subclass, such as the simulator's, may override what is documented here.
 
-    _now: the time, and the number of steps so far, by which turns go. requests: in progress, by id. failed: outputs of
-    requests that have ended outside of a step's result.
+    requests: in progress, by id. failed: outputs of requests that have ended outside of a step's result.
     """
 
     _limits: EngineConfig
     _waiting: WaitingQueue
     _running: Running
-    _service: Service
-    policy: QueuePolicy
+    service: Service
     store: AdapterStore
     memory: RequestMemory
-    _now: Callable[[], tuple[float, int]]
     _clock: Callable[[], float]
     requests: dict[str, Request] = field(default_factory=dict)
     lengths: OutputLengths = field(default_factory=OutputLengths)
@@ -49,13 +45,12 @@ class Lifecycle:
     num_preemptions: int = 0
 
     def __post_init__(self) -> None:
-        self.turns = Turns(self._limits, self._waiting, self.policy)
         self.room = QueueRoom(self._limits.max_waiting, self._clock)
 
     def add(self, request: Request) -> None:
         """Queue a validated request; one that has run on another engine goes first."""
         self.requests[request.id] = request
-        self._arrive(request.account)
+        self.service.arrive(request.account)
         (self._waiting.append_first if request.num_paid_tokens else self._waiting.append)(request)
         if request.adapter is not None:
             self.store.hold(request.adapter)
@@ -79,7 +74,7 @@ class Lifecycle:
         self._release(request)
         request.state = state
         request.num_computed_tokens = 0
-        self._arrive(request.account)
+        self.service.arrive(request.account)
         self._waiting.append_first(request)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
@@ -105,29 +100,9 @@ class Lifecycle:
         self.finish(request, FinishReason.ERROR)
         self.failed.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error, failure=failure))
 
-    def charge(self, request: Request) -> None:
-        """Charge the tenant of a request that begins, for its expected length, and for a turn."""
-        self.policy.charge(request, self.lengths.final_length(request) - 1)
-        self.turns.record_turn(request.account, *self._now())
-
-    def restart_turns(self) -> Turns:
-        """Return the turns of the waiting tenants, from the first on."""
-        self.turns.restart(*self._now())
-        return self.turns
-
-    def _arrive(self, account: str) -> None:
-        """If a tenant's queue was empty, enter the tenant with the policy and in the order of turns."""
-        if not self._waiting.has(account):
-            now = self._now()
-            self.policy.arrive(account, self._waiting.accounts, self.turns.least(*now))
-            self.turns.record_turn(account, *now)
-
     def _release(self, request: Request) -> None:
         """Free all that a request which has left the running ones holds, and charge its tenant for what it computed."""
-        expected = request.charged
-        self.policy.settle(request)
-        self._service.end(request, expected)
-        self.turns.note(request.account)
+        self.service.end(request)
         self.memory.release(request)
 
 

@@ -90,20 +90,19 @@ class Growth:
         self._block = block_tokens
         self._running = running
         ends = lengths.final_lengths(running)
-        self._finals = [-(-(end - 1) // block_tokens) for end in ends]  # pages that each is expected to end with
+        self.finals = [-(-(end - 1) // block_tokens) for end in ends]
+        """Pages that each running request is expected to end with."""
         rooms = [request.room for request in running]
-        grown = [final + -room // block_tokens for final, room in zip(self._finals, rooms, strict=True)]
+        grown = [final + -room // block_tokens for final, room in zip(self.finals, rooms, strict=True)]
         self.total = sum([pages for pages in grown if pages > 0])
         """Pages by which all of them grow."""
         self._by_tenant: Counter[str] | None = None
-        self._final_pages: dict[Request, int] | None = None  # by request; made only if asked for
         self._ends: np.ndarray | None = None  # `_end` of each; computed only if the sum does not fit
 
     def add(self, request: Request) -> None:
         """Add a running request, the last of them."""
         self.total += self._pages(request, request.room)
-        self._finals.append(pages := self.final_pages(request))
-        self._final_pages = None
+        self.finals.append(pages := self.final_pages(request))
         if self._by_tenant is not None:
             self._by_tenant[request.account] += pages
         if self._ends is not None:
@@ -116,15 +115,9 @@ class Growth:
         """Pages that each tenant's running requests are expected to end with."""
         if self._by_tenant is None:
             self._by_tenant = Counter()
-            for request, pages in zip(self._running, self._finals, strict=True):
+            for request, pages in zip(self._running, self.finals, strict=True):
                 self._by_tenant[request.account] += pages
         return self._by_tenant
-
-    def of_running(self) -> dict[Request, int]:
-        """Return the pages that each running request is expected to end with."""
-        if self._final_pages is None:
-            self._final_pages = dict(zip(self._running, self._finals, strict=True))
-        return self._final_pages
 
     def final_pages(self, request: Request) -> int:
         """Return the pages that a request which does not run yet is expected to end with."""

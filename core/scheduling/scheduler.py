@@ -26,10 +26,9 @@ from .draft import Draft
 from .lifecycle import Lifecycle, load_error
 from .load_ahead import LoadAhead, LoadPolicy
 from .output_lengths import Growth
-from .policies import QueuePolicy
 from .request_memory import RequestMemory
 from .running import Running, follow, group_by_adapter, plan_step
-from .service import Service, TokenCounters
+from .service import QueuePolicy, Service, TokenCounters
 from .step_shares import StepShares
 from .waiting import WaitingQueue
 
@@ -61,12 +60,9 @@ class Scheduler:
         self._ahead = LoadAhead(limits, store, memory)
         self.waiting = WaitingQueue()
         self.running = Running()
-        self._service = Service(limits.max_num_seqs, self.running, clock)
         policy = queue or TokenCounters(limits.weights)
-        self.lifecycle = self.lifecycle_type(
-            limits, self.waiting, self.running, self._service, policy, store, memory,
-            lambda: (clock(), self.num_steps), clock,
-        )  # fmt: skip
+        self._service = Service(limits, self.running, self.waiting, policy, lambda: (clock(), self.num_steps))
+        self.lifecycle = self.lifecycle_type(limits, self.waiting, self.running, self._service, store, memory, clock)
         self._requests = self.lifecycle.requests
         self._admission = self.admission_type(limits, self.waiting, store, memory, loads, self.lifecycle, clock)
         self._clock = clock
@@ -122,7 +118,7 @@ class Scheduler:
         """True if a tenant is overdue for its turn."""
         if len(self.waiting.accounts) < 2:
             return False
-        turns = self.lifecycle.restart_turns()
+        turns = self._service.restart_turns()
         return turns.top() is not None and turns.is_late
 
     def schedule(self) -> StepPlan | None:
@@ -280,7 +276,7 @@ class Scheduler:
     def accounts(self) -> list[AccountStats]:
         """Return the tenants with requests in progress, most requests first."""
         running, waiting = (Counter(request.account for request in queue) for queue in (self.running, self.waiting))
-        standing = self.lifecycle.policy.standing
+        standing = self._service.policy.standing
         names = sorted(running | waiting, key=lambda name: (-running[name] - waiting[name], name))
         return [AccountStats(name, running[name], waiting[name], standing(name)) for name in names]
 

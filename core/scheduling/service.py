@@ -1,25 +1,52 @@
-"""What tenants were served: counters, turns by them, and the order in which requests keep rows and pages."""
+"""What tenants were served: the policy that counts it, and the order in which requests keep rows and pages."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
 from ..config import EngineConfig
 from ..requests.request import Request
-from .policies import QueuePolicy
 from .running import Running
+from .waiting import Turns, WaitingQueue
 
 PROMPT_COST, OUTPUT_COST = 1.0, 2.0
 """Cost of a prompt token and of a generated one, VTC's w_p and w_q: a decode step computes one token with the weights
 that a prompt's step computes hundreds with."""
 
 _MOST_ACCOUNTS = 4096
+
+
+class QueuePolicy(Protocol):
+    """Orders tenants by the service that they received. account: a tenant's name or, with `fair_by="adapter"`, an
+    adapter's.
+    """
+
+    def arrive(self, account: str, waiting: Collection[str], least: float | None) -> None:
+        """Record that a tenant's queue is no longer empty. waiting: the other waiting tenants. least: the lowest of
+        their standings, None if there are none.
+        """
+        ...
+
+    def standing(self, account: str) -> float:
+        """Return a tenant's sort key: the lowest comes next. While the tenant waits, only `charge` and `settle` change
+        it.
+        """
+        ...
+
+    def charge(self, request: Request, length: int) -> None:
+        """Charge a request that begins to run from `began_at` and is expected to end with `length` tokens computed.
+
+        Sets `charged` to its cost.
+        """
+        ...
+
+    def settle(self, request: Request) -> None:
+        """Replace the expected charge of a request that no longer runs by the cost of what it has computed."""
+        ...
 
 
 class TokenCounters(QueuePolicy):
@@ -37,33 +64,29 @@ class TokenCounters(QueuePolicy):
     def __init__(self, weights: Mapping[str, float] = MappingProxyType({})) -> None:
         """weights: by tenant; by default 1."""
         self._weights = weights
-        self._counters: OrderedDict[str, float] = OrderedDict()  # least recently arrived or charged first
+        self.counters: OrderedDict[str, float] = OrderedDict()
+        """Counters of the recently served tenants, the least recently arrived or charged first."""
         self._level = 0.0  # counter of the tenant served last, before its charge
-
-    @property
-    def counters(self) -> Mapping[str, float]:
-        """Counters of the recently served tenants."""
-        return self._counters
 
     def arrive(self, account: str, waiting: Collection[str], least: float | None) -> None:
         level = self._level if least is None else least
-        self._counters[account] = max(level, self._counters.get(account, level))
-        self._counters.move_to_end(account)
+        self.counters[account] = max(level, self.counters.get(account, level))
+        self.counters.move_to_end(account)
         self._bound(waiting)
 
     def standing(self, account: str) -> float:
-        return self._counters.get(account, self._level)
+        return self.counters.get(account, self._level)
 
     def charge(self, request: Request, length: int) -> None:
         counter = self.standing(request.account)
         self._level = counter
         request.charged = self._cost(request, length)
-        self._counters[request.account] = counter + request.charged
-        self._counters.move_to_end(request.account)
+        self.counters[request.account] = counter + request.charged
+        self.counters.move_to_end(request.account)
 
     def settle(self, request: Request) -> None:
         actual = self._cost(request, request.num_computed_tokens)
-        self._counters[request.account] = self.standing(request.account) + actual - request.charged
+        self.counters[request.account] = self.standing(request.account) + actual - request.charged
         request.charged = actual
         request.num_paid_tokens = max(request.num_paid_tokens, request.num_computed_tokens)
 
@@ -78,195 +101,10 @@ class TokenCounters(QueuePolicy):
 
     def _bound(self, waiting: Collection[str]) -> None:
         """Forget the least recently served tenants that do not wait; a forgotten tenant returns as a new one."""
-        while len(self._counters) > _MOST_ACCOUNTS + len(waiting):
-            account, counter = self._counters.popitem(last=False)
+        while len(self.counters) > _MOST_ACCOUNTS + len(waiting):
+            account, counter = self.counters.popitem(last=False)
             if account in waiting:
-                self._counters[account] = counter
-
-
-Rank = tuple[bool, float, float]
-"""Sort key of a waiting tenant: False if it is overdue for its turn, its standing (0 if it is overdue), and the number
-of its last turn or of its arrival.
-"""
-
-
-class WaitingTenants(Protocol):
-    """The waiting queue, as turns see it."""
-
-    @property
-    def accounts(self) -> Mapping[str, object]:
-        """Tenants with candidates, and these."""
-        ...
-
-    def take_new_accounts(self) -> list[str]:
-        """Return the tenants that have become waiting since the last call, in order of arrival."""
-        ...
-
-
-class Line:
-    """Tenants sorted by a key, and how many of the first have been skipped.
-
-    A change is a binary search and a move in memory, some microseconds for ten thousand tenants.
-    """
-
-    def __init__(self, keys: Mapping[str, tuple[float, ...]] = MappingProxyType({})) -> None:
-        self.keys = dict(keys)
-        self._sorted = sorted((key, account) for account, key in keys.items())
-        self._num_skipped = 0
-
-    def __len__(self) -> int:
-        return len(self._sorted)
-
-    def put(self, account: str, key: tuple[float, ...]) -> None:
-        """Enter a tenant, or move it."""
-        self.drop(account)
-        self.keys[account] = key
-        index = bisect_left(self._sorted, (key, account))
-        self._sorted.insert(index, (key, account))
-        self._num_skipped += index < self._num_skipped
-
-    def drop(self, account: str) -> None:
-        """Remove a tenant, if it is there."""
-        key = self.keys.pop(account, None)
-        if key is not None:
-            index = bisect_left(self._sorted, (key, account))
-            del self._sorted[index]
-            self._num_skipped -= index < self._num_skipped
-
-    def restart(self) -> None:
-        self._num_skipped = 0
-
-    def first(self) -> str | None:
-        return self._sorted[0][1] if self._sorted else None
-
-    def top(self) -> str | None:
-        """Return the first tenant that is not skipped; None if all are."""
-        return self._sorted[self._num_skipped][1] if self._num_skipped < len(self._sorted) else None
-
-    def skip(self) -> None:
-        """Skip the tenant that `top` returned."""
-        self._num_skipped += 1
-
-
-class Turns:
-    """Waiting tenants in order of their turns.
-
-    First come overdue tenants, longest wait first: they have waited for `max_turn_seconds` or `max_turn_steps` since
-    their last turn or, if later, since their queue was empty. Otherwise a small weight or a wrong length estimate could
-    keep a tenant waiting for long. The others follow by the policy's standing, lowest first, then by arrival.
-    """
-
-    def __init__(self, limits: EngineConfig, waiting: WaitingTenants, policy: QueuePolicy) -> None:
-        self._max_seconds, self._max_steps = limits.max_turn_seconds, limits.max_turn_steps
-        self._waiting = waiting
-        self._policy = policy
-        self._since = Line()  # by number, time and step of the last turn
-        self._line = Line()  # by standing, and number of arrival; out of date until it comes to the top
-        self._count = itertools.count()
-        self._late_before = (-math.inf, -math.inf)
-        self.is_late = False
-        """True if the tenant that `top` returned last is overdue."""
-
-    def record_turn(self, account: str, now: float, step: int) -> None:
-        """Record that a tenant has a turn, or begins to wait for one."""
-        self._since.put(account, (next(self._count), now, step))
-        waiting = self._waiting.accounts
-        for line in (self._since, self._line):
-            if len(line) > 2 * len(waiting) + 64:  # tenants that wait no more
-                for each in line.keys.keys() - waiting.keys():
-                    line.drop(each)
-
-    def note(self, account: str) -> None:
-        """Update a tenant's turn after its standing with the policy may have changed."""
-        key = self._line.keys.get(account)
-        if key is not None and (standing := self._policy.standing(account)) != key[0]:
-            self._line.put(account, (standing, key[1]))
-
-    def restart(self, now: float, step: int) -> None:
-        """Begin with the first tenant again. now, step: the current time in seconds, and step number."""
-        self._late_before = now - self._max_seconds, step - self._max_steps
-        self._since.restart()
-        self._line.restart()
-        self._take_new(now, step)
-
-    def least(self, now: float, step: int) -> float | None:
-        """Return the lowest standing of any waiting tenant; None if none waits."""
-        self._take_new(now, step)
-        account = self._settled(self._line.first)
-        return None if account is None else self._line.keys[account][0]
-
-    def top(self) -> str | None:
-        """Return the next tenant; None if all have been skipped."""
-        while (account := self._since.top()) is not None and self._is_late(account):
-            if account in self._waiting.accounts:
-                self.is_late = True
-                return account
-            self._since.drop(account)
-        self.is_late = False
-        return self._settled(self._line.top)
-
-    def pass_over(self) -> None:
-        """Skip the tenant that `top` returned, until `restart`."""
-        (self._since if self.is_late else self._line).skip()
-
-    def rank(self, account: str) -> Rank:
-        """Return a waiting tenant's sort key in the order of turns."""
-        if account in self._since.keys and self._is_late(account):
-            return False, 0.0, self._since.keys[account][0]
-        key = self._line.keys.get(account)  # None if it returns to the queue in this very step
-        return True, self._policy.standing(account), math.inf if key is None else key[1]
-
-    def _is_late(self, account: str) -> bool:
-        _, seconds, step = self._since.keys[account]
-        return seconds <= self._late_before[0] or step <= self._late_before[1]
-
-    def _settled(self, pick: Callable[[], str | None]) -> str | None:
-        """Return the tenant that is picked from the line, once it waits and its standing is up to date."""
-        line = self._line
-        while (account := pick()) is not None:
-            if account not in self._waiting.accounts:
-                line.drop(account)
-            elif self._policy.standing(account) > line.keys[account][0]:  # it has been charged since
-                self.note(account)
-            else:
-                break
-        return account
-
-    def _take_new(self, now: float, step: int) -> None:
-        """Enter the tenants that have begun to wait."""
-        for account in self._waiting.take_new_accounts():
-            number = next(self._count)
-            if account not in self._since.keys:
-                self._since.put(account, (number, now, step))
-            self._line.put(account, (self._policy.standing(account), number))
-
-
-class SomeTurns:
-    """Some of the waiting tenants, in the current order of turns; `turns` has all of them, restarted."""
-
-    def __init__(self, turns: Turns, waiting: WaitingTenants, accounts: Iterable[str]) -> None:
-        self._turns = turns
-        self._waiting = waiting
-        self._line = Line({account: turns.rank(account) for account in accounts})
-        self._last = ""  # returned by `top`: only its rank may have changed since
-        self.is_late = False
-
-    def top(self) -> str | None:
-        """Return the next tenant; None if all have been skipped."""
-        line = self._line
-        while (account := line.top()) is not None:
-            rank = self._turns.rank(account) if account == self._last else line.keys[account]
-            if account not in self._waiting.accounts:
-                line.drop(account)
-            elif rank != line.keys[account]:  # it was charged for its turn
-                line.put(account, rank)
-            else:
-                self._last, self.is_late = account, not rank[0]
-                break
-        return account
-
-    def pass_over(self) -> None:
-        self._line.skip()
+                self.counters[account] = counter
 
 
 WINDOW_SECONDS = 10.0
@@ -281,22 +119,50 @@ class Service:
     recomputed, and it resumes when a row is free. One that lacks pages is preempted.
     """
 
-    def __init__(self, max_rows: int, running: Running, clock: Callable[[], float]) -> None:
-        """max_rows: of a step. running: the running requests; the scheduler changes it."""
-        self.max_rows = max_rows
+    def __init__(
+        self,
+        limits: EngineConfig,
+        running: Running,
+        waiting: WaitingQueue,
+        policy: QueuePolicy,
+        now: Callable[[], tuple[float, int]],
+    ) -> None:
+        """running, waiting: the queues; the scheduler changes them. now: the time, and the number of steps so far, by
+        which turns go.
+        """
+        self.max_rows = limits.max_num_seqs
+        self.policy = policy
+        self.turns = Turns(limits, waiting, policy.standing)
         self._running = running
-        self._clock = clock
+        self._waiting = waiting
+        self._now = now
         self._held: dict[str, float] = {}  # cost of running requests, by tenant
         self._ended: dict[str, tuple[float, float]] = {}  # decayed cost of ended requests, and its time
 
-    def begin(self, request: Request) -> None:
-        """Record an admitted request, already charged to its tenant."""
+    def restart_turns(self) -> Turns:
+        """Return the turns of the waiting tenants, from the first on."""
+        self.turns.restart(*self._now())
+        return self.turns
+
+    def arrive(self, account: str) -> None:
+        """If a tenant's queue is empty, enter the tenant with the policy and in the order of turns."""
+        if not self._waiting.has(account):
+            now = self._now()
+            self.policy.arrive(account, self._waiting.accounts, self.turns.least(*now))
+            self.turns.record_turn(account, *now)
+
+    def begin(self, request: Request, length: int) -> None:
+        """Charge the tenant of an admitted request, expected to end with `length` tokens computed, also for a turn."""
+        self.policy.charge(request, length)
+        self.turns.record_turn(request.account, *self._now())
         self._held[request.account] = self._held.get(request.account, 0.0) + request.charged
 
-    def end(self, request: Request, expected: float) -> None:
-        """Record that a request has left the running ones and was settled. expected: its cost when it began."""
-        account, now = request.account, self._clock()
-        self._held[account] -= expected
+    def end(self, request: Request) -> None:
+        """Charge the tenant of a request that has left the running ones for what it computed, instead."""
+        account, now = request.account, self._now()[0]
+        self._held[account] -= request.charged
+        self.policy.settle(request)
+        self.turns.note(account)
         if account not in self._running.accounts:
             del self._held[account]
         self._ended[account] = self._lately(account, now) + request.charged, now
@@ -306,7 +172,7 @@ class Service:
 
     def of(self, account: str) -> float:
         """Return a tenant's served cost."""
-        return self._held.get(account, 0.0) + self._lately(account, self._clock())
+        return self._held.get(account, 0.0) + self._lately(account, self._now()[0])
 
     def order(self, requests: Sequence[Request], begun: Container[Request] = ()) -> list[Request]:
         """Return requests in the order in which they keep rows and pages: `begun` ones, the first of each tenant,

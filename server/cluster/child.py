@@ -77,12 +77,14 @@ class Child:
             status = self._run_once()
             if self._stopping.is_set():
                 return
-            if is_first and status != 0:
-                self._trouble = f"{self.name} could not start ({_how(status)}); its messages are above"
-            is_first = False
             if time.monotonic() - began > STEADY_SECONDS or status == 0:
                 back_off = FIRST_BACK_OFF
-            log.warning("%s ended (%s); it is started again in %g s", self.name, _how(status), back_off)
+            if is_first and status != 0:  # then a cluster that is being launched ends
+                self._trouble = f"{self.name} could not start ({_how(status)}); its messages are above"
+                log.warning("%s", self._trouble)
+            else:
+                log.warning("%s ended (%s); it is started again in %g s", self.name, _how(status), back_off)
+            is_first = False
             self._stopping.wait(back_off)
             back_off = min(LAST_BACK_OFF, 2 * back_off)
 

@@ -86,8 +86,9 @@ class Recorder:
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(STOP_SECONDS)
-        if not self._thread.is_alive():
+        if not self._thread.is_alive() and self._file >= 0:
             os.close(self._file)
+            self._file = -1
 
     def _run(self) -> None:
         while not self._stopping.wait(WRITE_SECONDS):

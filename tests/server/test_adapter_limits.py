@@ -103,6 +103,7 @@ def test_a_disk_that_hangs_costs_the_load_and_nothing_else(make_live, monkeypatc
             response = add(live, "new", "r3-mlp")
             assert response.status_code == 503
             assert response.json()["error"]["code"] == "loads_busy"
+            assert response.json()["error"]["message"].count("try again later") == 1
         assert len(stuck) == 8
         assert works(live)
         assert live.client.delete("/v1/adapters/first").status_code == 200

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from chorus.server.errors import as_api_error
 from chorus.server.executors import DaemonPool, Executors, PoolFull
 
 
@@ -37,8 +38,9 @@ def test_a_full_queue_refuses_and_cancelled_calls_leave_it():
     stuck = pool.submit(lambda: (begun.set(), release.wait(60)))
     assert begun.wait(10)
     waiting = [pool.submit(int) for _ in range(2)]
-    with pytest.raises(PoolFull, match="busy"):
+    with pytest.raises(PoolFull, match=r"busy$") as full:
         pool.submit(int)
+    assert as_api_error(full.value).message == "all 1 threads for test are busy; try again later"
     assert waiting[0].cancel()
     late = pool.submit(int, "7")
     release.set()
@@ -68,6 +70,7 @@ def test_one_kind_of_work_does_not_fill_anothers_threads():
 def test_threads_that_are_stuck_for_ever_do_not_keep_the_process():
     code = """
 import threading
+from chorus.server.errors import as_api_error
 from chorus.server.executors import Executors
 executors, begun = Executors(), threading.Semaphore(0)
 for pool in (executors.text, executors.stop):

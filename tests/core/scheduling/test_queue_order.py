@@ -13,8 +13,8 @@ from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.scheduling import waiting as waiting_queue
-from chorus.core.scheduling.service import SomeTurns, TokenCounters, Turns
-from chorus.core.scheduling.waiting import QueueOrder, WaitingQueue
+from chorus.core.scheduling.service import TokenCounters
+from chorus.core.scheduling.waiting import QueueOrder, SomeTurns, Turns, WaitingQueue
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.host.images import InlineReads
 
@@ -57,7 +57,7 @@ def request_of(account):
 
 def turns_of(queue, policy=None, **limits):
     """Turns of those that wait, at second 100 and step 7, since when they do."""
-    turns = Turns(EngineConfig(model=Path("fake"), **limits), queue, policy or TokenCounters())
+    turns = Turns(EngineConfig(model=Path("fake"), **limits), queue, (policy or TokenCounters()).standing)
     turns.restart(100.0, 7)
     return turns
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from concurrent.futures import Future
 from itertools import chain
@@ -17,10 +18,10 @@ from chorus.core.policies import Policies
 from chorus.core.requests.request import Request, RequestState
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.scheduling.admission import DOUBT_SECONDS
-from chorus.core.scheduling.draft import prompt_shares
 from chorus.core.scheduling.output_lengths import OutputLengths
 from chorus.core.scheduling.overload import Overloaded
 from chorus.core.scheduling.service import TokenCounters
+from chorus.core.scheduling.shares import max_min_level
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.host.images import InlineReads
 
@@ -497,6 +498,27 @@ class TestTokensOfAStep:
             assert dict(house.plans[-1]) == {"one": 4, "other": 4}
         house.drain()
 
+    @pytest.mark.parametrize("weight", [0.5, 2.0])
+    def test_two_long_prompts_advance_by_their_tenants_weights(self, weight):
+        house = House(max_num_batched_tokens=6, weights={"a": weight})
+        for name, tenant in (("first", "a"), ("one", "a"), ("other", "b")):
+            house.add(name, prompt=[5] * 36, tenant=tenant)
+            house.step()
+        of_a = 6 * weight / (1 + weight)
+        for _ in range(3):
+            house.step()
+            assert dict(house.plans[-1]) == {"first": of_a, "other": 6 - of_a}
+        house.drain()
+
+    def test_a_newcomers_share_is_of_its_weight(self):
+        house = House(max_num_batched_tokens=6, weights={"few": 2.0})
+        house.add("long", prompt=[5] * 36, tenant="many")
+        house.step()
+        house.add("short", prompt=[6] * 36, tenant="few")
+        house.step()
+        assert dict(house.plans[-1]) == {"long": 2, "short": 4}
+        house.drain()
+
     @pytest.mark.parametrize("tenants", ["aa", "ab"])
     def test_prompts_that_must_not_be_cut_are_not(self, tenants):
         house = House(max_num_batched_tokens=64, chunked_prefill=False)
@@ -507,20 +529,24 @@ class TestTokensOfAStep:
         assert prompts == [30] * 3
 
 
-@given(st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 100), min_size=1), st.integers(0, 200), st.booleans())
-def test_shares_of_tokens_are_max_min_fair(wanted, budget, others):
-    shares = prompt_shares(wanted, budget, others)
-    assert shares.keys() == wanted.keys()
-    assert all(0 <= shares[account] <= wanted[account] for account in wanted)
-    left = budget - sum(shares.values())
-    assert left >= 0
-    most = max(shares.values())
-    for account, share in shares.items():
-        assert share == wanted[account] or share >= most - 1, "who wants more has as much as anybody"
-    if others and any(share < wanted[account] for account, share in shares.items()):
-        assert left >= most - 1
-    if not others:
-        assert left == max(0, budget - sum(wanted.values()))
+WEIGHTS = st.dictionaries(st.sampled_from("abcdef"), st.sampled_from([0.25, 0.5, 2.0, 5.0]))
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 100), min_size=1), st.integers(1, 200), WEIGHTS,
+    st.sampled_from([0.0, 1.0, 3.5]),
+)  # fmt: skip
+def test_a_split_is_max_min_fair_by_weight(wanted, amount, weights, others):
+    """A tenant gets all that it wants, or for its weight no less than any; and nothing is left that is wanted."""
+    level = max_min_level(amount, wanted, weights, others)
+    shares = {tenant: min(want, level * weights.get(tenant, 1.0)) for tenant, want in wanted.items()}
+    left = amount - sum(shares.values())
+    if math.isinf(level):
+        assert left >= 0 and not others
+    else:
+        assert left == pytest.approx(level * others, abs=1e-9)
+    if not others and any(shares[tenant] < want for tenant, want in wanted.items()):
+        assert left == pytest.approx(0, abs=1e-9)
 
 
 class TestPreemption:

@@ -18,6 +18,7 @@ from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.scheduling.draft import Draft
 from chorus.core.scheduling.running import Running
 from chorus.core.scheduling.service import WINDOW_SECONDS, Service, TokenCounters
+from chorus.core.scheduling.waiting import WaitingQueue
 
 from .test_scheduling import HeldReads, House
 
@@ -281,14 +282,30 @@ def made(account, index, decodes=True, cost=1.0):
     return request
 
 
+class Planted(TokenCounters):
+    """Charges what the test has planted in `charged`."""
+
+    def charge(self, request, length):
+        pass
+
+    def settle(self, request):
+        pass
+
+
+def service_of(seats):
+    limits, clock = EngineConfig(model=Path("fake"), max_num_seqs=seats), Clock()
+    service = Service(limits, Running(), WaitingQueue(), Planted(), lambda: (clock(), 0))
+    return service, clock
+
+
 def taken(seats, requests):
-    """What tenants were served, and a step of the requests, of which none is paused."""
-    running = Running()
-    service = Service(seats, running, Clock())
+    """What tenants were served, a step of the requests, of which none is paused, and the clock."""
+    service, clock = service_of(seats)
+    running = service._running  # noqa: SLF001
     for request in requests:
         running.append(request)
-        service.begin(request)
-    return service, draft_of(service)
+        service.begin(request, 0)
+    return service, draft_of(service), clock
 
 
 def draft_of(service):
@@ -302,7 +319,7 @@ def draft_of(service):
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 9)), min_size=1, max_size=24), st.integers(4, 12))
 def test_whoever_was_given_most_gives_first_and_the_oldest_keep_their_rows(asked, seats):
     requests = [made(account, index, cost=float(cost)) for index, (account, cost) in enumerate(asked)]
-    service, _ = taken(seats, requests)
+    service, *_ = taken(seats, requests)
     dealt = service.deal(requests)
     assert len(dealt) == min(seats, len(requests))
     had, have = (Counter(request.account for request in each) for each in (requests, dealt))
@@ -317,19 +334,19 @@ def test_whoever_was_given_most_gives_first_and_the_oldest_keep_their_rows(asked
 
 def test_a_prompt_that_has_begun_is_computed_to_its_end():
     requests = [made("a", 0), made("a", 1), made("a", 2, decodes=False)]
-    assert [request.id for request in Service(2, Running(), Clock()).deal(requests)] == ["a 0", "a 2"]
+    assert [request.id for request in service_of(2)[0].deal(requests)] == ["a 0", "a 2"]
 
 
 def test_what_was_given_is_forgotten_once_it_has_ended():
-    service, draft = taken(4, [made("a", 0, cost=8.0), made("a", 1, cost=4.0)])
+    service, draft, clock = taken(4, [made("a", 0, cost=8.0), made("a", 1, cost=4.0)])
     running = draft.running
-    service._clock.now = 1000.0  # noqa: SLF001
+    clock.now = 1000.0
     assert service.of("a") == 12.0, "however long they run"
     ended = running[0]
     running.remove(ended)
-    service.end(ended, ended.charged)
+    service.end(ended)
     assert service.of("a") == 12.0
-    service._clock.now += WINDOW_SECONDS  # noqa: SLF001
+    clock.now += WINDOW_SECONDS
     assert service.of("a") == pytest.approx(4.0 + 8.0 / math.e)
 
 
@@ -347,25 +364,25 @@ def test_a_burst_of_one_that_was_given_little_goes_before_what_another_has_beyon
 
 
 def test_accounts_that_were_given_something_are_forgotten():
-    service, draft = taken(4, [])
+    service, draft, clock = taken(4, [])
     running = draft.running
     for index in range(5000):
         request = made(f"{index}", index)
         running.append(request)
-        service.begin(request)
+        service.begin(request, 0)
         running.remove(request)
-        service.end(request, request.charged)
-        service._clock.now += 1.0  # noqa: SLF001
+        service.end(request)
+        clock.now += 1.0
     assert service.of("10") == 0
     assert service.of("4999") > 0
 
 
 @given(st.lists(st.sampled_from("abcdef"), min_size=4, max_size=4), st.lists(st.sampled_from("abcdef"), max_size=30))
 def test_no_more_accounts_run_than_a_step_has_rows(holders, comers):
-    _, draft = taken(4, [made(account, index) for index, account in enumerate(holders)])
+    _, draft, _ = taken(4, [made(account, index) for index, account in enumerate(holders)])
     for index, account in enumerate(comers):
         if draft.may_begin(account):
-            draft.begin(made(account, 10 + index), 1)
+            draft.begin(made(account, 10 + index), 1, 0)
     assert len(draft.running.accounts) <= 4
 
 
@@ -375,12 +392,12 @@ def test_no_more_accounts_run_than_a_step_has_rows(holders, comers):
 )
 @example(["a"] * 3, [("b", 1), ("b", 1), ("c", 1)])
 def test_whoever_begins_has_a_row_of_the_step_and_leaves_each_account_one(holders, comers):
-    service, draft = taken(len(holders), [made(account, index, cost=9.0) for index, account in enumerate(holders)])
+    service, draft, _ = taken(len(holders), [made(account, index, cost=9.0) for index, account in enumerate(holders)])
     begun = []
     for index, (account, cost) in enumerate(comers):
         if draft.may_begin(account):
             begun.append(made(account, 10 + index, cost=float(cost)))
-            draft.begin(begun[-1], 1)
+            draft.begin(begun[-1], 1, 0)
     assert len(begun) < max(2, len(holders)), "the row of whoever has just begun is nobody's to take"
     dealt = service.deal(draft.running, begun)
     assert len(dealt) == len(holders)
@@ -399,11 +416,11 @@ def test_accounts_are_ranked_once_in_a_step_however_many_requests_begin(monkeypa
 
     monkeypatch.setattr(Service, "_lately", counted)
     many, few = [f"many {index}" for index in range(50)], [f"few {index}" for index in range(20)]
-    service, draft = taken(100, [made(account, index) for index in range(2) for account in many])
+    service, draft, _ = taken(100, [made(account, index) for index in range(2) for account in many])
     ranked.clear()
     for account in few:
         assert draft.is_open_to({account: None}.keys())
-        draft.begin(made(account, 0), 1)
+        draft.begin(made(account, 0), 1, 0)
     assert len(service.deal(draft.running, draft.begun)) == 100
     assert len(ranked) <= len(many) + 2 * len(few) + len(many) + len(few), "once more by those who are dealt rows"
 
@@ -422,5 +439,5 @@ def test_accounts_are_ranked_once_in_a_step_however_many_requests_begin(monkeypa
 def test_the_victim_is_the_newest_of_who_was_served_most_but_neither_the_oldest_nor_an_only_one(running, victim):
     costs = {"most": 500.0, "some": 300.0, "least": 100.0}
     requests = [made(account, index, cost=costs[account]) for index, account in enumerate(running)]
-    service, _ = taken(4, requests)
+    service, *_ = taken(4, requests)
     assert service.last(requests) is requests[victim]

@@ -15,6 +15,7 @@ import pytest
 
 from chorus.server.cluster import processes as module
 from chorus.server.cluster.address import AddressFile
+from chorus.server.cluster.child import Child
 from chorus.server.cluster.directory import ClusterDirectory
 from chorus.server.cluster.plan import Plan, add_up_flags
 from chorus.server.cluster.processes import Processes
@@ -49,6 +50,18 @@ def test_a_plan_that_can_t_be_carried_out_leaves_nothing(tmp_path, plan, text):
     with pytest.raises(Exception, match=text):
         Processes(plan, Settings())
     assert not list(tmp_path.iterdir())
+
+
+def test_of_a_child_whose_first_start_fails_no_next_one_is_promised(caplog):
+    child = Child("replica r0", ["nothing-of-this-name"])
+    child.start()
+    deadline = time.monotonic() + SECONDS
+    while child.trouble() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    child.stop()
+    child.join(SECONDS)
+    first = caplog.messages[0]
+    assert first == child.trouble() and first.startswith("replica r0 could not start (exit status")
 
 
 def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path):

@@ -100,6 +100,16 @@ def test_a_trace_is_gone_on_with_and_ranks_are_asked_for_once(tmp_path):
     assert book.asked.count("a") == 2
 
 
+def test_a_second_stop_closes_no_file_of_another(tmp_path):
+    recorder = Recorder(tmp_path / "trace.csv")
+    recorder.start(Book())
+    recorder.stop()
+    with (tmp_path / "other").open("wb") as other:  # it gets the descriptor that was closed
+        recorder.stop()
+        other.write(b"whole")
+    assert (tmp_path / "other").read_bytes() == b"whole"
+
+
 def test_a_file_of_something_else_is_refused_by_name_and_left_as_it_is(tmp_path):
     path = tmp_path / "notes.csv"
     path.write_text("my notes\n")

@@ -1,14 +1,13 @@
-"""Shares of the pages: a tenant below its share takes pages from tenants above theirs."""
+"""Shares of tenants: of what all of them want, be it a step's tokens or the pages, each has a part by its weight."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ...memory.pages.eviction import RestoreCosts
 from ..config import EngineConfig
 from ..requests.request import Request
-from .draft import Draft
 from .output_lengths import Growth
 from .request_memory import RequestMemory
 from .running import Running
@@ -21,13 +20,33 @@ below the twentieth of an engine's throughput that shares may cost.
 TAKING_SECONDS = 10.0
 
 
-class PageShares:
-    """Divides the pages for KV by weight among the tenants with requests in progress.
+def max_min_level(
+    amount: float, wanted: Mapping[str, float], weights: Mapping[str, float], others: float = 0.0
+) -> float:
+    """Return the level of a weighted max-min split: a tenant's share is what it wants, or its weight times the level
+    where that is less. Infinite if all get what they want.
 
-    A running request counts with the pages that it is expected to end with. A request that lacks pages, and with which
-    its tenant stays within its share, takes them from the requests at the end of the order (`Service.order`). Each
-    tenant keeps a request, and its share; the oldest request of all is no victim. Pages that no tenant needs for its
-    share are for any tenant.
+    wanted: by tenant, where bounded. weights: by tenant; by default 1. others: sum of the weights of tenants that want
+    all they may have.
+    """
+    unmet = [(want, weights.get(tenant, 1.0)) for tenant, want in wanted.items()]
+    while total := others + sum([weight for _, weight in unmet]):
+        level = amount / total
+        met = [want for want, weight in unmet if want <= level * weight]
+        if not met:
+            return level
+        amount -= sum(met)
+        unmet = [each for each in unmet if each[0] > level * each[1]]
+    return math.inf
+
+
+class PageShares:
+    """Splits the pages for KV by weight among the tenants with requests in progress (`max_min_level`).
+
+    Each counts as one that wants all it may have. A running request counts with the pages that it is expected to end
+    with. A request that lacks pages, and with which its tenant stays within its share, takes them from the requests at
+    the end of the order (`Service.order`). Each tenant keeps a request, and its share; the oldest request of all is no
+    victim. Pages that no tenant needs for its share are for any tenant.
     """
 
     def __init__(self, limits: EngineConfig, waiting: WaitingQueue, memory: RequestMemory, costs: RestoreCosts) -> None:
@@ -36,7 +55,7 @@ class PageShares:
         self._memory = memory
         self._costs = costs
         self._of: Growth | None = None
-        self._unit = 0.0  # pages of a tenant of weight 1 in the step of that growth
+        self._level = 0.0  # share of a tenant of weight 1 in the step of that growth
         self.taker: Request | None = None
         """The last request that pages were taken for."""
         self._givers: set[str] = set()  # tenants that it took them from
@@ -49,16 +68,24 @@ class PageShares:
     def allow(self, request: Request, running: Running, growth: Growth) -> bool:
         """True if a tenant stays within its share when a request begins. growth: of `running`."""
         if growth is not self._of:
-            self._of, self._unit = growth, self._share_of_one(running)
+            self._of, self._level = growth, self._find_level(running)
         pages = growth.by_tenant[request.account] + growth.final_pages(request)
         return pages <= self._share(request.account)
 
-    def find_victims(self, request: Request, draft: Draft, growth: Growth) -> list[Request]:
+    def find_victims(
+        self,
+        request: Request,
+        running: Running,
+        growth: Growth,
+        now: float,
+        from_end: Callable[[Collection[str]], list[Request]],
+    ) -> list[Request]:
         """Return the requests to preempt for a request, all with a row since before the step; none if others need their
         pages, if it would go beyond its tenant's share, or if restoring the latest victims costs too much.
+
+        from_end: returns such requests of some tenants, the last in the order first.
         """
-        running = draft.running
-        if draft.now < self._next_taking or not self.allow(request, running, growth):
+        if now < self._next_taking or not self.allow(request, running, growth):
             return []
         pages, left = growth.by_tenant.copy(), dict(running.accounts)
         givers = {
@@ -70,8 +97,8 @@ class PageShares:
             return []
         lacking = growth.final_pages(request) + growth.total - self._memory.num_available_pages
         victims: list[Request] = []
-        own_pages = growth.of_running()
-        for victim in draft.from_end(givers):
+        own_pages = dict(zip(running, growth.finals, strict=True))
+        for victim in from_end(givers):
             account, own = victim.account, own_pages[victim]
             if victim is running[0] or left[account] < 2 or pages[account] - own < self._share(account):
                 continue
@@ -91,11 +118,11 @@ class PageShares:
         self.taker, self._givers, self._taken_at = request, {victim.account for victim in victims}, now
 
     def _share(self, account: str) -> float:
-        return self._unit * self._weights.get(account, 1.0)
+        return self._level * self._weights.get(account, 1.0)
 
-    def _share_of_one(self, running: Running) -> float:
+    def _find_level(self, running: Running) -> float:
         waiting, accounts = self._waiting.accounts, running.accounts
-        total = len(waiting) + sum(account not in waiting for account in accounts)
-        total += sum(weight - 1 for each, weight in self._weights.items() if each in waiting or each in accounts)
-        held = sum(request.room for request in running) // self._memory.block_tokens
-        return (self._memory.num_available_pages + held) / total
+        total = len(waiting) + sum([account not in waiting for account in accounts])
+        total += sum([weight - 1 for each, weight in self._weights.items() if each in waiting or each in accounts])
+        held = sum([request.room for request in running]) // self._memory.block_tokens
+        return max_min_level(self._memory.num_available_pages + held, {}, self._weights, total)
