@@ -119,7 +119,7 @@ def test_every_adapter_at_once_says_what_peft_says(url, subject):
     ids=["merged", "swapped"],
 )
 def test_two_ranks_say_what_peft_says(model_dir, subject, flags, metric, count):
-    """All requests for one adapter, until it is merged; or more of them than there are pages for, until one was swapped."""
+    """All requests for one adapter, until it is merged; or more than there are pages for, until one was swapped."""
     reference = subject("wide_heads")
     name, path = next(iter(reference.adapters.items()))
     prompts = [reference.prompt(name, LENGTH, count, seed) for seed in range(8)]
