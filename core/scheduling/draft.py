@@ -139,7 +139,7 @@ class Draft:
         newcomer = next((account for account in waiting if account not in here), None)
         if len(wanted) + (newcomer is not None) < 2 or not self._limits.chunked_prefill:
             return None
-        weights, budget = self._limits.weights, self._limits.max_num_batched_tokens - num_decoding
+        weights, budget = self._limits.weights, max(0, self._limits.max_num_batched_tokens - num_decoding)
         level = max_min_level(budget, wanted, weights, 0.0 if newcomer is None else weights.get(newcomer, 1.0))
         return {each: math.ceil(min(want, level * weights.get(each, 1.0))) for each, want in wanted.items()}
 
