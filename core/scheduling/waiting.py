@@ -7,7 +7,8 @@ import itertools
 import math
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 
 from ...memory.adapters.adapter import Adapter
 from ...memory.adapters.store import AdapterStore
@@ -190,9 +191,9 @@ class Line:
     A change is a binary search and a move in memory, some microseconds for ten thousand tenants.
     """
 
-    def __init__(self) -> None:
-        self.keys: dict[str, tuple[float, ...]] = {}
-        self._sorted: list[tuple[tuple[float, ...], str]] = []
+    def __init__(self, keys: Mapping[str, tuple[float, ...]] = MappingProxyType({})) -> None:
+        self.keys = dict(keys)
+        self._sorted = sorted((key, account) for account, key in keys.items())
         self._num_skipped = 0
 
     def __len__(self) -> int:
@@ -329,25 +330,26 @@ class SomeTurns:
     def __init__(self, turns: Turns, waiting: WaitingQueue, accounts: Iterable[str]) -> None:
         self._turns = turns
         self._waiting = waiting
-        self._line = sorted([(turns.rank(account), account) for account in accounts])  # a heap
+        self._line = Line({account: turns.rank(account) for account in accounts})
         self._last = ""  # returned by `top`: only its rank may have changed since
         self.is_late = False
 
     def top(self) -> str | None:
         """Return the next tenant; None if all have been skipped."""
-        while self._line:
-            rank, account = self._line[0]
+        line = self._line
+        while (account := line.top()) is not None:
+            rank = self._turns.rank(account) if account == self._last else line.keys[account]
             if account not in self._waiting.accounts:
-                self.pass_over()
-            elif account == self._last and (now := self._turns.rank(account)) != rank:  # it was charged for its turn
-                heapq.heapreplace(self._line, (now, account))
+                line.drop(account)
+            elif rank != line.keys[account]:  # it was charged for its turn
+                line.put(account, rank)
             else:
                 self._last, self.is_late = account, not rank[0]
-                return account
-        return None
+                break
+        return account
 
     def pass_over(self) -> None:
-        heapq.heappop(self._line)
+        self._line.skip()
 
 
 class QueueOrder:
