@@ -44,10 +44,9 @@ class PageShares:
     """Splits the pages for KV by weight among the tenants with requests in progress (`max_min_level`).
 
     A tenant with waiting requests wants all it may have, another the pages that its running ones are expected to end
-    with. A request that lacks pages, and with which
-    its tenant stays within its share, takes them from the requests at the end of the order (`Service.order`). Each
-    tenant keeps a request, and its share; the oldest request of all is no victim. Pages that no tenant needs for its
-    share are for any tenant.
+    with. A request that lacks pages, and with which its tenant stays within its share, takes them from the requests at
+    the end of the order (`Service.order`). Each tenant keeps a request, and its share; the oldest request of all is no
+    victim.
     """
 
     def __init__(self, limits: EngineConfig, waiting: WaitingQueue, memory: RequestMemory, costs: RestoreCosts) -> None:
