@@ -43,10 +43,10 @@ def max_min_level(
 class PageShares:
     """Splits the pages for KV by weight among the tenants with requests in progress (`max_min_level`).
 
-    Each counts as one that wants all it may have. A running request counts with the pages that it is expected to end
+    A tenant with waiting requests wants all it may have, another the pages that its running ones are expected to end
     with. A request that lacks pages, and with which its tenant stays within its share, takes them from the requests at
     the end of the order (`Service.order`). Each tenant keeps a request, and its share; the oldest request of all is no
-    victim. Pages that no tenant needs for its share are for any tenant.
+    victim.
     """
 
     def __init__(self, limits: EngineConfig, waiting: WaitingQueue, memory: RequestMemory, costs: RestoreCosts) -> None:
@@ -68,7 +68,7 @@ class PageShares:
     def allow(self, request: Request, running: Running, growth: Growth) -> bool:
         """True if a tenant stays within its share when a request begins. growth: of `running`."""
         if growth is not self._of:
-            self._of, self._level = growth, self._find_level(running)
+            self._of, self._level = growth, self._find_level(running, growth)
         pages = growth.by_tenant[request.account] + growth.final_pages(request)
         return pages <= self._share(request.account)
 
@@ -120,9 +120,9 @@ class PageShares:
     def _share(self, account: str) -> float:
         return self._level * self._weights.get(account, 1.0)
 
-    def _find_level(self, running: Running) -> float:
-        waiting, accounts = self._waiting.accounts, running.accounts
-        total = len(waiting) + sum([account not in waiting for account in accounts])
-        total += sum([weight - 1 for each, weight in self._weights.items() if each in waiting or each in accounts])
+    def _find_level(self, running: Running, growth: Growth) -> float:
+        waiting, weights = self._waiting.accounts, self._weights
+        others = len(waiting) + sum([weight - 1 for each, weight in weights.items() if each in waiting])
+        wanted = {each: pages for each, pages in growth.by_tenant.items() if each not in waiting}
         held = sum([request.room for request in running]) // self._memory.block_tokens
-        return max_min_level(self._memory.num_available_pages + held, {}, self._weights, total)
+        return max_min_level(self._memory.num_available_pages + held, wanted, weights, others)

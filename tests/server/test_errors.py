@@ -208,7 +208,7 @@ def test_one_bad_prompt_of_many_takes_the_others_with_it(shared):
 
 def test_unforeseen_errors_are_500_without_details(start, fake_engine):
     live = start(fake_engine)
-    fake_engine.store.names = lambda: 1 / 0
+    fake_engine.store.registered = lambda: 1 / 0
     for sent in ({"x-request-id": "mine"}, {}):
         response = live.client.get("/v1/models", headers={"connection": "close", **sent})
         assert response.status_code == 500
