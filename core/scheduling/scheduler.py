@@ -187,7 +187,9 @@ class Scheduler:
         if plan.bucket is None or running.calls or len(running) > self._limits.max_num_seqs:
             return self._draft_behind(plan)
         staying = [request for request in running if request.num_computed_tokens + 2 < request.max_length]
-        if not staying or (self.waiting and len(staying) < len(running)):  # their successors should not wait a step more
+        if not staying or (
+            self.waiting and len(staying) < len(running)
+        ):  # their successors should not wait a step more
             return None
         if is_queued and not self._keep_waiting(running):
             return self._draft_behind(plan)
