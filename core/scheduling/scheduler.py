@@ -218,7 +218,7 @@ class Scheduler:
             return None
         with as_if_done(plan, self._find) as drawn:
             ends = [each for each in drawn if len(each.token_ids) >= each.max_length]
-            if ends and self.waiting:  # their successors should not wait a step more
+            if ends and self.waiting:  # a successor should not wait a step more
                 return None
             candidates = [each for each in self._candidates(is_ahead=True) if each not in ends]
             draft = self._draft(candidates, False)

@@ -18,7 +18,7 @@ it (`mixed`); left out where triton is not installed:
 * `layer`: one layer's launches;
 * `layer in pieces`: the same where what lies between two layers' attentions is captured;
 
-and `exposed` and `exposed ahead` of such steps of a long prompt with decode rows behind it, in pieces, of the base model.
+and `exposed` and `exposed ahead` of steps of a long prompt with decode rows behind it, in pieces, of the base model.
 
 And how many launches a layer is, by kind: of decode steps with products by the library, by our kernel (`small`) or by
 ours with the norms in it (`fused`), and of prompts, launched one by one or in captured pieces; left out likewise.

@@ -301,6 +301,31 @@ def test_several_answers_of_a_call_take_turns_as_before(both):
     assert [plan.sources is None for plan in driver.plans] == [True] + (len(driver.plans) - 1) * [False]
 
 
+def test_answers_of_a_call_take_turns_in_steps_ahead(gqa, drive):
+    """Where rows take time: an answer goes on from a token that the host knows, after a step without a row."""
+    now = [1.0]
+
+    def take_time(plan):
+        now[0] += len(plan.rows)
+
+    found = []
+    for is_ahead in (True, False):
+        driver = drive(
+            gqa, is_ahead=is_ahead, clock=lambda: now[0], before=take_time, max_num_batched_tokens=12, max_num_seqs=8
+        )
+        driver.add("neighbour", "r1-all", PROMPT, max_tokens=40)
+        for index in range(4):
+            driver.add(str(index), None, PROMPT[::-1] * 4, call="c", max_tokens=8, temperature=1.0, seed=index)
+        answers = driver.drain()
+        assert answers["neighbour"].tokens == gqa.greedy("r1-all", PROMPT, 40)
+        found.append({name: answer.tokens for name, answer in answers.items()})
+        if is_ahead:
+            ahead = of_steps_ahead(driver)
+            assert len(ahead) == len(driver.plans) - 1
+            assert any(-1 in plan.sources and plan.bucket for plan in ahead), "no answer was without a turn"
+    assert found[0] == found[1]
+
+
 def test_a_moved_request_goes_on_from_what_was_returned(gqa, drive):
     driver, there = drive(gqa), drive(gqa)
     driver.add("one", None, PROMPT, max_tokens=12)
