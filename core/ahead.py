@@ -1,4 +1,4 @@
-"""One step ahead: while a device runs a decode step, the host plans and launches the next one."""
+"""One step ahead: while a device runs a step, the host plans and launches the next one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable
 from ..memory.transfers.transfer import ExecutorLost
 from .executors.base import Executor, StartedStep
 from .requests.types import StepPlan, StepResult
-from .scheduling.running import take_back
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +29,15 @@ class StepAhead:
         start: Callable[[StepPlan], StartedStep],
         executor: Executor,
         foresee: Callable[[StepPlan], StepPlan | None],
+        take_back: Callable[[StepPlan], None],
     ) -> None:
         """start: launches a step. executor: runs one to its end. foresee: returns the plan after one under way, with
-        its rows moved on (see `running.follow`), or None.
+        its rows moved on, or None. take_back: undoes that.
         """
         self._start = start
         self._executor = executor
         self._foresee = foresee
+        self._take_back = take_back
         self._started: StartedStep | None = None  # of `plan`
         self._runs_alone = False  # the next step, which failed with another behind it
         self.plan: StepPlan | None = None
@@ -68,7 +69,7 @@ class StepAhead:
                 raise
             logger.exception("step %d failed; it is run again with none ahead of it", plan.step_id)
         if self.plan is not None:
-            take_back(self.plan)
+            self._take_back(self.plan)
             self.plan = self._started = None
         self._runs_alone = True
         return None
@@ -83,7 +84,7 @@ class StepAhead:
             raise
         except Exception:
             logger.exception("step %d could not be launched ahead", ahead.step_id)
-            take_back(ahead)
+            self._take_back(ahead)
             return
         self.plan = ahead
         self.num_ahead += 1

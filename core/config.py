@@ -133,7 +133,7 @@ class EngineConfig(BaseModel):
     )
     async_scheduling: bool = Field(
         default=True,
-        description="launch the next decode step before the last one's tokens are read, where the device computes "
+        description="launch the next step before the last one's tokens are read, where the device computes "
         "beside the host (a GPU)",
     )
     preemption: Literal["auto", "swap", "recompute"] = Field(

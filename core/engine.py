@@ -100,7 +100,9 @@ class Engine:
         self.adapters = ServedAdapters(config, executor.adapters, self.reclaimer, self.scheduler)
         self.modes = self._modes(policies.mode)
         start = executor.start if config.async_scheduling else None
-        self.ahead = None if start is None else StepAhead(start, executor, self._foresee)
+        self.ahead = None if start is None else StepAhead(
+            start, executor, self._foresee, self.scheduler.take_back
+        )  # fmt: skip
         self.last_decode: tuple[StepPlan | None, float] = None, 0.0
         """The last decode step and its seconds, which bound the pause for merging."""
         self.last_prefill: tuple[StepPlan | None, float] = None, 0.0

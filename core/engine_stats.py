@@ -55,7 +55,7 @@ class EngineStats:
     num_generated_tokens: int = _counted(of="scheduler.num_generated_tokens")
     num_step_tokens: int = _counted(of="scheduler.num_step_tokens")
     num_steps: int = _counted("steps", "Engine steps", "scheduler.num_steps")
-    num_steps_ahead: int = _counted("steps_ahead", "Decode steps launched before the tokens of the last one were read")
+    num_steps_ahead: int = _counted("steps_ahead", "Steps launched before the tokens of the last one were read")
     num_preemptions: int = _counted(
         "preemptions", "Requests put back to make room", "scheduler.lifecycle.num_preemptions", "num_preemptions"
     )

@@ -154,10 +154,3 @@ class DeviceDecodeBuffers:
         self._device.copy(target, staged)
         event.record()
         return self.views[bucket]
-
-    def gather_tokens(self, bucket: int, tokens: torch.Tensor) -> None:
-        """Have each row take the token at the place in `tokens` that its token id says, padding that at 0, in the
-        device's turn.
-        """
-        token_ids = self.views[bucket].token_ids
-        token_ids.copy_(tokens.index_select(0, token_ids))

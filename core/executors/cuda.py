@@ -72,7 +72,7 @@ class CudaExecutor(ModelExecutor):
             if plan.merged is not None:
                 self.shadow.check(plan.merged)
             if plan.bucket is None:
-                outputs = steps.ragged(rows, plan.adapters, plan.merged)
+                outputs = steps.ragged(rows, plan.adapters, plan.sources, plan.merged)
             else:
                 outputs = steps.decode(plan.bucket, rows, plan.adapters, plan.sources, plan.merged)
             draw = partial(steps.draw, rows, *outputs)

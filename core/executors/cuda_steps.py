@@ -82,10 +82,12 @@ class CudaSteps:
             sizes, layout.pages_for_tokens(max_model_len), layout.block_tokens, PagePool.DUMMY, device
         )
         self.logits = torch.zeros(rows, model.config.vocab_size, device=where)
-        self._chosen = torch.zeros(2 * rows, dtype=torch.long, device=where)
-        self._views: dict[int, Outputs] = {}  # of both, by rows
+        vocab = torch.arange(model.config.vocab_size, device=where)
+        self._drawable = torch.cat((torch.zeros(2 * rows, dtype=torch.long, device=where), vocab))
+        """The tokens that the last step drew, and the rest of what `_pick` writes; behind them every token there is."""
+        self._chosen = self._drawable[: 2 * rows]
+        self._views: dict[int, Outputs] = {}  # of logits and `_chosen`, by rows
         self._download = Download(device, 8 * most_drawn_values(rows))
-        self._tokens = self._chosen  # begins with the tokens that the last step drew
         self._inputs = torch.zeros(6 * (tokens + 1), dtype=torch.long, device=where)
         self._upload = Upload(device, self._inputs.numel() * self._inputs.itemsize)
         self.lora = CudaLoraState(
@@ -122,8 +124,14 @@ class CudaSteps:
 
     # -- steps
 
-    def ragged(self, rows: list[ScheduledRow], adapters: Sequence[Adapter], merged: Adapter | None = None) -> Outputs:
-        """Run a step of any rows. merged: the adapter that its weights have in them."""
+    def ragged(
+        self,
+        rows: list[ScheduledRow],
+        adapters: Sequence[Adapter],
+        sources: Sequence[int] | None = None,
+        merged: Adapter | None = None,
+    ) -> Outputs:
+        """Run a step of any rows. sources: as in `decode`. merged: the adapter that its weights have in them."""
         lora, is_merged = None, merged is not None
         slots, lengths = [row.slot for row in rows], [len(row.tokens) for row in rows]
         num_tokens = sum(lengths)
@@ -133,7 +141,14 @@ class CudaSteps:
         elif adapters or is_merged:
             lora = self.lora.begin_ragged(adapters, slots, lengths, merged)
         host = ragged_batch(rows, self._layout.block_tokens, PagePool.DUMMY, self._ragged_attention, lora, is_merged)
+        if sources is not None:
+            places = torch.tensor(sources)
+            assert host.logit_tokens is not None
+            drawn = places >= 0
+            host.token_ids.add_(len(self._chosen))[host.logit_tokens[drawn]] = places[drawn]
         batch = self._to_device(host, bucket or num_tokens)
+        if sources is not None:
+            self._take_drawn(batch.token_ids)
         logits, chosen = self._outputs(len(rows))
         if bucket is None:
             self.decoder.forward(batch, logits)
@@ -152,12 +167,16 @@ class CudaSteps:
     ) -> Outputs:
         """Run a step of one token per row in the bucket's static buffers, captured if steps are.
 
-        sources: the rows of the last step that drew the tokens; None: the rows have them. Until the gather runs, the
-        token-id buffer holds these row indices. merged: as in `ragged`.
+        sources: the rows of the last step that drew the tokens, -1 for a row that has its own; None: all have. Until
+        the tokens are gathered, the token-id buffer holds their places in `_drawable`. merged: as in `ragged`.
         """
-        self._fill(bucket, rows, sources)
+        places = sources
+        if sources is not None and -1 in sources:
+            own = len(self._chosen)
+            places = [own + row.tokens[0] if at < 0 else at for row, at in zip(rows, sources, strict=True)]
+        self._fill(bucket, rows, places)
         if sources is not None:
-            self._buffers.gather_tokens(bucket, self._tokens)
+            self._take_drawn(self._buffers.views[bucket].token_ids)
         mode, launches, captured, graphs = StepMode.BASE, None, None, self.graphs
         if merged is not None:
             graphs, captured = self.merged_graphs, self.mixture_lora[bucket]
@@ -184,9 +203,10 @@ class CudaSteps:
         asks = self._asks_of(rows)
         if asks.logits:
             begun = DeviceDraw(rows, chosen, logits, eos, self._download, self._grammars)
-            self._tokens, read = begun.tokens, begun.result
+            self._chosen[: len(begun.tokens)].copy_(begun.tokens)
+            read = begun.result
         else:
-            self._tokens, fetched = self._chosen, self._download(chosen)
+            fetched = self._download(chosen)
 
             def read() -> StepResult:
                 tokens, healthy = fetched().tolist()
@@ -216,8 +236,12 @@ class CudaSteps:
             self._last_asks = rows, _Asks(logits, scores, any(row.params.looks_back for row in rows))
         return self._last_asks[1]
 
-    def _fill(self, bucket: int, rows: list[ScheduledRow], sources: Sequence[int] | None = None) -> None:
-        tokens = [row.tokens[0] for row in rows] if sources is None else sources
+    def _take_drawn(self, token_ids: torch.Tensor) -> None:
+        """Have places in `_drawable` become the tokens there, in the device's turn."""
+        token_ids.copy_(self._drawable.index_select(0, token_ids))
+
+    def _fill(self, bucket: int, rows: list[ScheduledRow], places: Sequence[int] | None = None) -> None:
+        tokens = [row.tokens[0] for row in rows] if places is None else places
         views = self._buffers.fill(bucket, tokens, [row.start for row in rows], [row.pages for row in rows])
         self._attention[bucket].plan(range(bucket + 1), views.page_table, views.kv_lens, views.tables)
 

@@ -82,7 +82,7 @@ class StepPlan:
     bucket: the captured batch size to pad to; None when a row is ragged, and the step runs unpadded.
     merged: the adapter that the weights of a step in merged mode have in them; it may have no rows.
     sources: of a step launched before the one before it was read: for each row, the row of the step before with the
-    token that it goes on from, and has instead of `PENDING`; None when all tokens are known.
+    token that it goes on from, and has instead of `PENDING`, or -1 if its tokens are known; None when all are known.
     mode: the weights it runs with. `plan_wire` has its form for another process.
     """
 

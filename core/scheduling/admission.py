@@ -166,6 +166,9 @@ class Admission:
         """Free pages for a request that lacks them, or skip or fail it; False ends the step's admission."""
         if self._store.give_up_loads():
             return True
+        if draft.is_ahead and (draft.may_begin(request.account) or self._beyond_shares(request, draft)):
+            draft.was_short = True
+            return False
         if victims := self._find_victims(request, draft):
             for victim in victims:
                 self._lifecycle.preempt(victim)
@@ -319,7 +322,8 @@ class SharedPrefills:
         return bool(self._leaders)
 
     def _leads(self, leader: Request) -> bool:
-        return leader.is_running and leader.caching and leader.num_computed_tokens < self._shareable(leader)
+        known = leader.num_known_blocks * self._memory.block_tokens
+        return leader.is_running and leader.caching and known < self._shareable(leader)
 
     def _shareable(self, request: Request) -> int:
         """Return how many prompt tokens lie in full blocks that an equal prompt could start from."""

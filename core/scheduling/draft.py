@@ -37,6 +37,7 @@ class Draft:
     running: all running requests; admitted ones are added. taking: candidates for a row. only: eligible adapters
     (None: the base model); None: all. all_decode: all of `taking` decode one token each; else `counts` has the tokens
     of each. cut: prompts cut short by their tenant's share of the tokens. was_short: a running request lacked pages.
+    is_ahead: of a step behind one that is under way: nothing is preempted, and `was_short` is True where it would be.
 
     Of admission: `begun` requests; `admitted`: tokens of each with a row. num_rows, budget: rows taken, tokens left.
     place, order: the kind of slot that the next request may take, and the candidates for it. growth: pages that
@@ -63,6 +64,7 @@ class Draft:
     counts: dict[Request, int] = field(default_factory=dict)
     cut: list[Request] = field(default_factory=list)
     was_short: bool = False
+    is_ahead: bool = False
     begun: set[Request] = field(default_factory=set)
     admitted: dict[Request, int] = field(default_factory=dict)
     num_rows: int = 0
@@ -116,7 +118,7 @@ class Draft:
             if lifecycle.store.give_up_loads():
                 continue
             self.was_short = True
-            if memory.swapped.frees_pages:
+            if self.is_ahead or memory.swapped.frees_pages:
                 return
             victim = self._service.last(self.running)
             lifecycle.preempt(victim)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from ...graphs.runner import DecodeBuckets
 from ...memory.adapters.adapter import Adapter
@@ -130,11 +131,44 @@ def follow(plan: StepPlan, running: Running, staying: Sequence[Request], buckets
     return ahead
 
 
+@contextmanager
+def as_if_done(plan: StepPlan, find: Callable[[ScheduledRow], Request | None]) -> Iterator[dict[Request, int]]:
+    """Have the requests of a plan that is under way as they will be behind it, with `PENDING` for the token that they
+    draw, until the context ends. Its value: the requests that draw one, and their places in the plan.
+
+    find: returns the request of a row, None if that is stale.
+    """
+    drawn, moved = {}, []
+    for place, row in enumerate(plan.rows):
+        if (request := find(row)) is not None:
+            moved.append((request, len(row.tokens)))
+            request.num_computed_tokens += len(row.tokens)
+            if row.samples:
+                drawn[request] = place
+                request.token_ids += PENDING
+    try:
+        yield drawn
+    finally:
+        for request, count in moved:
+            request.num_computed_tokens -= count
+        for request in drawn:
+            request.token_ids.pop()
+
+
+def go_on(plan: StepPlan, ahead: StepPlan, places: Mapping[str, int]) -> None:
+    """Have the rows of `ahead` go on from the tokens that `plan`, which is under way, draws at `places`."""
+    sources = ahead.sources = [places.get(row.request_id, -1) for row in ahead.rows]
+    for row, place in zip(ahead.rows, sources, strict=True):
+        if place >= 0:
+            row.start, row.tokens = plan.rows[place].kv_len, PENDING
+
+
 def take_back(ahead: StepPlan) -> None:
-    """Put the rows of a plan of `follow` back to where they were: the step before it is to run again."""
+    """Put the rows of a plan of `follow` or `go_on` back to where they were: the step before it is to run again."""
     for row in ahead.rows:
-        row.start -= 1
-        row.tokens = row.token_ids[row.start :]
+        if row.tokens is PENDING:
+            row.start -= 1
+            row.tokens = row.token_ids[row.start :]
 
 
 def _new_row(request: Request, count: int) -> ScheduledRow:

@@ -27,7 +27,7 @@ from .lifecycle import Lifecycle, load_error
 from .load_ahead import LoadAhead, LoadPolicy
 from .output_lengths import Growth
 from .request_memory import RequestMemory
-from .running import Running, follow, group_by_adapter, plan_step
+from .running import Groups, Running, as_if_done, follow, go_on, group_by_adapter, plan_step, take_back
 from .service import QueuePolicy, Service, TokenCounters
 from .step_shares import StepShares
 from .waiting import WaitingQueue
@@ -136,7 +136,7 @@ class Scheduler:
         plan = self._plan(draft.counts | draft.admitted, draft.all_decode)
         if plan is not None or self.only is None:
             return plan
-        self._shares.forget()
+        self._shares.take_back()
         self.only = None
         return Scheduler.schedule(self)  # not a subclass's: it has had its part in this step
 
@@ -156,47 +156,97 @@ class Scheduler:
         groups = self.running.by_adapter() if all_decode else group_by_adapter(counts)
         if not groups:
             return None
-        plan = plan_step(self.num_steps + 1, groups, counts, self._buckets)
+        plan = self._plan_rows(self.num_steps + 1, groups, counts)
         self.running.plan = plan if all_decode and not counts else None
+        return plan
+
+    def _plan_rows(self, step_id: int, groups: Groups, counts: dict[Request, int]) -> StepPlan:
+        plan = plan_step(step_id, groups, counts, self._buckets)
         if self.running.calls and plan.bucket is None and any(each.row is None and not each.call for each in counts):
-            self._shares.forget()
+            self._shares.ignore()
         return plan
 
     def foresee(self, plan: StepPlan) -> StepPlan | None:
         """Plan the step after `plan`, which is under way, before its tokens are known; None if the step depends on
-        them, or is not pure decoding: then read the result of `plan` first.
+        more than these, or if `plan` has results that must be read first.
 
         A request that hits EOS leaves a stale row, which `update` drops; one that reaches `max_length` is left out.
         """
         running, memory = self.running, self._memory
-        if (
-            plan.bucket is None or running.calls or self.only is not None
-            or self._loading or memory.arriving or memory.swapped.copies
-            or len(running) > self._limits.max_num_seqs
-        ):  # fmt: skip
+        if self.only is not None or self._loading or memory.arriving or memory.swapped.copies:
             return None
         if self._store.loads.under_way:
             self._finish_loads()
+        is_queued = bool(self.waiting or self._admission.late)
+        if is_queued:
+            self._admission.release_held()
+        if plan.bucket is None or running.calls or len(running) > self._limits.max_num_seqs:
+            return self._draft_behind(plan)
         staying = [request for request in running if request.num_computed_tokens + 2 < request.max_length]
-        if not staying or ((self.waiting or self._admission.late) and not self._keep_waiting(running, staying)):
+        if not staying or (
+            self.waiting and len(staying) < len(running)
+        ):  # their successors should not wait a step more
             return None
+        if is_queued and not self._keep_waiting(running):
+            return self._draft_behind(plan)
         short = [request for request in staying if request.room <= request.num_computed_tokens + 1]
         if short and not memory.grow_each(short):
             return None
-        return follow(plan, running, staying, self._buckets)
+        return follow(plan, running, staying, self._buckets) or self._draft_behind(plan)
 
-    def _keep_waiting(self, running: Running, staying: Sequence[Request]) -> bool:
+    def _keep_waiting(self, running: Running) -> bool:
         """True if no waiting request could join the next step; then read and load adapters ahead for the queue."""
-        self._admission.release_held()
         self._fail_hopeless()
-        if self.waiting and len(staying) < len(running):  # their successors should not wait a step more
-            return False
         draft = self._draft(running, True)
         draft.begin_admission()
         if self._admission.would_admit(draft):
             return False
         self._read_ahead()
         return True
+
+    def _draft_behind(self, plan: StepPlan) -> StepPlan | None:
+        """Draft the step after `plan`, which is under way; None if a request would be preempted for it, or if it would
+        wait for an adapter.
+
+        Requests that begin are running ones either way. Undone by `take_back`.
+        """
+        if plan.bucket is None and any(row.scores_prompt for row in plan.rows):  # from what the next step overwrites
+            return None
+        with as_if_done(plan, self._find) as drawn:
+            ends = [each for each in drawn if len(each.token_ids) >= each.max_length]
+            if ends and self.waiting:  # a successor should not wait a step more
+                return None
+            candidates = [each for each in self._candidates(is_ahead=True) if each not in ends]
+            draft = self._draft(candidates, False)
+            draft.is_ahead = True
+            self._take_running(draft, candidates)
+            if self.waiting:
+                self._take_waiting(draft)
+            counts = draft.counts | draft.admitted
+            if draft.was_short or self._loading or not counts:
+                self._shares.take_back()
+                return None
+            ahead = self._plan_rows(plan.step_id + 1, group_by_adapter(counts), counts)
+            places = {request.id: place for request, place in drawn.items()}
+        self.running.plan = None
+        go_on(plan, ahead, places)
+        return ahead
+
+    def _find(self, row: ScheduledRow) -> Request | None:
+        """Return the request of a row; None if it has ended, or was preempted, since the row was planned."""
+        request = self._requests.get(row.request_id)
+        if request is None or request.row is row:
+            return request
+        return request if request.is_running and request.block_table.pages is row.pages else None
+
+    def take_back(self, ahead: StepPlan) -> None:
+        """Put the rows of a plan of `foresee` back to where they were: the step before it is to run again."""
+        self._shares.take_back()
+        take_back(ahead)
+        for row in ahead.rows:
+            request = self._find(row)
+            if request is not None and request.row is row and row.start > request.num_computed_tokens:
+                request.row = None  # its prompt is still to be computed
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """Apply a step's result: append sampled tokens, end requests that are done, return the new outputs.
@@ -210,7 +260,7 @@ class Scheduler:
         is_ahead = plan.sources is not None
         for row in plan.rows:
             request = requests.get(row.request_id)
-            if request is None or (is_ahead and request.row is not row):
+            if request is None or (is_ahead and request.row is not row and self._find(row) is None):
                 continue
             if has_extras and not self._apply_extras(request, result, info, outputs):
                 continue
@@ -310,16 +360,17 @@ class Scheduler:
         for request, error in self._ahead.hopeless(self.waiting):
             self.lifecycle.end(request, *load_error(request, error))
 
-    def _candidates(self) -> list[Request]:
+    def _candidates(self, *, is_ahead: bool = False) -> list[Request]:
         """Return the running requests that may have a row of the next step: `running` itself if all of them may.
 
-        A request with KV still being copied back is left out, and one that `only` excludes.
+        A request with KV still being copied back is left out, and one that `only` excludes. is_ahead: a step is still
+        under way.
         """
         running, only = self.running, self.only
         sharing: list[Request] = running
         if running.calls:
-            sharing = self._shares.choose(running, self.waiting) or running
-        elif self._shares.began is not None:
+            sharing = self._shares.choose(running, self.waiting, is_ahead=is_ahead) or running
+        else:
             self._shares.forget()
         if only is not None or self._memory.arriving:
             sharing = [each for each in sharing if each.coming is None and (only is None or each.adapter in only)]
@@ -414,8 +465,8 @@ class Scheduler:
         token = result.tokens[row.request_id]
         request.token_ids.append(token)
         self.num_generated_tokens += 1
-        if row is request.row:
-            row.tokens, row.start = [token], computed  # the row is reused for the next step
+        if (reused := request.row) is not None:  # for the next step
+            reused.tokens, reused.start = [token], computed
         reason = stop_token = None
         if token in request.end_ids:
             reason, stop_token = FinishReason.STOP, token

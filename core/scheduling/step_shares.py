@@ -47,17 +47,18 @@ class StepShares:
         self._without: deque[float] = deque(maxlen=NUM_SAMPLES)  # seconds of steps without the larger calls
         self._usual = 0.0  # the least of them: in others the server may still have sent what steps before brought
         self._debt = 0.0  # seconds
+        self._excess = 0.0  # seconds that the last step with them took beyond the time that pays for itself
         self._places = PLACES  # of the larger calls in a step with them
         self._num_with = NUM_SAMPLES * WINDOW  # steps since the last one without
-        self.began: float | None = None
-        """Time of the last step, None if that says nothing of it."""
-        self._dealt = 0  # places of the larger calls in it
+        self._dealt: deque[int | None] = deque()
+        """Of each step since `_began`: places of the larger calls; None if its time is no measure."""
+        self._began = 0.0  # the time from which on these steps take theirs
 
-    def choose(self, running: Running, waiting: WaitingQueue) -> list[Request] | None:
+    def choose(self, running: Running, waiting: WaitingQueue, *, is_ahead: bool = False) -> list[Request] | None:
         """Return the requests of the next step, None for all running ones. Call it while calls with n > 1 run.
 
         With every row taken, one is left to a call that waits for its first. The result exceeds a step's rows where the
-        requests alone in their calls do.
+        requests alone in their calls do. is_ahead: the step chosen last is still under way; its time is a guess.
         """
         free = self._max_rows
         if len(running) >= free and running.num_calls < free and waiting.has_firsts():
@@ -66,37 +67,63 @@ class StepShares:
         larger = sum(len(members) for members in running.calls.values() if len(members) > fewest)
         if not larger:
             self._without.clear()
-            self._num_with, self.began = NUM_SAMPLES * WINDOW, None
+            self._num_with = NUM_SAMPLES * WINDOW
+            self.forget()
             return None if len(running) <= free else self._deal(running, 0, max(1, free - len(running.lone)))
-        now = self._clock()
-        self._account(None if self.began is None else now - self.began)
-        self.began = now
+        self._settle(is_ahead)
         places = max(1, free - (len(running) - larger))
-        if self._debt > 0 or self._num_with >= WINDOW * (1 + len(self._without)):
-            self._num_with = self._dealt = 0
+        debt = self._debt + sum([self._excess if dealt else -SHARE * self._usual for dealt in self._dealt])
+        if debt > 0 or self._num_with >= WINDOW * (1 + len(self._without)):
+            self._num_with = 0
+            self._dealt.append(0)
             return self._deal(running, fewest, places, without=True)
         self._num_with += 1
-        self._dealt = min(self._places, larger, places)
-        return None if self._dealt == larger else self._deal(running, fewest, self._dealt)
+        dealt = min(self._places, larger, places)
+        self._dealt.append(dealt)
+        return None if dealt == larger else self._deal(running, fewest, dealt)
+
+    def ignore(self) -> None:
+        """Ignore the time of the step chosen last: it also computes a prompt of another call."""
+        if self._dealt:
+            self._dealt[-1] = None
+
+    def take_back(self) -> None:
+        """The step chosen last is not run."""
+        if self._dealt:
+            self._dealt.pop()
 
     def forget(self) -> None:
-        """Ignore the time of the step chosen last: it also computes a prompt of another call."""
-        self.began = None
+        """Ignore the time of all steps that are not accounted for."""
+        self._dealt.clear()
 
-    def _account(self, seconds: float | None) -> None:
-        """Charge the larger calls for the last step, and fit their rows to its time; None: ignore its time."""
-        if seconds is None:
+    def _settle(self, is_ahead: bool) -> None:
+        """Account for the steps that have ended, all but one under way, with equal parts of the time since `_began`."""
+        if is_ahead and not self._dealt:
+            self._dealt.append(None)  # it was not chosen here
+        now, dealt = self._clock(), self._dealt
+        if ended := len(dealt) - is_ahead:
+            parts = [dealt.popleft() for _ in range(ended)]
+            for each in parts:
+                self._account((now - self._began) / ended, None if None in parts else each)
+        if ended or not is_ahead:
+            self._began = now
+
+    def _account(self, seconds: float, dealt: int | None) -> None:
+        """Charge the larger calls for a step, and fit their rows to its time."""
+        if dealt is None:
             seconds = self._usual
-        elif not self._dealt:
+        elif not dealt:
             self._without.append(seconds)
             self._usual = min(self._without)
         usual = self._usual
-        self._debt = min(max(0.0, self._debt + seconds - (1 + SHARE) * usual), MAX_DEBT * usual)
-        if not usual:
+        excess = seconds - (1 + SHARE) * usual
+        self._debt = min(max(0.0, self._debt + excess), MAX_DEBT * usual)
+        if not usual or not dealt:
             return
-        if self._dealt and seconds > (1 + LONGEST_STEP) * usual:
-            self._places = max(1, self._dealt // 2)
-        elif self._dealt == self._places and seconds < (1 + LONGEST_STEP / 2) * usual:
+        self._excess = excess
+        if seconds > (1 + LONGEST_STEP) * usual:
+            self._places = max(1, dealt // 2)
+        elif dealt == self._places and seconds < (1 + LONGEST_STEP / 2) * usual:
             self._places = min(2 * self._places, self._max_rows)
 
     def _deal(self, running: Running, fewest: int, places: int, without: bool = False) -> list[Request]:

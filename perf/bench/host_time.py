@@ -16,7 +16,9 @@ And of a step that prefills `--prompt` tokens, of the base model, with an adapte
 it (`mixed`); left out where triton is not installed:
 
 * `layer`: one layer's launches;
-* `layer in pieces`: the same where what lies between two layers' attentions is captured.
+* `layer in pieces`: the same where what lies between two layers' attentions is captured;
+
+and `exposed` and `exposed ahead` of steps of a long prompt with decode rows behind it, in pieces, of the base model.
 
 And how many launches a layer is, by kind: of decode steps with products by the library, by our kernel (`small`) or by
 ours with the norms in it (`fused`), and of prompts, launched one by one or in captured pieces; left out likewise.
@@ -39,6 +41,7 @@ from typing import Any
 from unittest.mock import patch
 
 from ...core.engine import Engine
+from ...core.executors import cuda_steps
 from ...core.executors.cuda import CudaExecutor
 from ...core.requests.request import Request
 from ...core.requests.sampling_params import SamplingParams
@@ -142,6 +145,35 @@ def prefill_time(
     return min(times[skipped:]) / GEOMETRY.layers * 1e6
 
 
+def exposed_prompts(tokens: int, decoding: int, steps: int, work_dir: Path, device_seconds: float) -> dict[str, float]:
+    """Median microseconds for which a device waits for the host in a step of a long prompt's next `tokens` tokens and
+    `decoding` decode rows, in captured pieces that take `device_seconds` together.
+    """
+    from ..kernels.idle_triton import idle_kernels  # needs triton
+
+    found, pieces, together = {}, GEOMETRY.layers + 1, tokens + decoding
+    for name, ahead in zip(_SAMPLES, (False, True), strict=True):
+        device = PacedDevice(device_seconds / pieces)
+        with (
+            idle_kernels(),
+            patch.object(cuda_steps, "_pick", lambda logits, out: out.fill_(1)),
+            idle_engine(
+                decoding + 1, tokens * (steps + 4), False, work_dir, device, ahead=ahead, forward=True,
+                mixed_graph_tokens=together, step_tokens=together,
+            ) as engine,
+        ):  # fmt: skip
+            _begin(engine, decoding, 1, False, steps)
+            engine.add_request(Request("prompt", [1] * (tokens * (steps + 3)), SamplingParams(max_tokens=1)))
+            for _ in range(2):
+                engine.step()
+            device.gaps.clear()
+            for _ in range(steps):
+                engine.step()
+            whole = [device.gaps[first : first + pieces] for first in range(0, steps * pieces, pieces)]
+            found[name] = median(map(sum, whole)) * 1e6
+    return found
+
+
 def _begin(engine: Engine, rows: int, tokens: int, lora: bool, steps: int) -> None:
     """Add the requests and run steps until all of them decode."""
     params = SamplingParams(max_tokens=2 * steps + 4, temperature=0.0, ignore_eos=True)
@@ -194,6 +226,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         for pieces in (False, True)
     )
+    prompts = {}
+    if layer:
+        prompts = exposed_prompts(args.prompt, args.decoding, args.steps, args.work_dir, args.device_us * 1e-6)
     columns = *_PARTS, *_SAMPLES
     table = Table(
         f"host time of a decode step, µs; exposed beside steps of {args.device_us:g} µs",
@@ -208,10 +243,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         table.add("each", *layer.values())
         table.add("in pieces", *in_pieces.values())
         table.show()
+        title = f"exposed host time of a step of {args.prompt} prompt tokens and {args.decoding} decode rows, µs"
+        table = Table(f"{title}, beside {args.device_us:g} µs", list(prompts))
+        table.add(*prompts.values())
+        table.show()
     launches = [*decode_launches(args.work_dir), *prompt_launches(args.work_dir)] if layer else []
     if launches:
         launch_table(launches).show()
-    result = {"cases": found, "layer": layer, "layer in pieces": in_pieces, "launches": launches}
+    result = {"cases": found, "layer": layer, "layer in pieces": in_pieces, "prompts": prompts, "launches": launches}
     settings = {"suite": "host_time", "device": processor(), "steps": args.steps, "device_us": args.device_us}
     return conclude({**settings, **result}, ok=True)
 

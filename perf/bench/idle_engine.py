@@ -149,14 +149,15 @@ def idle_engine(
     ahead: bool,
     forward: bool = False,
     mixed_graph_tokens: int = 0,
+    step_tokens: int = 8192,
 ) -> Iterator[Engine]:
-    """Engine on a stub device. forward: steps compute, as far as the caller lets them."""
+    """Engine on a stub device. forward: steps compute, as far as the caller lets them. step_tokens: most of a step."""
     workload = Workload(GEOMETRY, requests=rows, ranks=(_RANK,) * rows if lora else ())
     pages_per_row = -(-max_len // 16) + 1
     adapter_pages = 64 * rows
     config = EngineConfig(
         model=random_model.checkpoint(workload, work_dir), device="cuda", max_num_seqs=rows, max_model_len=max_len,
-        max_num_batched_tokens=max(8192, rows), num_pages=2 + rows * pages_per_row + adapter_pages,
+        max_num_batched_tokens=max(step_tokens, rows), num_pages=2 + rows * pages_per_row + adapter_pages,
         max_lora_rank=_RANK, prefix_cache=False, lookahead=rows, graph_capture="lazy", small_gemm="off",
         async_scheduling=ahead, mixed_graph_tokens=mixed_graph_tokens,
     )  # fmt: skip

@@ -43,12 +43,11 @@ def last_rows(driver, name):
     return [i for i, plan in enumerate(driver.plans) if any(row.request_id == name for row in plan.rows)]
 
 
-def test_all_decode_steps_behind_the_first_are_ahead(gqa, drive):
+def test_all_steps_behind_the_first_are_ahead(gqa, drive):
     driver = drive(gqa)
     answer = driver.run("one", "r1-all", PROMPT, max_tokens=8)
     assert answer.tokens == gqa.greedy("r1-all", PROMPT, 8)
-    decodes = [plan for plan in driver.plans if plan.bucket]
-    assert [plan.sources is not None for plan in decodes] == [False] + 6 * [True]
+    assert [plan.sources is not None for plan in driver.plans] == [False] + 7 * [True]
     assert all(row.tokens is PENDING for plan in of_steps_ahead(driver) for row in plan.rows)
     assert [plan.step_id for plan in driver.plans] == list(range(1, 9))
 
@@ -111,19 +110,45 @@ def test_a_request_aborted_while_its_step_is_under_way_leaves_no_trace(gqa, driv
     assert answers["goes on"].tokens == gqa.greedy(None, PROMPT, 16)
 
 
-def test_a_new_request_begins_in_the_step_behind_the_one_under_way(gqa, drive):
-    driver = drive(gqa)
-    driver.add("old", None, PROMPT, max_tokens=30)
-    for _ in range(5):
-        driver.step()
-    launched = len(driver.plans)
-    driver.add("new", None, PROMPT[::-1], max_tokens=4)
-    driver.step()
-    assert len(driver.plans) == launched, "a step was launched without it"
-    driver.step()
-    assert [row.request_id for row in driver.plans[launched].rows][:1] == ["new"]
+@pytest.mark.parametrize("chunk", [3, 16])
+@pytest.mark.parametrize("old", [PROMPT, PROMPT * 4], ids=["decodes", "prefills"])
+@pytest.mark.parametrize("at", range(1, 7))
+def test_a_new_request_waits_for_one_step_more_at_most(gqa, drive, at, chunk, old):
+    """The one that was launched when it came."""
+    waited = []
+    for is_ahead in (True, False):
+        driver = drive(gqa, is_ahead=is_ahead, max_num_batched_tokens=chunk, max_num_seqs=3, prefix_cache=False)
+        driver.add("old", None, old, max_tokens=16)
+        for _ in range(at):
+            driver.step()
+        assert not is_ahead or driver.plans[-1].sources is not None
+        driver.add("new", "r1-all", PROMPT[::-1], max_tokens=4)
+        steps = 0
+        while not driver.answers["new"].tokens:
+            driver.step()
+            steps += 1
+        waited.append(steps)
+        answers = driver.drain()
+        assert answers["new"].tokens == gqa.greedy("r1-all", PROMPT[::-1], 4)
+        assert answers["old"].tokens == gqa.greedy(None, old, 16)
+    ahead, in_turn = waited
+    assert ahead <= in_turn + 1
+
+
+def test_steps_of_prompts_are_ahead_up_to_their_first_tokens(gqa, drive):
+    """Chunk by chunk, beside a request that decodes, and on to the answers: one step is not ahead, the first."""
+    driver = drive(gqa, max_num_batched_tokens=4, max_num_seqs=3, prefix_cache=False)
+    driver.add("decodes", "r1-all", PROMPT[:2], max_tokens=20)
+    long = {"one": PROMPT * 3, "two": PROMPT[::-1] * 2}
+    for name, prompt in long.items():
+        driver.add(name, "r2-qv", prompt, max_tokens=6)
     answers = driver.drain()
-    assert answers["new"].tokens == gqa.greedy(None, PROMPT[::-1], 4)
+    assert answers["decodes"].tokens == gqa.greedy("r1-all", PROMPT[:2], 20)
+    for name, prompt in long.items():
+        assert answers[name].tokens == gqa.greedy("r2-qv", prompt, 6)
+    assert [plan.sources is None for plan in driver.plans] == [True] + (len(driver.plans) - 1) * [False]
+    mixed = [plan for plan in of_steps_ahead(driver) if plan.bucket is None]
+    assert any(-1 in plan.sources and max(plan.sources) >= 0 for plan in mixed), "no chunk beside a drawn token"
 
 
 def test_every_step_returns_the_tokens_of_one(gqa, drive):
@@ -141,7 +166,7 @@ def test_steps_stay_ahead_while_nobody_who_waits_could_begin(gqa, drive):
     for _ in range(6):
         driver.step()
     assert driver.engine.stats().num_waiting == 2
-    assert len(of_steps_ahead(driver)) == 5
+    assert len(of_steps_ahead(driver)) == len(driver.plans) - 1 == 6
     answers = driver.drain()
     assert all(answers[str(index)].tokens == gqa.greedy(None, PROMPT[index:], 10) for index in range(4))
 
@@ -195,10 +220,9 @@ def test_a_row_that_looks_back_at_its_tokens_is_ahead_with_the_others(both, way)
 
     mine, others, driver = both(ask)
     assert mine == others
-    decodes = [plan for plan in driver.plans if plan.bucket]
-    assert [plan.sources is not None for plan in decodes] == [False] + (len(decodes) - 1) * [True]
-    looking = [plan for plan in decodes if any("back" in row.request_id for row in plan.rows)]
-    assert driver.executor.inner.num_drawn_later == len(looking) - 1 >= 4
+    assert [plan.sources is None for plan in driver.plans] == [True] + (len(driver.plans) - 1) * [False]
+    looking = [plan for plan in of_steps_ahead(driver) if any("back" in row.request_id for row in plan.rows)]
+    assert driver.executor.inner.num_drawn_later == len(looking) >= 4
 
 
 @pytest.mark.parametrize("at", range(1, 9))
@@ -274,7 +298,33 @@ def test_several_answers_of_a_call_take_turns_as_before(both):
 
     mine, others, driver = both(ask)
     assert mine == others
-    assert of_steps_ahead(driver), "none while the call runs, but after it"
+    assert [plan.sources is None for plan in driver.plans] == [True] + (len(driver.plans) - 1) * [False]
+
+
+def test_answers_of_a_call_take_turns_in_steps_ahead(gqa, drive):
+    """Where rows take time: an answer goes on from a token that the host knows, after a step without a row."""
+    plans = []
+
+    def now():
+        """Time goes by once a step has ended: all but the last that was launched."""
+        return 1.0 + sum(len(plan.rows) for plan in plans[:-1])
+
+    found = []
+    for is_ahead in (True, False):
+        plans = []
+        driver = drive(gqa, is_ahead=is_ahead, clock=now, max_num_batched_tokens=12, max_num_seqs=8)
+        plans = driver.plans
+        driver.add("neighbour", "r1-all", PROMPT, max_tokens=40)
+        for index in range(4):
+            driver.add(str(index), None, PROMPT[::-1] * 4, call="c", max_tokens=8, temperature=1.0, seed=index)
+        answers = driver.drain()
+        assert answers["neighbour"].tokens == gqa.greedy("r1-all", PROMPT, 40)
+        found.append({name: answer.tokens for name, answer in answers.items()})
+        if is_ahead:
+            ahead = of_steps_ahead(driver)
+            assert len(ahead) > 0.9 * len(driver.plans)
+            assert any(-1 in plan.sources and plan.bucket for plan in ahead), "no answer was without a turn"
+    assert found[0] == found[1]
 
 
 def test_a_moved_request_goes_on_from_what_was_returned(gqa, drive):

@@ -107,14 +107,18 @@ class LateResults:
     def _told(self, plan: StepPlan) -> StepPlan:
         """Return a plan with the tokens that the host does not know: any, where the last step drew none."""
         last, sources = self._last, plan.sources or ()
-        self.promise(plan.bucket is not None and len(sources) == len(plan.rows), "a step ahead that does not decode")
+        self.promise(len(sources) == len(plan.rows), "a step ahead without a source for each row")
         if last is None or last.was_read:
             self.promise(False, "no step is under way that this one could be ahead of")
             return plan
         drawn = last.outcome.tokens if isinstance(last.outcome, StepResult) else {}
         rows: list[ScheduledRow] = []
         for row, place in zip(plan.rows, sources, strict=True):
-            self.promise(row.tokens is PENDING, "the host knows a token that it has not read")
+            self.promise((row.tokens is PENDING) == (place >= 0), "the host knows a token that it has not read")
+            if place < 0:
+                self.promise(-1 not in row.tokens, "a token that is not known is to be computed")
+                rows.append(row)
+                continue
             self.promise(last.requests[place] == row.request_id, "a row goes on from another's token")
             token = drawn.get(row.request_id, 0)
             rows.append(replace(row, tokens=[token], token_ids=[*row.token_ids, token]))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from chorus.core import ahead, engine
+from chorus.core import engine
 from chorus.core.requests.record import from_record
 from chorus.core.scheduling.request_memory import RequestMemory
 from chorus.core.scheduling.scheduler import Scheduler
@@ -94,7 +94,7 @@ def rows_of_the_gone(monkeypatch):
 
 def rows_left_ahead(monkeypatch):
     """The rows of a step that is not to happen stay where it would have them."""
-    monkeypatch.setattr(ahead, "take_back", lambda plan: None)
+    monkeypatch.setattr(Scheduler, "take_back", lambda self, plan: None)
 
 
 FAULTS = [

@@ -787,12 +787,11 @@ class EngineMachine(RuleBasedStateMachine):
     def _step(self):
         if self.streams:
             self._bring_first_layers()
-        self.running_before = [request.id for request in self.scheduler.running]
-        self.overdue_before = self.clock.now - self.config.max_overtake_seconds
+        self.running_before = running_before = [request.id for request in self.scheduler.running]
         self.preemptions_before = self.scheduler.lifecycle.num_preemptions
         here = (Tier.DEVICE, Tier.HOST)
         self._note_turns()
-        self.decided = self.clock.now, self.scheduler.num_steps  # when the step is, which then takes time
+        self._decide(self.clock.now)
         self.here_before = {adapter for adapter in self._adapters() if self.engine.store.tier(adapter) in here}
         num_steps = self.scheduler.num_steps
         self._note_dropped()
@@ -800,12 +799,12 @@ class EngineMachine(RuleBasedStateMachine):
         outputs = self.engine.step()
         if self.executor.violations:
             raise self.executor.violations[0]
-        if self.scheduler.num_steps == num_steps:  # whoever began waits for a copy: there was no plan to check
-            self._check_turns([r for r in self.scheduler.running if r.id not in self.running_before], [])
+        # what else began has no row: it waits for a copy, or what was drafted ahead was given up
+        self._check_turns([r for r in self.scheduler.running if r.id not in self.running_before], [])
         reached["run again, with none ahead"] += self.was_under_way and self.scheduler.num_steps == num_steps
         self._note_preemptions()
-        still = [request.id for request in self.scheduler.running if request.id in self.running_before]
-        assert still == [each for each in self.running_before if each in still], "sent back, it began again at once"
+        still = [request.id for request in self.scheduler.running if request.id in running_before]
+        assert still == [each for each in running_before if each in still], "sent back, it began again at once"
         for output in outputs:
             expected = self.requests[output.request_id]
             assert output.request_id not in self.aborted, "output of an aborted request"
@@ -816,6 +815,11 @@ class EngineMachine(RuleBasedStateMachine):
             if expected.reason is not None:
                 self._check_end(output, expected)
         self.engine.check_integrity()
+
+    def _decide(self, now):
+        """The next step is planned now, and then takes time."""
+        self.decided = now, self.scheduler.num_steps
+        self.overdue_before = now - self.config.max_overtake_seconds
 
     def _note_dropped(self):
         """Rows of the step under way whose requests are gone, or are waiting again."""
@@ -862,9 +866,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _check_order(self, plan):
         """No request starts while an older one still waits that has been overtaken for long enough."""
-        if plan.sources is not None:
-            self._check_ahead(plan)
-            return
+        ending = self._check_ahead(plan) if plan.sources is not None else set()
+        self.drawing = {row.request_id for row in plan.rows if row.samples}
         started = [r for r in self.scheduler.running if r.id not in self.running_before]
         first = [r for r in started if not self.requests[r.id].preempted]
         fresh = [r.arrival_time for r in first]
@@ -873,7 +876,7 @@ class EngineMachine(RuleBasedStateMachine):
         reached["begun beyond the seats"] += beyond_seats and bool(first)
         plan = self.executor.whole
         in_step = {row.request_id for row in plan.rows}
-        sitting_out = [r for r in self.scheduler.running if r.id not in in_step]
+        sitting_out = [r for r in self.scheduler.running if r.id not in in_step | ending]
         reached["sat out"] += bool(sitting_out)
         reached["went on after sitting out"] += not self.sat_out.isdisjoint(in_step)
         self.sat_out = {request.id for request in sitting_out}
@@ -887,7 +890,7 @@ class EngineMachine(RuleBasedStateMachine):
         if plan.num_tokens < self.config.max_num_batched_tokens and self.engine.reclaimer.available and not waits:
             assert not alone or free_rows <= preempted, "one that is alone in its call sat out"
         if not free_rows:
-            self._check_rows(in_step)
+            self._check_rows(in_step, ending)
         full = len(using) >= (self.config.max_adapters_per_step or 100)
         overdue = []
         for request in started:
@@ -927,23 +930,32 @@ class EngineMachine(RuleBasedStateMachine):
             others = [w for w in self.scheduler.waiting if w.account != request.account]
             reached["an account's turn"] += any(other.place < request.place for other in others)
             reached["prefix hit of an adapter"] += request.num_cached_tokens > 0 and request.adapter is not None
+        self.running_before = [request.id for request in self.scheduler.running]
 
     def _check_ahead(self, plan):
-        """All that run take part in the step ahead, but those that the step under way is known to end."""
+        """Requests that the step under way is known to end, and only they, may lack a row for that; return them."""
+        self._decide(self.clock.now - 0.001 * plan.num_tokens)
         reached["a step ahead"] += 1
-        in_step = {row.request_id for row in plan.rows}
         running = self.scheduler.running
-        ending = {r.id for r in running if r.num_computed_tokens + 2 >= r.max_length}
-        assert in_step == {r.id for r in running} - ending
+        ending = {r.id for r in running if r.num_tokens + 1 >= r.max_length and r.id in self.drawing}
+        assert ending.isdisjoint(row.request_id for row in plan.rows), "a request goes on behind its end"
+        assert not ending or not any(r.id not in self.running_before for r in running), "a successor waits a step more"
         reached["a step ahead without those that end"] += bool(ending)
         reached["a step ahead while others wait"] += bool(self.scheduler.waiting)
         reached["a step ahead that looks back"] += any(row.params.looks_back for row in plan.rows)
+        reached["a step of prompts ahead"] += plan.bucket is None
+        reached["begun in a step ahead"] += any(r.id not in self.running_before for r in running)
+        reached["a step ahead of some answers of a call"] += any(
+            0 < len(members.keys() - {self.requests[row.request_id].request for row in plan.rows}) < len(members)
+            for members in running.calls.values()
+        )
+        return ending
 
-    def _check_rows(self, in_step):
+    def _check_rows(self, in_step, ending):
         """No account that could begin waits without a row while another has two, where there is room for all."""
         running, waiting = self.scheduler.running, self.scheduler.waiting
         rows = Counter(request.account for request in running if request.id in in_step)
-        here = {request.account for request in running if request.coming is None}
+        here = {request.account for request in running if request.coming is None and request.id not in ending}
         assert rows.keys() == here or running.calls, "an account whose requests all sit out"
         block, used = self.config.block_tokens, self.executor.whole.num_tokens
         growth = sum(1 + (r.max_length - r.num_tokens) // block for r in running)
@@ -1311,7 +1323,8 @@ def test_lives_keep_every_promise_and_go_everywhere():
     everywhere |= {"streamed", "computed in vain", "overloaded", "an account's turn", "a read was given up"}
     everywhere |= {"sat out", "begun beyond the seats", "late for its turn", "a turn that was late"}
     everywhere |= {"a step ahead", "a step ahead without those that end", "a step ahead while others wait"}
-    everywhere |= {"a step ahead that looks back"}
+    everywhere |= {"a step ahead that looks back", "a step of prompts ahead", "begun in a step ahead"}
+    everywhere |= {"a step ahead of some answers of a call"}
     everywhere |= {"dropped: it had ended", "dropped: it was aborted or sent back", "run again, with none ahead"}
     everywhere |= {"sat out for another account", "went on after sitting out", "room for all"}
     everywhere |= {"merged step", "shadow kept", "shadow gone", "ended by force"}

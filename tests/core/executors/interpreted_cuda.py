@@ -540,6 +540,28 @@ def test_steps_ahead_take_tokens_that_were_drawn_on_the_device(drive, tiny):
     assert not any(plan.sources is not None for plan in drivers[1].plans)
 
 
+@pytest.mark.parametrize("padded", [0, 12])
+def test_steps_of_prompts_are_ahead_of_tokens_too(drive, tiny, padded):
+    """Chunks of prompts beside rows that go on from a drawn token, and answers of a call with and without a turn."""
+    found, plans = [], []
+    for is_ahead in (True, False):
+        driver = drive(adapters=[], mixed_graph_tokens=padded, async_scheduling=is_ahead, prefix_cache=False)
+        shares = driver.engine.scheduler._shares  # noqa: SLF001
+        shares._clock = lambda driver=driver: sum(len(plan.rows) for plan in driver.plans)  # noqa: SLF001
+        want = ask(driver, tiny, (None, 3, 14), (None, 17, 3))
+        driver.add("looks back", None, [5, 6, 7, 5, 9] * 3, frequency_penalty=1.5, max_tokens=3)
+        for index in range(2):
+            driver.add(f"answer {index}", None, [5, 6, 7], call="call", temperature=1.0, seed=index, max_tokens=6)
+        check(driver, want)
+        plans.append(driver.plans)
+        found.append({name: answer.tokens for name, answer in driver.answers.items()})
+    assert found[0] == found[1]
+    ahead = [plan for plan in plans[0] if plan.sources is not None]
+    for captured in (True, False):  # decode steps, and steps of prompts
+        sources = [plan.sources for plan in ahead if (plan.bucket is not None) is captured]
+        assert any(-1 in each and max(each) >= 0 for each in sources), "none has both"
+
+
 def test_logits_that_are_not_finite_fail_their_row_alone(drive, tiny):
     driver = drive(adapters=[])
     steps = driver.executor.inner.steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.types import StepResult
 from chorus.core.scheduling.running import Running
 from chorus.core.scheduling.step_shares import LONGEST_STEP, MAX_DEBT, NUM_SAMPLES, SHARE, StepShares
 from chorus.core.scheduling.waiting import WaitingQueue
@@ -44,23 +46,27 @@ def make_running(sizes, num_lone):
     num_lone=st.integers(0, 6),
     fixed=st.sampled_from([0.0, 1.0, 10.0]),
     each=st.sampled_from([0.0, 0.01, 1.0, 30.0]),
+    is_ahead=st.booleans(),
 )
 @settings(max_examples=50)
-def test_everybody_has_turns_and_none_is_lost(sizes, num_lone, fixed, each):
+def test_everybody_has_turns_and_none_is_lost(sizes, num_lone, fixed, each, is_ahead):
     running, clock = make_running(sizes, num_lone), Clock()
+    under_way = 0.0
     everybody, order = set(running), list(running)
     shares, waiting = StepShares(MAX_ROWS, clock), WaitingQueue()
     last: dict[Request, int] = defaultdict(int)
     bound, longest = 2 * len(running) * (MAX_DEBT / SHARE + 2), 0
     for step in range(1, min(3000, int(1.2 * bound) + 100)):
-        chosen = shares.choose(running, waiting)
+        chosen = shares.choose(running, waiting, is_ahead=is_ahead)
         taking_part = running if chosen is None else chosen
         assert len(set(taking_part)) == len(taking_part) <= MAX_ROWS or chosen is None
         assert set(taking_part) >= set(running.lone)
         for request in taking_part:
             longest = max(longest, step - last[request])
             last[request] = step
-        clock.now += fixed + each * len(taking_part)
+        took = fixed + each * len(taking_part)
+        clock.now += under_way if is_ahead else took
+        under_way = took
     assert max(longest, *(step - last[request] for request in running)) <= bound, "a request starves"
     assert list(running) == order
     assert {*running.lone, *(one for members in running.calls.values() for one in members)} == everybody
@@ -94,7 +100,7 @@ def test_steps_that_compute_prompts_are_no_measure():
         clock.now += 1.0
     for _ in range(100):
         shares.choose(running, waiting)
-        shares.forget()
+        shares.ignore()
         clock.now += 50.0
     taking_part = 0
     for _ in range(100):
@@ -123,14 +129,15 @@ def test_calls_of_as_many_answers_all_run():
         clock.now += len(running)
 
 
-def test_no_step_is_much_longer_than_one_without_the_larger_calls():
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_no_step_is_much_longer_than_one_without_the_larger_calls(is_ahead):
     running, clock = make_running([60], 1), Clock()
     shares = StepShares(MAX_ROWS, clock)
-    sizes = []
+    sizes = [1]
     for _ in range(2000):
-        chosen = shares.choose(running, WaitingQueue())
+        chosen = shares.choose(running, WaitingQueue(), is_ahead=is_ahead)
         sizes.append(len(running if chosen is None else chosen))
-        clock.now += 1.0 + 0.5 * sizes[-1]
+        clock.now += 1.0 + 0.5 * sizes[-1 - is_ahead]
     assert max(sizes[500:]) > 1
     assert 1.0 + 0.5 * max(sizes[500:]) <= (1 + LONGEST_STEP) * 1.5
 
@@ -149,9 +156,40 @@ class PricedExecutor(FakeExecutor):
         return super().execute(plan)
 
 
-def make_engine(fixed, each, seats=32):
+class PricedDevice(PricedExecutor):
+    """Steps take this time one behind the other, from their launch on, beside the host."""
+
+    def __init__(self, clock, fixed, each):
+        super().__init__(clock, fixed, each)
+        self.free_at, self.num_ahead = 0.0, 0
+        self.start = self.launch
+
+    def launch(self, plan):
+        launched = self.clock.now
+        self.clock.now = max(launched, self.free_at)
+        result = self.execute(plan)
+        self.clock.now, self.free_at = launched, self.clock.now
+        self.num_ahead += plan.sources is not None
+        return PricedStep(self.clock, self.free_at, result)
+
+
+@dataclass
+class PricedStep:
+    clock: Clock
+    ends_at: float
+    outcome: StepResult
+
+    def draw(self):
+        pass
+
+    def result(self):
+        self.clock.now = max(self.clock.now, self.ends_at)
+        return self.outcome
+
+
+def make_engine(fixed, each, seats=32, is_ahead=False):
     clock = Clock()
-    executor = PricedExecutor(clock, fixed, each)
+    executor = (PricedDevice if is_ahead else PricedExecutor)(clock, fixed, each)
     config = EngineConfig(model=Path("none"), max_num_seqs=seats, num_pages=4000, max_waiting=None)
     return Engine(config, executor, clock=clock), executor, clock
 
@@ -162,8 +200,9 @@ def request(name, max_tokens, call=""):
 
 @pytest.mark.parametrize(("fixed", "each"), [(1.0, 0.2), (1.0, 0.02), (1.0, 2.0), (0.1, 1.0)])
 @pytest.mark.parametrize("count", [8, 31, 128])
-def test_a_neighbour_keeps_half_of_its_rate_beside_many_answers_of_one_call(fixed, each, count):
-    engine, _executor, clock = make_engine(fixed, each)
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_neighbour_keeps_half_of_its_rate_beside_many_answers_of_one_call(fixed, each, count, is_ahead):
+    engine, executor, clock = make_engine(fixed, each, is_ahead=is_ahead)
     for index in range(count):
         engine.add_request(request(f"many {index}", 2000, call="many"))
     for _ in range(5):
@@ -178,12 +217,14 @@ def test_a_neighbour_keeps_half_of_its_rate_beside_many_answers_of_one_call(fixe
         engine.step()
     rate = (engine.scheduler.get("neighbour").num_output_tokens - before) / (clock.now - began)
     assert rate * (fixed + each) > 0.5
+    assert not is_ahead or executor.num_ahead > 690, "steps were not ahead"
 
 
-def test_prompts_of_a_larger_call_are_charged_to_it():
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_prompts_of_a_larger_call_are_charged_to_it(is_ahead):
     """Its answers are short: in most steps one ends, and the prompt of another is computed in the next."""
     fixed, each = 1.0, 0.2
-    engine, _executor, clock = make_engine(fixed, each, seats=32)
+    engine, _executor, clock = make_engine(fixed, each, seats=32, is_ahead=is_ahead)
     engine.add_request(request("neighbour", 4000))
     engine.step()
     for index in range(1000):
@@ -196,8 +237,9 @@ def test_prompts_of_a_larger_call_are_charged_to_it():
     assert rate * (fixed + each) > 0.5
 
 
-def test_a_new_call_has_a_place_though_one_call_has_all_seats():
-    engine, executor, _ = make_engine(1.0, 0.0, seats=4)
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_new_call_has_a_place_though_one_call_has_all_seats(is_ahead):
+    engine, executor, _ = make_engine(1.0, 0.0, seats=4, is_ahead=is_ahead)
     for index in range(10):
         engine.add_request(request(f"many {index}", 50, call="many"))
     for _ in range(3):
@@ -253,8 +295,9 @@ def told(answer):
     return answer.tokens, answer.finish_reason, [score.token_id for score in answer.logprobs]
 
 
-def test_time_without_calls_is_charged_to_no_later_call():
-    engine, executor, _ = make_engine(1.0, 0.01)
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_time_without_calls_is_charged_to_no_later_call(is_ahead):
+    engine, executor, _ = make_engine(1.0, 0.01, is_ahead=is_ahead)
     engine.add_request(request("neighbour", 4000))
     for call, count in (("one", 60), ("two", 60)):
         for index in range(4):
