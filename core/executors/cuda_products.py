@@ -103,7 +103,7 @@ def compile_ahead(decoder: DecoderModel, lora: CudaLoraState, asked: Mapping[int
         for group, ways in asked.items():
             weight, bias, is_gate = decoder.weight(group), biases[group], group == GATE_UP
             x = torch.zeros(MAX_ROWS, weight.shape[1], dtype=weight.dtype, device=weight.device)
-            for silu in {is_gate, is_gate and Way.SMALL in ways}:
+            for silu in {False, is_gate}:  # adapters may be added behind the product, and before the activation
                 multiply(x, weight, bias, silu=silu, compile_only=True)
             if Way.EXPANDED in ways:
                 shrunk = launches.shrink(group, x, 0, compile_only=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from itertools import cycle
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is
 
 
 class World:
-    """A weight, and three adapters in pages, the last of two parts or all; a step is its rows' adapters, -1 for none."""
+    """A weight, and three adapters in pages, of one part or two; a step is its rows' adapters, -1 for none."""
 
     def __init__(self, index: int, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(index)
@@ -114,16 +115,15 @@ def interpret() -> None:
 
     mend_bf16()
     tiles = set()
-    for index, used in steps():
-        for dtype in TOLERANCE:
-            world = World(index, dtype)
-            x = world.x[: len(used)]
-            for layer in (0, 1):
-                got, want = world.product(used, x, layer, more=index % 3), world.definition(used, x, layer)
-                assert got.dtype is dtype and got.shape == want.shape
-                error = float((got.float() - want.float()).abs().max() / want.float().abs().max())
-                assert error <= TOLERANCE[dtype], f"{index} {used} {dtype}, layer {layer}: differs by {error:.1e}"
-            tiles.add(len(world.segments(used).rows))
+    for (index, used), dtype in zip(steps(), cycle(TOLERANCE), strict=False):
+        world = World(index, dtype)
+        x = world.x[: len(used)]
+        for layer in (0, 1):
+            got, want = world.product(used, x, layer, more=index % 3), world.definition(used, x, layer)
+            assert got.dtype is dtype and got.shape == want.shape
+            error = float((got.float() - want.float()).abs().max() / want.float().abs().max())
+            assert error <= TOLERANCE[dtype], f"{index} {used} {dtype}, layer {layer}: differs by {error:.1e}"
+        tiles.add(len(world.segments(used).rows))
     assert max(tiles) > MAX_ROWS, "a row's adapter in several parts"
 
 
