@@ -39,9 +39,9 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is
 class World:
     """A weight, and three adapters in pages, of one part or two; a step is its rows' adapters, -1 for none."""
 
-    def __init__(self, index: int, dtype: torch.dtype) -> None:
+    def __init__(self, index: int, dtype: torch.dtype, device: str = "cpu") -> None:
         generator = torch.Generator().manual_seed(index)
-        self.dtype = dtype
+        self.dtype, self.device = dtype, device
         self.d_in, self.widths, self.silu = GROUPS[index % len(GROUPS)]
         self.modules = [(module, sum(self.widths[:module]), width) for module, width in enumerate(self.widths)]
         every = tuple(range(len(self.widths)))
@@ -60,7 +60,7 @@ class World:
         self.tables = SgmvTables(
             slots=9, layers=LAYERS, max_pages=1 << 15, max_rank=MAX_RANK, max_tiles=64,
             scratch=SgmvTables.scratch_elems(splits=2, tokens=64, modules=3, max_rank=MAX_RANK), page_elems=page_elems,
-            slab_elems=max(SLAB_ELEMS, 3 * (self.d_in + max(self.widths) + 2 * vector)),
+            slab_elems=max(SLAB_ELEMS, 3 * (self.d_in + max(self.widths) + 2 * vector)), device=device,
         )  # fmt: skip
 
     def segments(self, used: Sequence[int]) -> Segments:
@@ -78,9 +78,11 @@ class World:
         self.tables.h.fill_(math.nan)
         segments = self.segments(used)
         num_tiles = self.tables.plan(segments, 1) + more
-        sgmv = Sgmv(self.arena, self.tables, self.modules, self.d_in, decode(len(x), MAX_RANK))
+        arena, x, weight = self.arena.to(self.device), x.to(self.device), self.weight.to(self.device)
+        bias = None if self.bias is None else self.bias.to(self.device)
+        sgmv = Sgmv(arena, self.tables, self.modules, self.d_in, decode(len(x), MAX_RANK))
         shrunk = sgmv.shrink(x, layer, self.tables.tiles_of_pass[0], num_tiles)
-        return multiply(x, self.weight, self.bias, silu=self.silu, shrunk=shrunk)
+        return multiply(x, weight, bias, silu=self.silu, shrunk=shrunk).cpu()
 
     def definition(self, used: Sequence[int], x: torch.Tensor, layer: int = 1) -> torch.Tensor:
         """In float64, rounded where a launch after the other rounds."""
@@ -114,9 +116,13 @@ def interpret() -> None:
     from .bf16_interpreter import mend_bf16
 
     mend_bf16()
+    check_values([*TOLERANCE], "cpu")
+
+
+def check_values(dtypes: Sequence[torch.dtype], device: str) -> None:
     tiles = set()
-    for (index, used), dtype in zip(steps(), cycle(TOLERANCE), strict=False):
-        world = World(index, dtype)
+    for (index, used), dtype in zip(steps(), cycle(dtypes), strict=False):
+        world = World(index, dtype, device)
         x = world.x[: len(used)]
         for layer in (0, 1):
             got, want = world.product(used, x, layer, more=index % 3), world.definition(used, x, layer)
@@ -129,22 +135,27 @@ def interpret() -> None:
 
 def interpret_companies() -> None:
     """A row's bits are the same alone, elsewhere, beside rows of other ranks, and without adapter as if no row had one;
-    what is not finite in an adapter stays with its rows.
+    what is not finite in an adapter stays with its rows. Run in a process of its own.
     """
-    from chorus.ops.small_gemm_triton import multiply
-
     from .bf16_interpreter import mend_bf16
 
     mend_bf16()
-    for index in range(len(GROUPS) * 2):
-        world = World(index, torch.bfloat16)
+    check_companies("cpu")
+
+
+def check_companies(device: str) -> None:
+    from chorus.ops.small_gemm_triton import multiply
+
+    for index in range(len(GROUPS)):
+        world = World(index, torch.bfloat16, device)
         used = [0, -1, 1, 2, 0, 2, -1]
         x = world.x[: len(used)].contiguous()
         whole = world.product(used, x)
         for chosen in ([6, 5, 4, 3, 2, 1, 0], [3], [2, 2], [0, 1], [1, 4, 6], list(range(7)) + [3] * 9):
             got = world.product([used[row] for row in chosen], x[chosen], more=1)
             assert torch.equal(got, whole[chosen]), f"{index}: rows {chosen} have other bits"
-        base = multiply(x, world.weight, world.bias, silu=world.silu)
+        bias = None if world.bias is None else world.bias.to(device)
+        base = multiply(x.to(device), world.weight.to(device), bias, silu=world.silu).cpu()
         assert torch.equal(base[[1, 6]], whole[[1, 6]]), f"{index}: rows of the base model changed"
         assert not torch.equal(base[0], whole[0])
         for rows in world.adapters[2]:

@@ -8,6 +8,7 @@ import torch
 from chorus.graphs.device import CudaDevice
 from chorus.ops import dependent_launch
 
+from .test_expanded_product import check_companies, check_values
 from .test_small_gemm_triton import TOLERANCE, Case, Inputs, cases, check, check_broken_row, check_company, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -45,6 +46,11 @@ def test_bits_of_a_row_do_not_depend_on_its_company(dtype, launch):
     for case in [*cases(3, 24), *LARGE]:
         problem = check_company(case, dtype, "cuda") or check_broken_row(case, "cuda")
         assert not problem, (case, problem)
+
+
+def test_adapters_expanded_in_the_launch(launch):
+    check_values(HALVES, "cuda")
+    check_companies("cuda")
 
 
 def test_bits_do_not_depend_on_when_launches_begin():
