@@ -223,6 +223,21 @@ def test_compiles_for_a_gpu_that_is_not_there():
         assert line["loads_before"] == 0, "weights wait for no load"
 
 
+def rank_rows_loads() -> None:
+    """Run in a process of its own: rank-rows of adapters that are expanded in a launch wait for two loads."""
+    from chorus.perf.kernels.variants import Variant, job_of
+
+    job = job_of(Variant("multiply_rows", "lora256.o", "bf16", MAX_ROWS), "sm_90")
+    assert replace(job, pointer="arena").compile().loads_before == 2
+
+
+@needs_triton
+@pytest.mark.timeout(1200)
+def test_rank_rows_wait_for_two_loads():
+    result = run_python("-c", "from tests.ops.test_small_gemm_triton import *; rank_rows_loads()")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 @needs_triton
 def test_refuses_what_a_tile_does_not_hold():
     from chorus.ops.small_gemm_triton import multiply
