@@ -4,6 +4,7 @@ company, and an offline compile; a process for each.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -194,9 +195,8 @@ def test_the_sum_is_cut_by_the_weight_alone():
     for rows in (16, 4096, 128256):
         schedule = gemm_schedule(rows)
         shape = ExpandShape((0,), (rows,), 16, 1 << 20, 2, 16, 2)
-        variants = [
-            gemm_constants(schedule, 4096, rows, silu=silu, shape=of) for silu in (0, 1) for of in (None, shape)
-        ]
+        joined = itertools.product((False, True), (None, shape))
+        variants = [gemm_constants(schedule, 4096, rows, silu=silu, shape=of) for silu, of in joined]
         assert len({(each["BLOCK_K"], each["SPLITS"], each["BLOCK_T"]) for each in variants}) == 1
         assert schedule.splits == 4, "the kernel adds four parts"
 
