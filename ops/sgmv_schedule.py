@@ -155,3 +155,44 @@ def expand_constants(
     constants |= {"PAGES": pages, "SPLIT_BLOCK": 1 << (splits - 1).bit_length()}
     stages = schedule.stages if itemsize <= 2 else 1  # a block of float32 takes the registers of two
     return constants | {"STAGES": stages, "PDL": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandShape:
+    """Compile-time constants of the adapters that are expanded behind a product.
+
+    modules, widths: ids and columns of the projections, side by side. splits: parts of shrink's sums. max_rank: the
+    tables' largest. pages: in a record of theirs.
+    """
+
+    modules: tuple[int, ...]
+    widths: tuple[int, ...]
+    splits: int
+    page_elems: int
+    itemsize: int
+    max_rank: int
+    pages: int
+
+    @classmethod
+    def build(
+        cls,
+        schedule: Schedule,
+        modules: Sequence[tuple[int, int, int]],
+        d_in: int,
+        page_elems: int,
+        itemsize: int,
+        max_rank: int,
+        pages: int,
+    ) -> ExpandShape:
+        """schedule: shrink's, of a token a tile. modules: (module id, first column, width)."""
+        ids, widths = tuple(module for module, _, _ in modules), tuple(width for _, _, width in modules)
+        return cls(ids, widths, schedule.splits(d_in), page_elems, itemsize, max_rank, pages)
+
+    def constants(self) -> dict[str, int]:
+        constants = dict(zip(("M0", "M1", "M2"), [*self.modules, 0, 0], strict=False))
+        constants |= dict(zip(("W0", "W1", "W2"), [*self.widths, 0, 0], strict=False))
+        return constants | {
+            "MODULES": len(self.modules), "PAGE": self.page_elems, "VEC": max(1, 16 // self.itemsize),
+            "BLOCKS": place_blocks(self.max_rank), "PAGES": self.pages, "PARTS": self.splits,
+            "PART_BLOCK": 1 << (self.splits - 1).bit_length(),
+        }  # fmt: skip

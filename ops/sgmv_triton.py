@@ -30,7 +30,7 @@ import triton.language.extra.cuda as cuda
 
 from . import dependent_launch
 from .launch_triton import Launcher
-from .sgmv_schedule import Schedule, expand_constants, shrink_constants
+from .sgmv_schedule import ExpandShape, Schedule, expand_constants, shrink_constants
 from .sgmv_tables import (
     BEGIN,
     END,
@@ -358,6 +358,16 @@ def expand_prefill(
     tl.store(target, after.to(y.dtype.element_ty), mask=mask)
 
 
+class Shrunk(NamedTuple):
+    """What shrink has left for an expand behind a product (`small_gemm_triton`): tensors and numbers in the order in
+    which `multiply_rows` takes them.
+    """
+
+    shape: ExpandShape
+    tensors: tuple[torch.Tensor, ...]
+    free: tuple[int, ...]
+
+
 class Sgmv:
     """LoRA products of the projections that share an input, by one schedule: what `sgmv.sgmv` does for `Segments`."""
 
@@ -381,6 +391,7 @@ class Sgmv:
         self._of_slots = tables.offsets, tables.first_elem, tables.pages
         if not schedule.tensor_cores:
             self._of_slots = tables.offsets, tables.places, tables.first_elem, tables.pages
+        self._shape = ExpandShape.build(*shape)
         self._layers, self._max_pages = tables.first_elem.shape[1], tables.pages.shape[1]
         per_token = tables.scratch_elems(launch.splits, 1, len(modules), tables.max_rank)
         self._max_tokens = tables.h.numel() // per_token
@@ -416,21 +427,47 @@ class Sgmv:
             tokens = len(x)
         if not tokens or not num_tiles:
             return
+        if y.stride(1) != 1:
+            raise ValueError("rows of y are contiguous")
+        expand, free = self._launch.expand, self._numbers(layer, tokens)
+        for every in tiles:
+            self._shrink(x, every, num_tiles, free, compile_only=compile_only)
+            expanded, strides = (y, *self._read(every)), (y.stride(0),)
+            if compile_only:
+                expand.compile(expanded, free, strides)
+            else:
+                expand((self._launch.blocks, num_tiles, 1), expanded, free, strides)
+
+    def shrink(
+        self, x: torch.Tensor, layer: int, tiles: torch.Tensor, num_tiles: int, *, compile_only: bool = False
+    ) -> Shrunk:
+        """Multiply x with A alone, for a product in whose launch the rest is added (`small_gemm_triton.multiply`); as
+        `__call__` otherwise, of one pass of tiles of a token each.
+        """
+        free = self._numbers(layer, len(x))
+        self._shrink(x, tiles, num_tiles, free, compile_only=compile_only)
+        return Shrunk(self._shape, self._read(tiles), (*free[:-1], num_tiles))
+
+    def _numbers(self, layer: int, tokens: int) -> tuple[int, int, int, int]:
         if tokens > self._max_tokens:
             raise ValueError(f"h has no room for the partial sums of {tokens} tokens in {self._launch.splits} splits")
-        (x_stride, x_step), (y_stride, y_step) = x.stride(), y.stride()
-        if x_step != 1 or y_step != 1:
-            raise ValueError("rows of x and y are contiguous")
-        launch, arena, h = self._launch, self._arena, self._tables.h
-        free = layer, self._layers, self._max_pages, tokens
-        for every in tiles:
-            shrunk, expanded = (h, x, arena, every, *self._of_slots), (y, h, arena, every, *self._of_slots)
-            if compile_only:
-                launch.shrink.compile(shrunk, free, (x_stride,))
-                launch.expand.compile(expanded, free, (y_stride,))
-                continue
-            launch.shrink((num_tiles, launch.groups, launch.splits), shrunk, free, (x_stride,))
-            launch.expand((launch.blocks, num_tiles, 1), expanded, free, (y_stride,))
+        return layer, self._layers, self._max_pages, tokens
+
+    def _read(self, tiles: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What is read by an expand of these tiles."""
+        return self._tables.h, self._arena, tiles, *self._of_slots
+
+    def _shrink(
+        self, x: torch.Tensor, tiles: torch.Tensor, num_tiles: int, free: tuple[int, ...], *, compile_only: bool
+    ) -> None:
+        if x.stride(1) != 1:
+            raise ValueError("rows of x are contiguous")
+        launch, strides = self._launch, (x.stride(0),)
+        shrunk = self._tables.h, x, self._arena, tiles, *self._of_slots
+        if compile_only:
+            launch.shrink.compile(shrunk, free, strides)
+        else:
+            launch.shrink((num_tiles, launch.groups, launch.splits), shrunk, free, strides)
 
 
 class _Launch(NamedTuple):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from .sgmv_schedule import ExpandShape
 
 #: Most rows of a product: the rows of a matrix instruction's tile, which a launch computes in any case.
 MAX_ROWS = 16
@@ -17,8 +20,7 @@ class GemmSchedule:
     """Sizes of a launch, all compile-time constants of the kernel.
 
     block_n: columns of weights that a program reads. block_k: inputs that a warp multiplies with at once. splits: parts
-    of the sum over the inputs, one for each warp of a program. stages: blocks of inputs under way at once; with a norm
-    one less, as its passes take shared memory, too.
+    of the sum over the inputs, one for each warp of a program. stages: blocks of inputs under way at once.
     """
 
     block_n: int
@@ -26,13 +28,19 @@ class GemmSchedule:
     splits: int = 4
     stages: int = 4
 
-    def blocks(self, d_out: int, *, silu: bool = False) -> int:
-        """Programs of a launch with `d_out` columns in its result."""
-        return -(-d_out // self.columns(silu))
+    def blocks(self, widths: Sequence[int], *, silu: bool = False) -> int:
+        """Programs of a launch over modules of so many columns in its result; each has columns of one module."""
+        return sum(-(-width // self.columns(silu)) for width in widths)
 
     def columns(self, silu: bool) -> int:
         """Columns of the result that a program has; each is of two of the weight's with an activation."""
         return max(16, self.block_n // 2) if silu else self.block_n
+
+
+#: Constants of a launch behind which no adapters are expanded, but for the width of its result.
+_ALONE = dict.fromkeys(
+    ("MODULES", "M0", "M1", "M2", "W1", "W2", "PAGE", "VEC", "BLOCKS", "PAGES", "PARTS", "PART_BLOCK"), 0
+)
 
 
 def gemm_schedule(rows: int) -> GemmSchedule:
@@ -44,17 +52,17 @@ def gemm_schedule(rows: int) -> GemmSchedule:
 
 
 def gemm_constants(
-    schedule: GemmSchedule, d_in: int, d_out: int, *, bias: bool = False, silu: bool = False, norm: bool = False,
-    add: bool = False, keep: bool = False,
+    schedule: GemmSchedule, d_in: int, d_out: int, *, bias: bool = False, silu: bool = False,
+    shape: ExpandShape | None = None,
 ) -> dict[str, int]:  # fmt: skip
     """Compile-time constants of a launch; d_out: columns of its result, half the weight's rows with `silu`."""
     return {
         "D_IN": d_in, "D_OUT": d_out, "BLOCK_T": MAX_ROWS, "BLOCK_N": schedule.columns(silu),
-        "BLOCK_K": schedule.block_k, "SPLITS": schedule.splits, "STAGES": schedule.stages - norm, "BIAS": int(bias),
-        "SILU": int(silu), "NORM": int(norm), "ADD": int(add), "KEEP": int(keep), "PDL": 0,
+        "BLOCK_K": schedule.block_k, "SPLITS": schedule.splits, "STAGES": schedule.stages, "BIAS": int(bias),
+        "SILU": int(silu), "PDL": 0, **(_ALONE | {"W0": d_out} if shape is None else shape.constants()),
     }  # fmt: skip
 
 
 def gemm_options(schedule: GemmSchedule) -> dict[str, int | bool]:
-    """Options of a launch; norms and activations round as in `elementwise_triton`, without fusion."""
+    """Options of a launch; activations round as in `elementwise_triton`, without fusion."""
     return {"num_warps": schedule.splits, "num_stages": schedule.stages, "enable_fp_fusion": False}

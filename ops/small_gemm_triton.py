@@ -1,11 +1,15 @@
 """Product of few rows with a weight on a GPU, bound by reading the weight once: one Triton launch.
 
-    y[t] = x[t] @ Wᵀ (+ bias)        for up to MAX_ROWS rows t, summed in float32
+    y[t] = x[t] @ Wᵀ (+ bias) (+ scale · h[t] @ Bᵀ)        for up to MAX_ROWS rows t, summed in float32
 
 Each warp of a program sums a part of the inputs (split K) for all of the program's columns; the program adds the parts
 in a fixed order. So nothing goes through memory, and there is no second launch and no atomic addition. The parts and
 their order depend only on the weight's shape, and a tile always has MAX_ROWS rows, padded with zeros: a row's bits are
 the same alone, among others, and at any index.
+
+The rows' adapters may be expanded behind the product, in the same launch: SGMV's shrink comes before it (Punica §4),
+and expand's columns are the program's own. Rank-rows and the partial sums of shrink are on their way while the weight
+is read. TILES tiles of a step are multiplied at once, each by its own rank-rows, whatever they are.
 
 Import this module lazily: it needs triton.
 """
@@ -16,7 +20,7 @@ Import this module lazily: it needs triton.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache
 
 import torch
 import triton
@@ -24,10 +28,17 @@ import triton.language as tl
 import triton.language.extra.cuda as cuda
 
 from . import dependent_launch
+from .launch_triton import Launcher
+from .sgmv_schedule import ExpandShape
+from .sgmv_tables import BEGIN, OFFSETS_B, OFFSETS_WIDTH, PLACE_ROWS, RANK, SCALE, SLAB, SLOT, TILE_WIDTH
+from .sgmv_triton import Shrunk, _find_block, _load_block, _pick
 from .small_gemm_schedule import MAX_ROWS, gemm_constants, gemm_options, gemm_schedule
 
 #: Elements of 16 bits in a cache line.
 _LINE = tl.constexpr(64)
+
+_BEGIN, _SLOT, _RANK, _SLAB, _SCALE = (tl.constexpr(at) for at in (BEGIN, SLOT, RANK, SLAB, SCALE))
+_TILE, _B, _OFFSETS, _ROWS = (tl.constexpr(at) for at in (TILE_WIDTH, OFFSETS_B, OFFSETS_WIDTH, PLACE_ROWS))
 
 
 @triton.jit
@@ -36,16 +47,6 @@ def _prefetch(pointers):
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
     )  # fmt: skip
-
-
-@triton.jit
-def _load_x(x, residual, at, residual_at, mask, ADD: tl.constexpr):
-    """Load inputs; with ADD, add the residual's and round, in their dtype."""
-    value = tl.load(x + at, mask=mask, other=0.0)
-    if ADD:
-        before = tl.load(residual + residual_at, mask=mask, other=0.0)
-        value = (value.to(tl.float32) + before.to(tl.float32)).to(value.dtype)
-    return value
 
 
 @triton.jit
@@ -61,29 +62,147 @@ def _sum_parts(total, bias, column, own, dtype: tl.constexpr, BIAS: tl.constexpr
     return value.to(dtype)
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def multiply_rows(
-    y, x, weight, bias, norm, residual, stream, normed, eps, tokens, y_stride, x_stride, residual_stride,
-    D_IN: tl.constexpr, D_OUT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr,
-    ADD: tl.constexpr, KEEP: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def _load_tiles(tiles, first, num_tiles, TILES: tl.constexpr):
+    """TILES tiles from `first` on, each value `[1, TILES]`: its token, or -1 where there is nothing to do, its slot, or
+    0, rank, slab and scale.
+    """
+    index = first + tl.arange(0, TILES)[None, :]
+    given = index < num_tiles
+    place = tiles + index * _TILE
+    slot = tl.load(place + _SLOT, mask=given, other=-1)
+    token = tl.load(place + _BEGIN, mask=given, other=-1)
+    rank = tl.load(place + _RANK, mask=given, other=0)
+    slab = tl.load(place + _SLAB, mask=given, other=0)
+    scale = tl.load(place + _SCALE, mask=given, other=0).to(tl.float32, bitcast=True)
+    return tl.where(slot >= 0, token, -1), tl.maximum(slot, 0), tl.where(slot >= 0, rank, 0), slab, scale
+
+
+@triton.jit
+def _load_rank_rows(
+    arena, offsets, places, first_elem, pages, layer, layers, max_pages, tile, module, row, column, width,
+    PAGE: tl.constexpr, VEC: tl.constexpr, BLOCKS: tl.constexpr, PAGES: tl.constexpr,
 ):  # fmt: skip
-    """y[t, n] = Σ_k v[t, k] · weight[n, k] + bias[n], where v is x, with NORM its RMSNorm times `norm`; of x + residual
-    with ADD, which goes to `stream`. With KEEP v goes to `normed`. With SILU y = silu(gate) · up of the products with
-    weight[n] and weight[D_OUT + n], each rounded first, as `silu_and_mul_rows` rounds.
+    """Columns `column` of the tiles' rank-rows of a module's Bᵀ, `[PLACE_ROWS, TILES, columns]`, from `row` on, zero
+    beyond an adapter's own; and which are an adapter's own, `[PLACE_ROWS, TILES]`.
+    """
+    slot, rank, slab = tile[1], tile[2], tile[3]
+    rows = row + tl.arange(0, _ROWS)[:, None]
+    offset = tl.load(offsets + slot * _OFFSETS + _B + module)
+    is_changed, start, found = _find_block(
+        places, first_elem, slot, layer, layers, offset, slab, row, rows, BLOCKS, PAGES
+    )  # fmt: skip
+    near = ()
+    for i in tl.static_range(PAGES):
+        near = near + (tl.expand_dims(found[i], 2),)  # noqa: RUF005, Triton's tuples are not unpacked
+    own = is_changed & (rows < rank)
+    of_slot = tl.expand_dims(pages + slot.to(tl.int64) * max_pages, 2)
+    return _load_block(arena, of_slot, near, start, column, own, width, PAGES, PAGE, VEC), own
 
-    Grid (blocks of D_OUT,). y: [tokens, D_OUT], x, residual: [tokens, D_IN], rows …_stride apart; stream, normed:
-    [tokens, D_IN], contiguous. weight: [D_OUT or 2 · D_OUT, D_IN], contiguous; norm: [D_IN].
 
-    With PDL the first weights are fetched into the second-level cache before the launch before this one has ended.
+@triton.jit
+def _load_shrunk(
+    h, tile, tokens, group, row, own,
+    MODULES: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The partial sums of the tiles' rank-rows from `row` on, `[SPLIT_BLOCK, PLACE_ROWS, TILES]`, 0 where not own."""
+    part = tl.arange(0, SPLIT_BLOCK)[:, None, None]
+    at = ((part * tokens + tl.maximum(tile[0], 0)[None, :, :]) * MODULES + group) * WIDTH + row
+    return tl.load(h + at + tl.arange(0, _ROWS)[None, :, None], mask=(part < SPLITS) & own[None, :, :], other=0.0)
+
+
+@triton.jit
+def _product(parts, b):
+    """Sums of the parts times the rank-rows, `[TILES, columns]`."""
+    return tl.sum(tl.expand_dims(tl.sum(parts, axis=0), 2) * b.to(tl.float32), axis=0)
+
+
+@triton.jit
+def _to_rows(total, tile, token):
+    """Each tile's values times its scale at its token's row, `[rows, columns]`, and 0 elsewhere: a sum of one value and
+    zeros, which a thread adds up alone.
+    """
+    is_own = tl.trans(tile[0]) == token[None, :]
+    return tl.sum(tl.where(is_own[:, :, None], (total * tl.trans(tile[4]))[:, None, :], 0.0), axis=0)
+
+
+@triton.jit
+def _expand(
+    parts, b, h, arena, tiles, offsets, places, first_elem, pages, layer, layers, max_pages, num_tiles, tokens, token,
+    tile, group, module, column, width,
+    MODULES: tl.constexpr, PAGE: tl.constexpr, VEC: tl.constexpr, BLOCKS: tl.constexpr, PAGES: tl.constexpr,
+    SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """What the rows' adapters add to a module's columns, `[rows, columns]`; of the first tiles' first rank-rows partial
+    sums and B are there.
+    """
+    WIDTH: tl.constexpr = BLOCKS * _ROWS
+    total = _product(parts, b)
+    if BLOCKS > 1:
+        for row in tl.range(_ROWS, tl.max(tl.max(tile[2], axis=1), axis=0), _ROWS, num_stages=1):
+            b, own = _load_rank_rows(
+                arena, offsets, places, first_elem, pages, layer, layers, max_pages, tile, module, row, column, width,
+                PAGE, VEC, BLOCKS, PAGES,
+            )  # fmt: skip
+            total += _product(_load_shrunk(h, tile, tokens, group, row, own, MODULES, WIDTH, SPLITS, SPLIT_BLOCK), b)
+    added = _to_rows(total, tile, token)
+    for first in tl.range(TILES, num_tiles, TILES, num_stages=1):  # adapters of several parts
+        more = _load_tiles(tiles, first, num_tiles, TILES)
+        total = tl.zeros_like(total)
+        for row in tl.range(0, tl.max(tl.max(more[2], axis=1), axis=0), _ROWS, num_stages=1):
+            b, own = _load_rank_rows(
+                arena, offsets, places, first_elem, pages, layer, layers, max_pages, more, module, row, column, width,
+                PAGE, VEC, BLOCKS, PAGES,
+            )  # fmt: skip
+            total += _product(_load_shrunk(h, more, tokens, group, row, own, MODULES, WIDTH, SPLITS, SPLIT_BLOCK), b)
+        added += _to_rows(total, more, token)
+    return added
+
+
+@triton.jit
+def _add(value, added):
+    """The sum in float32, rounded; a value to which nothing is added keeps its bits."""
+    return tl.where(added == 0.0, value, (value.to(tl.float32) + added).to(value.dtype))
+
+
+@triton.jit(do_not_specialize=["tokens", "layer", "layers", "max_pages", "num_tiles"])
+def multiply_rows(
+    y, x, weight, bias, h, arena, tiles, offsets, places, first_elem, pages, tokens, layer, layers, max_pages,
+    num_tiles, y_stride, x_stride,
+    D_IN: tl.constexpr, D_OUT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
+    MODULES: tl.constexpr, M0: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr,
+    W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, PAGE: tl.constexpr, VEC: tl.constexpr,
+    BLOCKS: tl.constexpr, PAGES: tl.constexpr, PARTS: tl.constexpr, PART_BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y[t, n] = Σ_k x[t, k] · weight[n, k] + bias[n], and with MODULES what `expand_decode` adds, the product rounded
+    first. With SILU y = silu(gate) · up of these for weight[n] and weight[D_OUT + n], each rounded first, as
+    `silu_and_mul_rows` rounds.
+
+    Grid (blocks of columns of all modules,), of gate's with SILU. y: [tokens, D_OUT], x: [tokens, D_IN], rows …_stride
+    apart. weight: [D_OUT or 2 · D_OUT, D_IN], contiguous. Module m's W_m columns begin at Σ_{j<m} W_j; without MODULES
+    W0 is D_OUT. h: the partial sums in PARTS parts. h … pages, layer, layers, max_pages, M, PAGE, VEC, BLOCKS, PAGES:
+    see `expand_decode`; the first num_tiles tiles are of a token each, a token has one at most that changes a module.
+
+    With PDL the first weights are fetched into the second-level cache, and rank-rows loaded, before the launch before
+    this one has ended.
     """
     if PDL:
         cuda.gdc_launch_dependents()
     PERIOD: tl.constexpr = SPLITS * BLOCK_K
+    WIDTH: tl.constexpr = BLOCKS * _ROWS
     block = tl.program_id(0)
     dtype = y.dtype.element_ty
-    column = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    own_column = column < D_OUT
+    BLOCKS_0: tl.constexpr = (W0 + BLOCK_N - 1) // BLOCK_N
+    BLOCKS_1: tl.constexpr = BLOCKS_0 + (W1 + BLOCK_N - 1) // BLOCK_N
+    group, begin, width = 0, 0, W0
+    if MODULES > 1 and not SILU:
+        group = (block >= BLOCKS_0).to(tl.int32) + (block >= BLOCKS_1).to(tl.int32)
+        begin, width = _pick(group, 0, W0, W0 + W1), _pick(group, W0, W1, W2)
+        block -= _pick(group, 0, BLOCKS_0, BLOCKS_1)
+    within = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    own_column = within < width
+    column = begin + within
     token = tl.arange(0, BLOCK_T)
     own_token = token < tokens
     k = tl.arange(0, SPLITS)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
@@ -96,23 +215,26 @@ def multiply_rows(
             _prefetch(rows + place)
             if SILU:
                 _prefetch(rows + place + D_OUT * D_IN)
+    if MODULES:
+        module = _pick(group, M0, M1, M2)
+        tile = _load_tiles(tiles, 0, num_tiles, BLOCK_T)
+        b, own = _load_rank_rows(
+            arena, offsets, places, first_elem, pages, layer, layers, max_pages, tile, module, 0, within, width,
+            PAGE, VEC, BLOCKS, PAGES,
+        )  # fmt: skip
+        if SILU:
+            b_up, own_up = _load_rank_rows(
+                arena, offsets, places, first_elem, pages, layer, layers, max_pages, tile, M1, 0, within, width,
+                PAGE, VEC, BLOCKS, PAGES,
+            )  # fmt: skip
+    if PDL:
         cuda.gdc_wait()
+    if MODULES:
+        parts = _load_shrunk(h, tile, tokens, group, 0, own, MODULES, WIDTH, PARTS, PART_BLOCK)
+        if SILU:
+            parts_up = _load_shrunk(h, tile, tokens, 1, 0, own_up, MODULES, WIDTH, PARTS, PART_BLOCK)
     x_row = token.to(tl.int64)[None, :, None] * x_stride
-    residual_row = token.to(tl.int64)[None, :, None] * residual_stride
     own_row = own_token[None, :, None]
-    told = (own_token & (block + 0 * token == 0))[None, :, None]  # by one program, which all would say the same
-    row = token.to(tl.int64)[None, :, None] * D_IN
-    if NORM:
-        squares = tl.zeros([SPLITS, BLOCK_T, BLOCK_K], dtype=tl.float32)
-        for step in tl.range(0, D_IN, PERIOD, num_stages=1):
-            at = (step + k)[:, None, :]
-            mask = own_row & (at < D_IN)
-            value = _load_x(x, residual, x_row + at, residual_row + at, mask, ADD)
-            if ADD:
-                tl.store(stream + row + at, value, mask=told & (at < D_IN))
-            wide = value.to(tl.float32)
-            squares += wide * wide
-        scale = tl.rsqrt(tl.sum(tl.sum(squares, axis=2), axis=0) / D_IN + eps)[None, :, None]
     total = tl.zeros([SPLITS, BLOCK_T, BLOCK_N], dtype=tl.float32)
     if SILU:
         total_up = tl.zeros([SPLITS, BLOCK_T, BLOCK_N], dtype=tl.float32)
@@ -121,106 +243,79 @@ def multiply_rows(
         inside = at < D_IN
         w_mask = own_column[None, :, None] & inside
         w = tl.load(weights + at, mask=w_mask, other=0.0)
-        value = _load_x(x, residual, x_row + at, residual_row + at, own_row & inside, ADD)
-        if NORM:
-            factor = tl.load(norm + at, mask=inside, other=0.0).to(tl.float32)
-            value = (value.to(tl.float32) * scale).to(dtype).to(tl.float32)
-            value = (factor * value).to(dtype)
-            if KEEP:
-                tl.store(normed + row + at, value, mask=told & inside)
+        value = tl.load(x + x_row + at, mask=own_row & inside, other=0.0)
         total = tl.dot(value, tl.permute(w, (0, 2, 1)), total, input_precision="ieee")
         if SILU:
             w = tl.load(weights + D_OUT * D_IN + at, mask=w_mask, other=0.0)
             total_up = tl.dot(value, tl.permute(w, (0, 2, 1)), total_up, input_precision="ieee")
     out = _sum_parts(total, bias, column, own_column, dtype, BIAS)
+    if MODULES:
+        added = _expand(
+            parts, b, h, arena, tiles, offsets, places, first_elem, pages, layer, layers, max_pages, num_tiles, tokens,
+            token, tile, group, module, within, width, MODULES, PAGE, VEC, BLOCKS, PAGES, PARTS, PART_BLOCK, BLOCK_T,
+        )  # fmt: skip
+        out = _add(out, added)
     if SILU:
-        up = _sum_parts(total_up, bias + D_OUT, column, own_column, dtype, BIAS).to(tl.float32)
+        up = _sum_parts(total_up, bias + D_OUT, column, own_column, dtype, BIAS)
+        if MODULES:
+            added = _expand(
+                parts_up, b_up, h, arena, tiles, offsets, places, first_elem, pages, layer, layers, max_pages,
+                num_tiles, tokens, token, tile, 1, M1, within, width, MODULES, PAGE, VEC, BLOCKS, PAGES, PARTS,
+                PART_BLOCK, BLOCK_T,
+            )  # fmt: skip
+            up = _add(up, added)
         gate = out.to(tl.float32)
         silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-        out = (silu * up).to(dtype)
+        out = (silu * up.to(tl.float32)).to(dtype)
     place = y + token.to(tl.int64)[:, None] * y_stride + column[None, :]
     tl.store(place, out, mask=own_token[:, None] & own_column[None, :])
 
 
 def multiply(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, silu: bool = False
-) -> torch.Tensor:
-    """`x @ weightᵀ + bias`, `[rows, out]`; with `silu`, `silu(gate) · up` of its halves, `[rows, out / 2]`.
-
-    x: `[rows, in]`, at most MAX_ROWS. weight: `[out, in]`, contiguous.
-    """
-    return _launch(x, None, None, 0.0, weight, bias, silu=silu, keep=False)[2]
-
-
-def add_norm_multiply(
     x: torch.Tensor,
-    residual: torch.Tensor | None,
-    norm: torch.Tensor,
-    eps: float,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
     silu: bool = False,
-    keep: bool = False,
-) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """As `multiply`, of the RMSNorm of residual + x, or of x where there is no residual.
-
-    Returns the normed rows, if they are to be kept, the sum, and the product; x and the residual stay as they are.
-    """
-    return _launch(x, residual, norm, eps, weight, bias, silu=silu, keep=keep)
-
-
-def compile_variant(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    norm: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    *,
-    silu: bool,
-    keep: bool,
-) -> None:
-    """Compile what `multiply`, or with a norm `add_norm_multiply`, launches for such arguments; on other threads within
-    `launch_triton.compiling`.
-    """
-    _launch(x, residual, norm, 0.0, weight, bias, silu=silu, keep=keep, compile_only=True)
-
-
-def _launch(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    norm: torch.Tensor | None,
-    eps: float,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    silu: bool,
-    keep: bool,
+    shrunk: Shrunk | None = None,
     compile_only: bool = False,
-) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
+    """`x @ weightᵀ + bias`, `[rows, out]`; with `silu`, `silu(gate) · up` of its halves, `[rows, out / 2]`.
+
+    x: `[rows, in]`, at most MAX_ROWS. weight: `[out, in]`, contiguous. shrunk: what `Sgmv.shrink` gives of x: LoRA
+    products to be added to the product. compile_only: compile what would be launched, in parallel within
+    `launch_triton.compiling`, and compute nothing.
+    """
     tokens, d_in = x.shape
-    d_out = len(weight) // 2 if silu else len(weight)
     if tokens > MAX_ROWS:
         raise ValueError(f"{tokens} rows; a product of few rows has at most {MAX_ROWS}")
-    if x.stride(1) != 1 or not weight.is_contiguous() or (residual is not None and residual.stride(1) != 1):
-        raise ValueError("rows of x and of the residual are contiguous, the weight is as a whole")
-    y = torch.empty(tokens, d_out, dtype=x.dtype, device=x.device)
-    stream = x if residual is None else torch.empty(tokens, d_in, dtype=x.dtype, device=x.device)
-    normed = torch.empty(tokens, d_in, dtype=x.dtype, device=x.device) if keep else None
+    if x.stride(1) != 1 or not weight.is_contiguous():
+        raise ValueError("rows of x are contiguous, the weight is as a whole")
+    y = torch.empty(tokens, len(weight) // 2 if silu else len(weight), dtype=x.dtype, device=x.device)
     if not tokens:
-        return normed, stream, y
-    schedule = gemm_schedule(len(weight))
-    constants = gemm_constants(
-        schedule, d_in, d_out, bias=bias is not None, silu=silu, norm=norm is not None, add=residual is not None,
-        keep=keep,
+        return y
+    shape = None if shrunk is None else shrunk.shape
+    launch, blocks = _launch(
+        len(weight), d_in, bias is not None, silu, shape, dependent_launch.begins_early(x.device)
     )  # fmt: skip
-    early = {"PDL": 1, **dependent_launch.OPTIONS} if dependent_launch.begins_early(x.device) else {}
-    before = x if residual is None else residual
-    grid = (schedule.blocks(d_out, silu=silu),)
-    launch = partial(multiply_rows.warmup, grid=grid) if compile_only else multiply_rows[grid]
-    launch(
-        y, x, weight, weight if bias is None else bias, weight if norm is None else norm, before, stream,
-        stream if normed is None else normed, eps, tokens, y.stride(0), x.stride(0), before.stride(0),
-        **constants | gemm_options(schedule) | early,
-    )  # fmt: skip
-    return normed, stream, y
+    adapters, free = ((x,) * 7, (0,) * 4) if shrunk is None else (shrunk.tensors, shrunk.free)
+    tensors, strides = (y, x, weight, weight if bias is None else bias, *adapters), (y.stride(0), x.stride(0))
+    if compile_only:
+        launch.compile(tensors, (tokens, *free), strides)
+    else:
+        launch((blocks, 1, 1), tensors, (tokens, *free), strides)
+    return y
+
+
+@cache
+def _launch(
+    rows: int, d_in: int, bias: bool, silu: bool, shape: ExpandShape | None, early: bool
+) -> tuple[Launcher, int]:
+    """A launch with a weight of `rows` rows, and its programs."""
+    schedule, d_out = gemm_schedule(rows), rows // 2 if silu else rows
+    if shape is not None and sum(shape.widths) != rows:
+        raise ValueError(f"modules of {shape.widths} columns behind a weight of {rows} rows")
+    widths = (d_out,) if silu or shape is None else shape.widths
+    constants = gemm_constants(schedule, d_in, d_out, bias=bias, silu=silu, shape=shape) | gemm_options(schedule)
+    options = {"PDL": 1, **dependent_launch.OPTIONS} if early else {}
+    return Launcher(multiply_rows, constants | options), schedule.blocks(widths, silu=silu)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
@@ -16,6 +17,8 @@ from ..cpus import available_cpus
 from ..model.batch import BY_LIBRARY, Way, Ways
 from ..model.decoder import HEAD, DecoderModel
 from ..model.lora_state import ATTN_O, DOWN, GATE_UP, QKV
+from ..model.lora_state_cuda import CudaLoraState, LoraLaunches
+from ..model.weights import LayerWeights
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +33,21 @@ TOLERANCE = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 
 
 def choose_ways(
-    setting: SmallGemm, decoder: DecoderModel, sizes: Sequence[int], device: CudaDevice, *, captures: bool
+    setting: SmallGemm,
+    decoder: DecoderModel,
+    lora: CudaLoraState,
+    sizes: Sequence[int],
+    device: CudaDevice,
+    *,
+    captures: bool,
 ) -> Mapping[int, Ways]:
-    """Ways of each bucket's products; to be called before anything is captured.
+    """Ways of each bucket's products; to be called before anything is captured, or any adapter is in the arena, which
+    is zeros again in the end.
 
-    setting: `off` for the library's alone; `on` for ours, and `fused` for ours with norms in them, wherever they give
-    the library's values; `auto` for whatever takes the device least, product by product and bucket by bucket.
+    setting: `off` for the library's alone; `on` for ours, and `fused` for ours with adapters expanded in them, wherever
+    they give the library's values; `auto` for whatever takes the device least in a step of the base model and one with
+    an adapter in every row, product by product and bucket by bucket. One way serves both, so that a row's product does
+    not depend on other rows' adapters.
     captures: decode steps will be captured, as what is measured is; eager ones wait for the host's launches.
     """
     ways = dict.fromkeys(sizes, BY_LIBRARY)
@@ -43,16 +55,18 @@ def choose_ways(
     if (obstacle := _obstacle(setting, dtype, captures)) is not None:
         logger.info("base products by the library: %s", obstacle)
         return ways
-    compile_ahead(decoder, {group: _asked(setting, group) for group in NAMES})
+    compile_ahead(decoder, lora, {group: _asked(setting, group) for group in NAMES})
     refused: set[tuple[int, Way]] = set()
-    for bucket in (size for size in sizes if size <= MAX_ROWS):
-        chosen, said = [], []
-        for group, name in NAMES.items():
-            way, why = _choose(setting, decoder, device, group, bucket, refused)
-            chosen.append(way)
-            said.append(f"{name} {way}{why}")
-        ways[bucket] = tuple(chosen)
-        logger.info("base products of %d rows: %s", bucket, ", ".join(said))
+    with lora.samples():
+        for bucket in (size for size in sizes if size <= MAX_ROWS):
+            launches = lora.sample(bucket)
+            chosen, said = [], []
+            for group, name in NAMES.items():
+                way, why = _choose(setting, _Rows(decoder, launches, group, bucket), device, refused)
+                chosen.append(way)
+                said.append(f"{name} {way}{why}")
+            ways[bucket] = tuple(chosen)
+            logger.info("base products of %d rows: %s", bucket, ", ".join(said))
     return ways
 
 
@@ -70,49 +84,35 @@ def _obstacle(setting: SmallGemm, dtype: torch.dtype, captures: bool) -> str | N
 
 def _asked(setting: SmallGemm, group: int) -> list[Way]:
     """Ways of ours that a product is to be tried with."""
-    asked = [Way.SMALL, *([Way.NORMED] if group in (QKV, GATE_UP) else [])]
+    asked = [Way.SMALL, *([] if group == HEAD else [Way.EXPANDED])]
     if setting == "auto":
         return asked
     return asked[-1:] if setting == "fused" else asked[:1]
 
 
-def compile_ahead(decoder: DecoderModel, asked: Mapping[int, Sequence[Way]]) -> None:
-    """Compile whatever a step may launch of the ways of each product, with LoRA behind it or without, as many kernels
-    at once as there are processors. What fails here fails again where it is tried, and is refused there.
+def compile_ahead(decoder: DecoderModel, lora: CudaLoraState, asked: Mapping[int, Sequence[Way]]) -> None:
+    """Compile whatever a step may launch of the ways of each product, with adapters or without, as many kernels at once
+    as there are processors. What fails here fails again where it is tried, and is refused there.
     """
     from ...ops.launch_triton import compiling  # needs triton
-    from ...ops.small_gemm_triton import compile_variant
+    from ...ops.small_gemm_triton import multiply
 
-    layer = decoder.layers[0]
-    parts = {
-        QKV: (layer.qkv, layer.qkv_bias, layer.input_norm), ATTN_O: (layer.o, layer.o_bias, None),
-        GATE_UP: (layer.gate_up, layer.gate_up_bias, layer.post_attention_norm),
-        DOWN: (layer.down, layer.down_bias, None), HEAD: (decoder.weight(HEAD), None, None),
-    }  # fmt: skip
+    layer, launches = decoder.layers[0], lora.bucket(MAX_ROWS)
+    biases = layer.qkv_bias, layer.o_bias, layer.gate_up_bias, layer.down_bias, None
     with suppress(Exception), compiling(available_cpus()):
         for group, ways in asked.items():
-            weight, bias, norm = parts[group]
-            x, before = torch.zeros(2, MAX_ROWS, weight.shape[1], dtype=weight.dtype, device=weight.device).unbind(0)
-            for has_lora in (False, True):
-                silu = group == GATE_UP and not has_lora
-                if Way.SMALL in ways:
-                    compile_variant(x, weight, bias, None, None, silu=silu, keep=False)
-                if Way.NORMED in ways:
-                    for residual in (before, *([None] if group == QKV else [])):  # the first layer's has none
-                        compile_variant(x, weight, bias, norm, residual, silu=silu, keep=has_lora)
+            weight, bias, is_gate = decoder.weight(group), biases[group], group == GATE_UP
+            x = torch.zeros(MAX_ROWS, weight.shape[1], dtype=weight.dtype, device=weight.device)
+            for silu in {False, is_gate}:  # adapters may be added behind the product, and before the activation
+                multiply(x, weight, bias, silu=silu, compile_only=True)
+            if Way.EXPANDED in ways:
+                shrunk = launches.shrink(group, x, 0, compile_only=True)
+                multiply(x, weight, bias, silu=is_gate, shrunk=shrunk, compile_only=True)
 
 
-def _choose(
-    setting: SmallGemm,
-    decoder: DecoderModel,
-    device: CudaDevice,
-    group: int,
-    bucket: int,
-    refused: set[tuple[int, Way]],
-) -> tuple[Way, str]:
+def _choose(setting: SmallGemm, rows: _Rows, device: CudaDevice, refused: set[tuple[int, Way]]) -> tuple[Way, str]:
     """Way of a product, and why: the times, if any. refused: what has been found wrong before, and is found now."""
-    asked = _asked(setting, group)
-    rows = _Rows(decoder, group, bucket)
+    group, asked = rows.group, _asked(setting, rows.group)
     for way in asked:
         if (group, way) not in refused and (problem := rows.problem(way, device)) is not None:
             logger.warning("%s of %s is not used: %s", way, NAMES[group], problem)
@@ -120,39 +120,52 @@ def _choose(
     asked = [way for way in asked if (group, way) not in refused]
     if setting != "auto" or not asked:
         return (asked or [Way.LIBRARY])[0], ""
-    seconds = {way: device.seconds(rows.work(way)) for way in (Way.LIBRARY, *asked)}
-    times = ", ".join(f"{way} {1e6 * took / rows.num_layers:.1f}" for way, took in seconds.items())
-    return min(seconds, key=lambda way: seconds[way]), f" (µs: {times})"
+    seconds = {
+        way: [device.seconds(rows.work(way, has_lora)) for has_lora in rows.steps] for way in (Way.LIBRARY, *asked)
+    }
+    times = ", ".join(
+        f"{way} {' + '.join(f'{1e6 * each / rows.num_layers:.1f}' for each in took)}" for way, took in seconds.items()
+    )
+    return min(seconds, key=lambda way: sum(seconds[way])), f" (µs: {times})"
 
 
 class _Rows:
     """A product's rows to try ways with, drawn from a seed; all layers' products with them, or one's."""
 
-    def __init__(self, decoder: DecoderModel, group: int, count: int) -> None:
-        self._decoder, self._group = decoder, group
-        # the logits' weight is one for all layers
-        self._layers = decoder.layers[:1] if group == HEAD else decoder.layers
+    def __init__(self, decoder: DecoderModel, launches: LoraLaunches, group: int, count: int) -> None:
+        self._decoder, self._launches, self.group = decoder, launches, group
+        # the logits' weight is one for all layers, and no adapter changes it
+        self._layers, self.steps = (decoder.layers[:1], (False,)) if group == HEAD else (decoder.layers, (False, True))
         self.num_layers = len(self._layers)
         weight = decoder.weight(group)
         generator = torch.Generator().manual_seed(group)
         drawn = torch.randn(2, count, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
         self._x, self._residual = drawn.unbind(0)
 
-    def work(self, way: Way) -> Callable[[], torch.Tensor]:
-        return lambda: self._decoder.run_products(self._group, way, self._x, self._residual, self._layers)
+    def work(self, way: Way, has_lora: bool) -> Callable[[], torch.Tensor]:
+        """The product in a step without adapters, or with."""
+        return lambda: self._product(way, has_lora, self._residual, self._layers)
 
     def problem(self, way: Way, device: CudaDevice) -> str | None:
         """Reason why a way can't serve: it does not compile, or gives other values than the library."""
-        first = self._layers[:1]
         try:
-            want, got = (
-                self._decoder.run_products(self._group, each, self._x, self._residual.clone(), first).float()
-                for each in (Way.LIBRARY, way)
-            )
-            error = float((got - want).abs().max() / want.abs().max())
+            errors = [self._error(way, has_lora) for has_lora in self.steps]
         except Exception as error:  # of any part of the compiler
             if device.failure() is not None:
                 raise
             return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        limit = TOLERANCE[self._x.dtype]
+        limit, error = TOLERANCE[self._x.dtype], max(errors, key=lambda error: math.inf if math.isnan(error) else error)
         return None if error <= limit else f"it differs by {error:.1e} of the largest value, more than {limit:.1e}"
+
+    def _error(self, way: Way, has_lora: bool) -> float:
+        want, got = (
+            self._product(each, has_lora, self._residual.clone(), self._layers[:1]).float()
+            for each in (Way.LIBRARY, way)
+        )
+        return float((got - want).abs().max() / want.abs().max())
+
+    def _product(
+        self, way: Way, has_lora: bool, residual: torch.Tensor, layers: Sequence[LayerWeights]
+    ) -> torch.Tensor:
+        lora = self._launches if has_lora else None
+        return self._decoder.run_products(self.group, way, self._x, residual, layers, lora)

@@ -289,7 +289,7 @@ class CudaSteps:
         """Compile LoRA kernels, and choose GEMM backends; `largest_step` and captures compile the other kernels."""
         self.lora.warm_up()
         self.ways = choose_ways(
-            self._config.small_gemm, self.decoder, self._sizes, self._device, captures=self._captures
+            self._config.small_gemm, self.decoder, self.lora, self._sizes, self._device, captures=self._captures
         )  # fmt: skip
 
     def capture_ahead(self) -> None:

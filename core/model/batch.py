@@ -28,12 +28,13 @@ class Way(StrEnum):
     """Multiplier of rows with weights.
 
     LIBRARY: cuBLAS on a GPU. SMALL: our kernel, for at most `small_gemm_schedule.MAX_ROWS` rows in 16 bits, with the
-    activation behind the product where there is one. NORMED: as SMALL, and the norm before it in the same launch.
+    activation behind the product where there is one. EXPANDED: as SMALL, and adapters are expanded in the same launch,
+    so that the activation stays in it.
     """
 
     LIBRARY = "library"
     SMALL = "small"
-    NORMED = "normed"
+    EXPANDED = "expanded"
 
 
 #: Ways of a step's products: of each group of projections in a layer (`lora_state`), and behind them of the logits.

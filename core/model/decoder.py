@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import embedding
@@ -29,8 +30,17 @@ from .lora_state import ATTN_O, DOWN, GATE_UP, QKV, StepLora, lora_groups
 from .nvtx_spans import span
 from .weights import LayerWeights, Pack, Weights
 
+if TYPE_CHECKING:
+    from ...ops.sgmv_triton import Shrunk
+
 #: Place of the logits' product among a step's ways.
 HEAD = 4
+
+#: Spans of the groups of projections, with the base weights and with adapters.
+_SPANS = {
+    QKV: ("attn.qkv", "lora.qkv"), ATTN_O: ("attn.o", "lora.o"), GATE_UP: ("mlp.gate_up", "lora.gate_up"),
+    DOWN: ("mlp.down", "lora.down"),
+}  # fmt: skip
 
 #: A step's batch in the form that this decoder takes.
 Batch = StepBatch[Attention, StepLora]
@@ -52,19 +62,6 @@ class Residual:
         """RMSNorm of the rows, to which `added` is added in place."""
         added, self.added = self.added, None
         return rms_norm(self.rows, norm, self.eps) if added is None else add_rms_norm(added, self.rows, norm, self.eps)
-
-    def normed_product(
-        self, norm: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gate: bool, keep: bool
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """`normed`, where it is to be kept, and its product, gated or not, by one launch of ours."""
-        from ...ops import small_gemm_triton  # needs triton
-
-        added, self.added = self.added, None
-        x, before = (self.rows, None) if added is None else (added, self.rows)
-        kept, self.rows, y = small_gemm_triton.add_norm_multiply(
-            x, before, norm, self.eps, weight, bias, silu=gate, keep=keep
-        )
-        return kept, y
 
 
 class Flow:
@@ -104,58 +101,41 @@ class Layer:
     def qkv(self, x: Residual) -> torch.Tensor:
         """`[tokens, q + 2·kv]`."""
         weights = self._weights
-        with span("attn.qkv"):
-            normed, y = self._normed_product(QKV, x, weights.input_norm, weights.qkv, weights.qkv_bias)
-        if self._lora is not None and normed is not None:
-            with span("lora.qkv"):
-                self._lora.add(QKV, y, normed, self._index)
-        return y
+        return self._product(QKV, x.normed(weights.input_norm), weights.qkv, weights.qkv_bias)
 
     def o(self, attended: torch.Tensor) -> torch.Tensor:
         """attended: `[tokens, q]`."""
-        with span("attn.o"):
-            y = multiply(self._ways[ATTN_O], attended, self._weights.o, self._weights.o_bias)
-        if self._lora is not None:
-            with span("lora.o"):
-                self._lora.add(ATTN_O, y, attended, self._index)
+        y = self._product(ATTN_O, attended, self._weights.o, self._weights.o_bias)
         return y if self._ranks is None else self._ranks.add_up(y)
 
     def gate_up(self, x: Residual) -> torch.Tensor:
-        """`silu(gate) · up`: `[tokens, ffn]`; in the product's launch where no LoRA product comes between."""
+        """`silu(gate) · up`: `[tokens, ffn]`."""
         weights = self._weights
-        normed, y = self._normed_product(
-            GATE_UP, x, weights.post_attention_norm, weights.gate_up, weights.gate_up_bias, gate=self._lora is None
-        )
-        if self._lora is None or normed is None:
-            return y
-        with span("lora.gate_up"):
-            self._lora.add(GATE_UP, y, normed, self._index)
-        return silu_and_mul(y)
+        normed = x.normed(weights.post_attention_norm)
+        return self._product(GATE_UP, normed, weights.gate_up, weights.gate_up_bias, gate=True)
 
     def down(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: `[tokens, ffn]`."""
-        y = multiply(self._ways[DOWN], hidden, self._weights.down, self._weights.down_bias)
-        if self._lora is not None:
-            with span("lora.down"):
-                self._lora.add(DOWN, y, hidden, self._index)
+        y = self._product(DOWN, hidden, self._weights.down, self._weights.down_bias)
         return y if self._ranks is None else self._ranks.add_up(y)
 
-    def _normed_product(
-        self,
-        group: int,
-        x: Residual,
-        norm: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        *,
-        gate: bool = False,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """What LoRA multiplies with, and the product; gated where that is asked for."""
-        way = self._ways[group]
-        if way is Way.NORMED:
-            return x.normed_product(norm, weight, bias, gate=gate, keep=self._lora is not None)
-        normed = x.normed(norm)
-        return normed, multiply(way, normed, weight, bias, gate=gate)
+    def _product(
+        self, group: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, gate: bool = False
+    ) -> torch.Tensor:
+        """The product with what adapters add, gated or not; in one launch but for shrink where the way has that."""
+        way, lora, shrunk = self._ways[group], self._lora, None
+        base_name, lora_name = _SPANS[group]
+        if lora is not None and way is Way.EXPANDED:
+            with span(lora_name):
+                shrunk = lora.shrink(group, x, self._index)
+        is_added = lora is None or shrunk is not None
+        with span(base_name):
+            y = multiply(way, x, weight, bias, gate=gate and is_added, shrunk=shrunk)
+        if lora is None or shrunk is not None:
+            return y
+        with span(lora_name):
+            lora.add(group, y, x, self._index)
+        return silu_and_mul(y) if gate else y
 
 
 def _finish_layer(layer: Layer, x: Residual, attended: torch.Tensor) -> None:
@@ -166,17 +146,23 @@ def _finish_layer(layer: Layer, x: Residual, attended: torch.Tensor) -> None:
 
 
 def multiply(
-    way: Way, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gate: bool = False
+    way: Way,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    gate: bool = False,
+    shrunk: Shrunk | None = None,
 ) -> torch.Tensor:
     """`x @ weightᵀ + bias`. x: `[rows, in]`, weight: `[out, in]`. gate: `silu(gate) · up` of the halves of that, the
-    same bits as one after the other of the same way.
+    same bits as one after the other of the same way. shrunk: of adapters that are expanded in the product's launch.
     """
     if way is Way.LIBRARY:
         y = linear(x, weight, bias)
         return silu_and_mul(y) if gate else y
     from ...ops import small_gemm_triton  # needs triton
 
-    return small_gemm_triton.multiply(x, weight, bias, silu=gate)
+    return small_gemm_triton.multiply(x, weight, bias, silu=gate, shrunk=shrunk)
 
 
 class DecoderModel:
@@ -323,10 +309,16 @@ class DecoderModel:
         return (layer.qkv, layer.o, layer.gate_up, layer.down, self._lm_head)[group]
 
     def run_products(
-        self, group: int, way: Way, x: torch.Tensor, residual: torch.Tensor, layers: Sequence[LayerWeights]
+        self,
+        group: int,
+        way: Way,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        layers: Sequence[LayerWeights],
+        lora: StepLora | None = None,
     ) -> torch.Tensor:
-        """Run the products of one group, or the logits', alone, as a step of the base model does: with the norm before
-        them and the activation behind them, where there is one. Returns the last one's.
+        """Run the products of one group, or the logits', alone, as a step does: with the norm before them, adapters
+        with them and the activation behind them, where there are. Returns the last one's.
 
         x: `[rows, in]`, what the product or the norm before it is of; residual: `[rows, in]`, changed.
         """
@@ -334,7 +326,7 @@ class DecoderModel:
             return multiply(way, x, self._lm_head)
         y, stream = x, Residual(residual, self.config.rms_norm_eps)
         for index, weights in enumerate(layers):
-            layer, stream.added = Layer(weights, index, (way,) * 4), x
+            layer, stream.added = Layer(weights, index, (way,) * 4, lora), x
             if group in (QKV, GATE_UP):
                 y = (layer.qkv if group == QKV else layer.gate_up)(stream)
             else:

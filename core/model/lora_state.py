@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,6 +19,9 @@ from ...memory.transfers.transfer import Transfer
 from ...ops.sgmv import AdapterRows, Segments, sgmv
 from ..requests.types import BASE_SLOT, ScheduledRow
 from .config import ModelConfig
+
+if TYPE_CHECKING:
+    from ...ops.sgmv_triton import Shrunk
 
 T = TypeVar("T")
 
@@ -41,6 +44,11 @@ class StepLora(Protocol):
 
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int, /) -> None:
         """Add the adapters' products of a group of projections with a common input: QKV, ATTN_O, GATE_UP or DOWN."""
+
+    def shrink(self, group: int, x: torch.Tensor, layer: int, /) -> Shrunk | None:
+        """Multiply x with the adapters' A, as the first half of `add`, where a product can take the other half in its
+        launch; None where `add` must do both.
+        """
 
 
 class LoraState:
@@ -146,6 +154,9 @@ class LoraState:
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
         sgmv(y, x, self.arena, self.segments, layer, self._groups[group])
 
+    def shrink(self, group: int, x: torch.Tensor, layer: int) -> None:
+        """Nothing is shared with a product on a CPU."""
+
     def modules(self, group: int) -> list[int]:
         """The modules of a group of projections."""
         return [module for module, _, _ in self._groups[group]]
@@ -162,7 +173,7 @@ class LoraState:
         found = self._rows.get(adapter)
         if found is None or found[0] is not adapter.pages:
             parts = zip(adapter.manifest.parts, adapter.layout.parts, strict=True)
-            rows = [_rows(part, place, adapter.pages) for part, place in parts]
+            rows = [rows_in(part, place, adapter.pages) for part, place in parts]
             found = self._rows[adapter] = adapter.pages, rows
         return found[1]
 
@@ -182,7 +193,8 @@ def _runs(keys: Sequence[T], lengths: Sequence[int]) -> Iterator[tuple[T, int, i
         begin = end
 
 
-def _rows(part: AdapterPart, place: PartLayout, pages: list[int]) -> AdapterRows:
+def rows_in(part: AdapterPart, place: PartLayout, pages: list[int]) -> AdapterRows:
+    """A part's rows where the adapter has these pages."""
     slabs = place.slabs
     return AdapterRows(
         pages=pages,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,14 +13,15 @@ import torch
 from ...memory.adapters.adapter import Adapter
 from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from ...memory.pages.layout import MODULES, PageLayout
+from ...ops.sgmv import Segments
 from ...ops.sgmv_schedule import RANK_CLASSES, Schedule, decode, prefill, rank_class, token_limits
 from ...ops.sgmv_tables import Copy, SgmvTables
 from ..cpus import available_cpus
 from .config import ModelConfig
-from .lora_state import LoraState, RowAdapters, lora_groups
+from .lora_state import LoraState, RowAdapters, lora_groups, rows_in
 
 if TYPE_CHECKING:
-    from ...ops.sgmv_triton import Sgmv
+    from ...ops.sgmv_triton import Sgmv, Shrunk
 
 #: Most parts of an adapter, which rank and alpha patterns make; each has a slot of its own in the tables.
 MAX_PARTS = 16
@@ -27,6 +29,9 @@ MAX_PARTS = 16
 #: Mean length of segments up to which a step is bound by reading rank-rows rather than by multiplying with them.
 _SHORT = 8
 
+#: Rank of adapters that kernels are tried with, and the standard deviation of their elements, so that they add about as
+#: much as the base weights give.
+_SAMPLE_RANK, _SAMPLE_SCALE = 16, 1 / 16
 
 #: Tiles that a captured piece has beyond the tiles of its bucket's tokens: prompts seldom end where tiles do.
 _MORE_TILES = 4
@@ -65,15 +70,12 @@ class CudaLoraState(LoraState):
         """make_copy: see SgmvTables."""
         super().__init__(config, arena, max_stall)
         self.max_rank, max_adapters, self._max_rows, self._max_tokens, padded = limits
-        self._num_layers = config.num_layers
-        self._itemsize = layout.itemsize
+        self._config, self._num_layers = config, config.num_layers
+        self._page_elems, self._itemsize = layout.page_elems, layout.itemsize
         possible = self._possible()
         least_tile = min(schedule.tile_tokens for _, schedule in possible if schedule.tensor_cores)
         self.widths = [(config.module_dims[MODULES[group[0][0]]][0], group) for group in lora_groups(config)]
-        whole = AdapterPart(self.max_rank, 1.0, tuple(range(config.num_layers)), MODULES)
-        widest = AdapterLayout.build(
-            (whole,), config.module_dims, config.num_layers, layout.page_elems, layout.itemsize
-        )
+        _, widest = self._whole(self.max_rank)
         self._products: dict[Schedule, list[Sgmv]] = {}
         self.tables = SgmvTables(
             slots=(max_adapters + 1) * MAX_PARTS,  # one more is taken off others' rows while it is in the weights
@@ -184,6 +186,30 @@ class CudaLoraState(LoraState):
             self._products[schedule] = found
         return found
 
+    @contextmanager
+    def samples(self) -> Iterator[None]:
+        """Inside, adapters to try kernels with are in the arena's pages, which are zeros afterwards."""
+        generator = torch.Generator(self.arena.device).manual_seed(0)
+        self.arena.normal_(0.0, _SAMPLE_SCALE, generator=generator)
+        try:
+            yield
+        finally:
+            self.rest()
+            self.arena.zero_()
+
+    def sample(self, bucket: int) -> LoraLaunches:
+        """The launches of a captured step; the tables say that each row has an adapter of its own, of one rank and on
+        all modules, in whatever pages there are.
+        """
+        part, layout = self._whole(min(_SAMPLE_RANK, self.max_rank))
+        pages = list(itertools.islice(itertools.cycle(range(len(self.arena))), layout.num_pages))
+        segments = Segments()
+        for row in range(bucket):
+            segments.add(row, row + 1, rows_in(part, layout.parts[0], pages))
+        launches = self.bucket(bucket)
+        self.tables.plan(segments, launches.schedule.tile_tokens)
+        return launches
+
     def rest(self) -> None:
         """Have the tables say that there is nothing to do, whatever is launched."""
         self.set_step((), (), ())
@@ -208,6 +234,12 @@ class CudaLoraState(LoraState):
                 launches.add(*case, 0, compile_only=True)
         for launches, *case in cases:
             launches.add(*case, 0)
+
+    def _whole(self, rank: int) -> tuple[AdapterPart, AdapterLayout]:
+        """An adapter of one rank that changes everything, and its layout."""
+        part = AdapterPart(rank, 1.0, tuple(range(self._num_layers)), MODULES)
+        sizes = self._config.module_dims, self._num_layers, self._page_elems, self._itemsize
+        return part, AdapterLayout.build((part,), *sizes)
 
     def _possible(self) -> list[tuple[int, Schedule]]:
         """Every schedule that a step may take, with the most tokens that it is taken for."""
@@ -280,3 +312,10 @@ class LoraLaunches:
             last = y[tail.border :], x[tail.border :]
             self._tail_groups[group](*last, layer, self._tail_tiles, tail.num_tiles)
         self._groups[group](y, x, layer, self._tiles, self.num_tiles, self._tokens, compile_only=compile_only)
+
+    def shrink(self, group: int, x: torch.Tensor, layer: int, *, compile_only: bool = False) -> Shrunk | None:
+        """Multiply with A alone. None where adapters of a row are added in passes, or tiles hold more than a token."""
+        if self.passes > 1 or self.tail is not None or self.schedule.tensor_cores:
+            return None
+        (tiles,) = self._tiles
+        return self._groups[group].shrink(x, layer, tiles, self.num_tiles, compile_only=compile_only)

@@ -19,12 +19,11 @@ from ...core.requests.sampling_params import SamplingParams
 from ..report.table import Table
 from .idle_engine import GEOMETRY, StubDevice, Wrapper, idle_engine
 
-#: Ways of a layer's products in a decode step; norms are in qkv's, gate's and up's alone. The logits' are the
-#: stand-in library's, which are numbers.
+#: Ways of a layer's products in a decode step. The logits' are the stand-in library's, which are numbers.
 _WAYS = {
     "library": (Way.LIBRARY,) * 5,
     "small": (*(Way.SMALL,) * 4, Way.LIBRARY),
-    "fused": (Way.NORMED, Way.SMALL, Way.NORMED, Way.SMALL, Way.LIBRARY),
+    "fused": (*(Way.EXPANDED,) * 4, Way.LIBRARY),
 }
 
 #: Decode rows beside a prompt, or of a step of decode rows; tokens of the prompt.

@@ -94,18 +94,21 @@ def attention_cost(
     return Cost(moved, 4 * tokens * num_heads * head_dim)
 
 
-def product_cost(
-    tokens: int, d_in: int, d_out: int, itemsize: int, *, silu: bool = False, norm: bool = False, add: bool = False,
-    keep: bool = False,
-) -> Cost:  # fmt: skip
-    """bytes: the weight, x read and y written; with `norm` its weight, with `add` the residual read and the sum
-    written, with `keep` the normed rows written. flops: 2 per row and element of the weight, plus the norm's and the
-    activation's. d_out: columns of y, with `silu` half of the weight's rows.
+def product_cost(tokens: int, d_in: int, d_out: int, itemsize: int, *, silu: bool = False) -> Cost:
+    """bytes: the weight, x read and y written. flops: 2 per row and element of the weight, plus the activation's.
+    d_out: columns of y, with `silu` half of the weight's rows.
     """
     rows = 2 * d_out if silu else d_out
-    moved = rows * d_in + tokens * d_in * (1 + 2 * add + keep) + tokens * d_out + norm * d_in
-    flops = 2 * tokens * rows * d_in + (5 if add else 4) * norm * tokens * d_in + 5 * silu * tokens * d_out
-    return Cost(moved * itemsize, flops)
+    moved = rows * d_in + tokens * (d_in + d_out)
+    return Cost(moved * itemsize, 2 * tokens * rows * d_in + 5 * silu * tokens * d_out)
+
+
+def expanded_cost(tokens: int, widths: Sequence[int], rank: int, splits: int, itemsize: int) -> Cost:
+    """What an adapter of `rank` per token adds to a product in its launch. bytes: Bᵀ, and the partial sums, once.
+    flops: 2 per element of Bᵀ.
+    """
+    moved = rank * (sum(widths) * itemsize + splits * len(widths) * _F32)
+    return Cost(tokens * moved, 2 * tokens * rank * sum(widths))
 
 
 def draw_cost(draws: int, vocab: int, *, exponentials: bool) -> Cost:

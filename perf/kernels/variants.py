@@ -13,7 +13,7 @@ from ...ops import elementwise_schedule, sampling_schedule
 from ...ops.attention_schedule import attention_constants, attention_options, largest_head
 from ...ops.dependent_launch import LEAST_MAJOR
 from ...ops.sgmv import AdapterRows, Segments
-from ...ops.sgmv_schedule import Schedule, decode, expand_constants, prefill, shrink_constants
+from ...ops.sgmv_schedule import ExpandShape, Schedule, decode, expand_constants, prefill, shrink_constants
 from ...ops.sgmv_tables import NUM_MODULES, place_pages
 from ...ops.small_gemm_schedule import MAX_ROWS, gemm_constants, gemm_options, gemm_schedule
 from ..bench.sizes import SIZES
@@ -22,6 +22,7 @@ from .cost import (
     attention_cost,
     draw_cost,
     expand_cost,
+    expanded_cost,
     norm_cost,
     product_cost,
     rotary_cost,
@@ -106,18 +107,26 @@ ELEMENTWISE = {
 }
 
 
-def _product(d_in: int, d_out: int, **joined: bool) -> Elementwise:
-    schedule = gemm_schedule(d_out * (2 if joined.get("silu") else 1))
+def _product(d_in: int, d_out: int, *, silu: bool = False, group: str = "", max_rank: int = 0) -> Elementwise:
+    """group, max_rank: of adapters that are expanded in the launch."""
+    schedule, shape = gemm_schedule(d_out * (2 if silu else 1)), None
+    if group:
+        pages = place_pages(PAGE_ELEMS, SLAB_ELEMS)
+        shape = ExpandShape.build(decode(MAX_ROWS, max_rank), GROUPS[group][1], d_in, PAGE_ELEMS, 2, max_rank, pages)
+
+    def cost(tokens: int, itemsize: int) -> Cost:
+        plain = product_cost(tokens, d_in, d_out, itemsize, silu=silu)
+        return plain if shape is None else plain + expanded_cost(tokens, shape.widths, max_rank, shape.splits, itemsize)
+
     return Elementwise(
-        "multiply_rows", gemm_constants(schedule, d_in, d_out, **joined), gemm_options(schedule),
-        ("y", "x", "weight", "bias", "norm", "residual", "stream", "normed"),
-        {"eps": "fp32", "tokens": "i32", **_strides("y", "x", "residual")},
-        lambda tokens, itemsize: product_cost(tokens, d_in, d_out, itemsize, **joined),
+        "multiply_rows", gemm_constants(schedule, d_in, d_out, silu=silu, shape=shape), gemm_options(schedule),
+        ("y", "x", "weight", "bias", "arena"),
+        {"h": "*fp32", **_TABLES, **_PLACES, **_COUNTS, "num_tiles": "i32", **_strides("y", "x")}, cost,
     )  # fmt: skip
 
 
-#: Products of few rows with Llama-3.1-8B's weights. `norm.`: the same launch norms the rows first; `keep.`: and writes
-#: the normed rows, too; `mlp`: with the activation behind the product.
+#: Products of few rows with Llama-3.1-8B's weights. `mlp`: with the activation behind the product. `lora`: with
+#: adapters up to a rank expanded in the launch.
 PRODUCTS = {
     "base.qkv": _product(4096, 6144),
     "base.o": _product(4096, 4096),
@@ -125,10 +134,12 @@ PRODUCTS = {
     "base.mlp": _product(4096, 14336, silu=True),
     "base.down": _product(14336, 4096),
     "base.head": _product(4096, 128256),
-    "norm.qkv": _product(4096, 6144, norm=True, add=True),
-    "norm.mlp": _product(4096, 14336, norm=True, add=True, silu=True),
-    "keep.qkv": _product(4096, 6144, norm=True, add=True, keep=True),
-    "keep.gu": _product(4096, 28672, norm=True, add=True, keep=True),
+    "lora16.qkv": _product(4096, 6144, group="qkv", max_rank=16),
+    "lora16.mlp": _product(4096, 14336, silu=True, group="gate_up", max_rank=16),
+    "lora256.qkv": _product(4096, 6144, group="qkv", max_rank=256),
+    "lora256.o": _product(4096, 4096, group="o", max_rank=256),
+    "lora256.mlp": _product(4096, 14336, silu=True, group="gate_up", max_rank=256),
+    "lora256.down": _product(14336, 4096, group="down", max_rank=256),
 }
 
 #: Heads, KV heads and elements of a head: of Llama-3.1-8B, of GPT-2's size, of Phi-3-mini and of the widest heads.

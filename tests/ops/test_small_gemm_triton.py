@@ -4,10 +4,11 @@ company, and an offline compile; a process for each.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 import pytest
@@ -15,7 +16,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from chorus.ops.elementwise import add_rms_norm, rms_norm, silu_and_mul
+from chorus.ops.elementwise import silu_and_mul
+from chorus.ops.sgmv_schedule import ExpandShape
 from chorus.ops.small_gemm_schedule import MAX_ROWS, gemm_constants, gemm_schedule
 
 from ..processes import run_python
@@ -25,7 +27,6 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-
 
 #: (inputs, outputs): within a part, within a period of parts, beyond it, and of many programs.
 SHAPES = ((8, 16), (40, 24), (64, 50), (200, 33), (256, 64), (264, 18), (576, 40))
-EPS = 1e-5
 
 
 @dataclass(frozen=True)
@@ -37,20 +38,18 @@ class Case:
     shape: tuple[int, int]
     bias: bool
     silu: bool
-    norm: bool
-    add: bool
     spare: int = 0
     scale: int = 0
 
 
 def cases(seed: int, count: int) -> Iterator[Case]:
-    """`count` launches that go through all shapes, and all ways to join norm, sum, bias and activation."""
+    """`count` launches that go through all shapes, with and without bias and activation."""
     generator = torch.Generator().manual_seed(seed)
     for index in range(count):
         draw = torch.randint(0, 1 << 30, (4,), generator=generator).tolist()
         yield Case(
             draw[0], (1, 2, 5, 8, 16, 3)[draw[1] % 6], SHAPES[index % len(SHAPES)], bool(draw[2] & 1),
-            bool(index & 1), bool(index & 2), bool(index & 4), (0, 3, 16)[draw[3] % 3], (0, -2, 1)[draw[2] % 3],
+            bool(index & 1), (0, 3, 16)[draw[3] % 3], (0, -2, 1)[draw[2] % 3],
         )  # fmt: skip
 
 
@@ -69,8 +68,6 @@ class Inputs:
         self.x = (draw(case.rows, d_in + case.spare) * scale).to(dtype)[:, :d_in]
         self.weight = (draw(outputs, d_in) / d_in**0.5).to(dtype)
         self.bias = (draw(outputs) * scale).to(dtype) if case.bias else None
-        self.norm = (1 + 0.3 * draw(d_in)).to(dtype) if case.norm else None
-        self.residual = (draw(case.rows, d_in) * scale).to(dtype) if case.norm and case.add else None
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool) -> torch.Tensor:
@@ -80,75 +77,47 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, si
     return silu_and_mul(y) if silu else y
 
 
-def run(case: Case, inputs: Inputs, device: str, rows: slice | list[int] = slice(None), keep: bool = True) -> tuple:
-    """(normed rows, sum, product) of some of a case's rows by the kernel, on the CPU again."""
+def run(case: Case, inputs: Inputs, device: str, rows: slice | list[int] = slice(None)) -> torch.Tensor:
+    """The product of some of a case's rows by the kernel, on the CPU again."""
     from chorus.ops import small_gemm_triton
 
-    def sent(values: torch.Tensor | None) -> torch.Tensor | None:
-        return None if values is None else values.to(device)
-
-    x, weight, bias = inputs.x[rows].to(device), inputs.weight.to(device), sent(inputs.bias)
-    if inputs.norm is None:
-        found = None, None, small_gemm_triton.multiply(x, weight, bias, silu=case.silu)
-    else:
-        residual = None if inputs.residual is None else inputs.residual[rows].to(device)
-        found = small_gemm_triton.add_norm_multiply(
-            x, residual, inputs.norm.to(device), EPS, weight, bias, silu=case.silu, keep=keep
-        )
-    return tuple(None if values is None else values.cpu() for values in found)
+    bias = None if inputs.bias is None else inputs.bias.to(device)
+    x, weight = inputs.x[rows].to(device), inputs.weight.to(device)
+    return small_gemm_triton.multiply(x, weight, bias, silu=case.silu).cpu()
 
 
 def check(case: Case, dtype: torch.dtype, device: str) -> str:
     """Text that says what is wrong; empty if nothing is."""
     inputs = Inputs(case, dtype)
-    normed, stream, got = run(case, inputs, device)
-    x, residual = inputs.x, inputs.residual
-    if inputs.norm is not None:
-        if residual is not None:
-            residual = residual.clone()
-            x = add_rms_norm(inputs.x, residual, inputs.norm, EPS)
-            if not torch.equal(stream, residual):
-                return "the stream is not the sum"
-        else:
-            x = rms_norm(inputs.x, inputs.norm, EPS)
-        if problem := _differs(normed, x, dtype):
-            return f"normed rows: {problem}"
-        x = normed  # a unit in its last place apart, products are of what was multiplied
-    return _differs(got, product(x, inputs.weight, inputs.bias, case.silu), dtype)
+    got = run(case, inputs, device)
+    return _differs(got, product(inputs.x, inputs.weight, inputs.bias, case.silu), dtype)
 
 
 def check_company(case: Case, dtype: torch.dtype, device: str) -> str:
-    """A row's bits alone, elsewhere, among fewer, with no normed rows kept, with the activation behind the launch."""
+    """A row's bits alone, elsewhere, among fewer, with the activation behind the launch."""
     inputs = Inputs(case, dtype)
     whole = run(case, inputs, device)
     order = list(range(case.rows))[::-1]
     for chosen in (order, order[: case.rows // 2 + 1], [order[0]]):
-        for keep in (True, False):
-            for mine, all_rows in zip(run(case, inputs, device, chosen, keep), whole, strict=True):
-                if mine is not None and not torch.equal(mine, all_rows[chosen]):
-                    return f"rows {chosen} of {case.rows} have other bits"
+        if not torch.equal(run(case, inputs, device, chosen), whole[chosen]):
+            return f"rows {chosen} of {case.rows} have other bits"
     if case.silu:
         from chorus.ops import elementwise_triton
 
-        apart = Case(**{**vars_of(case), "silu": False})
-        gate_up = run(apart, inputs, device)[2]
-        if not torch.equal(elementwise_triton.silu_and_mul(gate_up.to(device)).cpu(), whole[2]):
+        gate_up = run(replace(case, silu=False), inputs, device)
+        if not torch.equal(elementwise_triton.silu_and_mul(gate_up.to(device)).cpu(), whole):
             return "the activation in the launch has other bits than behind it"
     return ""
-
-
-def vars_of(case: Case) -> dict:
-    return {name: getattr(case, name) for name in Case.__dataclass_fields__}
 
 
 def check_broken_row(case: Case, device: str) -> str:
     """A value that is not finite stays in its row."""
     inputs = Inputs(case, torch.bfloat16)
-    whole = run(case, inputs, device)[2]
+    whole = run(case, inputs, device)
     broken = case.seed % case.rows
     inputs.x = inputs.x.clone()
     inputs.x[broken, case.seed % case.shape[0]] = (math.nan, math.inf)[case.seed % 2]
-    got = run(case, inputs, device)[2]
+    got = run(case, inputs, device)
     others = [row for row in range(case.rows) if row != broken]
     if not torch.equal(got[others], whole[others]):
         return "another row changed"
@@ -172,8 +141,6 @@ launches = st.builds(
     shape=st.sampled_from(SHAPES) | st.tuples(st.integers(1, 300), st.integers(1, 70)),
     bias=st.booleans(),
     silu=st.booleans(),
-    norm=st.booleans(),
-    add=st.booleans(),
     spare=st.integers(0, 5),
     scale=st.integers(-2, 1),
 )
@@ -227,7 +194,9 @@ def test_the_sum_is_cut_by_the_weight_alone():
     """Whatever is joined to a product, its parts and their order are the same."""
     for rows in (16, 4096, 128256):
         schedule = gemm_schedule(rows)
-        variants = [gemm_constants(schedule, 4096, rows, silu=silu, norm=norm) for silu in (0, 1) for norm in (0, 1)]
+        shape = ExpandShape((0,), (rows,), 16, 1 << 20, 2, 16, 2)
+        joined = itertools.product((False, True), (None, shape))
+        variants = [gemm_constants(schedule, 4096, rows, silu=silu, shape=of) for silu, of in joined]
         assert len({(each["BLOCK_K"], each["SPLITS"], each["BLOCK_T"]) for each in variants}) == 1
         assert schedule.splits == 4, "the kernel adds four parts"
 
@@ -241,51 +210,32 @@ def test_compiles_for_a_gpu_that_is_not_there():
         "--compile",
         "sm_90",
         "--only",
-        r"multiply_rows (base\.o|.*mlp|keep)",
+        r"multiply_rows (base\.o|lora256\.(mlp|o))",
         "--workers",
         "1",
     )
     assert result.returncode == 0, result.stdout + result.stderr
     lines = json.loads(result.stdout.splitlines()[-1])["compile"]
-    assert {line["group"] for line in lines} == {"base.o", "base.mlp", "norm.mlp", "keep.qkv", "keep.gu"}
+    assert {line["group"] for line in lines} == {"base.o", "lora256.mlp", "lora256.o"}
     for line in lines:
         assert not line["spill_bytes"]
         assert line["matrix"] == "mma.m16n8k16"
         assert line["loads_before"] == 0, "weights wait for no load"
 
 
-def norms_layouts() -> None:
-    """Run in a process of its own: what threads hold of a row's squares is the same in every variant with a norm, so
-    that they are added up in one order with adapters in the step and without.
-    """
-    import re
+def rank_rows_loads() -> None:
+    """Run in a process of its own: rank-rows of adapters that are expanded in a launch wait for two loads."""
+    from chorus.perf.kernels.variants import Variant, job_of
 
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    job = job_of(Variant("multiply_rows", "lora256.o", "bf16", MAX_ROWS), "sm_90")
+    assert replace(job, pointer="arena").compile().loads_before == 2
 
-    from chorus.ops.small_gemm_triton import multiply_rows
-    from chorus.perf.kernels.variants import PRODUCTS, Variant
 
-    names = multiply_rows.arg_names
-    for capability, early in ((80, {}), (90, {"PDL": 1})):
-        found = []
-        for group in (group for group in PRODUCTS if group.startswith(("norm", "keep"))):
-            variant = Variant("multiply_rows", group, "bf16", MAX_ROWS)
-            signature, constants = variant.signature(), variant.constants() | early
-            aligned = [name for name, kind in signature.items() if kind[0] == "*" or name.endswith("_stride")]
-            source = ASTSource(
-                multiply_rows,
-                {name: signature.get(name, "constexpr") for name in names},
-                {(names.index(name),): value for name, value in constants.items()},
-                attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-            )
-            options = variant.options() | ({"launch_pdl": True} if early else {})
-            text = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ttgir"]
-            layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, flags=re.MULTILINE))
-            (squares,) = set(re.findall(r"\}\) : \(tensor<4x16x64xf32, (#\w+)>\)", text))
-            found.append(layouts[squares])
-        assert len(found) == 4 and len(set(found)) == 1, found
+@needs_triton
+@pytest.mark.timeout(1200)
+def test_rank_rows_wait_for_two_loads():
+    result = run_python("-c", "from tests.ops.test_small_gemm_triton import *; rank_rows_loads()")
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @needs_triton
@@ -296,13 +246,6 @@ def test_refuses_what_a_tile_does_not_hold():
         multiply(torch.zeros(17, 8), torch.zeros(16, 8))
     with pytest.raises(ValueError, match="the weight is as a whole"):
         multiply(torch.zeros(2, 8), torch.zeros(16, 16)[:, :8])
-
-
-@needs_triton
-@pytest.mark.timeout(1200)
-def test_a_norm_is_summed_alike_in_every_variant():
-    result = run_python("-c", "from tests.ops.test_small_gemm_triton import *; norms_layouts()")
-    assert result.returncode == 0, result.stdout + result.stderr
 
 
 if __name__ == "__main__":

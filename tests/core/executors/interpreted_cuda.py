@@ -27,8 +27,8 @@ from chorus.core.executors.cuda_mixed import token_buckets
 from chorus.core.executors.cuda_steps import CudaSteps
 from chorus.core.model import lora_state_cuda
 from chorus.core.model.batch import BY_LIBRARY, Way
-from chorus.core.model.decoder import DecoderModel
-from chorus.core.model.lora_state import DOWN, GATE_UP, QKV
+from chorus.core.model.decoder import HEAD, DecoderModel
+from chorus.core.model.lora_state import DOWN, QKV
 from chorus.core.model.lora_state_cuda import MAX_PARTS
 from chorus.graphs.device import DeviceError
 from chorus.graphs.runner import StepMode
@@ -668,11 +668,14 @@ class TimedDevice(LateDevice):
     def seconds(self, work, count=5):
         seen = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(DecoderModel, "run_products", lambda self, group, way, x, *rest: seen.append((group, way, x)))
+            patch.setattr(
+                DecoderModel, "run_products",
+                lambda self, group, way, x, residual, layers, lora: seen.append((group, way, len(x), lora is not None)),
+            )  # fmt: skip
             work()
-        ((group, way, x),) = seen
-        self.asked.append((group, way, len(x), self.num_captures))
-        return self.planted(group, way, len(x))
+        (asked,) = seen
+        self.asked.append((*asked, self.num_captures))
+        return self.planted(*asked)
 
 
 @pytest.fixture
@@ -681,43 +684,49 @@ def float32_products(monkeypatch):
     monkeypatch.setitem(cuda_products.TOLERANCE, torch.float32, 1e-4)
 
 
-def test_products_are_by_whom_takes_least_time(tiny, float32_products, caplog):
+def test_products_are_by_what_takes_least_time_with_adapters_and_without(tiny, float32_products, caplog):
     """Product by product and bucket by bucket, before anything is captured; the log says the times."""
 
-    def planted(group, way, rows):
+    def planted(group, way, rows, lora):
         if group == QKV:
-            return {Way.LIBRARY: 3e-6, Way.SMALL: 2e-6, Way.NORMED: 1e-6 * rows}[way]
-        return {Way.LIBRARY: 2e-6, Way.SMALL: 1e-6 if group == DOWN else 2e-6, Way.NORMED: 5e-6}[way]
+            times = {Way.LIBRARY: (3e-6, 6e-6), Way.SMALL: (2e-6, 5e-6), Way.EXPANDED: (2e-6, 4e-6 * rows)}
+        elif group == DOWN:  # the library's is the fastest in either step, but not in both
+            times = {Way.LIBRARY: (1e-6, 6e-6), Way.SMALL: (4e-6, 4e-6), Way.EXPANDED: (2e-6, 4e-6)}
+        else:
+            times = {Way.LIBRARY: (2e-6, 2e-6), Way.SMALL: (2e-6, 2e-6), Way.EXPANDED: (1e-6, 5e-6)}
+        return times[way][lora]
 
     device = TimedDevice(planted)
     caplog.set_level(logging.INFO)
     executor = CudaExecutor(make_config(tiny), device)
     by_library = (Way.LIBRARY,) * 2
     assert executor.steps.ways == {
-        1: (Way.NORMED, *by_library, Way.SMALL, Way.LIBRARY),
-        2: (Way.SMALL, *by_library, Way.SMALL, Way.LIBRARY),
-        4: (Way.SMALL, *by_library, Way.SMALL, Way.LIBRARY),
+        1: (Way.EXPANDED, *by_library, Way.EXPANDED, Way.LIBRARY),
+        2: (Way.SMALL, *by_library, Way.EXPANDED, Way.LIBRARY),
+        4: (Way.SMALL, *by_library, Way.EXPANDED, Way.LIBRARY),
     }
     assert {captures for *_, captures in device.asked} == {0}, "graphs were captured before the choice"
     assert device.num_captures
-    assert {(group, way) for group, way, rows, _ in device.asked if rows == 4} == {
-        (group, way)
+    assert {(group, way, lora) for group, way, rows, lora, _ in device.asked if rows == 4} == {
+        (group, way, lora)
         for group in range(5)
         for way in Way
-        if way is not Way.NORMED or group in (QKV, GATE_UP)
+        for lora in (False, True)
+        if group < HEAD or not (lora or way is Way.EXPANDED)
     }  # fmt: skip
-    assert "base products of 1 rows: qkv normed (µs: library 1.5, small 1.0, normed 0.5), o library" in caplog.text
+    times = "qkv expanded (µs: library 1.5 + 3.0, small 1.0 + 2.5, expanded 1.0 + 2.0), o library"
+    assert f"base products of 1 rows: {times}" in caplog.text
     executor.close()
 
 
 @pytest.mark.parametrize("setting", ["on", "fused"])
 def test_our_products_give_the_references_tokens(drive, tiny, float32_products, setting):
-    """In steps with adapters and without, captured; rows of the base model have the same bits in both."""
-    driver = drive(small_gemm=setting, adapters=["r17-all", "r5-o-down"])
-    first = Way.SMALL if setting == "on" else Way.NORMED
+    """In steps with adapters and without, captured; adapters of one part, and of several."""
+    driver = drive(small_gemm=setting, adapters=["r17-all", "r5-o-down", "pattern"])
+    way = Way.SMALL if setting == "on" else Way.EXPANDED
     ways = driver.executor.inner.steps.ways
-    assert set(ways.values()) == {(first, Way.SMALL, first, Way.SMALL, Way.SMALL)}
-    check(driver, ask(driver, tiny, ("r17-all", 5, 4), (None, 6, 5), ("r5-o-down", 3, 3)))
+    assert set(ways.values()) == {((way,) * 4) + (Way.SMALL,)}
+    check(driver, ask(driver, tiny, ("r17-all", 5, 4), (None, 6, 5), ("r5-o-down", 3, 3), ("pattern", 4, 2)))
     assert {bool(plan.adapters) for plan in driver.plans if plan.bucket} == {True, False}
 
 
@@ -730,21 +739,32 @@ def test_products_of_a_row_are_the_same_with_and_without_adapters_in_the_step(
     check(driver, ask(driver, tiny, ("r17-all", 3, 3), (None, 4, 3)))
     mixed = next(plan for plan in driver.plans if plan.bucket and len(plan.rows) == 2)
     row = next(row for row in mixed.rows if row.slot < 0)
-    name = "multiply" if setting == "on" else "add_norm_multiply"
-    inner, products = getattr(small_gemm_triton, name), []
+    inner, products = small_gemm_triton.multiply, []
 
     def noted(*args, **kwargs):
-        found = inner(*args, **kwargs)
-        products.append(found if setting == "on" else found[2])
-        return found
+        products.append(inner(*args, **kwargs))
+        return products[-1]
 
-    monkeypatch.setattr(small_gemm_triton, name, noted)
+    monkeypatch.setattr(small_gemm_triton, "multiply", noted)
     first = []
     for plan in (mixed, replace(mixed, rows=[row], adapters=[], bucket=1)):
         products.clear()
         driver.executor.inner.execute(plan)
         first.append(products[0][plan.rows.index(row)].clone())
     assert torch.equal(*first)
+
+
+def test_adapters_in_passes_are_not_expanded_in_a_product(drive, tiny, float32_products, monkeypatch):
+    """Beside an adapter in the weights, another one's rows take that one off and add their own: in launches behind the
+    product, one after the other.
+    """
+    driver = drive(small_gemm="fused", adapters=["r17-all", "r1-qv"], graph_capture="off")
+    merge(driver, "r17-all")
+    driver.plans.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(sgmv_triton.Sgmv, "shrink", None)
+        check(driver, ask(driver, tiny, ("r17-all", 3, 3), (None, 2, 4), ("r1-qv", 2, 3)))
+    assert {plan.mode for plan in driver.plans} == {StepMode.MERGED}
 
 
 def test_a_product_with_other_values_is_not_used(tiny, float32_products, monkeypatch, caplog):

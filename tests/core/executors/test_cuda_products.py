@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from unittest.mock import patch
 
@@ -15,13 +16,14 @@ from triton import compiler  # noqa: E402
 from chorus.core.executors.cuda_products import NAMES, compile_ahead  # noqa: E402
 from chorus.core.model.batch import Way  # noqa: E402
 from chorus.core.model.config import ModelConfig  # noqa: E402
-from chorus.core.model.decoder import DecoderModel, Layer, Residual  # noqa: E402
+from chorus.core.model.decoder import HEAD, DecoderModel  # noqa: E402
 from chorus.core.model.dummy_weights import DummyWeights  # noqa: E402
-from chorus.core.model.lora_state import GATE_UP, QKV  # noqa: E402
+from chorus.core.model.lora_state_cuda import CudaLoraState, StepLimits  # noqa: E402
 from chorus.core.model.rope_config import RopeConfig  # noqa: E402
 from chorus.memory.pages.arena import Arena  # noqa: E402
 from chorus.memory.pages.layout import PageLayout  # noqa: E402
 from chorus.ops import small_gemm_triton  # noqa: E402
+from chorus.ops.small_gemm_schedule import MAX_ROWS  # noqa: E402
 from chorus.perf.kernels.idle_triton import idle_compiler, idle_kernels  # noqa: E402
 
 CONFIG = ModelConfig(
@@ -30,29 +32,23 @@ CONFIG = ModelConfig(
     tie_word_embeddings=True, qkv_bias=True, o_bias=False, mlp_bias=False, qk_norm=False, dtype="bfloat16",
     bos_token_id=None, eos_token_ids=(),
 )  # fmt: skip
-WAYS = {group: [Way.SMALL, *([Way.NORMED] if group in (QKV, GATE_UP) else [])] for group in NAMES}
-
-
-class NoLora:
-    """Adapters that add nothing."""
-
-    def add(self, *_):
-        """Nothing."""
-
-    def wait(self, *_):
-        """Nothing is on its way."""
+WAYS = {group: [Way.SMALL, *([] if group == HEAD else [Way.EXPANDED])] for group in NAMES}
 
 
 @pytest.fixture
-def decoder():
+def model():
+    """A decoder, and tables of its adapters."""
     layout = PageLayout(num_layers=2, kv_heads=1, head_dim=16, block_tokens=16, itemsize=2)
     arena = Arena(layout, 2, torch.bfloat16, "cpu")
-    return DecoderModel(CONFIG, DummyWeights(CONFIG, torch.bfloat16), arena, 64)
+    limits = StepLimits(rank=32, adapters=MAX_ROWS, rows=MAX_ROWS, tokens=64)
+    lora = CudaLoraState(CONFIG, arena.pages, layout, limits, max_stall=0.0, make_copy=lambda _: torch.Tensor.copy_)
+    return DecoderModel(CONFIG, DummyWeights(CONFIG, torch.bfloat16), arena, 64), lora
 
 
-def test_all_variants_are_compiled_ahead_beside_each_other(decoder):
+def test_all_variants_are_compiled_ahead_beside_each_other(model):
     """No step launches what was not compiled then: base or LoRA, of the first layer and of others, of any rows."""
     threads: list[str] = []
+    decoder, lora = model
     with idle_compiler():
         inner = compiler.compile
 
@@ -62,28 +58,18 @@ def test_all_variants_are_compiled_ahead_beside_each_other(decoder):
             return inner(source, *args, **kwargs)
 
         with patch.object(compiler, "compile", compile):
-            compile_ahead(decoder, WAYS)
+            compile_ahead(decoder, lora, WAYS)
             assert all(name.startswith("ThreadPoolExecutor") for name in threads), threads
-            assert len(threads) == 12
+            assert len(threads) == 10
             with idle_kernels(), patch.object(compiler, "compile", compile):
                 for rows in (1, 7, 16):
-                    launch_all(decoder, rows)
-    assert len(threads) == 12, "a product was compiled when it was launched"
+                    launch_all(decoder, lora, rows)
+    assert len(threads) == 10, "a product was compiled when it was launched"
 
 
-def launch_all(decoder: DecoderModel, rows: int) -> None:
-    """Every product by every way, in a first layer and behind it, with LoRA and without."""
-    x = torch.zeros(rows, 32, dtype=torch.bfloat16)
+def launch_all(decoder: DecoderModel, lora: CudaLoraState, rows: int) -> None:
+    """Every product by every way, in all layers, with adapters and without."""
     for group, ways in WAYS.items():
-        for way in ways:
-            weight = decoder.weight(group)
-            decoder.run_products(
-                group, way, torch.zeros(rows, weight.shape[1], dtype=x.dtype), x.clone(), decoder.layers
-            )
-    for way in (Way.NORMED,):
-        for added in (None, x):
-            layer = Layer(decoder.layers[0], 0, (way,) * 4, NoLora())
-            layer.qkv(Residual(x, 1e-5, added))
-        Layer(decoder.layers[0], 0, (way,) * 4, NoLora())._normed_product(  # noqa: SLF001
-            GATE_UP, Residual(x, 1e-5, x), decoder.layers[0].post_attention_norm, decoder.layers[0].gate_up, None
-        )
+        x, residual = torch.zeros(2, rows, decoder.weight(group).shape[1], dtype=torch.bfloat16).unbind(0)
+        for way, launches in itertools.product(ways, (None, lora.bucket(rows))):
+            decoder.run_products(group, way, x, residual, decoder.layers, launches)

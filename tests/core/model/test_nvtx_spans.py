@@ -85,10 +85,10 @@ def test_the_spans_of_a_step(subject, monkeypatch, lora):
             tokens, torch.arange(2), torch.ones_like(tokens), torch.arange(2), attention, Lora(log) if lora else None
         )
     )
-    plain = ["layer.{}", "attn.qkv", "attn.rope", "attn.run", "attn.o", "mlp"]
+    plain = ["layer.{}", "attn.qkv", "attn.rope", "attn.run", "attn.o", "mlp", "mlp.gate_up", "mlp.down"]
     full = [
         "layer.{}", "wait.{}", "attn.qkv", "lora.qkv", "qkv.{}", "attn.rope", "attn.run", "attn.o", "lora.o", "o.{}",
-        "mlp", "lora.gate_up", "gate_up.{}", "lora.down", "down.{}",
+        "mlp", "mlp.gate_up", "lora.gate_up", "gate_up.{}", "mlp.down", "lora.down", "down.{}",
     ]  # fmt: skip
     layers = decoder.config.num_layers
     want = [name.format(layer) for layer in range(layers) for name in (full if lora else plain)]

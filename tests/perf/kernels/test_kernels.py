@@ -65,7 +65,9 @@ def test_every_variant_says_what_it_costs():
     assert costs["add", "bf16"].bytes == 4096 * 2 * (4 * 64 + 1)
     assert costs["silu", "bf16"].bytes == 3 * 64 * 14336 * 2
     assert costs["base.o", "bf16"].bytes == 2 * 4096 * (4096 + 2 * 16)
-    assert costs["norm.mlp", "bf16"].bytes == 2 * (4096 * 28672 + 4096 + 16 * (3 * 4096 + 14336))
+    assert costs["base.mlp", "bf16"].bytes == 2 * (4096 * 28672 + 16 * (4096 + 14336))
+    adapters = costs["lora16.mlp", "bf16"].bytes - costs["base.mlp", "bf16"].bytes
+    assert adapters == 16 * 16 * (2 * 28672 + 4 * 16 * 2)
     assert costs["base.qkv", "fp16"].flops == 2 * 16 * 4096 * 6144
     assert costs["rotary", "bf16"].bytes == 64 * (2 * 48 * 128 * 2 + 128 * 2 + 24)
 

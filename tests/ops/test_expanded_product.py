@@ -1,0 +1,196 @@
+"""Adapters expanded behind a product of few rows, in its launch, without a GPU: Triton's interpreter against the
+definition in float64, and bits of rows in other company; a process for each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from itertools import cycle
+
+import pytest
+import torch
+
+from chorus.ops.elementwise import silu_and_mul
+from chorus.ops.sgmv import AdapterRows, Segments
+from chorus.ops.sgmv_schedule import decode
+from chorus.ops.sgmv_tables import SgmvTables
+from chorus.ops.small_gemm_schedule import MAX_ROWS
+
+from ..processes import run_python
+from .test_sgmv_triton import LAYERS, SLAB_ELEMS, Case, _adapters
+from .test_small_gemm_triton import TOLERANCE
+
+#: (inputs, outputs per module, if the activation stands behind them): grouped-query attention's qkv, one whose modules
+#: end within a program's columns, gate and up, o or down, one that a warp's share of the inputs does not hold.
+GROUPS = (
+    (40, (64, 16, 16), False), (24, (33, 12, 8), False), (56, (36, 36), True), (72, (50,), False), (264, (40,), False),
+)  # fmt: skip
+
+#: Ranks of three adapters; a page is a vector, less than a row, or as many as records of places hold.
+RANKS = ((4, 8, 16), (64, 1, 17), (3, 33, 65), (8, 5, 100))
+PAGE_VECTORS = (1, 5, 64, 301)
+
+MAX_RANK = 128
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+
+class World:
+    """A weight, and three adapters in pages, of one part or two; a step is its rows' adapters, -1 for none."""
+
+    def __init__(self, index: int, dtype: torch.dtype, device: str = "cpu") -> None:
+        generator = torch.Generator().manual_seed(index)
+        self.dtype, self.device = dtype, device
+        self.d_in, self.widths, self.silu = GROUPS[index % len(GROUPS)]
+        self.modules = [(module, sum(self.widths[:module]), width) for module, width in enumerate(self.widths)]
+        every = tuple(range(len(self.widths)))
+        vector = 16 // dtype.itemsize
+        case = Case(
+            seed=index, ranks=RANKS[index % len(RANKS)], targets=(every, every[-1:], every[: 1 + index % len(every)]),
+            layers=((0, 1, 2), (1,), (0, 1) if index % 2 else (1, 2)), skipped=(0, 3, 1), segments=(),
+            page_vectors=PAGE_VECTORS[(index // 2) % 4], group=0,
+        )  # fmt: skip
+        page_elems = case.page_vectors * vector
+        self.arena, self.adapters = _adapters(case, self.d_in, self.widths, page_elems, vector, dtype, generator)
+        rows = sum(self.widths)
+        self.weight = (torch.randn(rows, self.d_in, generator=generator) / self.d_in**0.5).to(dtype)
+        self.bias = torch.randn(rows, generator=generator).to(dtype) if index % 3 else None
+        self.x = torch.randn(MAX_ROWS, self.d_in + 3, generator=generator).to(dtype)[:, : self.d_in]
+        self.tables = SgmvTables(
+            slots=9, layers=LAYERS, max_pages=1 << 15, max_rank=MAX_RANK, max_tiles=64,
+            scratch=SgmvTables.scratch_elems(splits=2, tokens=64, modules=3, max_rank=MAX_RANK), page_elems=page_elems,
+            slab_elems=max(SLAB_ELEMS, 3 * (self.d_in + max(self.widths) + 2 * vector)), device=device,
+        )  # fmt: skip
+
+    def segments(self, used: Sequence[int]) -> Segments:
+        segments = Segments()
+        for row, adapter in enumerate(used):
+            for rows in self.adapters[adapter] if adapter >= 0 else ():
+                segments.add(row, row + 1, rows)
+        return segments
+
+    def product(self, used: Sequence[int], x: torch.Tensor, layer: int = 1, more: int = 0) -> torch.Tensor:
+        """By the kernels, with `more` tiles without work; all but rank-rows is NaN before."""
+        from chorus.ops.sgmv_triton import Sgmv
+        from chorus.ops.small_gemm_triton import multiply
+
+        self.tables.h.fill_(math.nan)
+        segments = self.segments(used)
+        num_tiles = self.tables.plan(segments, 1) + more
+        arena, x, weight = self.arena.to(self.device), x.to(self.device), self.weight.to(self.device)
+        bias = None if self.bias is None else self.bias.to(self.device)
+        sgmv = Sgmv(arena, self.tables, self.modules, self.d_in, decode(len(x), MAX_RANK))
+        shrunk = sgmv.shrink(x, layer, self.tables.tiles_of_pass[0], num_tiles)
+        return multiply(x, weight, bias, silu=self.silu, shrunk=shrunk).cpu()
+
+    def definition(self, used: Sequence[int], x: torch.Tensor, layer: int = 1) -> torch.Tensor:
+        """In float64, rounded where a launch after the other rounds."""
+        y = x.double() @ self.weight.double().T
+        y = (y if self.bias is None else y + self.bias.double()).to(self.dtype)
+        for row, adapter in enumerate(used):
+            for rows in self.adapters[adapter] if adapter >= 0 else ():
+                for module, column, width in self.modules:
+                    self._add(y[row, column : column + width], x[row], rows, layer, module)
+        return silu_and_mul(y) if self.silu else y
+
+    def _add(self, y: torch.Tensor, x: torch.Tensor, rows: AdapterRows, layer: int, module: int) -> None:
+        a, b = rows.matrices(self.arena, layer, module, self.d_in, len(y))
+        if a is not None and b is not None:
+            y.copy_(y.double() + rows.scale * (x.double() @ a.double().T) @ b.double())
+
+
+def steps() -> Iterator[tuple[int, list[int]]]:
+    """Rows' adapters of steps of one to all rows: all of them, some, one, none."""
+    generator = torch.Generator().manual_seed(5)
+    for index in range(20):
+        rows = (1, 2, 5, 8, 16, 3, 13)[index % 7]
+        yield index, torch.randint(-1, 3, (rows,), generator=generator).tolist()
+    yield 20, [0] * MAX_ROWS
+    yield 21, [-1] * 4
+    yield 22, [2, 1, 2, 2] * 4  # more tiles than rows
+
+
+def interpret() -> None:
+    """Run in a process of its own."""
+    from .bf16_interpreter import mend_bf16
+
+    mend_bf16()
+    check_values([*TOLERANCE], "cpu")
+
+
+def check_values(dtypes: Sequence[torch.dtype], device: str) -> None:
+    tiles = set()
+    for (index, used), dtype in zip(steps(), cycle(dtypes), strict=False):
+        world = World(index, dtype, device)
+        x = world.x[: len(used)]
+        for layer in (0, 1):
+            got, want = world.product(used, x, layer, more=index % 3), world.definition(used, x, layer)
+            assert got.dtype is dtype and got.shape == want.shape
+            error = float((got.float() - want.float()).abs().max() / want.float().abs().max())
+            assert error <= TOLERANCE[dtype], f"{index} {used} {dtype}, layer {layer}: differs by {error:.1e}"
+        tiles.add(len(world.segments(used).rows))
+    assert max(tiles) > MAX_ROWS, "a row's adapter in several parts"
+
+
+def interpret_companies() -> None:
+    """A row's bits are the same alone, elsewhere, beside rows of other ranks, and without adapter as if no row had one;
+    what is not finite in an adapter stays with its rows. Run in a process of its own.
+    """
+    from .bf16_interpreter import mend_bf16
+
+    mend_bf16()
+    check_companies("cpu")
+
+
+def check_companies(device: str) -> None:
+    from chorus.ops.small_gemm_triton import multiply
+
+    for index in range(len(GROUPS)):
+        world = World(index, torch.bfloat16, device)
+        used = [0, -1, 1, 2, 0, 2, -1]
+        x = world.x[: len(used)].contiguous()
+        whole = world.product(used, x)
+        for chosen in ([6, 5, 4, 3, 2, 1, 0], [3], [2, 2], [0, 1], [1, 4, 6], list(range(7)) + [3] * 9):
+            got = world.product([used[row] for row in chosen], x[chosen], more=1)
+            assert torch.equal(got, whole[chosen]), f"{index}: rows {chosen} have other bits"
+        bias = None if world.bias is None else world.bias.to(device)
+        base = multiply(x.to(device), world.weight.to(device), bias, silu=world.silu).cpu()
+        assert torch.equal(base[[1, 6]], whole[[1, 6]]), f"{index}: rows of the base model changed"
+        assert not torch.equal(base[0], whole[0])
+        for rows in world.adapters[2]:
+            world.arena[rows.pages] = (math.nan, math.inf)[index % 2]
+        broken = world.product(used, x)
+        others = [row for row, adapter in enumerate(used) if adapter != 2]
+        assert torch.equal(broken[others], whole[others]), f"{index}: another adapter's rows changed"
+        assert not broken[[3, 5]].isfinite().all()
+
+
+@needs_triton
+@pytest.mark.timeout(1200)
+def test_values_equal_the_definition():
+    result = run_python("-m", "tests.ops.test_expanded_product", TRITON_INTERPRET="1")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@needs_triton
+@pytest.mark.timeout(1200)
+def test_bits_of_a_row_do_not_depend_on_its_company():
+    command = "from tests.ops.test_expanded_product import *; interpret_companies()"
+    result = run_python("-c", command, TRITON_INTERPRET="1")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@needs_triton
+def test_refuses_modules_that_are_not_the_weights():
+    from chorus.ops.sgmv_schedule import ExpandShape
+    from chorus.ops.sgmv_triton import Shrunk
+    from chorus.ops.small_gemm_triton import multiply
+
+    shape = ExpandShape((0, 1), (16, 8), 1, 64, 2, 16, 1)
+    with pytest.raises(ValueError, match=r"modules of \(16, 8\) columns behind a weight of 32 rows"):
+        multiply(torch.zeros(2, 8), torch.zeros(32, 8), shrunk=Shrunk(shape, (), ()))
+
+
+if __name__ == "__main__":
+    interpret()
