@@ -75,7 +75,7 @@ def fit_works(fleet: Fleet, samples: Sequence[Sample]) -> FittedWorks:
     fleet = replace(fleet, replicas=1)
     rows = [sample.terms() for sample in samples]
     fits = {name: fit(TERMS, rows, [each.spent[name] for each in samples]) for name in ("client", "front")}
-    works = Works(*map(_work, fits.values()), processors=len(os.sched_getaffinity(0)))
+    works = Works(_work(fits["client"]), _work(fits["front"]), processors=len(os.sched_getaffinity(0)))
     busy = [fleet.simulate(each.trace, "first-fit", works=works)[1] for each in samples]
     beside = [(seconds, count, 0, *rest) for seconds, count, _, *rest in rows]  # a prompt's tokens are in its step
     fits["replica"] = fit(TERMS, beside, [each.spent["replica"] for each in samples], busy)

@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import json
 import random
 import string
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+import httpx
 from tokenizers import Tokenizer
 
 from ...core.config import EngineConfig
 from ..cpu.rounds import CpuSample
-from ..serving.client import Client
-from ..serving.load import run_load, warm_up
-from ..serving.plan import PlannedRequest
-from ..serving.record import LoadError, Record
+from ..serving.errors import LoadError
+from ..serving.plan import PlannedRequest, body
 from ..workload.request import TraceRequest
 from .records import Records, Served
 
 _TIMEOUT = 300.0
+_LEAD = 0.05  # seconds between the start and the first arrival, so that not even that one is late
+_DATA, _DONE = "data: ", "[DONE]"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a client saw of a request. first, last: seconds since the load began."""
+
+    first: float
+    last: float
+    text: str
+    prompt_tokens: int
+    output_tokens: int
 
 
 class HttpServer:
@@ -51,27 +66,34 @@ class HttpServer:
         drawn = f"trace {self._num_served}" if prompts is None else prompts
         plan = [self._planned(request, drawn) for request in trace]
         found = asyncio.run(self._serve(plan, one_by_one))
-        self.texts = [record.text for record in found]
+        self.texts = [answer.text for answer in found]
         records, counted = Records(), []
-        for request, record in zip(trace, found, strict=True):
-            if not record.ok:
-                raise LoadError(f"request {request.id} failed: {record.error}: {record.detail}")
-            records.add(Served(request.arrival, record.ttft, record.e2e, 0.0, 0.0, record.output_tokens))
-            counted.append(request._replace(prompt_tokens=record.prompt_tokens))
+        for request, each in zip(trace, found, strict=True):
+            came = request.arrival
+            records.add(Served(came, each.first - came, each.last - came, 0.0, 0.0, each.output_tokens))
+            counted.append(request._replace(prompt_tokens=each.prompt_tokens))
         return records, counted
 
-    async def _serve(self, plan: Sequence[PlannedRequest], one_by_one: bool) -> list[Record]:
-        counts = {"stream_options": {"include_usage": True}, "ignore_eos": True, "temperature": 0.0}
-        async with Client(self._url, "completions", timeout=_TIMEOUT, api_key=None, extra=counts) as client:
+    async def _serve(self, plan: Sequence[PlannedRequest], one_by_one: bool) -> list[Answer]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=self._url, timeout=_TIMEOUT, limits=limits, trust_env=False) as client:
+            start = time.perf_counter()
             if one_by_one:
-                return await warm_up(client, plan)
-            await warm_up(client, plan[:1])  # opens a connection
+                return [await _ask(client, each, start) for each in plan]
+            await _ask(client, plan[0], start)  # opens a connection
+            gc.collect()
+            gc.freeze()  # nothing that was there before is looked at again while times are taken
             before, sample = self._seconds_by_name(), CpuSample.take(())
-            outcome = await run_load(client, plan)
+            cpu, start = time.process_time(), time.perf_counter() + _LEAD
+            try:
+                found = await asyncio.gather(*(_ask_at(client, each, start) for each in plan))
+            finally:
+                gc.unfreeze()
+            client_seconds, self.seconds = time.process_time() - cpu, time.perf_counter() - start + _LEAD
             self.speed = CpuSample.take(()).speed(sample)
             self.spent = {name: seconds - before[name] for name, seconds in self._seconds_by_name().items()}
-            self.seconds, self.spent["client"] = outcome.cost.wall, outcome.cost.cpu
-            return outcome.records
+            self.spent["client"] = client_seconds
+            return found
 
     def _seconds_by_name(self) -> dict[str, float]:
         return {name: sum(map(processor_seconds, pids)) for name, pids in self._pids.items()}
@@ -83,7 +105,36 @@ class HttpServer:
         count = max(1, request.prompt_tokens - self._tokenizer.num_special_tokens_to_add(is_pair=False))
         ids = self._tokenizer.encode(letters, add_special_tokens=False).ids[:count]
         text = self._tokenizer.decode(ids)
-        return PlannedRequest(request.arrival, request.adapter or self._base, text, request.output_tokens)
+        sent = body(request.adapter or self._base, text, request.output_tokens)
+        return PlannedRequest(request.arrival, {**sent, "ignore_eos": True})
+
+
+async def _ask_at(client: httpx.AsyncClient, request: PlannedRequest, start: float) -> Answer:
+    """Send a request when its time has come, whatever has become of the others."""
+    await asyncio.sleep(max(0.0, start + request.at - time.perf_counter()))
+    return await _ask(client, request, start)
+
+
+async def _ask(client: httpx.AsyncClient, request: PlannedRequest, start: float) -> Answer:
+    """Send a request and read its answer. LoadError if it fails."""
+    first, texts, usage = None, [], None
+    try:
+        async with client.stream("POST", "/v1/completions", json=request.body) as response:
+            if response.status_code != 200:
+                raise LoadError(f"{request.model}: HTTP {response.status_code}: {(await response.aread())[:300]!r}")
+            async for line in response.aiter_lines():
+                if not line.startswith(_DATA) or line.endswith(_DONE):
+                    continue
+                chunk = json.loads(line.removeprefix(_DATA))
+                first = time.perf_counter() - start if first is None else first
+                texts += [choice["text"] for choice in chunk.get("choices", ())]
+                usage = chunk.get("usage") or usage
+    except httpx.HTTPError as error:
+        raise LoadError(f"{request.model}: {error or type(error).__name__}") from None
+    if first is None or usage is None:
+        raise LoadError(f"{request.model}: the stream ended before the answer did: {''.join(texts)[:300]!r}")
+    last = time.perf_counter() - start
+    return Answer(first, last, "".join(texts), usage["prompt_tokens"], usage["completion_tokens"])
 
 
 def processor_seconds(pid: int) -> float:

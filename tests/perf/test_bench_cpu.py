@@ -18,7 +18,7 @@ from chorus.perf.cpu import random_model
 from chorus.perf.cpu.limits import Limits, product_name
 from chorus.perf.cpu.report import goals, product_rate, show, summarise
 from chorus.perf.cpu.roofline import bound
-from chorus.perf.cpu.rounds import Results, Sample, family
+from chorus.perf.cpu.rounds import CpuSample, Results, Sample, family
 from chorus.perf.cpu.workload import CASES, Geometry, Job, Workload, target_modules, tiny
 
 CPUS = sorted(os.sched_getaffinity(0))[:1]
@@ -273,3 +273,14 @@ def test_a_process_that_is_gone_is_an_error(start, method):
         process.call(method)
     with pytest.raises(ContenderError, match="the process ended"):
         process.call("cpus")
+
+
+def test_a_hypervisor_takes_a_part_of_the_busy_time():
+    """Ten seconds, of which something was to be done for four: the watched processes had two, the hypervisor one."""
+    before = CpuSample(clock=100.0, busy=50.0, own=20.0, stolen=3.0)
+    after = CpuSample(clock=110.0, busy=54.0, own=22.0, stolen=4.0)
+    capacity = 10.0 * os.cpu_count()
+    assert after.foreign_share(before) == pytest.approx(2 / capacity)
+    assert after.stolen_share(before) == pytest.approx(1 / capacity)
+    assert after.speed(before) == pytest.approx(3 / 4)
+    assert before.speed(before) == 1.0
