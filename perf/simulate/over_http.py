@@ -7,15 +7,15 @@ import random
 import string
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
 
 from tokenizers import Tokenizer
 
 from ...core.config import EngineConfig
 from ..cpu.rounds import CpuSample
-from ..serving.client import Client
-from ..serving.load import run_load, warm_up
-from ..serving.plan import PlannedRequest
-from ..serving.record import LoadError, Record
+from ..serving.errors import LoadError
+from ..serving.streams import Stream, send
 from ..workload.request import TraceRequest
 from .records import Records, Served
 
@@ -31,7 +31,8 @@ class HttpServer:
     """
 
     def __init__(self, url: str, config: EngineConfig, pids: Mapping[str, Sequence[int]] | None = None) -> None:
-        self._url = url
+        where = urlsplit(url)
+        self._address = where.hostname or "", where.port or 80
         self._pids = pids or {}
         self.texts: list[str] = []
         self.seconds, self.spent, self.speed = 0.0, dict[str, float](), 1.0
@@ -49,41 +50,55 @@ class HttpServer:
         """
         self._num_served += 1
         drawn = f"trace {self._num_served}" if prompts is None else prompts
-        plan = [self._planned(request, drawn) for request in trace]
-        found = asyncio.run(self._serve(plan, one_by_one))
-        self.texts = [record.text for record in found]
-        records, counted = Records(), []
-        for request, record in zip(trace, found, strict=True):
-            if not record.ok:
-                raise LoadError(f"request {request.id} failed: {record.error}: {record.detail}")
-            records.add(Served(request.arrival, record.ttft, record.e2e, 0.0, 0.0, record.output_tokens))
-            counted.append(request._replace(prompt_tokens=record.prompt_tokens))
+        plan = [(request.arrival, self._body(request, drawn)) for request in trace]
+        try:
+            found = asyncio.run(self._serve(plan, one_by_one))
+        except (RuntimeError, OSError, TimeoutError) as error:
+            raise LoadError(f"a request failed: {error or type(error).__name__}") from None
+        self.texts, records, counted = [], Records(), []
+        for request, (late, stream) in zip(trace, found, strict=True):
+            events = stream.events()
+            usage, times = events[-1]["usage"], (late + stream.times[0], late + stream.times[-1])
+            self.texts.append("".join(choice["text"] for event in events for choice in event["choices"]))
+            records.add(Served(request.arrival, *times, 0.0, 0.0, usage["completion_tokens"]))
+            counted.append(request._replace(prompt_tokens=usage["prompt_tokens"]))
         return records, counted
 
-    async def _serve(self, plan: Sequence[PlannedRequest], one_by_one: bool) -> list[Record]:
-        counts = {"stream_options": {"include_usage": True}, "ignore_eos": True, "temperature": 0.0}
-        async with Client(self._url, "completions", timeout=_TIMEOUT, api_key=None, extra=counts) as client:
+    async def _serve(
+        self, plan: Sequence[tuple[float, dict[str, Any]]], one_by_one: bool
+    ) -> list[tuple[float, Stream]]:
+        """Return how many seconds late each request was sent, and its answer."""
+        async with asyncio.timeout(_TIMEOUT):
             if one_by_one:
-                return await warm_up(client, plan)
-            await warm_up(client, plan[:1])  # opens a connection
+                return [(0.0, await send(self._address, body)) for _, body in plan]
+            await send(self._address, plan[0][1])
             before, sample = self._seconds_by_name(), CpuSample.take(())
-            outcome = await run_load(client, plan)
+            began, cpu = time.perf_counter(), time.process_time()
+
+            async def at(arrival: float, body: dict[str, Any]) -> tuple[float, Stream]:
+                await asyncio.sleep(max(0.0, began + arrival - time.perf_counter()))
+                stream = await send(self._address, body)
+                return stream.began - began - arrival, stream
+
+            found = await asyncio.gather(*(at(*each) for each in plan))
+            self.seconds, own = time.perf_counter() - began, time.process_time() - cpu
             self.speed = CpuSample.take(()).speed(sample)
             self.spent = {name: seconds - before[name] for name, seconds in self._seconds_by_name().items()}
-            self.seconds, self.spent["client"] = outcome.cost.wall, outcome.cost.cpu
-            return outcome.records
+            self.spent["client"] = own
+            return found
 
     def _seconds_by_name(self) -> dict[str, float]:
         return {name: sum(map(processor_seconds, pids)) for name, pids in self._pids.items()}
 
-    def _planned(self, request: TraceRequest, drawn: str) -> PlannedRequest:
+    def _body(self, request: TraceRequest, drawn: str) -> dict[str, Any]:
         """Random letters, so that no two prompts share a beginning worth caching."""
         source = random.Random(f"{drawn}, request {request.id}")
         letters = "".join(source.choices(string.ascii_lowercase + " ", k=8 * request.prompt_tokens))
         count = max(1, request.prompt_tokens - self._tokenizer.num_special_tokens_to_add(is_pair=False))
         ids = self._tokenizer.encode(letters, add_special_tokens=False).ids[:count]
         text = self._tokenizer.decode(ids)
-        return PlannedRequest(request.arrival, request.adapter or self._base, text, request.output_tokens)
+        return {"model": request.adapter or self._base, "prompt": text, "max_tokens": request.output_tokens,
+                "stream_options": {"include_usage": True}, "ignore_eos": True, "temperature": 0.0}  # fmt: skip
 
 
 def processor_seconds(pid: int) -> float:

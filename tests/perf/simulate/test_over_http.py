@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chorus.core.config import EngineConfig
-from chorus.perf.serving.record import LoadError
+from chorus.perf.serving.errors import LoadError
 from chorus.perf.simulate.fleet import cluster
 from chorus.perf.workload.request import TraceRequest
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
