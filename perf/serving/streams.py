@@ -1,7 +1,7 @@
 """Many streamed answers, read at little cost: the load where a server's own processor time is measured.
 
 A client of HTTP works longer on an event than a server does, and with few processors would be what is measured. Here
-the bytes that come are counted as events and forgotten.
+the bytes that come are counted as events, and parsed, if at all, when all have come.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,24 +35,26 @@ class Answered:
     gaps: list[float]
 
 
-class _Stream(asyncio.Protocol):
-    """One answer, on a connection of its own."""
+class Stream(asyncio.Protocol):
+    """One answer, on a connection of its own. began: by `perf_counter`. times: of each event, in seconds from then."""
 
     def __init__(self, request: bytes) -> None:
         self._request = request
-        self._began = time.perf_counter()
+        self.began = time.perf_counter()
         self._rest = b""
-        self.times: list[float] = []  # of each event, in seconds since it began
+        self._parts: list[bytes] = []
+        self.times: list[float] = []
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: Any) -> None:
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
+        self._parts.append(data)
         data = self._rest + data
         found = data.count(_EVENT)
         if found:
-            self.times += [time.perf_counter() - self._began] * found
+            self.times += [time.perf_counter() - self.began] * found
         self._rest = data[data.rfind(_EVENT) + 1 :] if found else data[-_KEPT:]
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -60,24 +63,29 @@ class _Stream(asyncio.Protocol):
         if exc is None and _END in self._rest:
             self.ended.set_result(None)
         else:
-            self.ended.set_exception(
-                RuntimeError(f"a stream broke off after {len(self.times)} events: {self._rest!r:.500}")
-            )
+            end = b"".join(self._parts)[-500:]
+            self.ended.set_exception(RuntimeError(f"a stream broke off after {len(self.times)} events: {end!r}"))
+
+    def events(self) -> list[dict[str, Any]]:
+        """The answer's events."""
+        return [json.loads(event) for event in re.findall(rb"data: (\{.*\})", b"".join(self._parts))]
+
+
+async def send(address: Address, body: dict[str, Any]) -> Stream:
+    """Send a request and read its answer. RuntimeError unless it ends well."""
+    text = json.dumps({"stream": True, **body}).encode()
+    stream = Stream(_POST + b"content-length: %d\r\n\r\n" % len(text) + text)
+    await asyncio.get_running_loop().create_connection(lambda: stream, *address)
+    await stream.ended
+    return stream
 
 
 def read_streams(addresses: Sequence[Address], bodies: Sequence[dict[str, Any]]) -> Answered:
     """Send all requests at once, to each address in turn, and read the answers. RuntimeError unless each ends well."""
-    texts = [json.dumps({"stream": True, **body}).encode() for body in bodies]
-
-    async def read_one(address: Address, text: bytes) -> _Stream:
-        stream = _Stream(_POST + b"content-length: %d\r\n\r\n" % len(text) + text)
-        await asyncio.get_running_loop().create_connection(lambda: stream, *address)
-        await stream.ended
-        return stream
 
     async def read_all() -> Answered:
         began = time.perf_counter()
-        read = await asyncio.gather(*map(read_one, itertools.cycle(addresses), texts))
+        read = await asyncio.gather(*map(send, itertools.cycle(addresses), bodies))
         took, times = time.perf_counter() - began, [one.times for one in read]
         gaps = [after - before for each in times for before, after in itertools.pairwise(each)]
         return Answered(took, sum(map(len, times)), sorted(each[0] for each in times), gaps)
