@@ -114,7 +114,7 @@ class Layer:
     def o(self, attended: torch.Tensor) -> torch.Tensor:
         """attended: `[tokens, q]`."""
         with span("attn.o"):
-            y = multiply(self._ways[ATTN_O], attended, self._weights.o, self._weights.o_bias)
+            y = self._product(ATTN_O, attended, self._weights.o, self._weights.o_bias)
         if self._lora is not None:
             with span("lora.o"):
                 self._lora.add(ATTN_O, y, attended, self._index)
@@ -134,7 +134,7 @@ class Layer:
 
     def down(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: `[tokens, ffn]`."""
-        y = multiply(self._ways[DOWN], hidden, self._weights.down, self._weights.down_bias)
+        y = self._product(DOWN, hidden, self._weights.down, self._weights.down_bias)
         if self._lora is not None:
             with span("lora.down"):
                 self._lora.add(DOWN, y, hidden, self._index)
@@ -155,7 +155,15 @@ class Layer:
         if way is Way.NORMED:
             return x.normed_product(norm, weight, bias, gate=gate, keep=self._lora is not None)
         normed = x.normed(norm)
-        return normed, multiply(way, normed, weight, bias, gate=gate)
+        return normed, self._product(group, normed, weight, bias, gate=gate)
+
+    def _product(
+        self, group: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, gate: bool = False
+    ) -> torch.Tensor:
+        """The base product, beside which other processes may compute some of LoRA's."""
+        if self._lora is not None:
+            self._lora.lend(group, x, self._index)
+        return multiply(self._ways[group], x, weight, bias, gate=gate)
 
 
 def _finish_layer(layer: Layer, x: Residual, attended: torch.Tensor) -> None:
