@@ -209,7 +209,7 @@ class EngineConfig(BaseModel):
         le=63,
         description="processes, each on a processor of its own, that compute LoRA products of prompts with an adapter "
         "that is still being copied to its pages (CPU-assisted prefill), where that is predicted to pay; with "
-        "the native decoder on a CPU only",
+        "the native decoder on a CPU, or on a GPU with CuPy, where it is untried",
     )
     seed: int | None = Field(default=None, description="seed of the seeds drawn for requests that bring none")
 

@@ -14,12 +14,20 @@ from typing import Any, Protocol
 
 import torch
 
-from .native_library import MODULES, AdapterDescriptor, AssistDescriptor, LentDescriptor, library
+from .native_library import (
+    HANDOVER,
+    MODULES,
+    MOST_HANDOVERS,
+    AdapterDescriptor,
+    AssistDescriptor,
+    LentDescriptor,
+    library,
+)
 from .ranks import Ranks
 from .sgmv import AdapterRows, Segments
 
-#: Most segments that are handed over at once: kLent in lend.h.
-MOST_LENT = 1000
+#: Bytes of what says of a step's hand-overs what is to be computed.
+HANDOVERS_BYTES = MOST_HANDOVERS * HANDOVER.itemsize
 
 
 @dataclass(slots=True)
@@ -29,6 +37,7 @@ class Lent:
     entries: indices of its segments. row: where the rows of each begin in what is handed over, and where the last's
     end. share: the same of each assistant's rows. image_ready: address of an int32 for each entry, the number of layers
     that are in host memory. layers: set by the step: how many layers of each were lent.
+    handovers: address of `HANDOVERS_BYTES`.
     """
 
     ranks: Ranks
@@ -36,6 +45,7 @@ class Lent:
     row: Sequence[int]
     share: Sequence[int]
     image_ready: Sequence[int]
+    handovers: int
     layers: Sequence[int] = ()
 
 
@@ -75,7 +85,7 @@ class LentTables:
             (c_void_p * count)(*lent.image_ready), self._layers,
         )  # fmt: skip
         self._kept = own, tables  # what the descriptor points to
-        self._descriptor = LentDescriptor(lent.ranks.handle, count, *map(ctypes.addressof, tables))
+        self._descriptor = LentDescriptor(lent.ranks.handle, count, *map(ctypes.addressof, tables), lent.handovers)
 
     @property
     def address(self) -> int:
@@ -107,9 +117,10 @@ class Assistant:
         share: tuple[int, int],
         images: Sequence[int],
         page_elems: int,
+        handovers: int,
     ) -> None:
         """Compute until rank 0 gives the step up. row: see `Lent`; share: the first row, and the one behind the last;
-        images: address of each adapter's image, into which its `pages` are indices.
+        images: address of each adapter's image, into which its `pages` are indices. handovers: see `Lent`.
         """
         count = len(rows)
         own = [described(each) for each in rows]
@@ -117,7 +128,9 @@ class Assistant:
             (c_int32 * (count + 1))(*row), (c_void_p * count)(*(ctypes.addressof(each) for each, _ in own)),
             (c_void_p * count)(*images),
         )  # fmt: skip
-        descriptor = AssistDescriptor(*self._shapes, *share, count, page_elems, *map(ctypes.addressof, tables))
+        descriptor = AssistDescriptor(
+            *self._shapes, *share, count, page_elems, *map(ctypes.addressof, tables), handovers
+        )
         self._library.chorus_assist_serve(self._handle, ranks.handle, ctypes.addressof(descriptor))
 
     def __del__(self) -> None:
@@ -131,17 +144,34 @@ def handed_floats(shapes: tuple[int, int, int, int], tokens: int) -> int:
     found = library()
     if found is None:
         return 0
+    return tokens * row_elems(torch.float32, max(map(max, group_widths(shapes))))
+
+
+def group_widths(shapes: tuple[int, int, int, int]) -> list[tuple[int, int]]:
+    """Inputs and outputs of the groups of projections, as `Groups` of the library has them. shapes: see `Assistant`."""
     hidden, ffn, q, kv = shapes
-    widest = max(q + 2 * kv, hidden, 2 * ffn)
-    return -(-(found.chorus_assist_head() + tokens * found.chorus_assist_row(4, widest)) // 4)
+    return [(hidden, q + 2 * kv), (q, hidden), (hidden, 2 * ffn), (ffn, hidden)]
 
 
-def hand_over(ranks: Ranks, x: torch.Tensor, dtype: torch.dtype) -> None:
+def input_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What rows are handed over in, of a model in `dtype`."""
+    found = library()
+    is_wide = found is None or found.chorus_assist_input(dtype.itemsize) == torch.float32.itemsize
+    return torch.float32 if is_wide else dtype
+
+
+def row_elems(dtype: torch.dtype, width: int) -> int:
+    """Elements from row to row of `width` of them in what is handed over."""
+    found = library()
+    return width if found is None else found.chorus_assist_row(dtype.itemsize, width)
+
+
+def hand_over(ranks: Ranks, handovers: int, x: torch.Tensor, dtype: torch.dtype) -> None:
     """Hand rows of the first layer's input over, as a step with one lent segment does, to measure what that takes.
 
-    dtype: of the model. The products are in the assistants' parts after `ranks.meet`.
+    dtype: of the model. handovers: see `Lent`. The products are in the assistants' parts after `ranks.meet`.
     """
     found = library()
     if found is None:
         raise RuntimeError("the native library is not built; reinstall chorus with a C++ compiler")
-    found.chorus_assist_hand_over(ranks.handle, dtype.itemsize, x.data_ptr(), len(x), x.shape[1])
+    found.chorus_assist_hand_over(ranks.handle, handovers, dtype.itemsize, x.data_ptr(), len(x), x.shape[1])

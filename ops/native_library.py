@@ -80,7 +80,7 @@ class LentDescriptor(Structure):
 
     _fields_ = [
         ("ranks", c_void_p), ("count", c_int64),
-        *((name, c_void_p) for name in ("segment", "row", "share", "first_elem", "image_ready", "layers")),
+        *((name, c_void_p) for name in ("segment", "row", "share", "first_elem", "image_ready", "layers", "handovers")),
     ]  # fmt: skip
 
 
@@ -90,7 +90,7 @@ class AssistDescriptor(Structure):
     _fields_ = [
         *((name, c_int32) for name in ("hidden", "ffn", "q", "kv", "first", "last")),
         ("count", c_int64), ("page_elems", c_int64),
-        *((name, c_void_p) for name in ("row", "adapters", "images")),
+        *((name, c_void_p) for name in ("row", "adapters", "images", "handovers")),
     ]  # fmt: skip
 
 
@@ -104,11 +104,18 @@ class MergeDescriptor(Structure):
     ]  # fmt: skip
 
 
-# They mirror the structures of ops/native/panels.h and sampling.h.
+#: Most segments of a step that are handed over, and most hand-overs: kLent and kHandovers in lend.h.
+MOST_LENT, MOST_HANDOVERS = 1000, 1 << 12
+
+# They mirror the structures of ops/native/panels.h, sampling.h and lend.h.
 DRAW = np.dtype(
     [("inverse_temperature", "f8"), ("u", "f8"), ("top_p", "f8"), ("min_p", "f8"), ("top_k", "i8"), ("logits", "i8"),
      ("token", "i8")]
 )  # fmt: skip
+HANDOVER = np.dtype({
+    "names": ["layer", "group", "active"], "formats": ["i4", "i4", ("u1", MOST_LENT)], "offsets": [0, 4, 8],
+    "itemsize": -(-(8 + MOST_LENT) // 64) * 64,
+})  # fmt: skip
 SCORE = np.dtype([("logits", "i8"), ("token", "i8"), ("count", "i8"), ("ids", "i8"), ("values", "i8"), ("own", "f8")])
 
 #: chorus_descriptors() in library.h.
@@ -118,8 +125,8 @@ _DESCRIPTORS = (
         + sizeof(MergeDescriptor)
     )
     * 1000
-    + sizeof(LentDescriptor)
-    + sizeof(AssistDescriptor)
+    + (sizeof(LentDescriptor) + sizeof(AssistDescriptor)) * 10000
+    + HANDOVER.itemsize
 )
 
 #: Of each function of the library its name, what it returns and what it takes.
@@ -140,7 +147,7 @@ _FUNCTIONS = (
     ("decoder_join", None, c_void_p, c_void_p, c_int),
     ("decoder_destroy", None, c_void_p),
     ("ranks_bytes", c_int64, c_int, c_int64),
-    ("ranks_create", c_void_p, c_void_p, c_int, c_int, c_int64, c_double),
+    ("ranks_create", c_void_p, c_void_p, c_int, c_int, c_int64, c_double, c_double),
     ("ranks_begin", None, c_void_p, c_int64),
     ("ranks_add_up", c_int, c_void_p, c_void_p, c_int64),
     ("ranks_gather", c_int, c_void_p, c_void_p, c_int64, c_int64, c_void_p),
@@ -149,13 +156,16 @@ _FUNCTIONS = (
     ("ranks_lose", None, c_void_p),
     ("ranks_meet", c_int, c_void_p),
     ("ranks_post", None, c_void_p),
+    ("ranks_count", c_int64, c_void_p),
+    ("ranks_word", c_void_p, c_void_p, c_int),
+    ("ranks_sums", c_int, c_void_p),
     ("ranks_mine", c_void_p, c_void_p),
     ("ranks_part", c_void_p, c_void_p, c_int),
     ("ranks_destroy", None, c_void_p),
-    ("assist_head", c_int64),
+    ("assist_input", c_int, c_int),
     ("assist_row", c_int64, c_int, c_int),
     ("assist_create", c_void_p, c_int),
-    ("assist_hand_over", None, c_void_p, c_int, c_void_p, c_int64, c_int64),
+    ("assist_hand_over", None, c_void_p, c_void_p, c_int, c_void_p, c_int64, c_int64),
     ("assist_serve", None, c_void_p, c_void_p, c_void_p),
     ("assist_destroy", None, c_void_p),
     ("read_rate", c_double, c_int, c_void_p, c_int64),

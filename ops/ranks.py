@@ -15,6 +15,9 @@ from .native_library import library
 
 MOST_RANKS = 64
 
+#: About as long as waking a rank takes.
+SPINNING_SECONDS = 50e-6
+
 #: What `Ranks::State` of the library says.
 _FAILED, _LOST = 1, 2
 
@@ -31,17 +34,20 @@ class Ranks:
     """One rank of `size`, with memory that all of them have.
 
     memory: as `num_bytes` says, zeroed at first. floats: the most that are added up at once, at least a rank's columns
-    of a row that is gathered. seconds: how long a rank waits for the others; then all are lost.
+    of a row that is gathered. seconds: how long a rank waits for the others; then all are lost. spinning: seconds after
+    which a rank that waits sleeps, and has to be woken.
     """
 
-    def __init__(self, memory: mmap.mmap, rank: int, size: int, floats: int, seconds: float) -> None:
+    def __init__(
+        self, memory: mmap.mmap, rank: int, size: int, floats: int, seconds: float, spinning: float = SPINNING_SECONDS
+    ) -> None:
         found = library()
         if found is None:
             raise RuntimeError("the native library is not built; reinstall chorus with a C++ compiler")
         self.rank, self.size = rank, size
         self._library = found
         self._memory = ctypes.c_char.from_buffer(memory)  # which stays mapped for as long
-        self.handle = found.chorus_ranks_create(ctypes.addressof(self._memory), rank, size, floats, seconds)
+        self.handle = found.chorus_ranks_create(ctypes.addressof(self._memory), rank, size, floats, seconds, spinning)
 
     @staticmethod
     def num_bytes(size: int, floats: int) -> int:
@@ -76,6 +82,21 @@ class Ranks:
     def post(self) -> None:
         """Say that this rank's part is written, and wait for none of the others'."""
         self._library.chorus_ranks_post(self.handle)
+
+    def count(self) -> int:
+        """Count the next sum of a rank that a device is, which says itself, in `word`, that its part is written, and
+        waits for the others' words. Returns the number of the sum.
+        """
+        return self._library.chorus_ranks_count(self.handle)
+
+    def word(self, rank: int) -> int:
+        """Address of an int64: the last sum that a rank has written its part of."""
+        return self._library.chorus_ranks_word(self.handle, rank)
+
+    @property
+    def sums(self) -> int:
+        """Sums so far in the step."""
+        return self._library.chorus_ranks_sums(self.handle)
 
     @property
     def mine(self) -> int:

@@ -165,6 +165,14 @@ class SgmvTables:
         self._planned = segments, key, count
         return count
 
+    def leave_out(self, rows: AdapterRows, layer: int) -> None:
+        """Have what is launched from now on find no rows of a layer of an adapter that was planned; for as long as it
+        keeps its slot.
+        """
+        slot = self._slots[rows]
+        self.first_elem[slot, layer] = -1
+        self.places[slot, layer, :, 0] = -1
+
     def _assign(self, used: Sequence[AdapterRows]) -> bool:
         """Give each of `used` a slot: a free one, else one that the step doesn't use, longest unused first.
 

@@ -3,6 +3,7 @@
 Each has a processor of its own. A step lends them the rows of an adapter, layer by layer, until the layer is in the
 adapter's pages; from there on SGMV serves. They read A and B from the host image, which lies in shared memory like all
 that is handed over. Should one end, the rows that it had are void and wait for their adapter, and so do all later ones.
+What is here is of steps on the CPU, which hand rows over by the native library, and of steps on a GPU (`cuda_assist`).
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ import torch
 
 from ...memory.host.image import HostImage
 from ...memory.pages.adapter_layout import AdapterLayout
-from ...memory.pages.arena import Arena
 from ...memory.pages.layout import MODULES
 from ...memory.transfers.dma import Dma
 from ...memory.transfers.pinned import PinnedBuffers
 from ...memory.transfers.transfer import ExecutorLost, Transfer
-from ...ops.lend import MOST_LENT, Lent, hand_over, handed_floats
+from ...ops.lend import Lent, group_widths, hand_over, handed_floats
+from ...ops.native_library import MOST_LENT
 from ...ops.sgmv import AdapterRows, Segments
 from ..cold_start import Arrival, ColdStart, ColdStarts, CpuLoraCost, Stalls, stalls
 from ..config import EngineConfig
 from ..model.config import ModelConfig
 from ..requests.types import StepPlan
 from .adapters import ModelAdapters
-from .assist_memory import AssistLayout, AssistMemory
+from .assist_memory import AssistLayout, AssistMemory, Pinning
 from .assistant import AssistantProcess
 from .followers import Followers
 
@@ -91,10 +92,12 @@ class AssistProfile:
 class LendableAdapters(ModelAdapters):
     """Reads adapters into memory that the assistants share, and knows the images of adapters on their way."""
 
-    def __init__(self, config: ModelConfig, arena: Arena, dtype: torch.dtype, memory: AssistMemory) -> None:
-        super().__init__(config, arena, dtype)
+    coming: weakref.WeakKeyDictionary[Transfer, _Coming]
+
+    def share(self, memory: AssistMemory) -> None:
+        """Read into this memory from now on."""
         self.dma = Dma(self.dma.copies, PinnedBuffers(memory, memory.layout.image_bytes))
-        self.coming: weakref.WeakKeyDictionary[Transfer, _Coming] = weakref.WeakKeyDictionary()
+        self.coming = weakref.WeakKeyDictionary()
 
     def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
         began = time.monotonic()
@@ -105,20 +108,37 @@ class LendableAdapters(ModelAdapters):
 
 
 class Assist:
-    """The assistants of an executor on the CPU, and the choice between them and waiting for layers.
+    """The assistants of an executor, and the choice between them and waiting for layers. `use_adapters` comes before
+    the first step.
 
     starts: what was chosen. way: None: chosen by the cost model; else always so, for studies.
     """
 
-    def __init__(self, config: EngineConfig, model: ModelConfig, arena: Arena, dtype: torch.dtype) -> None:
+    adapters: LendableAdapters
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        page_elems: int,
+        dtype: torch.dtype,
+        most_rows: int | None = None,
+        pinning: Pinning | None = None,
+    ) -> None:
+        """most_rows: that are handed over at once; by default as a step has. pinning: of the device that is rank
+        0 in place of this process's processors.
+        """
         self._workers = workers = config.assist_workers
-        self._dtype, self._page_elems = dtype, arena.layout.page_elems
+        self._dtype, self._page_elems = dtype, page_elems
         self._shapes = model.hidden_size, model.intermediate_size, model.q_size, model.kv_size
-        self._most_rows = config.max_num_batched_tokens
-        layout = AssistLayout(1 + workers, handed_floats(self._shapes, self._most_rows), _image_bytes(config))
+        self._widths = group_widths(self._shapes)
+        self._most_rows = max(_PROFILE_TOKENS, most_rows or config.max_num_batched_tokens)
+        layout = AssistLayout(
+            1 + workers, handed_floats(self._shapes, self._most_rows), _image_bytes(config), pinning is None
+        )
         fd = AssistMemory.create(layout)
         try:
-            self._memory = AssistMemory(fd, layout)
+            self._memory = AssistMemory(fd, layout, pinning)
             self._ranks = self._memory.ranks(0, PATIENCE_SECONDS)
             cpus = assistant_cpus(workers)
             makers = {
@@ -130,7 +150,6 @@ class Assist:
             self._followers = Followers(makers, fd, self._ranks, PATIENCE_SECONDS)
         finally:
             os.close(fd)
-        self.adapters = LendableAdapters(model, arena, dtype, self._memory)
         self.starts = ColdStarts()
         self.way: ColdStart | None = None
         self.profile = AssistProfile(0.0, 0.0)
@@ -139,10 +158,15 @@ class Assist:
         self._coming: dict[int, _Coming] = {}  # of the step, by the address of the count of layers that have arrived
         self._chosen: dict[int, tuple[int, ColdStart]] = {}  # of these the tokens, and the way to begin
         self._images: list[Any] = []  # of what is lent
-        self._step = 0
+        self._step, self._began = 0, 0.0
         self._per_token = 0.0  # seconds of a step with prompts, with adapters that were there
         self._per_elem = _UNKNOWN_PACE
         self._is_lost = False
+
+    def use_adapters(self, adapters: LendableAdapters) -> None:
+        """Lend of these adapters from now on."""
+        adapters.share(self._memory)
+        self.adapters = adapters
 
     def join(self) -> None:
         """Wait until the assistants are ready, and take their profile."""
@@ -164,20 +188,27 @@ class Assist:
         return self._followers.pids
 
     def run(self, forward: Callable[[StepPlan], torch.Tensor], plan: StepPlan) -> torch.Tensor:
-        """Run a step; what of it is lent is chosen by `begin`, once its segments are known."""
-        coming = ((adapter.transfer, self.adapters.coming) for adapter in plan.adapters if adapter.transfer is not None)
-        self._coming = {transfer.address: known[transfer] for transfer, known in coming if transfer in known}
-        began = time.monotonic()
-        if not self._coming:
-            logits = forward(plan)
-            if plan.bucket is None:
-                self._per_token = (time.monotonic() - began) / plan.num_tokens
-            return logits
-        self.lent, self._chosen = None, {}
+        """Run a step of which nothing is under way when `forward` returns."""
+        self.begin_step(plan)
         try:
             return forward(plan)
         finally:
+            self.end_step(plan)
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Before a step; what of it is lent is chosen by `begin`, once its segments are known."""
+        coming = ((adapter.transfer, self.adapters.coming) for adapter in plan.adapters if adapter.transfer is not None)
+        self._coming = {transfer.address: known[transfer] for transfer, known in coming if transfer in known}
+        self._began = time.monotonic()
+        if self._coming:
+            self.lent, self._chosen = None, {}
+
+    def end_step(self, plan: StepPlan) -> None:
+        """After a step, when it is computed."""
+        if self._coming:
             self._end()
+        elif plan.bucket is None:
+            self._per_token = (time.monotonic() - self._began) / plan.num_tokens
 
     def begin(self, segments: Segments) -> Lent | None:
         """See `Lending.begin`."""
@@ -216,7 +247,15 @@ class Assist:
 
     def _stalls(self, address: int, coming: _Coming, tokens: int, now: float) -> Stalls:
         arrival = coming.arrival(max(0, layers_at(address)), now, self._per_elem)
-        return stalls(arrival, self._per_token * tokens, self._cost(coming).seconds(tokens, 1))
+        return self._price(arrival, coming, tokens)
+
+    def _price(self, arrival: Arrival, coming: _Coming, tokens: int) -> Stalls:
+        cpu, returned = self._cost(coming).seconds(tokens, 1), self._returned_seconds(coming.layout, tokens)
+        return stalls(arrival, self._per_token * tokens, cpu, returned)
+
+    def _returned_seconds(self, layout: AdapterLayout, tokens: int) -> float:
+        """Seconds of the adapter's link that the products of all layers take."""
+        return 0.0
 
     def _cost(self, coming: _Coming) -> CpuLoraCost:
         return self.profile.cost(coming.layout, 4 * coming.layout.num_layers, self._workers)
@@ -234,7 +273,10 @@ class Assist:
             self._give_up(error)
             return None
         self._images = [coming.image.data for coming in comings]  # which stay, whatever becomes of the reads
-        self.lent = Lent(self._ranks, entries, row, share, [coming.image.stream.address for coming in comings])
+        self.lent = Lent(
+            self._ranks, entries, row, share, [coming.image.stream.address for coming in comings],
+            self._memory.handovers,
+        )  # fmt: skip
         return self.lent
 
     def _begin(
@@ -270,7 +312,7 @@ class Assist:
         """Prices of the ways to have begun, by the pace of the copy as it is known after the step."""
         whole = coming.arrival(arrived, now, self._per_elem)
         arrival = Arrival(whole.layers, whole.first, whole.first * whole.layers)
-        return stalls(arrival, self._per_token * tokens, self._cost(coming).seconds(tokens, 1))
+        return self._price(arrival, coming, tokens)
 
     def _give_up(self, error: Exception) -> None:
         """Lend nothing any more: prompts wait for their adapters."""
@@ -295,18 +337,24 @@ class Assist:
         others = (-1,) * (len(MODULES) - 1)
         rows = AdapterRows(pages, rank, 1.0, hidden + q, (0, *others), (hidden, *others), (0,))
         x = torch.zeros(tokens, hidden)
-        self._begin([rows], [0, tokens], [*shares(tokens, 1, workers), *[tokens] * (self._workers - workers)], [offset])
+        share = [*shares(tokens, 1, workers), *[tokens] * (self._workers - workers)]
+        self._begin([rows], [0, tokens], share, [offset])
         found = []
         for _ in range(rounds):
             began = time.perf_counter()
-            hand_over(self._ranks, x, self._dtype)
-            self._ranks.meet()
+            self._hand_over(x, share)
             found.append(time.perf_counter() - began)
         self._finish()
         return statistics.median(found)
 
+    def _hand_over(self, x: torch.Tensor, share: Sequence[int]) -> None:
+        """Hand rows of the query projection's input over, of one lent segment, and wait for the products."""
+        hand_over(self._ranks, self._memory.handovers, x, self._dtype)
+        self._ranks.meet()
+
     def close(self) -> None:
         self._followers.close()
+        self._memory.close()
 
 
 def _image_bytes(config: EngineConfig) -> int:

@@ -45,4 +45,4 @@ class AssistantProcess:
         self._ranks.begin(step)
         own = share[self._number - 1], share[self._number]
         images = [self._memory.address(offset) for offset in offsets]
-        self._assistant.serve(self._ranks, rows, row, own, images, self._page_elems)
+        self._assistant.serve(self._ranks, rows, row, own, images, self._page_elems, self._memory.handovers)

@@ -59,10 +59,6 @@ def open_executor(config: EngineConfig) -> Executor:
     on_gpu = uses_gpu(config.device)
     if on_gpu and size > 1:
         raise _refusal(f"tensor_parallel_size is {size}, and ranks compute on the CPU only; set device to cpu")
-    if assistants and on_gpu:
-        raise _refusal(
-            f"assist_workers is {assistants}, and steps on a GPU lend nothing; set it to 0, or device to cpu"
-        )
     if assistants and size > 1:
         raise _refusal(
             f"assist_workers is {assistants}, and tensor_parallel_size is {size}: ranks have none; set one of them to "

@@ -31,7 +31,7 @@ from ..model.shard import WHOLE, Shard
 from ..model.weights import num_weights
 from ..requests.types import StepPlan, StepResult
 from .adapters import ModelAdapters
-from .assist import Assist
+from .assist import Assist, LendableAdapters
 from .base import ModelExecutor
 from .host_memory import WIDE_SHARE, default_arena_bytes, total_bytes
 from .swaps import PageSwaps
@@ -65,7 +65,8 @@ class CpuExecutor(ModelExecutor):
                     f"assist_workers is {config.assist_workers}, and steps run on torch's operators, which lend "
                     "nothing; set it to 0"
                 )
-            self._assist = Assist(config, self.config, self.arena, dtype)
+            self._assist = Assist(config, self.config, self.layout.page_elems, dtype)
+            self._assist.use_adapters(LendableAdapters(self.config, self.arena, dtype))
         self.adapters = self._assist.adapters if self._assist else ModelAdapters(self.config, self.arena, dtype)
         self.swaps = PageSwaps(self.arena, self.adapters.dma)
         self._lora = LoraState(self.config, self.arena.pages, config.max_load_stall_seconds)

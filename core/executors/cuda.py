@@ -12,9 +12,12 @@ import torch
 from ...graphs.device import CudaDevice, DeviceError
 from ...graphs.runner import CapturedStep
 from ...memory.pages.arena import Arena
-from ...ops import dependent_launch
+from ...memory.transfers.cuda_driver import CupyDriver, MissingCupy
+from ...ops import dependent_launch, native_library
 from ...ops.attention_backend import AttentionUnavailable, choose_attention
+from ..cold_start import ColdStarts
 from ..config import EngineConfig
+from ..model.config import UnsupportedModel
 from ..model.decoder import DecoderModel
 from ..model.nvtx_spans import span
 from ..model.open_weights import open_weights
@@ -22,8 +25,9 @@ from ..requests.types import StepPlan, StepResult
 from . import cuda_memory
 from .adapters import CudaAdapters
 from .base import ModelExecutor, watched
+from .cuda_assist import CudaAssist, CudaLendableAdapters
 from .cuda_merged import CudaShadow
-from .cuda_steps import CudaSteps
+from .cuda_steps import CudaSteps, Outputs
 from .swaps import PageSwaps
 
 logger = logging.getLogger(__name__)
@@ -32,29 +36,38 @@ logger = logging.getLogger(__name__)
 class CudaExecutor(ModelExecutor):
     """Runs steps on one GPU. One thread at a time, any thread."""
 
-    def __init__(self, config: EngineConfig, device: CudaDevice | None = None) -> None:
-        """device: the configuration's GPU by default. Raises DeviceError, UnsupportedModel, OutOfDeviceMemory."""
+    def __init__(
+        self, config: EngineConfig, device: CudaDevice | None = None, driver: CupyDriver | None = None
+    ) -> None:
+        """device: the configuration's GPU by default; driver: of the same, for assistants. Raises DeviceError,
+        UnsupportedModel, OutOfDeviceMemory.
+        """
         super().__init__(config)
+        check_assistants(config, self._dtype)
         self._config = config
         dependent_launch.allow(config.dependent_launch == "auto")
         self._device = CudaDevice(_index(config.device)) if device is None else device
         with self._device.scope():
             free, _ = self._device.memory()
             self.steps = self._load()
+            self._assist = self._open_assistants(driver) if config.assist_workers else None
             with torch.inference_mode():
                 self.steps.warm_up()
                 self.num_pages = self._measure(free)
             self.arena = Arena(self.layout, self.num_pages, self._dtype, self._device.torch_device)
             self.steps.use_arena(self.arena)
-            self.adapters = CudaAdapters(
-                self.config, self.arena, self._dtype, self._device, config.max_lora_rank, config.host_bytes
-            )
+            self.adapters = self._open_adapters()
             self.swaps = PageSwaps(self.arena, self.adapters.dma, partial(watched, self._device))
             steps = self.steps
             self.shadow = CudaShadow(steps.decoder, self.arena, steps.lora, steps.merged_graphs, self._device)
             with torch.inference_mode():
                 self.steps.capture_ahead()
             self._device.synchronize()
+            self.cold_starts = ColdStarts()
+            if self._assist is not None:
+                self._assist.join()
+                self.cold_starts = self._assist.starts
+                self.steps.lora.lending = self._assist.lend
 
     @property
     def captured(self) -> Sequence[CapturedStep]:
@@ -72,20 +85,49 @@ class CudaExecutor(ModelExecutor):
             if plan.merged is not None:
                 self.shadow.check(plan.merged)
             if plan.bucket is None:
-                outputs = steps.ragged(rows, plan.adapters, plan.sources, plan.merged)
+                outputs = self._ragged(plan)
             else:
                 outputs = steps.decode(plan.bucket, rows, plan.adapters, plan.sources, plan.merged)
             draw = partial(steps.draw, rows, *outputs)
             read = None if plan.sources is not None and steps.look_back(rows) else draw()
-            return _Started(self._device, steps.lora.late_requests(rows) if plan.adapters else [], draw, read)
+            late = steps.lora.late_requests(rows) if plan.adapters else []
+            end = partial(self._assist.end, plan) if self._assist is not None and plan.bucket is None else None
+            return _Started(self._device, late, draw, read, end)
 
     def close(self) -> None:
         """Free the GPU's memory. The executor can't be used afterwards."""
         self._device.synchronize()
         self.adapters.close()
         self.steps.close()
+        if self._assist is not None:
+            self._assist.close()
+            self._assist = None
         del self.steps, self.arena, self.adapters, self.swaps, self.shadow
         self._device.release()
+
+    def _ragged(self, plan: StepPlan) -> Outputs:
+        launch = partial(self.steps.ragged, plan.rows, plan.adapters, plan.sources, plan.merged)
+        return launch() if self._assist is None else self._assist.launch(launch, plan)
+
+    def _open_assistants(self, driver: CupyDriver | None) -> CudaAssist:
+        if driver is None:
+            try:
+                driver = CupyDriver(self._device.torch_device.index or 0, self._device.failure)
+            except MissingCupy as error:
+                raise DeviceError(
+                    f"assist_workers is {self._config.assist_workers}, and hand-overs need CuPy; set it to 0, or "
+                    f"install CuPy: {error}"
+                ) from error
+        return CudaAssist(self._config, self.config, self.layout.page_elems, self._dtype, self._device, driver)
+
+    def _open_adapters(self) -> CudaAdapters:
+        config = self._config
+        of_arena = self.config, self.arena, self._dtype, self._device, config.max_lora_rank
+        if self._assist is None:
+            return CudaAdapters(*of_arena, config.host_bytes)
+        adapters = CudaLendableAdapters(*of_arena, 0)
+        self._assist.use_adapters(adapters)
+        return adapters
 
     def _load(self) -> CudaSteps:
         """Weights and static buffers, with an arena of two pages until it is known how large the real one can be."""
@@ -135,13 +177,14 @@ class CudaExecutor(ModelExecutor):
 @dataclass(slots=True, eq=False)
 class _Started:
     """A launched step. late: requests of adapters that missed the deadline. draw: launches the draw; read: what that
-    gave, which waits for the tokens, None before.
+    gave, which waits for the tokens, None before. end: see `CudaAssist.end`; None without assistants.
     """
 
     _device: CudaDevice
     _late: list[str]
     _draw: Callable[[], Callable[[], StepResult]]
     _read: Callable[[], StepResult] | None
+    _end: Callable[[], list[str]] | None
 
     def draw(self) -> None:
         if self._read is None:
@@ -153,9 +196,17 @@ class _Started:
             raise RuntimeError("a step is read before its tokens are drawn")
         with watched(self._device):
             result = self._read()
-        for request_id in self._late:
+        for request_id in self._late if self._end is None else [*self._late, *self._end()]:
             result.retract(request_id)
         return result
+
+
+def check_assistants(config: EngineConfig, dtype: torch.dtype) -> None:
+    """Raise UnsupportedModel where assistants are asked for and can't compute."""
+    if config.assist_workers and (reason := native_library.why_unavailable(dtype)) is not None:
+        raise UnsupportedModel(
+            f"assist_workers is {config.assist_workers}, and they run the native library: {reason}; or set it to 0"
+        )
 
 
 def _index(device: str) -> int:

@@ -125,9 +125,11 @@ class Layer:
         """The product with what adapters add, gated or not; in one launch but for shrink where the way has that."""
         way, lora, shrunk = self._ways[group], self._lora, None
         base_name, lora_name = _SPANS[group]
-        if lora is not None and way is Way.EXPANDED:
-            with span(lora_name):
-                shrunk = lora.shrink(group, x, self._index)
+        if lora is not None:
+            lora.lend(group, x, self._index)
+            if way is Way.EXPANDED:
+                with span(lora_name):
+                    shrunk = lora.shrink(group, x, self._index)
         is_added = lora is None or shrunk is not None
         with span(base_name):
             y = multiply(way, x, weight, bias, gate=gate and is_added, shrunk=shrunk)

@@ -42,6 +42,9 @@ class StepLora(Protocol):
     def wait(self, layer: int, /) -> None:
         """Wait for `layer` of adapters that are still being loaded; called before the layer is computed."""
 
+    def lend(self, group: int, x: torch.Tensor, layer: int, /) -> None:
+        """Give other processes what they compute of a group's products; called before the base product."""
+
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int, /) -> None:
         """Add the adapters' products of a group of projections with a common input: QKV, ATTN_O, GATE_UP or DOWN."""
 
@@ -130,7 +133,7 @@ class LoraState:
     def wait(self, layer: int) -> None:
         """Wait for `layer` of adapters that are still being loaded; adapters that miss the deadline are late."""
         for slot, transfer in self._coming.items():
-            if slot in self._late:
+            if slot in self._late or self._is_lent(slot, transfer, layer):
                 continue
             began = time.monotonic()
             if not transfer.wait_layer(layer, max(0.0, self._patience)):
@@ -139,6 +142,10 @@ class LoraState:
                 self.segments = self.segments.without(late)  # what lies in its pages may be NaN for all
                 self._slots = [of for of in self._slots if of != slot]
             self._patience -= time.monotonic() - began
+
+    def _is_lent(self, slot: int, transfer: Transfer, layer: int) -> bool:
+        """True if other processes compute a layer of an adapter that is still being loaded."""
+        return False
 
     def late_slots(self) -> set[int]:
         """Slots of adapters that missed the deadline: their rows are void."""
@@ -150,6 +157,9 @@ class LoraState:
             return []
         late = self.late_slots()
         return [row.request_id for row in rows if row.slot in late]
+
+    def lend(self, group: int, x: torch.Tensor, layer: int) -> None:
+        """Torch's operators lend nothing."""
 
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
         sgmv(y, x, self.arena, self.segments, layer, self._groups[group])

@@ -6,13 +6,14 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from ...memory.adapters.adapter import Adapter
 from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from ...memory.pages.layout import MODULES, PageLayout
+from ...memory.transfers.transfer import Transfer
 from ...ops.sgmv import Segments
 from ...ops.sgmv_schedule import RANK_CLASSES, Schedule, decode, prefill, rank_class, token_limits
 from ...ops.sgmv_tables import Copy, SgmvTables
@@ -51,6 +52,22 @@ class StepLimits(NamedTuple):
     padded: int = 0
 
 
+class StepLending(Protocol):
+    """What of a step other processes compute, found while it is launched."""
+
+    def takes(self, slot: int, layer: int, /) -> bool:
+        """True if they compute a layer of an adapter that its pages lack: from now on its tables leave that out."""
+        ...
+
+    def lend(self, group: int, x: torch.Tensor, layer: int, /) -> None:
+        """Give them their rows of x."""
+        ...
+
+    def collect(self, group: int, y: torch.Tensor, /) -> None:
+        """Add what they make of the rows to y."""
+        ...
+
+
 class CudaLoraState(LoraState):
     """The tables of all launches, sized once from what a step may hold, so that nothing that adapters do moves them.
 
@@ -77,6 +94,10 @@ class CudaLoraState(LoraState):
         self.widths = [(config.module_dims[MODULES[group[0][0]]][0], group) for group in lora_groups(config)]
         _, widest = self._whole(self.max_rank)
         self._products: dict[Schedule, list[Sgmv]] = {}
+        self.lending: Callable[[Segments, Sequence[int], SgmvTables], StepLending | None] | None = None
+        """Chooses what is lent of a step of prompts, by its segments, the slot of each, and the tables."""
+        self.lent: StepLending | None = None
+        """What the step lends."""
         self.tables = SgmvTables(
             slots=(max_adapters + 1) * MAX_PARTS,  # one more is taken off others' rows while it is in the weights
             layers=config.num_layers,
@@ -89,6 +110,22 @@ class CudaLoraState(LoraState):
             device=arena.device,
             make_copy=make_copy,
         )
+
+    def set_step(
+        self,
+        adapters: Sequence[Adapter],
+        slots: Sequence[RowAdapters],
+        lengths: Sequence[int],
+        merged: Adapter | None = None,
+    ) -> None:
+        self.lent = None
+        super().set_step(adapters, slots, lengths, merged)
+
+    def _is_lent(self, slot: int, transfer: Transfer, layer: int) -> bool:
+        if self.lent is None:
+            return False
+        transfer.is_done()  # which has its count of layers be of now
+        return self.lent.takes(slot, layer)
 
     def use_arena(self, arena: torch.Tensor) -> None:
         """Read adapters from another arena of the same layout from now on."""
@@ -114,12 +151,13 @@ class CudaLoraState(LoraState):
         """Write the tables of a step of prompts; `captured`, or other launches where that has too few tiles."""
         tail = captured.tail
         if tail is not None:
-            self.set_step(adapters, slots, lengths)
+            self._begin(adapters, slots, lengths)
             tiles = captured.schedule.tile_tokens, _border(lengths), tail.schedule.tile_tokens, captured.num_tiles
             num_tiles, tables = self.tables.plan(self.segments, *tiles), self.tables
             enough = num_tiles <= captured.num_tiles and tables.tail_tiles <= tail.num_tiles
-            if enough and tables.passes <= captured.passes:
+            if enough and tables.passes <= captured.passes and self.lent is None:
                 return captured
+            return self._ragged(lengths)
         return self.begin_ragged(adapters, slots, lengths)
 
     def begin_bucket(
@@ -158,10 +196,23 @@ class CudaLoraState(LoraState):
         Rows of one token behind the others, which is where decode rows are, have the launches of a decode step, so
         that they wait for no tile of many tokens and their products are the same in either.
         """
+        self._begin(adapters, slots, lengths, merged)
+        return None if merged is not None and not self.segments.rows else self._ragged(lengths)
+
+    def _begin(
+        self,
+        adapters: Sequence[Adapter],
+        slots: Sequence[RowAdapters],
+        lengths: Sequence[int],
+        merged: Adapter | None = None,
+    ) -> None:
+        """`set_step` of a step of prompts, some of which may be lent."""
         self.set_step(adapters, slots, lengths, merged)
+        if self._coming and self.lending is not None:
+            self.lent = self.lending(self.segments, self._slots, self.tables)
+
+    def _ragged(self, lengths: Sequence[int]) -> LoraLaunches:
         segments, tokens = self.segments, sum(lengths)
-        if merged is not None and not segments.rows:
-            return None
         covered = sum(end - begin for begin, end, _ in segments)
         if tokens <= self._max_rows and covered <= _SHORT * len(segments.rows):
             schedule = decode(tokens, self.max_rank)
@@ -312,6 +363,8 @@ class LoraLaunches:
             last = y[tail.border :], x[tail.border :]
             self._tail_groups[group](*last, layer, self._tail_tiles, tail.num_tiles)
         self._groups[group](y, x, layer, self._tiles, self.num_tiles, self._tokens, compile_only=compile_only)
+        if (lent := self._state.lent) is not None:
+            lent.collect(group, y)
 
     def shrink(self, group: int, x: torch.Tensor, layer: int, *, compile_only: bool = False) -> Shrunk | None:
         """Multiply with A alone. None where adapters of a row are added in passes, or tiles hold more than a token."""
@@ -319,3 +372,8 @@ class LoraLaunches:
             return None
         (tiles,) = self._tiles
         return self._groups[group].shrink(x, layer, tiles, self.num_tiles, compile_only=compile_only)
+
+    def lend(self, group: int, x: torch.Tensor, layer: int) -> None:
+        """See `StepLora.lend`."""
+        if (lent := self._state.lent) is not None:
+            lent.lend(group, x, layer)

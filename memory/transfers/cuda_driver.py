@@ -12,6 +12,8 @@ import torch
 from .transfer import ExecutorLost
 
 _NOT_READY = 600  # cudaErrorNotReady
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+_PORTABLE, _MAPPED = 1, 2  # cudaHostRegister's flags: for every context, and for the device's own accesses
 
 #: The driver's library; CuPy has no calls for values in a stream.
 _LIBCUDA = "libcuda.so.1"
@@ -112,6 +114,23 @@ class CupyDriver(CupyCalls):
         kind = self._runtime.memcpyHostToDevice if to_device else self._runtime.memcpyDeviceToHost
         with self._device():
             self._runtime.memcpyAsync(target, source, num_bytes, kind, stream)
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        """Pin whole pages of host memory, which the device then sees at the host's addresses. MemoryError when the
+        system grants no more.
+        """
+        try:
+            with self._device():
+                self._runtime.hostRegister(address, num_bytes, _PORTABLE | _MAPPED)
+        except self._runtime.CUDARuntimeError as error:
+            if error.status != _OUT_OF_MEMORY:
+                raise
+            raise MemoryError(str(error)) from error
+
+    def unpin(self, address: int) -> None:
+        """Let go of what `pin` has pinned, which no copy may be using."""
+        with self._device():
+            self._runtime.hostUnregister(address)
 
     def write_value(self, stream: int, address: int, value: int) -> None:
         """Let `stream` write a uint32 to an address, once all that it was given so far is complete and can be seen."""

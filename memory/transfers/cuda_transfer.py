@@ -124,8 +124,6 @@ class CudaTransfer:
     owner keeps the pages.
     """
 
-    address = 0  # nothing to watch: the compute stream waits
-
     def __init__(self, engine: CopyEngine, image: HostImage, plan: CopyPlan, num_pages: int, to_device: bool) -> None:
         self._engine = engine
         self._image: HostImage | None = image
@@ -136,7 +134,13 @@ class CudaTransfer:
         self._data: Any = None  # what copies read from, kept until none runs, even should the image fail
         self._events: list[Any] = []  # of the groups issued so far, in the order in which they fire
         self._num_fired = 0
+        self.arrived = LayerStream()
+        """Layers whose copies the host has seen complete."""
         self._is_stopped = False
+
+    @property
+    def address(self) -> int:
+        return self.arrived.address
 
     # -- progress
 
@@ -246,6 +250,11 @@ class CudaTransfer:
             self._image.unfollow(self.advance)
 
     def _count_fired(self) -> int:
+        before = self._num_fired
         while self._num_fired < len(self._events) and self._engine.is_fired(self._events[self._num_fired]):
             self._num_fired += 1
+        if self._num_fired > before:
+            plan, fired = self._plan, self._num_fired
+            is_all = fired == len(plan.groups)
+            self.arrived.publish(len(plan.group_of) if is_all else plan.groups[fired - 1].last_layer + 1)
         return self._num_fired

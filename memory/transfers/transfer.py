@@ -21,7 +21,7 @@ class Transfer(Protocol):
 
     @property
     def address(self) -> int:
-        """Address of an int32 that counts the layers that are there, for native code to watch; 0: there is none."""
+        """Address of an int32: the layers that are there, as far as the host has looked; 0: it is not counted."""
         ...
 
     def wait_layer(self, layer: int, timeout: float) -> bool:

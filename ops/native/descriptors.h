@@ -28,6 +28,7 @@ struct ModelDesc {
 };
 
 class Ranks;
+struct Handover;
 
 // Segments of a step with products that other processes compute until its layers are in their pages: see lend.h.
 struct LentDesc {
@@ -39,6 +40,7 @@ struct LentDesc {
     int64_t* const* first_elem;  // [count]: that of the segment's adapter, which has no other user
     const std::atomic<int32_t>* const* image_ready;  // [count]: layers that are in host memory
     int32_t* layers;  // [count]: set: how many were lent
+    Handover* handovers;
 };
 
 // What an assistant knows of a step's segments. first, last: its rows.
@@ -48,6 +50,7 @@ struct AssistDesc {
     const int32_t* row;  // [count + 1]
     const Adapter* const* adapters;  // [count]: their pages are the image's
     void* const* images;  // [count]
+    const Handover* handovers;
 };
 
 struct StepDesc {

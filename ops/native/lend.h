@@ -2,9 +2,10 @@
 // (CPU-assisted prefill, CaraServe §4).
 //
 // The rows of x are handed over in memory that the processes share, by `Ranks`: rank 0 is the process of the base model, the
-// others are assistants. A hand-over takes two meetings. Rank 0's part of the first is a `Handover` and rows of x, and it
-// goes on with the base product without waiting; the assistants' parts of the second are x·A·B of a share of the rows each.
-// They read A and B from the adapter's image in host memory.
+// others are assistants. A hand-over takes two meetings. Rank 0's part of the first is rows of x, and it goes on with the
+// base product without waiting; the assistants' parts of the second are x·A·B of a share of the rows each. They read A and
+// B from the adapter's image in host memory. What is to be computed stands in a `Handover` of its own, as a GPU's host
+// writes that long before the GPU, as rank 0, writes the rows.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -17,11 +18,20 @@ namespace chorus {
 
 constexpr int kLent = 1000;  // most segments that are handed over at once
 
-// What a layer's group of projections needs, before the rows of x.
+constexpr int kHandovers =
+    1 << 12;  // of a step, four a layer; the next one of a step is written when this one was read
+
+// What a layer's group of projections needs beside the rows of x.
 struct alignas(64) Handover {
     int32_t layer, group;
     uint8_t active[kLent];  // of each lent segment: whether its rows are there
 };
+
+// That of the hand-over which is under way, of either meeting.
+template <class H>
+inline H& handover_of(const Ranks& ranks, H* handovers) {
+    return handovers[ranks.sums() / 2 % kHandovers];
+}
 
 // Rank 0's side, within a step. One thread at a time; `add` on any.
 template <class T>
@@ -59,12 +69,12 @@ class Lender {
     void lend(const StepDesc& step, int g, int layer, const X* x, long ldx) {
         const LentDesc& lent = *step.lent;
         lent_ = false;
-        auto& head = *(Handover*)lent.ranks->mine();
+        auto& head = handover_of(*lent.ranks, lent.handovers);
         for (int i = 0; i < lent.count; i++) {
             head.active[i] = active_[i] && groups_.changed(g, *step.segment_adapters[lent.segment[i]]);
             if (!head.active[i]) continue;
             lent_ = true;
-            memcpy((X*)(&head + 1) + lent.row[i] * ldx, x + step.segment_begin[lent.segment[i]] * ldx,
+            memcpy((X*)lent.ranks->mine() + lent.row[i] * ldx, x + step.segment_begin[lent.segment[i]] * ldx,
                    (lent.row[i + 1] - lent.row[i]) * ldx * sizeof(X));
         }
         if (!lent_) return;
@@ -109,11 +119,11 @@ class Lender {
 
 // To measure what a hand-over takes: rows of float32 as the first group's input of layer 0, of one segment.
 template <class T>
-void hand_over(Ranks& ranks, const float* x, int64_t rows, int k) {
-    auto& head = *(Handover*)ranks.mine();
+void hand_over(Ranks& ranks, Handover* handovers, const float* x, int64_t rows, int k) {
+    auto& head = handover_of(ranks, handovers);
     head.layer = head.group = 0;
     head.active[0] = 1;
-    for (int64_t r = 0; r < rows; r++) convert(x + r * k, k, (Act<T>*)(&head + 1) + r * spread<Act<T>>(k));
+    for (int64_t r = 0; r < rows; r++) convert(x + r * k, k, (Act<T>*)ranks.mine() + r * spread<Act<T>>(k));
     ranks.post();
 }
 
@@ -132,8 +142,8 @@ class Assistant final : public AnyAssistant {
     void serve(Ranks& ranks, const AssistDesc& desc) override {
         const Groups groups(desc.hidden, desc.ffn, desc.q, desc.kv);
         while (ranks.meet() == Ranks::kWell) {
-            const auto& head = *(const Handover*)ranks.part(0);
-            compute(groups, desc, head, (const X*)(&head + 1), ranks.mine());
+            const Handover& head = handover_of(ranks, desc.handovers);
+            compute(groups, desc, head, (const X*)ranks.part(0), ranks.mine());
             if (ranks.meet() != Ranks::kWell) return;
         }
     }

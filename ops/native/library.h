@@ -44,7 +44,7 @@ CHORUS_API int64_t chorus_descriptors() {
     return ((((int64_t)sizeof(StepDesc) * 1000 + sizeof(ModelDesc)) * 1000 + sizeof(LayerDesc)) * 1000 +
             sizeof(MergeDesc)) *
                1000 +
-           sizeof(LentDesc) + sizeof(AssistDesc);
+           (sizeof(LentDesc) + sizeof(AssistDesc)) * 10000 + sizeof(Handover);
 }
 
 // element: 2 for bfloat16, 4 for float32.
@@ -96,8 +96,9 @@ CHORUS_API double chorus_product_rate(int threads, int element, int64_t rounds) 
 
 // Sums over ranks: see ranks.h. `memory` must outlive it.
 CHORUS_API int64_t chorus_ranks_bytes(int size, int64_t floats) { return Ranks::bytes(size, floats); }
-CHORUS_API void* chorus_ranks_create(void* memory, int rank, int size, int64_t floats, double seconds) {
-    return new Ranks(memory, rank, size, floats, seconds);
+CHORUS_API void* chorus_ranks_create(void* memory, int rank, int size, int64_t floats, double seconds,
+                                     double spinning) {
+    return new Ranks(memory, rank, size, floats, seconds, spinning);
 }
 CHORUS_API void chorus_ranks_begin(void* ranks, int64_t step) { ((Ranks*)ranks)->begin(step); }
 CHORUS_API int chorus_ranks_add_up(void* ranks, float* data, int64_t count) {
@@ -111,18 +112,23 @@ CHORUS_API void chorus_ranks_fail(void* ranks, int64_t step) { ((Ranks*)ranks)->
 CHORUS_API void chorus_ranks_lose(void* ranks) { ((Ranks*)ranks)->lose(); }
 CHORUS_API int chorus_ranks_meet(void* ranks) { return ((Ranks*)ranks)->meet(); }
 CHORUS_API void chorus_ranks_post(void* ranks) { ((Ranks*)ranks)->post(); }
+CHORUS_API int64_t chorus_ranks_count(void* ranks) { return ((Ranks*)ranks)->count(); }
+CHORUS_API void* chorus_ranks_word(void* ranks, int rank) { return ((Ranks*)ranks)->word(rank); }
+CHORUS_API int chorus_ranks_sums(void* ranks) { return ((Ranks*)ranks)->sums(); }
 CHORUS_API float* chorus_ranks_mine(void* ranks) { return ((Ranks*)ranks)->mine(); }
 CHORUS_API const float* chorus_ranks_part(void* ranks, int rank) { return ((Ranks*)ranks)->part(rank); }
 CHORUS_API void chorus_ranks_destroy(void* ranks) { delete (Ranks*)ranks; }
 
 // An assistant: see lend.h. `desc` must outlive the call.
-CHORUS_API int64_t chorus_assist_head() { return sizeof(Handover); }
-CHORUS_API int64_t chorus_assist_row(int element, int n) {
-    return element == 2 ? spread<Act<bf16>>(n) * sizeof(Act<bf16>) : spread<float>(n) * sizeof(float);
+// Bytes of a value of x, of the model's `element`; elements from row to row of `width` values of so many bytes.
+CHORUS_API int chorus_assist_input(int element) { return element == 2 ? sizeof(Act<bf16>) : sizeof(float); }
+CHORUS_API int64_t chorus_assist_row(int bytes, int width) {
+    return bytes == 2 ? spread<bf16>(width) : spread<float>(width);
 }
-CHORUS_API void chorus_assist_hand_over(void* ranks, int element, const float* x, int64_t rows, int64_t k) {
-    if (element == 2) hand_over<bf16>(*(Ranks*)ranks, x, rows, k);
-    else hand_over<float>(*(Ranks*)ranks, x, rows, k);
+CHORUS_API void chorus_assist_hand_over(void* ranks, void* handovers, int element, const float* x, int64_t rows,
+                                        int64_t k) {
+    if (element == 2) hand_over<bf16>(*(Ranks*)ranks, (Handover*)handovers, x, rows, k);
+    else hand_over<float>(*(Ranks*)ranks, (Handover*)handovers, x, rows, k);
 }
 CHORUS_API void* chorus_assist_create(int element) {
     if (element == 2) return (AnyAssistant*)new Assistant<bf16>;

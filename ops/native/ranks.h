@@ -24,9 +24,15 @@ class Ranks {
     enum State { kWell, kFailed, kLost };  // of the step: some rank gave it up; of the ranks: they never meet again
 
     // memory: zeroed, `bytes(size, floats)` on a page boundary, the same for all ranks. floats: of a buffer. seconds:
-    // that a rank waits for the others; then all are lost.
-    Ranks(void* memory, int rank, int size, int64_t floats, double seconds)
-        : shared_((Shared*)memory), rank_(rank), size_(size), floats_(floats), patience_(seconds) {}
+    // that a rank waits for the others; then all are lost. spinning: seconds after which a rank that waits sleeps, to be
+    // woken by the others.
+    Ranks(void* memory, int rank, int size, int64_t floats, double seconds, double spinning)
+        : shared_((Shared*)memory),
+          rank_(rank),
+          size_(size),
+          floats_(floats),
+          patience_(seconds),
+          spinning_(spinning) {}
 
     static int64_t bytes(int size, int64_t floats) { return sizeof(Shared) + 2 * size * floats * sizeof(float); }
 
@@ -52,12 +58,18 @@ class Ranks {
     // The first half of `meet`: a rank may do other work before it waits for the others' parts. It must wait before it
     // writes its part of the next sum, which lies where the others may still be reading its last one.
     void post() {
-        shared_->posted[rank_].at.store(++at_, std::memory_order_release);
+        shared_->posted[rank_].at.store(count(), std::memory_order_release);
         tell();
     }
+    // Of a rank that a device is: count the next sum, which the device says itself, in `word`, that its part is written
+    // of, and waits for by the others' words.
+    int64_t count() { return ++at_; }
+    std::atomic<int64_t>* word(int rank) const { return &shared_->posted[rank].at; }
+    // Sums so far in the step.
+    int sums() const { return (int)(at_ & ((1 << kSumBits) - 1)); }
     State wait() {
         const auto began = Clock::now();
-        for (int i = 0; i % kSpins || Clock::now() - began < kSpinning; i++) {
+        for (int i = 0; i % kSpins || seconds_since(began) < spinning_; i++) {
             if (all_posted()) return kWell;
             if (state() != kWell) return state();
             relax();
@@ -73,7 +85,7 @@ class Ranks {
             shared_->sleepers.fetch_sub(1);
             if (done || all_posted()) return kWell;
             if (state() != kWell) return state();
-            if (std::chrono::duration<double>(Clock::now() - began).count() > patience_) lose();
+            if (seconds_since(began) > patience_) lose();
         }
     }
 
@@ -139,7 +151,10 @@ class Ranks {
    private:
     using Clock = std::chrono::steady_clock;
     static constexpr int kSumBits = 20, kSpins = 32;
-    static constexpr Clock::duration kSpinning = std::chrono::microseconds(50);  // as long as waking a rank takes
+
+    static double seconds_since(Clock::time_point began) {
+        return std::chrono::duration<double>(Clock::now() - began).count();
+    }
 
     struct Shared {
         alignas(64) std::atomic<int> posts, sleepers, lost;
@@ -164,7 +179,7 @@ class Ranks {
     Shared* shared_;
     const int rank_, size_;
     const int64_t floats_;
-    const double patience_;
+    const double patience_, spinning_;
     int64_t step_ = 0, at_ = 0;
 };
 

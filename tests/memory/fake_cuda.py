@@ -34,6 +34,7 @@ class FakeDriver:
         self.compute = self.new_stream()
         self.num_copies = 0
         self.copies_before_failure = -1
+        self.pinned: dict[int, int] = {}
         self.on_copy: Callable[[Copy], None] = lambda copy: None
 
     # -- CupyDriver
@@ -70,6 +71,13 @@ class FakeDriver:
         copy = Copy(target, source, num_bytes, ctypes.string_at(source, num_bytes) if to_device else None)
         self.on_copy(copy)
         self.queues[stream].append(copy)
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        assert address not in self.pinned
+        self.pinned[address] = num_bytes
+
+    def unpin(self, address: int) -> None:
+        del self.pinned[address]
 
     def write_value(self, stream: int, address: int, value: int) -> None:
         self.queues[stream].append(lambda: setattr(ctypes.c_uint32.from_address(address), "value", value))

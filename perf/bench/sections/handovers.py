@@ -19,10 +19,9 @@ import torch
 
 from ....core.config import EngineConfig
 from ....core.cpus import available_cpus
-from ....core.executors.assist import Assist, assistant_cpus
-from ....core.model.config import ModelConfig
+from ....core.executors.assist import Assist, LendableAdapters, assistant_cpus
+from ....core.executors.base import ModelExecutor
 from ....memory.pages.arena import Arena
-from ....memory.pages.layout import PageLayout
 from ...cpu.workload import Geometry
 from ...report.table import Table
 from ..context import Context
@@ -63,9 +62,10 @@ def _assistants(context: Context, geometry: Geometry, workers: int) -> Assist:
     model.mkdir(parents=True, exist_ok=True)
     (model / "config.json").write_text(json.dumps(geometry.config("float32")))
     config = EngineConfig(model=model, device="cpu", assist_workers=workers, max_num_batched_tokens=1024)
-    shape = ModelConfig.read(model)
-    page = PageLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, config.block_tokens, 4)
-    return Assist(config, shape, Arena(page, 2, torch.float32, "cpu"), torch.float32)
+    shapes = ModelExecutor(config)
+    assist = Assist(config, shapes.config, shapes.layout.page_elems, torch.float32)
+    assist.use_adapters(LendableAdapters(shapes.config, Arena(shapes.layout, 2, torch.float32, "cpu"), torch.float32))
+    return assist
 
 
 def _by_sockets(hidden: int, count: int, rounds: int) -> float:

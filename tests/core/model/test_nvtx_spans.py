@@ -58,6 +58,9 @@ class Lora:
     def wait(self, layer):
         self._log.append(f"wait.{layer}")
 
+    def lend(self, group, x, layer):
+        """Nothing is."""
+
     def add(self, group, y, x, layer):
         name = {QKV: "qkv", ATTN_O: "o", GATE_UP: "gate_up", DOWN: "down"}[group]
         self._log.append(f"{name}.{layer}")

@@ -152,6 +152,9 @@ class Streams(RuleBasedStateMachine):
             ranges = [r for layer in range(NUM_LAYERS) for r in load.layout.layer_ranges(layer)] if load.layout else []
             for begin, end in ranges or [(0, load.expected.size)]:
                 self._check_bytes(load, begin, end)
+        if load.layout is not None:  # the host sees the layers that are counted without waiting
+            for begin, end in itertools.chain(*map(load.layout.layer_ranges, range(load.transfer.arrived.num_ready))):
+                self._check_bytes(load, begin, end)
         if not load.transfer.is_quiet():
             return
         assert load.is_cancelled or load.has_failed or load.transfer.is_done()

@@ -1,0 +1,221 @@
+"""CPU-assisted prefill of steps on a GPU: what of `assist` is the GPU's, and what a step lends while it is launched.
+
+The host launches a step's layers before the device has computed them, so what is lent is what is not in its pages when
+the host comes to it. Lent rows wait for the assistants on the device alone. Should these end, a thread of the host ends
+the wait, and the rows are void.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from ...graphs.device import CudaDevice
+from ...memory.pages.adapter_layout import AdapterLayout
+from ...memory.transfers.cuda_driver import CupyDriver
+from ...memory.transfers.transfer import ExecutorLost
+from ...ops.lend import Lent
+from ...ops.ranks import RanksLost, StepGivenUp
+from ...ops.sgmv import AdapterRows, Segments
+from ...ops.sgmv_tables import SgmvTables
+from ..config import EngineConfig
+from ..model.config import ModelConfig
+from ..model.lora_state import QKV, lora_groups
+from ..requests.types import StepPlan
+from .adapters import CudaAdapters
+from .assist import PATIENCE_SECONDS, Assist, LendableAdapters, layers_at
+from .cuda_handover import CudaHandover
+
+T = TypeVar("T")
+
+#: Most rows that a step hands over. From 1.84 r on (of rank r, at most 256) there is nothing to gain, and pinned memory
+#: has room for each process's rows of the widest projections, twice.
+MOST_ROWS = 512
+
+#: Seconds between two looks at whether the device waits in vain.
+_LOOK_SECONDS = 0.05
+
+
+class CudaLendableAdapters(LendableAdapters, CudaAdapters):
+    """A GPU's adapters, in memory that the assistants share."""
+
+
+class CudaAssist(Assist):
+    """The assistants of an executor on a GPU, one step of which lends at a time. One thread at a time."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        page_elems: int,
+        dtype: torch.dtype,
+        device: CudaDevice,
+        driver: CupyDriver,
+    ) -> None:
+        super().__init__(config, model, page_elems, dtype, min(MOST_ROWS, config.max_num_batched_tokens), driver)
+        self._device = device
+        self._modules = [[module for module, _, _ in group] for group in lora_groups(model)]
+        self._handover = CudaHandover(
+            self._ranks, self._memory.handovers, driver, self._shapes, dtype, self._most_rows, device.torch_device
+        )
+        self._plan: StepPlan | None = None  # of the step that is under way
+        self._lender: CudaLender | None = None  # of the same
+        self._ended: ExecutorLost | None = None  # why an assistant has
+        self._is_closed = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="chorus-assistants", daemon=True)
+
+    def join(self) -> None:
+        self._followers.watch(self._note_end)
+        self._watcher.start()
+        super().join()
+
+    def launch(self, forward: Callable[[], T], plan: StepPlan) -> T:
+        """Launch a step; `end` it once its tokens are there, or never. One behind another that has not ended lends
+        nothing, and neither of the two is timed.
+        """
+        is_behind = self._plan is not None
+        self._abandon()
+        self.begin_step(plan)
+        self._plan = plan
+        try:
+            result = forward()
+        except BaseException:
+            self._abandon()
+            raise
+        if is_behind and self._lender is None:
+            self._plan = None
+        return result
+
+    def lend(self, segments: Segments, slots: Sequence[int], tables: SgmvTables) -> CudaLender | None:
+        """Choose what of a step is lent, before its tables are written; see `CudaLoraState.lending`."""
+        lent = self.begin(segments)
+        if lent is not None:
+            self._lender = CudaLender(self._handover, lent, segments, slots, tables, self._modules)
+        return self._lender
+
+    def end(self, plan: StepPlan) -> list[str]:
+        """End a launched step, all of which the device has done; the requests with void rows."""
+        if plan is not self._plan:
+            return []
+        self._plan, lender, self._lender = None, self._lender, None
+        self.end_step(plan)
+        if lender is None or not self._handover.is_given_up:
+            return []
+        return [row.request_id for row in plan.rows if row.slot in lender.lent_slots]
+
+    def close(self) -> None:
+        self._is_closed.set()
+        if self._watcher.is_alive():
+            self._watcher.join()
+        super().close()
+
+    def _abandon(self) -> None:
+        """End a step of which nobody asks for the tokens, or with another one behind it."""
+        if self._plan is not None and self._lender is not None:
+            self._device.synchronize()
+            self.end(self._plan)
+        self._plan = None
+
+    def _returned_seconds(self, layout: AdapterLayout, tokens: int) -> float:
+        targets = {module for part in layout.parts for module, at in enumerate(part.slabs.b_offset) if at >= 0}
+        columns = sum(
+            out for (_, out), modules in zip(self._widths, self._modules, strict=True) if targets.intersection(modules)
+        )
+        values = tokens * columns * layout.num_layers
+        return self._per_elem * values * torch.float32.itemsize / self._dtype.itemsize
+
+    def _hand_over(self, x: torch.Tensor, share: Sequence[int]) -> None:
+        with self._device.scope():
+            self._handover.input_rows(QKV, len(x)).copy_(x)
+            self._handover.lend(QKV, 0, [0], len(x))
+            self._handover.collect(QKV, share)
+            self._device.synchronize()
+
+    def _note_end(self, error: ExecutorLost) -> None:
+        self._ended = error
+
+    def _watch(self) -> None:
+        """Let the device go on where it waits for assistants in vain; on a thread of its own."""
+        while not self._is_closed.wait(_LOOK_SECONDS):
+            if self._handover.is_stuck(PATIENCE_SECONDS):
+                self._followers.close()
+                self._handover.give_up()
+                self._give_up(
+                    self._ended or ExecutorLost(f"the assistants kept the GPU waiting for {PATIENCE_SECONDS:g} s")
+                )
+
+
+class CudaLender:
+    """What a step on a GPU lends, while it is launched layer by layer; see `StepLending`."""
+
+    def __init__(
+        self,
+        handover: CudaHandover,
+        lent: Lent,
+        segments: Segments,
+        slots: Sequence[int],
+        tables: SgmvTables,
+        modules: Sequence[Sequence[int]],
+    ) -> None:
+        """Gives each lent segment a descriptor of its own, in which the layers that are lent are left out."""
+        self._handover, self._lent, self._tables, self._modules = handover, lent, tables, modules
+        self._places = [range(segments.begin[entry], segments.end[entry]) for entry in lent.entries]
+        self._ready = [segments.ready[entry] for entry in lent.entries]
+        self._rows = [replace(segments.rows[entry]) for entry in lent.entries]
+        self._of_slot: defaultdict[int, list[int]] = defaultdict(list)
+        for index, (entry, rows) in enumerate(zip(lent.entries, self._rows, strict=True)):
+            segments.rows[entry] = rows
+            self._of_slot[slots[entry]].append(index)
+        self._active: defaultdict[int, list[int]] = defaultdict(list)  # indices of what is lent of each layer
+        self._under_way: list[int] = []  # of the group that is handed over
+        self.lent_slots: set[int] = set()
+        lent.layers = self._layers = [0] * len(lent.entries)
+
+    def takes(self, slot: int, layer: int) -> bool:
+        own, lent = self._of_slot.get(slot), self._lent
+        if not own or not self._is_well():
+            return False
+        if layers_at(self._ready[own[0]]) > layer or layers_at(lent.image_ready[own[0]]) <= layer:
+            return False
+        self.lent_slots.add(slot)
+        for index in own:
+            if self._rows[index].first_elem[layer] >= 0:
+                self._tables.leave_out(self._rows[index], layer)
+                self._active[layer].append(index)
+                self._layers[index] += 1
+        return True
+
+    def lend(self, group: int, x: torch.Tensor, layer: int) -> None:
+        self._under_way = [index for index in self._active.get(layer, ()) if self._changes(self._rows[index], group)]
+        if not self._under_way:
+            return
+        row = self._lent.row
+        given = self._handover.input_rows(group, row[-1])
+        for index in self._under_way:
+            tokens = self._places[index]
+            given[row[index] : row[index + 1]].copy_(x[tokens.start : tokens.stop])
+        self._handover.lend(group, layer, self._under_way, row[-1])
+
+    def collect(self, group: int, y: torch.Tensor) -> None:
+        if not self._under_way:
+            return
+        row, products = self._lent.row, self._handover.collect(group, self._lent.share)
+        for index in self._under_way:
+            tokens = self._places[index]
+            y[tokens.start : tokens.stop].add_(products[row[index] : row[index + 1]])
+        self._under_way = []
+
+    def _changes(self, rows: AdapterRows, group: int) -> bool:
+        return any(rows.b_offset[module] >= 0 for module in self._modules[group])
+
+    def _is_well(self) -> bool:
+        try:
+            self._lent.ranks.check()
+        except (RanksLost, StepGivenUp):
+            return False
+        return True

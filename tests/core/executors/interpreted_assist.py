@@ -1,0 +1,222 @@
+"""Prompts that assistants begin on the CUDA executor: kernels interpreted, streams of a driver that a test runs.
+
+Run by `test_cuda_assist.py` in a process that interprets. Compute is done as it is launched, as the interpreter does,
+and so is what is handed over; the adapters' copies when the test says, or when compute waits for them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+
+from chorus.core.cold_start import ColdStart
+from chorus.core.engine import Engine
+from chorus.core.executors import cuda_assist, followers
+from chorus.core.executors.assist import AssistProfile
+from chorus.core.executors.cuda import CudaExecutor
+from chorus.memory.host.images import InlineReads
+from chorus.memory.transfers.cuda_copies import CudaCopies
+
+from ...graphs.late_device import LateDevice
+from ...memory.fake_cuda import FakeDriver
+from ..conftest import Driver, RecordingExecutor, ticking
+from .interpreted_cuda import RECIPES, SPEC, ask, check, make_config, tiny  # noqa: F401 - a fixture
+from .thread_ranks import ThreadProcess
+
+_MOST_SECONDS = 60.0
+
+
+class PromptDriver(FakeDriver):
+    """Its compute stream does at once what it is given, and waits for processes as long as a device would. When it
+    waits for a copy to the device, time goes by until that is done. `on_handover` is called with the number of words
+    that it has written so far.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.num_words = 0
+        self.on_word = lambda number: None
+
+    def memcpy_async(self, target, source, num_bytes, to_device, stream):
+        super().memcpy_async(target, source, num_bytes, to_device, stream)
+        if stream == self.compute:
+            self.queues[stream][-1].source_then = None  # products change until it is copied
+        self._settle()
+
+    def write_value(self, stream, address, value):
+        assert any(begin <= address < begin + length for begin, length in self.pinned.items())
+        super().write_value(stream, address, value)
+        self._settle()
+        self.num_words += 1
+        self.on_word(self.num_words)
+
+    def wait_value(self, stream, address, value):
+        super().wait_value(stream, address, value)
+        self._settle()
+
+    def wait_event(self, stream, event):
+        super().wait_event(stream, event)
+        self._settle()
+
+    def record(self, event, stream):
+        super().record(event, stream)
+        self._settle()
+
+    def copy_all(self):
+        """All that was given to other streams is done."""
+        for stream in self.queues:
+            if stream != self.compute:
+                self.run(stream, 1000)
+
+    def _settle(self):
+        queue, last = self.queues[self.compute], time.monotonic() + _MOST_SECONDS
+        while queue:
+            if self.run(self.compute, 1):
+                continue
+            if queue[0][0] == "wait":
+                assert any(self.run(stream, 1) for stream in self.queues if stream != self.compute)
+            else:
+                assert time.monotonic() < last, "the device waits for ever"
+                time.sleep(1e-4)
+
+
+@pytest.fixture
+def assisted(tiny, monkeypatch):  # noqa: F811
+    """`assisted(workers, way, **config)`: an engine on a late device with assistants always chosen; its adapters come
+    by copies of a driver, beside which nothing else happens.
+    """
+    made = []
+
+    def make(workers=2, way=ColdStart.ASSIST, adapters=tuple(RECIPES), processes=False, **config):
+        if not processes:
+            monkeypatch.setattr(followers, "Popen", ThreadProcess)
+        settings = make_config(tiny, **{"assist_workers": workers, "max_num_seqs": 2, "graph_capture": "off", **config})
+        inner = CudaExecutor(settings, LateDevice(), driver := PromptDriver())
+        copies = CudaCopies(inner.arena.pages, driver, 0)
+        inner.adapters.dma = replace(inner.adapters.dma, copies=copies)
+        engine = Engine(settings, executor := RecordingExecutor(inner), ticking(), InlineReads())
+        made.append((engine, driver, inner._assist._memory.address(0)))  # noqa: SLF001
+        for name in adapters:
+            engine.store.register(name, tiny.adapters[name])
+        inner._assist.way = way  # noqa: SLF001
+        return Driver(engine, executor), driver, inner._assist  # noqa: SLF001
+
+    yield make
+    for engine, driver, address in made:
+        engine.close()
+        assert address not in driver.pinned, "what is handed over stays pinned"
+
+
+@pytest.mark.parametrize(("workers", "padded"), [(1, 12), (2, 0)])
+def test_no_layer_is_there_and_the_tokens_are_the_references(assisted, tiny, workers, padded):  # noqa: F811
+    """Chunks of prompts of several adapters and of none beside decode rows; of parts, of few modules and of all."""
+    driver, _, assist = assisted(workers, mixed_graph_tokens=padded, max_num_seqs=4)
+    want = ask(driver, tiny, ("r17-all", 15, 3), (None, 5, 4))
+    driver.step()
+    assert set(assist.lent.layers) == {SPEC.layers}
+    want |= ask(driver, tiny, ("pattern", 4, 2), ("r5-o-down", 3, 3), ("r1-qv", 6, 2))
+    check(driver, want)
+    assert assist.starts.num_assisted == len(RECIPES)
+    assert assist.starts.num_streamed == 0
+    stats = driver.engine.stats()
+    assert stats.num_assisted_starts == len(RECIPES)
+    assert stats.cold_start_regret >= 0
+
+
+@pytest.mark.parametrize("padded", [0, 12])
+def test_sgmv_takes_over_in_mid_prefill(assisted, tiny, padded):  # noqa: F811
+    """The pages come while the first layer's first group is with the assistants."""
+    driver, cuda, assist = assisted(mixed_graph_tokens=padded)
+    want = ask(driver, tiny, ("r17-all", 9, 3), (None, 2, 3))
+    before, groups = cuda.num_words, 4
+    cuda.on_word = lambda number: cuda.copy_all() if number == before + 2 else None
+    driver.step()
+    assert set(assist.lent.layers) == {1}
+    check(driver, want)
+    assert cuda.num_words == before + 2 * groups
+
+
+def test_a_step_that_lends_is_none_of_captured_pieces(assisted, tiny, monkeypatch):  # noqa: F811
+    """The next one of the same bucket, with its adapter there, is."""
+    driver, cuda, assist = assisted(1, mixed_graph_tokens=12, adapters=["r17-all"], graph_capture="lazy")
+    steps, replayed = driver.executor.inner.steps, []
+    replay = steps.mixed.graphs.replay
+    monkeypatch.setattr(steps.mixed.graphs, "replay", lambda *key: (replayed.append(key), replay(*key)))
+    check(driver, ask(driver, tiny, ("r17-all", 9, 1)))
+    assert not replayed
+    cuda.copy_all()
+    check(driver, ask(driver, tiny, ("r17-all", 9, 1)))
+    assert len(replayed) == 1
+    assert assist.starts.num_assisted == 1
+
+
+def test_assists_where_the_products_way_back_is_shorter_than_the_adapters(assisted, tiny):  # noqa: F811
+    """Of 9 tokens: not for rank 1 on two projections, but for rank 17 on all; over a link of which nothing comes."""
+    driver, cuda, assist = assisted(1, way=None, adapters=["r1-qv", "r17-all"])
+    assist.profile, assist._per_elem = AssistProfile(0.0, 0.0), 1e-3  # noqa: SLF001
+    before = cuda.num_words
+    check(driver, ask(driver, tiny, ("r1-qv", 9, 1)))
+    assert cuda.num_words == before
+    assert (assist.starts.num_assisted, assist.starts.num_streamed) == (0, 1)
+    assist._per_elem = 1e-3  # noqa: SLF001
+    check(driver, ask(driver, tiny, ("r17-all", 9, 2)))
+    assert cuda.num_words > before
+    assert (assist.starts.num_assisted, assist.starts.num_streamed) == (1, 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_assistant_that_ends_or_hangs_leaves_its_prompt_to_wait(assisted, tiny, monkeypatch, caplog, number):  # noqa: F811
+    """A process, within a layer: the device goes on, the prompt is void and runs again, and none is assisted then."""
+    monkeypatch.setattr(cuda_assist, "PATIENCE_SECONDS", 2.0)
+    monkeypatch.setattr(followers, "STOP_SECONDS", 0.5)
+    driver, cuda, assist = assisted(2, processes=True, adapters=["r17-all", "r1-qv"])
+    want = ask(driver, tiny, ("r17-all", 9, 3), (None, 2, 3))
+    before, pid = cuda.num_words, assist.pids[1]
+    cuda.on_word = lambda word: os.kill(pid, number) if word == before + 2 else None
+    driver.step()
+    assert driver.executor.inner.steps.lora.lent is not None
+    assert not driver.answers["0-r17-all"].tokens, "its products are void"
+    assert "no prompt is assisted any more until the next start" in caplog.text
+    why = "assistant 2 of 2 has ended (signal SIGKILL)" if number == signal.SIGKILL else "kept the GPU waiting for 2 s"
+    assert why in caplog.text
+    words = cuda.num_words
+    check(driver, want | ask(driver, tiny, ("r1-qv", 4, 2)))
+    assert cuda.num_words == words
+
+
+def test_an_assistant_that_has_ended_before_the_step_is_not_waited_for(assisted, tiny):  # noqa: F811
+    driver, cuda, assist = assisted(2, adapters=["r17-all"])
+    assist._ranks.lose()  # noqa: SLF001
+    words = cuda.num_words
+    check(driver, ask(driver, tiny, ("r17-all", 9, 3)))
+    assert cuda.num_words == words
+
+
+def test_a_step_that_fails_is_launched_again(assisted, tiny, monkeypatch):  # noqa: F811
+    driver, _, assist = assisted(1, adapters=["r17-all"])
+    want = ask(driver, tiny, ("r17-all", 9, 2))
+    decoder, errors = driver.executor.inner.steps.decoder, [RuntimeError("for once")]
+    score = decoder.score
+
+    def fail_once(*args):
+        if errors:
+            raise errors.pop()
+        return score(*args)
+
+    monkeypatch.setattr(decoder, "score", fail_once)
+    check(driver, want)
+    assert not errors
+    assert assist.starts.num_assisted == 1
+    assert set(assist.lent.layers) == {SPEC.layers}
+
+
+def test_images_and_what_is_handed_over_are_pinned_while_they_are_used(assisted, tiny):  # noqa: F811
+    driver, cuda, assist = assisted(1, adapters=["r17-all"])
+    memory = assist._memory  # noqa: SLF001
+    assert cuda.pinned[memory.address(0)] == memory.layout.first_image
+    check(driver, ask(driver, tiny, ("r17-all", 9, 2)))
+    assert max(cuda.pinned) >= memory.address(memory.layout.first_image)
