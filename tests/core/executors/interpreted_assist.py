@@ -18,6 +18,7 @@ from chorus.core.engine import Engine
 from chorus.core.executors import cuda_assist, followers
 from chorus.core.executors.assist import AssistProfile
 from chorus.core.executors.cuda import CudaExecutor
+from chorus.core.requests.types import StepPlan
 from chorus.memory.host.images import InlineReads
 from chorus.memory.transfers.cuda_copies import CudaCopies
 
@@ -220,3 +221,19 @@ def test_images_and_what_is_handed_over_are_pinned_while_they_are_used(assisted,
     assert cuda.pinned[memory.address(0)] == memory.layout.first_image
     check(driver, ask(driver, tiny, ("r17-all", 9, 2)))
     assert max(cuda.pinned) >= memory.address(memory.layout.first_image)
+
+
+def test_a_step_behind_one_that_is_under_way_is_not_timed_and_nor_is_that_one(assisted):
+    """Else a token of a prompt would seem to take as long as both, and assistants to pay where they don't."""
+    _, _, assist = assisted(1, adapters=[])
+    first, behind, alone = (StepPlan(index, [], []) for index in range(3))
+    for plan in (first, behind, alone):
+        plan.num_tokens = 4
+    before = assist._per_token = -1.0  # noqa: SLF001
+    for plan in (first, behind):
+        assist.launch(lambda: None, plan)
+    assert assist.end(first) == assist.end(behind) == []
+    assert assist._per_token == before  # noqa: SLF001
+    assist.launch(lambda: None, alone)
+    assert assist.end(alone) == []
+    assert assist._per_token > 0  # noqa: SLF001
