@@ -370,7 +370,7 @@ class Scheduler:
         sharing: list[Request] = running
         if running.calls:
             sharing = self._shares.choose(running, self.waiting, is_ahead=is_ahead) or running
-        else:
+        elif self._shares.dealt:
             self._shares.forget()
         if only is not None or self._memory.arriving:
             sharing = [each for each in sharing if each.coming is None and (only is None or each.adapter in only)]

@@ -50,7 +50,7 @@ class StepShares:
         self._excess = 0.0  # seconds that the last step with them took beyond the time that pays for itself
         self._places = PLACES  # of the larger calls in a step with them
         self._num_with = NUM_SAMPLES * WINDOW  # steps since the last one without
-        self._dealt: deque[int | None] = deque()
+        self.dealt: deque[int | None] = deque()
         """Of each step since `_began`: places of the larger calls; None if its time is no measure."""
         self._began = 0.0  # the time from which on these steps take theirs
 
@@ -72,35 +72,35 @@ class StepShares:
             return None if len(running) <= free else self._deal(running, 0, max(1, free - len(running.lone)))
         self._settle(is_ahead)
         places = max(1, free - (len(running) - larger))
-        debt = self._debt + sum([self._excess if dealt else -SHARE * self._usual for dealt in self._dealt])
+        debt = self._debt + sum([self._excess if dealt else -SHARE * self._usual for dealt in self.dealt])
         if debt > 0 or self._num_with >= WINDOW * (1 + len(self._without)):
             self._num_with = 0
-            self._dealt.append(0)
+            self.dealt.append(0)
             return self._deal(running, fewest, places, without=True)
         self._num_with += 1
         dealt = min(self._places, larger, places)
-        self._dealt.append(dealt)
+        self.dealt.append(dealt)
         return None if dealt == larger else self._deal(running, fewest, dealt)
 
     def ignore(self) -> None:
         """Ignore the time of the step chosen last: it also computes a prompt of another call."""
-        if self._dealt:
-            self._dealt[-1] = None
+        if self.dealt:
+            self.dealt[-1] = None
 
     def take_back(self) -> None:
         """The step chosen last is not run."""
-        if self._dealt:
-            self._dealt.pop()
+        if self.dealt:
+            self.dealt.pop()
 
     def forget(self) -> None:
         """Ignore the time of all steps that are not accounted for."""
-        self._dealt.clear()
+        self.dealt.clear()
 
     def _settle(self, is_ahead: bool) -> None:
         """Account for the steps that have ended, all but one under way, with equal parts of the time since `_began`."""
-        if is_ahead and not self._dealt:
-            self._dealt.append(None)  # it was not chosen here
-        now, dealt = self._clock(), self._dealt
+        if is_ahead and not self.dealt:
+            self.dealt.append(None)  # it was not chosen here
+        now, dealt = self._clock(), self.dealt
         if ended := len(dealt) - is_ahead:
             parts = [dealt.popleft() for _ in range(ended)]
             for each in parts:
