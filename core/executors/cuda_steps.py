@@ -170,11 +170,7 @@ class CudaSteps:
         sources: the rows of the last step that drew the tokens, -1 for a row that has its own; None: all have. Until
         the tokens are gathered, the token-id buffer holds their places in `_drawable`. merged: as in `ragged`.
         """
-        places = sources
-        if sources is not None and -1 in sources:
-            own = len(self._chosen)
-            places = [own + row.tokens[0] if at < 0 else at for row, at in zip(rows, sources, strict=True)]
-        self._fill(bucket, rows, places)
+        self._fill(bucket, rows, self._places(rows, sources))
         if sources is not None:
             self._take_drawn(self._buffers.views[bucket].token_ids)
         mode, launches, captured, graphs = StepMode.BASE, None, None, self.graphs
@@ -235,6 +231,13 @@ class CudaSteps:
             logits, scores = any(map(needs_logits, rows)), any(row.scores_prompt for row in rows)
             self._last_asks = rows, _Asks(logits, scores, any(row.params.looks_back for row in rows))
         return self._last_asks[1]
+
+    def _places(self, rows: Sequence[ScheduledRow], sources: Sequence[int] | None) -> Sequence[int] | None:
+        """Places of rows' tokens in `_drawable`; None if the rows have theirs."""
+        if sources is None or -1 not in sources:
+            return sources
+        own = len(self._chosen)
+        return [own + row.tokens[0] if at < 0 else at for row, at in zip(rows, sources, strict=True)]
 
     def _take_drawn(self, token_ids: torch.Tensor) -> None:
         """Have places in `_drawable` become the tokens there, in the device's turn."""

@@ -182,15 +182,20 @@ class Scheduler:
             self._admission.release_held()
         if plan.bucket is None or running.calls or len(running) > self._limits.max_num_seqs:
             return self._draft_behind(plan)
+        return self._move_on(plan, is_queued)
+
+    def _move_on(self, plan: StepPlan, is_queued: bool) -> StepPlan | None:
+        """The step after a step of decoding in which all running requests have rows: where all go on to decode and no
+        waiting request could join them, its own rows a token later; else see `_draft_behind`.
+        """
+        running = self.running
         staying = [request for request in running if request.num_computed_tokens + 2 < request.max_length]
-        if not staying or (
-            self.waiting and len(staying) < len(running)
-        ):  # their successors should not wait a step more
+        if not staying or (self.waiting and len(staying) < len(running)):  # a successor should not wait a step more
             return None
         if is_queued and not self._keep_waiting(running):
             return self._draft_behind(plan)
         short = [request for request in staying if request.room <= request.num_computed_tokens + 1]
-        if short and not memory.grow_each(short):
+        if short and not self._memory.grow_each(short):
             return None
         return follow(plan, running, staying, self._buckets) or self._draft_behind(plan)
 
