@@ -26,9 +26,8 @@ from chorus.core.executors.cuda_memory import OutOfDeviceMemory
 from chorus.core.executors.cuda_mixed import token_buckets
 from chorus.core.executors.cuda_steps import CudaSteps
 from chorus.core.model import lora_state_cuda
-from chorus.core.model.batch import BY_LIBRARY, Way
+from chorus.core.model.batch import BY_LIBRARY, DOWN, QKV, Way
 from chorus.core.model.decoder import HEAD, DecoderModel
-from chorus.core.model.lora_state import DOWN, QKV
 from chorus.core.model.lora_state_cuda import MAX_PARTS
 from chorus.graphs.device import DeviceError
 from chorus.graphs.runner import StepMode
@@ -643,7 +642,7 @@ def test_a_closed_executor_frees_its_arena_at_once(tiny):
         gc.enable()
 
 
-@pytest.mark.parametrize(("arrives", "most"), [(False, 24), (True, 36)])
+@pytest.mark.parametrize(("arrives", "most"), [(False, 24), (True, 34)])
 def test_a_step_enters_few_files(drive, tiny, arrives, most):
     """A replay here calls what was captured, so that the kernels' launches are counted too."""
     driver = drive(adapters=["r1-qv"], max_num_seqs=3, async_scheduling=not arrives)
