@@ -19,10 +19,9 @@ from ...ops.sampling import TorchSampling, greedy
 from ..cold_start import ColdStarts
 from ..config import EngineConfig
 from ..cpus import available_cpus, has_fast_products
-from ..model.batch import RowPlan, StepBatch, ragged_batch
+from ..model.batch import LoraState, RowPlan, StepBatch, ragged_batch
 from ..model.config import ModelConfig, UnsupportedModel
 from ..model.decoder import DecoderModel
-from ..model.lora_state import LoraState
 from ..model.native_decoder import NativeDecoderModel, why_unsupported
 from ..model.open_weights import open_weights
 from ..model.sampler import RowLogits, Sampling, draw, needs_logits, plain_chances, score_prompts, score_slices

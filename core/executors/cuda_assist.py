@@ -24,8 +24,8 @@ from ...ops.ranks import RanksLost, StepGivenUp
 from ...ops.sgmv import AdapterRows, Segments
 from ...ops.sgmv_tables import SgmvTables
 from ..config import EngineConfig
+from ..model.batch import QKV, lora_groups
 from ..model.config import ModelConfig
-from ..model.lora_state import QKV, lora_groups
 from ..requests.types import StepPlan
 from .adapters import CudaAdapters
 from .assist import PATIENCE_SECONDS, Assist, LendableAdapters, layers_at

@@ -14,9 +14,8 @@ import torch
 from ...graphs.device import CudaDevice
 from ...ops.small_gemm_schedule import MAX_ROWS
 from ..cpus import available_cpus
-from ..model.batch import BY_LIBRARY, Way, Ways
+from ..model.batch import ATTN_O, BY_LIBRARY, DOWN, GATE_UP, QKV, Way, Ways
 from ..model.decoder import HEAD, DecoderModel
-from ..model.lora_state import ATTN_O, DOWN, GATE_UP, QKV
 from ..model.lora_state_cuda import CudaLoraState, LoraLaunches
 from ..model.weights import LayerWeights
 

@@ -1,17 +1,238 @@
-"""A step's inputs as tensors, passed down `forward`."""
+"""A step's inputs, passed down `forward`: its tensors, and its adapters in the form that the LoRA operators take."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Generic, Protocol, TypeVar
+from operator import itemgetter
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 
-from ..requests.types import ScheduledRow
-from .lora_state import StepLora
+from ...memory.adapters.adapter import Adapter
+from ...memory.pages.adapter_layout import AdapterPart, PartLayout
+from ...memory.pages.layout import MODULES
+from ...memory.transfers.transfer import Transfer
+from ...ops.sgmv import AdapterRows, Segments, sgmv
+from ..requests.types import BASE_SLOT, ScheduledRow
+from .config import ModelConfig
 from .sampler import following_tokens
+
+if TYPE_CHECKING:
+    from ...ops.sgmv_triton import Shrunk
+
+T = TypeVar("T")
+
+#: Adapter of a row: its slot, or several in the order in which they are added up, each with a factor of its
+#: scale. ((3, 1.0), (0, -1.0)) is what slot 3 adds beyond slot 0.
+RowAdapters = int | tuple[tuple[int, float], ...]
+
+#: Groups of projections that share an input, in `lora_groups`' order.
+QKV, ATTN_O, GATE_UP, DOWN = range(4)
+
+#: The page list that rows were made for, and the rows of each part.
+_Resident = tuple[list[int], list[AdapterRows]]
+
+
+class StepLora(Protocol):
+    """Adds LoRA products of x `[tokens, in]` to packed outputs y `[tokens, out]` in a forward pass."""
+
+    def wait(self, layer: int, /) -> None:
+        """Wait for `layer` of adapters that are still being loaded; called before the layer is computed."""
+
+    def lend(self, group: int, x: torch.Tensor, layer: int, /) -> None:
+        """Give other processes what they compute of a group's products; called before the base product."""
+
+    def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int, /) -> None:
+        """Add the adapters' products of a group of projections with a common input: QKV, ATTN_O, GATE_UP or DOWN."""
+
+    def shrink(self, group: int, x: torch.Tensor, layer: int, /) -> Shrunk | None:
+        """Multiply x with the adapters' A, as the first half of `add`, where a product can take the other half in its
+        launch; None where `add` must do both.
+        """
+
+
+class LoraState:
+    """Applies a step's adapters to the projections of a layer; the segments' adapters are set once per step."""
+
+    def __init__(self, config: ModelConfig, arena: torch.Tensor, max_stall: float = 0.0) -> None:
+        """max_stall: seconds that a step may wait in all for adapters that are still coming."""
+        self.arena = arena
+        self.max_stall = max_stall
+        self.segments = Segments()
+        self._coming: dict[int, Transfer] = {}  # by slot
+        self._late: set[int] = set()
+        self._slots: list[int] = []  # of each segment
+        self._patience = 0.0  # seconds that the step may still wait
+        self._step: tuple[object, ...] | None = None  # what `segments` were made of
+        self._rows: WeakKeyDictionary[Adapter, _Resident] = WeakKeyDictionary()
+        self._scaled: WeakKeyDictionary[AdapterRows, dict[float, AdapterRows]] = WeakKeyDictionary()
+        self._groups = lora_groups(config)
+
+    def set_step(
+        self,
+        adapters: Sequence[Adapter],
+        slots: Sequence[RowAdapters],
+        lengths: Sequence[int],
+        merged: Adapter | None = None,
+    ) -> None:
+        """Describe a step: row i has `lengths[i]` tokens and uses `adapters[slots[i]]`, or the base model at -1.
+
+        Neighbouring rows of the same slot, or of the same several, become one segment. merged: the adapter merged into
+        the weights: it is subtracted from the rows of other adapters (neighbouring rows as one segment), and its own
+        rows have no LoRA work.
+        """
+        if self._is_last_step(adapters, slots, lengths, merged):
+            return  # most decode steps have the same segments as the step before
+        self._late.clear()
+        self._patience = self.max_stall
+        self._slots = []
+        self.segments = Segments()
+        if merged is not None:
+            own = adapters.index(merged) if merged in adapters else None
+            self._subtract(merged, [slot == own for slot in slots], lengths)
+        rows = [[] if adapter is merged else self.rows_of(adapter) for adapter in adapters]
+        for used, begin, end in _runs(slots, lengths):
+            for slot, factor in _factors(used):
+                self._add(begin, end, slot, factor, rows[slot])
+
+    def _is_last_step(
+        self,
+        adapters: Sequence[Adapter],
+        slots: Sequence[RowAdapters],
+        lengths: Sequence[int],
+        merged: Adapter | None,
+    ) -> bool:
+        """True if the step is described already; otherwise it is remembered, unless adapters are still coming."""
+        transfers = [adapter.transfer for adapter in adapters]
+        self._coming = {slot: transfer for slot, transfer in enumerate(transfers) if transfer is not None}
+        if self._coming:
+            self._step = None
+            return False
+        pages = [adapter.pages for adapter in adapters]
+        before = self._step
+        self._step = list(adapters), pages, list(slots), list(lengths), merged and (merged, merged.pages)
+        return self._step == before
+
+    def _subtract(self, merged: Adapter, is_own: Sequence[bool], lengths: Sequence[int]) -> None:
+        """Take the adapter in the weights off all rows but its own."""
+        for own, begin, end in _runs(is_own, lengths):
+            if not own:
+                self._add(begin, end, BASE_SLOT, -1.0, self.rows_of(merged))
+
+    def _add(self, begin: int, end: int, slot: int, factor: float, parts: Sequence[AdapterRows]) -> None:
+        """Add a segment for each part of an adapter, times `factor`."""
+        transfer = self._coming.get(slot)
+        address = 0 if transfer is None else transfer.address
+        for part in parts:
+            self.segments.add(begin, end, part if factor == 1.0 else self._times(part, factor), address)
+            self._slots.append(slot)
+
+    def wait(self, layer: int) -> None:
+        """Wait for `layer` of adapters that are still being loaded; adapters that miss the deadline are late."""
+        for slot, transfer in self._coming.items():
+            if slot in self._late or self._is_lent(slot, transfer, layer):
+                continue
+            began = time.monotonic()
+            if not transfer.wait_layer(layer, max(0.0, self._patience)):
+                self._late.add(slot)
+                late = {index for index, of in enumerate(self._slots) if of == slot}
+                self.segments = self.segments.without(late)  # what lies in its pages may be NaN for all
+                self._slots = [of for of in self._slots if of != slot]
+            self._patience -= time.monotonic() - began
+
+    def _is_lent(self, slot: int, transfer: Transfer, layer: int) -> bool:
+        """True if other processes compute a layer of an adapter that is still being loaded."""
+        return False
+
+    def late_slots(self) -> set[int]:
+        """Slots of adapters that missed the deadline: their rows are void."""
+        return self._late.union(self._slots[index] for index in self.segments.late)
+
+    def late_requests(self, rows: Sequence[ScheduledRow]) -> list[str]:
+        """Return the requests with void rows: their adapter missed the deadline."""
+        if not (self._late or self.segments.late):
+            return []
+        late = self.late_slots()
+        return [row.request_id for row in rows if row.slot in late]
+
+    def lend(self, group: int, x: torch.Tensor, layer: int) -> None:
+        """Torch's operators lend nothing."""
+
+    def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
+        sgmv(y, x, self.arena, self.segments, layer, self._groups[group])
+
+    def shrink(self, group: int, x: torch.Tensor, layer: int) -> None:
+        """Nothing is shared with a product on a CPU."""
+
+    def modules(self, group: int) -> list[int]:
+        """The modules of a group of projections."""
+        return [module for module, _, _ in self._groups[group]]
+
+    def _times(self, rows: AdapterRows, factor: float) -> AdapterRows:
+        """Return the same rows with another scale, cached."""
+        made = self._scaled.setdefault(rows, {})
+        if factor not in made:
+            made[factor] = replace(rows, scale=factor * rows.scale)
+        return made[factor]
+
+    def rows_of(self, adapter: Adapter) -> list[AdapterRows]:
+        """Return the rows of the adapter's parts in its current pages, cached per page list."""
+        found = self._rows.get(adapter)
+        if found is None or found[0] is not adapter.pages:
+            parts = zip(adapter.manifest.parts, adapter.layout.parts, strict=True)
+            rows = [rows_in(part, place, adapter.pages) for part, place in parts]
+            found = self._rows[adapter] = adapter.pages, rows
+        return found[1]
+
+
+def _factors(used: RowAdapters) -> Sequence[tuple[int, float]]:
+    """The adapters that a row uses, and the factor of each."""
+    factors = ((used, 1.0),) if isinstance(used, int) else used
+    return [(slot, factor) for slot, factor in factors if slot != BASE_SLOT]
+
+
+def _runs(keys: Sequence[T], lengths: Sequence[int]) -> Iterator[tuple[T, int, int]]:
+    """Neighbouring rows with equal keys: the key, and the first and last token, exclusive; row i has `lengths[i]`."""
+    begin = 0
+    for key, group in itertools.groupby(zip(keys, lengths, strict=True), itemgetter(0)):
+        end = begin + sum(length for _, length in group)
+        yield key, begin, end
+        begin = end
+
+
+def rows_in(part: AdapterPart, place: PartLayout, pages: list[int]) -> AdapterRows:
+    """A part's rows where the adapter has these pages."""
+    slabs = place.slabs
+    return AdapterRows(
+        pages=pages,
+        rank=part.rank,
+        scale=part.scale,
+        slab_elems=slabs.slab_elems,
+        a_offset=slabs.a_offset,
+        b_offset=slabs.b_offset,
+        first_elem=place.first_elem,
+    )
+
+
+def lora_groups(config: ModelConfig) -> list[list[tuple[int, int, int]]]:
+    """The projections of QKV, ATTN_O, GATE_UP and DOWN; see `_group`."""
+    widths = {name: out for name, (_, out) in config.module_dims.items()}
+    names = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+    return [_group(group, widths) for group in names]
+
+
+def _group(names: Sequence[str], widths: dict[str, int]) -> list[tuple[int, int, int]]:
+    """(module id, first column, width) of projections with outputs packed side by side."""
+    group, column = [], 0
+    for name in names:
+        group.append((MODULES.index(name), column, widths[name]))
+        column += widths[name]
+    return group
 
 
 class RowPlan(Protocol):
@@ -37,7 +258,7 @@ class Way(StrEnum):
     EXPANDED = "expanded"
 
 
-#: Ways of a step's products: of each group of projections in a layer (`lora_state`), and behind them of the logits.
+#: Ways of a step's products: of each group of projections in a layer (`QKV`, …), and behind them of the logits.
 Ways = tuple[Way, ...]
 
 BY_LIBRARY: Ways = (Way.LIBRARY,) * 5

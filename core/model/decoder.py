@@ -24,9 +24,8 @@ from ...ops.merge import merge
 from ...ops.products import linear, pack, unpack
 from ...ops.ranks import Ranks
 from ...ops.sgmv import AdapterRows
-from .batch import StepBatch, Way, Ways
+from .batch import ATTN_O, DOWN, GATE_UP, QKV, StepBatch, StepLora, Way, Ways, lora_groups
 from .config import ModelConfig
-from .lora_state import ATTN_O, DOWN, GATE_UP, QKV, StepLora, lora_groups
 from .nvtx_spans import span
 from .weights import LayerWeights, Pack, Weights
 

@@ -18,8 +18,8 @@ from ...ops.sgmv import Segments
 from ...ops.sgmv_schedule import RANK_CLASSES, Schedule, decode, prefill, rank_class, token_limits
 from ...ops.sgmv_tables import Copy, SgmvTables
 from ..cpus import available_cpus
+from .batch import LoraState, RowAdapters, lora_groups, rows_in
 from .config import ModelConfig
-from .lora_state import LoraState, RowAdapters, lora_groups, rows_in
 
 if TYPE_CHECKING:
     from ...ops.sgmv_triton import Sgmv, Shrunk

@@ -17,9 +17,8 @@ from ...ops.lend import Lending
 from ...ops.ranks import Ranks
 from ...ops.sampling import Chances
 from ...ops.sgmv import AdapterRows, Segments
-from .batch import StepBatch
+from .batch import LoraState, StepBatch
 from .config import ModelConfig
-from .lora_state import LoraState
 from .shard import WHOLE, Shard
 from .weights import LayerWeights, Weights
 

@@ -19,7 +19,7 @@ from ...memory.adapters.adapter import Adapter
 from ...memory.pages.arena import Arena
 from ...ops.sgmv import AdapterRows
 from ..requests.types import CannotMerge
-from .lora_state import LoraState
+from .batch import LoraState
 from .weights import LayerWeights
 
 #: Names of a layer's matrices, in the order of the groups of projections.

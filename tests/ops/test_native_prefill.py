@@ -9,8 +9,7 @@ import torch
 
 from chorus.core.config import EngineConfig
 from chorus.core.executors.cpu import CpuExecutor
-from chorus.core.model.batch import StepBatch
-from chorus.core.model.lora_state import LoraState
+from chorus.core.model.batch import LoraState, StepBatch
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.pages.layout import MODULES
 from chorus.ops.sgmv import AdapterRows

@@ -22,9 +22,8 @@ from safetensors.torch import save_file
 
 from chorus.core.config import EngineConfig
 from chorus.core.executors.cpu import CpuExecutor
-from chorus.core.model.batch import StepBatch
+from chorus.core.model.batch import LoraState, StepBatch
 from chorus.core.model.config import ModelConfig
-from chorus.core.model.lora_state import LoraState
 from chorus.core.model.shadow import MATRICES
 from chorus.core.model.weights import LayerWeights
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart

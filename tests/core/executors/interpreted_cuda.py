@@ -26,9 +26,8 @@ from chorus.core.executors.cuda_memory import OutOfDeviceMemory
 from chorus.core.executors.cuda_mixed import token_buckets
 from chorus.core.executors.cuda_steps import CudaSteps
 from chorus.core.model import lora_state_cuda
-from chorus.core.model.batch import BY_LIBRARY, Way
+from chorus.core.model.batch import BY_LIBRARY, DOWN, QKV, Way
 from chorus.core.model.decoder import HEAD, DecoderModel
-from chorus.core.model.lora_state import DOWN, QKV
 from chorus.core.model.lora_state_cuda import MAX_PARTS
 from chorus.graphs.device import DeviceError
 from chorus.graphs.runner import StepMode

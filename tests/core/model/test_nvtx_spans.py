@@ -13,8 +13,7 @@ from chorus.core.config import EngineConfig
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model import decoder as model_module
 from chorus.core.model import nvtx_spans
-from chorus.core.model.batch import StepBatch
-from chorus.core.model.lora_state import ATTN_O, DOWN, GATE_UP, QKV
+from chorus.core.model.batch import ATTN_O, DOWN, GATE_UP, QKV, StepBatch
 
 
 def test_off_by_default(monkeypatch):
