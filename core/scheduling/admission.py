@@ -13,13 +13,13 @@ from ...memory.files.error import LoadFailure
 from ...memory.pages.prefix import Block
 from ..config import EngineConfig
 from ..requests.request import Request, RequestState
-from .draft import Draft, Place
+from .draft import Draft, Place, QueueOrder
 from .lifecycle import Lifecycle, load_error
 from .load_ahead import LoadPolicy
 from .output_lengths import Growth
+from .queues import Group, WaitingQueue
 from .request_memory import RequestMemory
 from .shares import PageShares
-from .waiting import Group, QueueOrder, WaitingQueue
 
 DOUBT_SECONDS = 10.0
 """After an adapter load misses its deadline, disable streamed starts for this many seconds: requests then start only

@@ -2,24 +2,148 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from ...memory.adapters.adapter import Adapter
+from ...memory.adapters.store import AdapterStore
 from ..config import EngineConfig
 from ..requests.request import Request
 from .lifecycle import Lifecycle
 from .output_lengths import Growth
-from .running import Running
-from .service import Service
+from .queues import Group, Running, WaitingQueue
+from .service import Service, SomeTurns, Turns
 from .shares import max_min_level
-from .waiting import QueueOrder
+
+OVERDUE, RESIDENT, COMING = range(3)
 
 MOST_SHORT = 2
 """Tenants that may lack pages in a step before its admission ends. Chosen."""
+
+MANY = 64
+"""With at least this many waiting tenants, first look for the tenants with an eligible request. Chosen."""
+
+SHARE = 4
+"""If at least one waiting tenant in so many has one, all are tried in turn instead: a hit comes soon. Chosen."""
+
+Entry = tuple[int, int, int, Group]
+"""Class of a group's head, its queue position, class of the group's adapter, the group."""
+
+
+class QueueOrder:
+    """Candidates for admission in one step.
+
+    Tenants come in order of their turns. Within a tenant, requests for resident adapters and for the base model come
+    first, then requests for adapters being read, each in queue order. A request can't run, and is left out, while no
+    part of its adapter has been read, or while the read is slow and unfinished. A request that arrived before
+    `overdue_before` has been overtaken for long enough: it goes first in its tenant, whatever its adapter.
+
+    Where many tenants wait and few of them have an eligible request, only these few are tried.
+    """
+
+    def __init__(
+        self,
+        waiting: WaitingQueue,
+        turns: Turns,
+        store: AdapterStore,
+        overdue_before: float,
+        may_run: Callable[[Adapter | None, Request | None], bool] | None = None,
+        only_firsts: bool = False,
+        may_begin: Callable[[str], bool] | None = None,
+    ) -> None:
+        """turns: restarted. may_run: filters adapters; called with an adapter (None: the base model) and the first
+        request of a tenant that waits for it (None: of any tenant). None: every adapter is eligible. only_firsts:
+        consider only the first answer of each call. may_begin: filters tenants, each time that one comes; None:
+        every tenant is eligible.
+        """
+        self._waiting = waiting
+        self._turns: Turns | SomeTurns = turns
+        self._store = store
+        self._overdue_before = overdue_before
+        self._may_run = may_run
+        self._only_firsts = only_firsts
+        self._may_begin = may_begin
+        resident, coming = store.near(waiting.by_adapter.keys())
+        self._near: dict[Adapter | None, int] = {**dict.fromkeys(resident, RESIDENT), **dict.fromkeys(coming, COMING)}
+        if None in waiting.by_adapter:
+            self._near[None] = RESIDENT
+        if may_run is not None and not any(may_run(adapter, None) for adapter in self._near):
+            self._near = {}  # no request can begin, and none needs an adapter slot reserved
+        self._entries: dict[str, list[Entry]] = {}  # of tenants that have come to the top
+        self._account = ""  # of the last candidate
+        if len(waiting.accounts) >= MANY and (few := self._few()) is not None:
+            self._turns = SomeTurns(turns, waiting, few)
+
+    def next(self) -> Request | None:
+        """Return the next candidate; the same request until it has left its group, or its group is skipped."""
+        while (account := self._turns.top()) is not None:
+            if self._may_begin is None or self._may_begin(account):
+                entries = self._entries.get(account)
+                if entries is None:
+                    entries = self._entries[account] = self._open(self._waiting.accounts.get(account, {}))
+                if entries:
+                    self._account = account
+                    return self._head(entries[0][3])
+            self._turns.pass_over()
+        return None
+
+    def is_overdue(self) -> bool:
+        """True if the last candidate has been overtaken for long enough."""
+        return self._top()[0][0] == OVERDUE
+
+    def is_late(self) -> bool:
+        """True if the last candidate's tenant is overdue for a turn."""
+        return self._turns.is_late
+
+    def go_on(self) -> None:
+        """Go on to the next candidate, after the last one has left its group."""
+        entries = self._top()
+        _, _, kind, group = entries[0]
+        if group.firsts or (group.more and not self._only_firsts):
+            heapq.heapreplace(entries, self._entry(kind, self._head(group), group))
+        else:
+            self.pass_over()
+
+    def pass_over(self) -> None:
+        """Drop the last candidate's group from this step."""
+        heapq.heappop(self._top())
+
+    def _top(self) -> list[Entry]:
+        return self._entries[self._account]
+
+    def _open(self, groups: dict[Adapter | None, Group]) -> list[Entry]:
+        """Return a tenant's eligible groups, as a heap."""
+        only_firsts = self._only_firsts
+        entries: list[Entry] = []
+        for adapter in self._near.keys() & groups.keys():
+            group = groups[adapter]
+            if only_firsts and not group.firsts:
+                continue
+            head = self._head(group)
+            if self._may_run is None or self._may_run(adapter, head):
+                entries.append(self._entry(self._near[adapter], head, group))
+        heapq.heapify(entries)
+        return entries
+
+    def _few(self) -> set[str] | None:
+        """Return the tenants with a request for a near adapter; None if these are many."""
+        found: list[str] = []
+        for adapter in self._near:
+            found += self._waiting.by_adapter[adapter]
+            if SHARE * len(found) >= len(self._waiting.accounts):
+                return None
+        return set(found)
+
+    def _head(self, group: Group) -> Request:
+        return next(iter(group.firsts)) if self._only_firsts or not group.more else group.head
+
+    def _entry(self, kind: int, head: Request, group: Group) -> Entry:
+        """Return a heap entry; queue positions differ, so that groups are never compared."""
+        return OVERDUE if head.arrival_time < self._overdue_before else kind, head.place, kind, group
 
 
 class Place(Enum):

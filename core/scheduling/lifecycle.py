@@ -14,10 +14,9 @@ from ..requests.request import Request, RequestState
 from ..requests.types import FinishReason, RequestOutput
 from .output_lengths import OutputLengths
 from .overload import QueueRoom
+from .queues import Running, WaitingQueue
 from .request_memory import RequestMemory
-from .running import Running
 from .service import Service
-from .waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from ...memory.transfers.transfer import ExecutorLost
 from ..cold_start import ColdStart, ColdStarts
 from ..config import EngineConfig
 from ..requests.request import Request, RequestState
+from .queues import WaitingQueue
 from .request_memory import RequestMemory
-from .waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .waiting import WaitingQueue
+    from .queues import WaitingQueue
 
 
 class Overloaded(Exception):

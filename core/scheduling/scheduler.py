@@ -26,11 +26,10 @@ from .draft import Draft
 from .lifecycle import Lifecycle, load_error
 from .load_ahead import LoadAhead, LoadPolicy
 from .output_lengths import Growth
+from .queues import Groups, Running, WaitingQueue, as_if_done, follow, go_on, group_by_adapter, plan_step, take_back
 from .request_memory import RequestMemory
-from .running import Groups, Running, as_if_done, follow, go_on, group_by_adapter, plan_step, take_back
 from .service import QueuePolicy, Service, TokenCounters
 from .step_shares import StepShares
-from .waiting import WaitingQueue
 
 
 class Scheduler:

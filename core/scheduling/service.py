@@ -1,17 +1,18 @@
-"""What tenants were served: the policy that counts it, and the order in which requests keep rows and pages."""
+"""What tenants were served: the policy that counts it, their turns, and which requests keep rows and pages."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
 from ..config import EngineConfig
 from ..requests.request import Request
-from .running import Running
-from .waiting import Turns, WaitingQueue
+from .queues import Running, WaitingQueue
 
 PROMPT_COST, OUTPUT_COST = 1.0, 2.0
 """Cost of a prompt token and of a generated one, VTC's w_p and w_q: a decode step computes one token with the weights
@@ -105,6 +106,179 @@ class TokenCounters(QueuePolicy):
             account, counter = self.counters.popitem(last=False)
             if account in waiting:
                 self.counters[account] = counter
+
+
+Rank = tuple[bool, float, float]
+"""Sort key of a waiting tenant: False if it is overdue for its turn, its standing (0 if it is overdue), and the number
+of its last turn or of its arrival.
+"""
+
+
+class Line:
+    """Tenants sorted by a key, and how many of the first have been skipped.
+
+    A change is a binary search and a move in memory, some microseconds for ten thousand tenants.
+    """
+
+    def __init__(self, keys: Mapping[str, tuple[float, ...]] = MappingProxyType({})) -> None:
+        self.keys = dict(keys)
+        self._sorted = sorted((key, account) for account, key in keys.items())
+        self._num_skipped = 0
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def put(self, account: str, key: tuple[float, ...]) -> None:
+        """Enter a tenant, or move it."""
+        self.drop(account)
+        self.keys[account] = key
+        index = bisect_left(self._sorted, (key, account))
+        self._sorted.insert(index, (key, account))
+        self._num_skipped += index < self._num_skipped
+
+    def drop(self, account: str) -> None:
+        """Remove a tenant, if it is there."""
+        key = self.keys.pop(account, None)
+        if key is not None:
+            index = bisect_left(self._sorted, (key, account))
+            del self._sorted[index]
+            self._num_skipped -= index < self._num_skipped
+
+    def restart(self) -> None:
+        self._num_skipped = 0
+
+    def first(self) -> str | None:
+        return self._sorted[0][1] if self._sorted else None
+
+    def top(self) -> str | None:
+        """Return the first tenant that is not skipped; None if all are."""
+        return self._sorted[self._num_skipped][1] if self._num_skipped < len(self._sorted) else None
+
+    def skip(self) -> None:
+        """Skip the tenant that `top` returned."""
+        self._num_skipped += 1
+
+
+class Turns:
+    """Waiting tenants in order of their turns.
+
+    First come overdue tenants, longest wait first: they have waited for `max_turn_seconds` or `max_turn_steps` since
+    their last turn or, if later, since their queue was empty. Otherwise a small weight or a wrong length estimate could
+    keep a tenant waiting for long. The others follow by the policy's standing, lowest first, then by arrival.
+    """
+
+    def __init__(self, limits: EngineConfig, waiting: WaitingQueue, standing: Callable[[str], float]) -> None:
+        """standing: of a tenant with the policy (`QueuePolicy.standing`)."""
+        self._max_seconds, self._max_steps = limits.max_turn_seconds, limits.max_turn_steps
+        self._waiting = waiting
+        self._standing = standing
+        self._since = Line()  # by number, time and step of the last turn
+        self._line = Line()  # by standing, and number of arrival; out of date until it comes to the top
+        self._count = itertools.count()
+        self._late_before = (-math.inf, -math.inf)
+        self.is_late = False
+        """True if the tenant that `top` returned last is overdue."""
+
+    def record_turn(self, account: str, now: float, step: int) -> None:
+        """Record that a tenant has a turn, or begins to wait for one."""
+        self._since.put(account, (next(self._count), now, step))
+        waiting = self._waiting.accounts
+        for line in (self._since, self._line):
+            if len(line) > 2 * len(waiting) + 64:  # tenants that wait no more
+                for each in line.keys.keys() - waiting.keys():
+                    line.drop(each)
+
+    def note(self, account: str) -> None:
+        """Update a tenant's turn after its standing with the policy may have changed."""
+        key = self._line.keys.get(account)
+        if key is not None and (standing := self._standing(account)) != key[0]:
+            self._line.put(account, (standing, key[1]))
+
+    def restart(self, now: float, step: int) -> None:
+        """Begin with the first tenant again. now, step: the current time in seconds, and step number."""
+        self._late_before = now - self._max_seconds, step - self._max_steps
+        self._since.restart()
+        self._line.restart()
+        self._take_new(now, step)
+
+    def least(self, now: float, step: int) -> float | None:
+        """Return the lowest standing of any waiting tenant; None if none waits."""
+        self._take_new(now, step)
+        account = self._settled(self._line.first)
+        return None if account is None else self._line.keys[account][0]
+
+    def top(self) -> str | None:
+        """Return the next tenant; None if all have been skipped."""
+        while (account := self._since.top()) is not None and self._is_late(account):
+            if account in self._waiting.accounts:
+                self.is_late = True
+                return account
+            self._since.drop(account)
+        self.is_late = False
+        return self._settled(self._line.top)
+
+    def pass_over(self) -> None:
+        """Skip the tenant that `top` returned, until `restart`."""
+        (self._since if self.is_late else self._line).skip()
+
+    def rank(self, account: str) -> Rank:
+        """Return a waiting tenant's sort key in the order of turns."""
+        if account in self._since.keys and self._is_late(account):
+            return False, 0.0, self._since.keys[account][0]
+        key = self._line.keys.get(account)  # None if it returns to the queue in this very step
+        return True, self._standing(account), math.inf if key is None else key[1]
+
+    def _is_late(self, account: str) -> bool:
+        _, seconds, step = self._since.keys[account]
+        return seconds <= self._late_before[0] or step <= self._late_before[1]
+
+    def _settled(self, pick: Callable[[], str | None]) -> str | None:
+        """Return the tenant that is picked from the line, once it waits and its standing is up to date."""
+        line = self._line
+        while (account := pick()) is not None:
+            if account not in self._waiting.accounts:
+                line.drop(account)
+            elif self._standing(account) > line.keys[account][0]:  # it has been charged since
+                self.note(account)
+            else:
+                break
+        return account
+
+    def _take_new(self, now: float, step: int) -> None:
+        """Enter the tenants that have begun to wait."""
+        for account in self._waiting.take_new_accounts():
+            number = next(self._count)
+            if account not in self._since.keys:
+                self._since.put(account, (number, now, step))
+            self._line.put(account, (self._standing(account), number))
+
+
+class SomeTurns:
+    """Some of the waiting tenants, in the current order of turns; `turns` has all of them, restarted."""
+
+    def __init__(self, turns: Turns, waiting: WaitingQueue, accounts: Iterable[str]) -> None:
+        self._turns = turns
+        self._waiting = waiting
+        self._line = Line({account: turns.rank(account) for account in accounts})
+        self._last = ""  # returned by `top`: only its rank may have changed since
+        self.is_late = False
+
+    def top(self) -> str | None:
+        """Return the next tenant; None if all have been skipped."""
+        line = self._line
+        while (account := line.top()) is not None:
+            rank = self._turns.rank(account) if account == self._last else line.keys[account]
+            if account not in self._waiting.accounts:
+                line.drop(account)
+            elif rank != line.keys[account]:  # it was charged for its turn
+                line.put(account, rank)
+            else:
+                self._last, self.is_late = account, not rank[0]
+                break
+        return account
+
+    def pass_over(self) -> None:
+        self._line.skip()
 
 
 WINDOW_SECONDS = 10.0

@@ -9,9 +9,8 @@ from ...memory.pages.eviction import RestoreCosts
 from ..config import EngineConfig
 from ..requests.request import Request
 from .output_lengths import Growth
+from .queues import Running, WaitingQueue
 from .request_memory import RequestMemory
-from .running import Running
-from .waiting import WaitingQueue
 
 TAKEN_SHARE = 0.04
 """Part of the time that may go into restoring requests preempted for a tenant's share, over `TAKING_SECONDS`. Chosen:

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from itertools import islice
 
 from ..requests.request import Request
-from .running import Running
-from .waiting import WaitingQueue
+from .queues import Running, WaitingQueue
 
 SHARE = 0.4
 """Time that the larger calls may take for their answers, as a share of the time that steps take without these."""

@@ -13,11 +13,10 @@ from ...core.requests.request import Request, RequestState
 from ...core.requests.sampling_params import SamplingParams
 from ...core.requests.types import BASE_SLOT, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
 from ...core.scheduling.admission import Admission
-from ...core.scheduling.draft import Draft, Place
+from ...core.scheduling.draft import Draft, Place, QueueOrder
 from ...core.scheduling.lifecycle import Lifecycle
-from ...core.scheduling.running import Running
+from ...core.scheduling.queues import Running
 from ...core.scheduling.scheduler import Scheduler
-from ...core.scheduling.waiting import QueueOrder
 from ...memory.adapters.adapter import Adapter, Tier
 from ...memory.pages.prefix import Block
 from .executor import TOKEN

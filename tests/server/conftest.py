@@ -25,7 +25,7 @@ from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams
 from chorus.core.requests.types import FinishReason, RequestOutput, StepInfo, TokenLogprobs
 from chorus.core.scheduling.overload import Overloaded
-from chorus.core.scheduling.running import Running
+from chorus.core.scheduling.queues import Running
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.adapters.store import UnknownAdapter
 from chorus.memory.pages.pool import IntegrityError, PagePool

@@ -642,7 +642,7 @@ def test_a_closed_executor_frees_its_arena_at_once(tiny):
         gc.enable()
 
 
-@pytest.mark.parametrize(("arrives", "most"), [(False, 24), (True, 36)])
+@pytest.mark.parametrize(("arrives", "most"), [(False, 24), (True, 34)])
 def test_a_step_enters_few_files(drive, tiny, arrives, most):
     """A replay here calls what was captured, so that the kernels' launches are counted too."""
     driver = drive(adapters=["r1-qv"], max_num_seqs=3, async_scheduling=not arrives)

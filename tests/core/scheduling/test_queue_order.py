@@ -12,9 +12,10 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
-from chorus.core.scheduling import waiting as waiting_queue
-from chorus.core.scheduling.service import TokenCounters
-from chorus.core.scheduling.waiting import QueueOrder, SomeTurns, Turns, WaitingQueue
+from chorus.core.scheduling import draft as step_draft
+from chorus.core.scheduling.draft import QueueOrder
+from chorus.core.scheduling.queues import WaitingQueue
+from chorus.core.scheduling.service import SomeTurns, TokenCounters, Turns
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.host.images import InlineReads
 
@@ -435,8 +436,8 @@ def test_only_those_who_can_run_are_looked_at_and_the_order_is_the_same(data):
         turns.restart(103.0, 7)
         found = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(waiting_queue, "MANY", many)
-            patch.setattr(waiting_queue, "SHARE", 0)
+            patch.setattr(step_draft, "MANY", many)
+            patch.setattr(step_draft, "SHARE", 0)
             candidates = QueueOrder(queue, turns, FakeStore(), 5.0)
         assert isinstance(candidates._turns, SomeTurns) == (many < 99 and bool(tiers))  # noqa: SLF001
         while (request := candidates.next()) is not None:

@@ -16,9 +16,8 @@ from chorus.core.policies import Policies
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.scheduling.draft import Draft
-from chorus.core.scheduling.running import Running
+from chorus.core.scheduling.queues import Running, WaitingQueue
 from chorus.core.scheduling.service import WINDOW_SECONDS, Service, TokenCounters
-from chorus.core.scheduling.waiting import WaitingQueue
 
 from .test_scheduling import HeldReads, House
 

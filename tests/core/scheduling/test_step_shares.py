@@ -15,9 +15,8 @@ from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.requests.types import StepResult
-from chorus.core.scheduling.running import Running
+from chorus.core.scheduling.queues import Running, WaitingQueue
 from chorus.core.scheduling.step_shares import LONGEST_STEP, MAX_DEBT, NUM_SAMPLES, SHARE, StepShares
-from chorus.core.scheduling.waiting import WaitingQueue
 from chorus.perf.cpu.schedule_time import FakeExecutor
 
 MAX_ROWS = 64

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
-from chorus.core.scheduling.running import Running, group_by_adapter
+from chorus.core.scheduling.queues import Running, group_by_adapter
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 30), st.sampled_from([None, "a", "b", "c"])), max_size=60))
