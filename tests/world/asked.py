@@ -59,7 +59,13 @@ class Asked:
     was_sent_back: bool = False
     error: str = ""
     aborted: bool = False
+    was_removed: bool = False  # its adapter was, by force
+    was_moved: bool = False
     was_here: bool = False  # its adapter's bytes were in memory at some time while it held them
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.told.tokens
 
     @property
     def ended(self) -> bool:
@@ -69,13 +75,19 @@ class Asked:
         """Check an output: its tokens, the prompt's scores, and that cached tokens come from its own scope."""
         id, params, count = output.request_id, self.request.params, len(output.token_ids)
         promise(not self.ended, f"{id} goes on after its end")
-        promise(count == (output.finish_reason is not FinishReason.ERROR), f"{id} got {count} tokens at once")
+        has_failed = output.finish_reason is FinishReason.ERROR
+        promise(count == (not has_failed), f"{id} got {count} tokens at once")
+        promise((output.error is not None) == has_failed, f"{id} has the error {output.error} and goes on, or has none")
+        promise(output.num_cached_tokens <= len(self.prompt) - (not self.was_sent_back), f"all of {id} was cached")
         if count and not self.told.tokens:
             wanted = None if params.prompt_logprobs is None else self.prompt[1:]
             scores = output.prompt_logprobs
             found = None if scores is None else [each.token_id for each in scores]
             promise(found == wanted, f"{id} got scores of {found} instead of {wanted}")
+            promise(wanted is None or not output.num_cached_tokens, f"{id} was scored from the cache")
             self._check_cached(output.num_cached_tokens, everybody)
+        else:
+            promise(output.prompt_logprobs is None, f"the prompt of {id} is scored again, or not at all")
         self.told.add(output)
         self.error = output.error or ""
 

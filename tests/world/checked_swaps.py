@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from .asked import promise
@@ -14,13 +15,18 @@ class CheckedSwaps:
 
     page_seconds = 1e-4
 
-    def __init__(self, block_tokens: int, memory: dict, world: World, rng: random.Random) -> None:
+    def __init__(
+        self, block_tokens: int, memory: dict, world: World, rng: random.Random, reached: Counter[str],
+        delay: float = 0.0, trouble: float = 0.0,
+    ) -> None:  # fmt: skip
+        """delay: typical seconds of a copy; without any it ends at once. trouble: part of the late copies that fail."""
         self._offsets = range(block_tokens)
         self._memory = memory
         self._world = world
         self._rng = rng
-        self._delay = rng.choice([0.0, 0.005, 0.1])
-        self._trouble = rng.choice([0.0, 0.3])
+        self._reached = reached
+        self._delay = delay
+        self._trouble = trouble
         self._num_under_way = 0
 
     def copy_out(self, pages: Sequence[int]) -> tuple[list[list[object]], SwapCopy | None]:
@@ -44,6 +50,7 @@ class CheckedSwaps:
         return self._begin(write)
 
     def wait(self, timeout: float) -> None:
+        self._reached["waited for a copy"] += bool(self._num_under_way)
         end, before = self._world.now + timeout, self._num_under_way
         while self._num_under_way == before and self._world.next_time <= end:
             self._world.next_event()
