@@ -272,7 +272,9 @@ class EngineLife:
     def _preempt(self) -> None:
         scheduler = self.engine.scheduler
         if len(scheduler.running):
-            scheduler.lifecycle.preempt(self.rng.choice(list(scheduler.running)))
+            request = self.rng.choice(list(scheduler.running))
+            self.active[request.id].was_sent_back = True
+            scheduler.lifecycle.preempt(request)
 
     def _merge(self) -> None:
         engine, name = self.engine, self.rng.choice(self.names)
