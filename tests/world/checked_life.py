@@ -73,9 +73,13 @@ class CheckedLife(EngineLife):
         wait, is_inline = images.wait, isinstance(images.reads, InlineReads)
 
         def checked(timeout: float) -> None:
-            preempted = scheduler.lifecycle.num_preemptions > self._num_preemptions
-            has_reads = images.counts().num_under_way or self.engine.store.loads.under_way
-            promise(bool(has_reads) or preempted or is_inline, "it has work, runs nothing and waits for nothing")
+            counts = images.counts()
+            has_reads = counts.num_under_way or self.engine.store.loads.under_way
+            was_changed = (  # in this very step: what is left begins in the next one
+                scheduler.lifecycle.num_preemptions > self._num_preemptions
+                or counts.num_given_up > self._num_given_up
+            )
+            promise(bool(has_reads) or was_changed or is_inline, "it has work, runs nothing and waits for nothing")
             self.reached["waited for a read"] += 1
             wait(timeout)
 

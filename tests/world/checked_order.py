@@ -162,7 +162,8 @@ class CheckedOrder:
 
     def _check_overtaken(self, first: Sequence[Request], beyond_seats: bool) -> None:
         """Check that no request starts while one of its tenant waits that has been overtaken for long enough."""
-        using = {each.adapter for each in self._scheduler.running} - {None}
+        before = (self._asked[id].adapter for id in self._running)
+        using = {*before, *(each.adapter for each in self._scheduler.running)} - {None}  # a slot is free a step later
         full = len(using) >= (self._config.max_adapters_per_step or math.inf)
         overdue = [each for each in self._scheduler.waiting if self._is_overdue(each, first, beyond_seats)]
         # One that waits for one adapter fewer in the step has all later ones with an adapter wait behind it.
