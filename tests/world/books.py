@@ -47,14 +47,17 @@ class Books:
     def _check_pages(self, active: Collection[Request]) -> None:
         engine, stats = self._engine, self._engine.stats()
         held = stats.num_kv_pages + stats.num_adapter_pages + stats.num_cached_pages + stats.num_shadow_pages
-        promise(stats.num_free_pages + held == engine.pool.num_usable, f"pages do not add up: {stats}")
-        promise(stats.num_running + stats.num_waiting == len(active), f"{len(active)} requests, but {stats}")
-        copied = list(engine.swapped.holders())  # the next step frees what is not copied any more
-        promise(not stats.num_kv_pages or bool(stats.num_running or copied), f"KV of no request: {stats}")
-        may_swap = engine.config.preemption != "recompute"
-        promise(may_swap or not stats.num_swaps_out, "KV was swapped, against the configuration")
-        promise(stats.num_swapped <= len(active) + len(copied), f"more swapped KV than requests: {stats}")
-        promise(stats.num_shadow_pages == engine.reclaimer.shadow.num_pages, f"other shadow pages than {stats}")
+        copied = len(list(engine.swapped.holders()))  # the next step frees what is not copied any more
+        kept = {
+            "pages do not add up": stats.num_free_pages + held == engine.pool.num_usable,
+            "other requests are counted": stats.num_running + stats.num_waiting == len(active),
+            "KV of no request": not stats.num_kv_pages or stats.num_running or copied,
+            "KV was swapped": engine.config.preemption != "recompute" or not stats.num_swaps_out,
+            "more swapped KV than requests": stats.num_swapped <= len(active) + copied,
+            "other pages of a shadow": stats.num_shadow_pages == engine.reclaimer.shadow.num_pages,
+        }
+        if not all(kept.values()):
+            raise Violation(f"{[text for text, holds in kept.items() if not holds]}: {len(active)} requests, {stats}")
 
     def _check_states(self, active: Collection[Request]) -> None:
         scheduler = self._engine.scheduler

@@ -15,6 +15,7 @@ from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.pages.layout import MODULES
 
 from .asked import promise
+from .made_up_model import Memory
 from .virtual_reads import World
 
 
@@ -74,7 +75,7 @@ class CheckedAdapters:
     """
 
     def __init__(
-        self, disk: Disk, pause: Callable[[float], None], world: World, memory: dict, rng: random.Random,
+        self, disk: Disk, pause: Callable[[float], None], world: World, memory: Memory, rng: random.Random,
         reached: Counter[str],
     ) -> None:  # fmt: skip
         self._disk = disk
@@ -112,7 +113,7 @@ class CheckedAdapters:
             image.publish(layer + 1)
 
     def save(self, layout: AdapterLayout, pages: list[int]) -> HostImage:
-        held = [self._memory[page, 0] for page in pages]
+        held = [self._memory[page][0] for page in pages]
         content = held[0][0]
         promise(held == [(content, index, layout.num_layers) for index in range(len(pages))], "not whole, yet saved")
         image = HostImage()
@@ -131,8 +132,9 @@ class CheckedTransfer:
     """Layers on their way into pages. After `cancel` a copy may still be writing, until `is_quiet`."""
 
     def __init__(
-        self, image: HostImage, layout: AdapterLayout, pages: list[int], memory: dict, world: World, rng: random.Random
-    ) -> None:
+        self, image: HostImage, layout: AdapterLayout, pages: list[int], memory: Memory, world: World,
+        rng: random.Random,
+    ) -> None:  # fmt: skip
         self._image = image
         self._num_layers = layout.num_layers
         self._pages = pages
@@ -151,7 +153,7 @@ class CheckedTransfer:
             return
         self._copied = ready
         for index, page in enumerate(self._pages):
-            self._memory[page, 0] = (self._image.data, index, ready)
+            self._memory[page][0] = (self._image.data, index, ready)
         if self.is_done():
             self._image.unfollow(self._advance)
 
@@ -175,8 +177,7 @@ class CheckedTransfer:
 
     def _end(self) -> None:
         for page in self._pages:
-            for key in [key for key in self._memory if key[0] == page]:
-                self._memory[key] = "a late copy"
+            self._memory[page][:] = ["a late copy"] * len(self._memory[page])
         self._quiet = True
 
     def is_quiet(self) -> bool:

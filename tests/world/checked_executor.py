@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from chorus.core.config import EngineConfig
 from chorus.core.executors.base import ModelInfo
@@ -19,7 +19,7 @@ from .asked import Asked, Violation, promise
 from .checked_adapters import CheckedAdapters
 from .checked_shadow import CheckedShadow
 from .checked_swaps import CheckedSwaps
-from .made_up_model import EOS, MAX_MODEL_LEN, VOCAB, content_of, kv_of, next_token
+from .made_up_model import EOS, MAX_MODEL_LEN, VOCAB, Memory, content_of, kv_of, next_token
 from .virtual_reads import World
 
 
@@ -37,7 +37,7 @@ class CheckedExecutor:
         config: EngineConfig,
         adapters: CheckedAdapters,
         world: World,
-        memory: dict,
+        memory: Memory,
         asked: Mapping[str, Asked],
         reached: Counter[str],
         shadow: CheckedShadow | None = None,
@@ -99,9 +99,8 @@ class CheckedExecutor:
         if any(row.is_ragged for row in rows):
             promise(plan.bucket is None, "a step with a prompt has a bucket")
         else:
-            promise(
-                plan.bucket in self._buckets and plan.bucket >= len(rows), f"bucket {plan.bucket}, {len(rows)} rows"
-            )
+            is_right = plan.bucket in self._buckets and plan.bucket >= len(rows)
+            promise(is_right, f"bucket {plan.bucket}, {len(rows)} rows")
         promise(len(set(map(id, plan.adapters))) == len(plan.adapters), "an adapter has two slots")
         used = {row.slot for row in rows} - {BASE_SLOT}
         promise(used == set(range(len(plan.adapters))), "a slot without rows")
@@ -132,7 +131,7 @@ class CheckedExecutor:
 
     def _check_bytes(self, adapter: Adapter) -> None:
         want = [(content_of(adapter), index, adapter.layout.num_layers) for index in range(adapter.num_pages)]
-        if [self.memory.get((page, 0)) for page in adapter.pages] != want:
+        if [self.memory[page][0] for page in adapter.pages] != want:
             raise Violation(f"{adapter} was overwritten")
 
     def _check_rows(self, plan: StepPlan, owner: dict[int, str]) -> None:
@@ -166,22 +165,25 @@ class CheckedExecutor:
                 raise RuntimeError(f"a fault of {row.request_id}")
             adapter = None if row.slot == BASE_SLOT else plan.adapters[row.slot]
             self._check_row(row, adapter, self._asked[row.request_id], plan.sources is not None)
-            places = [(row.pages[at // self.config.block_tokens], at % self.config.block_tokens)
-                      for at in range(row.kv_len)]  # fmt: skip
             if row.slot in late:
                 self._reached["computed in vain"] += 1
-                for place in places[row.start :]:
-                    self.memory[place] = "void"
+                self._write(row, ["void"] * row.kv_len)
                 result.retract(row.request_id)
                 continue
             content = content_of(adapter)
             want = kv_of(content, row.token_ids[: row.kv_len])
-            for position in range(row.start, row.kv_len):
-                self.memory[places[position]] = want[position]
-            if [self.memory.get(place) for place in places] != want:
+            self._write(row, want)
+            held = itertools.chain.from_iterable(map(self.memory.__getitem__, row.pages))
+            if list(itertools.islice(held, row.kv_len)) != want:
                 raise Violation(f"KV of {row.request_id} is not its own")
             self._answer(row, content, result)
         return result
+
+    def _write(self, row: ScheduledRow, values: Sequence[object]) -> None:
+        """Write what a row computes, out of the values of all its positions."""
+        block = self.config.block_tokens
+        for position in range(row.start, row.kv_len):
+            self.memory[row.pages[position // block]][position % block] = values[position]
 
     def _check_row(self, row: ScheduledRow, adapter: Adapter | None, asked: Asked, is_ahead: bool) -> None:
         """Check a row against its request and the tokens that it has been given. is_ahead: one more is not read yet."""

@@ -24,7 +24,7 @@ from .checked_shadow import CheckedShadow
 from .checked_swaps import CheckedSwaps
 from .engine_life import EngineLife
 from .late_results import late_results
-from .made_up_model import MAX_MODEL_LEN, VOCAB, answer_alone, content_of, kv_before, kv_behind
+from .made_up_model import MAX_MODEL_LEN, VOCAB, answer_alone, content_of, empty_memory, kv_before, kv_behind
 from .virtual_reads import VirtualReads, World
 
 PATIENCE = 120.0
@@ -48,14 +48,14 @@ class CheckedLife(EngineLife):
         self.seeds = Seeds(config.seed)
         speed, trouble = rng.choice([0.0002, 0.002, 0.02, 0.2]), rng.choice([0.0, 0.0, 0.1, 0.3])
         self.disk = Disk(own, speed, config.adapter_read_seconds, trouble)
-        memory: dict = {}
+        memory = empty_memory(config.num_pages, config.block_tokens)
         is_inline = rng.random() < 0.15  # what is asked for in a step is there at once
         reads = InlineReads() if is_inline else VirtualReads(self.world, rng.randint(1, 3))
         pause = reads.pause if isinstance(reads, VirtualReads) else lambda seconds: None
         adapters = CheckedAdapters(self.disk, pause, self.world, memory, own, self.reached)
         shadow = CheckedShadow(memory, self.world) if rng.random() < 0.7 else None
         delay, trouble = rng.choice([0.0, 0.005, 0.1, 0.1]), rng.choice([0.0, 0.3, 0.3])
-        swaps = CheckedSwaps(config.block_tokens, memory, self.world, own, self.reached, delay, trouble)
+        swaps = CheckedSwaps(memory, self.world, own, self.reached, delay, trouble)
         swaps = None if config.preemption == "recompute" else swaps
         self.executor = CheckedExecutor(config, adapters, self.world, memory, self.asked, self.reached, shadow, swaps)
         self.engine = Engine(config, late_results(self.executor, rng), self.world, reads)
@@ -246,22 +246,23 @@ class CheckedLife(EngineLife):
         prefix, pool, memory = self.engine.prefix, self.engine.pool, self.executor.memory
         contents = {each.version: content_of(each) for each in self.engine.store.versions()}
         contents[BASE_VERSION] = content_of(None)
-        pages, offsets = set(), range(self.engine.block_tokens)
+        pages, num_cached, order = set(), 0, self.engine.reclaimer.order
         for root in prefix.roots():
             promise(root.version in contents, "blocks of a version that is gone")
             stack = [(child, kv_before(contents[root.version])) for child in root.children.values()]
             while stack:
                 block, last = stack.pop()
-                want, page, kind = kv_behind(last, block.tokens), block.page, pool.kind(block.page)
-                if [memory.get((page, offset)) for offset in offsets] != want:
+                page, children = block.page, block.children
+                want, is_cached = kv_behind(last, block.tokens), pool.kind(page) is PageKind.CACHED
+                if memory[page] != want:
                     raise Violation(f"the cached block {block.tokens} of version {root.version} holds something else")
-                if kind not in (PageKind.KV, PageKind.CACHED) or page in pages:
-                    raise Violation(f"page {page} of a known block is {kind}, or another block's, too")
+                if not (is_cached or pool.kind(page) is PageKind.KV) or page in pages:
+                    raise Violation(f"page {page} of a known block is {pool.kind(page)}, or another block's, too")
+                if (block in order) != (is_cached and not children):
+                    raise Violation(f"page {page} can be evicted, and must not, or can't, and must")
                 pages.add(page)
-                stack += [(child, want[-1]) for child in block.children.values()]
-                is_evictable = kind is PageKind.CACHED and not block.children
-                if (block in self.engine.reclaimer.order) != is_evictable:
-                    raise Violation(f"page {page} can be evicted, or not: {not is_evictable}")
+                num_cached += is_cached
+                if children:
+                    stack += [(child, want[-1]) for child in children.values()]
         promise(len(prefix) == len(pages), "the cache counts other blocks than it has")
-        cached = sum(pool.kind(page) is PageKind.CACHED for page in pages)
-        promise(pool.count(PageKind.CACHED) == cached, "a cached page of no known block")
+        promise(pool.count(PageKind.CACHED) == num_cached, "a cached page of no known block")

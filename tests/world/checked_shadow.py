@@ -9,6 +9,7 @@ from chorus.memory.adapters.adapter import Adapter
 from chorus.memory.pages.pool import PageKind, PagePool
 
 from .asked import Violation, promise
+from .made_up_model import Memory
 from .virtual_reads import World
 
 
@@ -17,7 +18,7 @@ class CheckedShadow:
     too much.
     """
 
-    def __init__(self, memory: dict, world: World) -> None:
+    def __init__(self, memory: Memory, world: World) -> None:
         self.adapter: Adapter | None = None
         self.runs: list[range] = []
         self.last: list[range] = []
@@ -45,7 +46,7 @@ class CheckedShadow:
         if self.outweighs(adapter):
             raise CannotMerge("it outweighs the weights")
         for page in self.runs[self.made]:
-            self._memory[page, 0] = ("shadow", adapter.manifest.mtime_ns)
+            self._memory[page][0] = ("shadow", adapter.manifest.mtime_ns)
         self.made += 1
         return self.made == len(self.runs)
 
@@ -66,6 +67,6 @@ class CheckedShadow:
         want = ("shadow", merged.manifest.mtime_ns)
         pages = list(itertools.chain.from_iterable(self.runs))
         for page in pages:
-            if pool.kind(page) is not PageKind.SHADOW or self._memory.get((page, 0)) != want:
+            if pool.kind(page) is not PageKind.SHADOW or self._memory[page][0] != want:
                 raise Violation(f"page {page} of the shadow of {merged} is of another kind, or was overwritten")
         return pages

@@ -346,13 +346,14 @@ class EngineLife:
         self._after_step()
         for output in outputs:
             self._take(output)
-        stats = self.engine.stats()
         self.reached["steps"] += plan is not None
         self.reached["steps ahead"] += plan is not None and plan.sources is not None
         self.reached["merged steps"] += plan is not None and plan.merged is not None
-        self.reached["preempted"] += stats.num_preemptions > self._num_preemptions
-        self.reached["reads given up"] += stats.num_given_up_reads > self._num_given_up
-        self._num_preemptions, self._num_given_up = stats.num_preemptions, stats.num_given_up_reads
+        num_preemptions = self.engine.scheduler.lifecycle.num_preemptions
+        num_given_up = self.engine.store.images.counts().num_given_up
+        self.reached["preempted"] += num_preemptions > self._num_preemptions
+        self.reached["reads given up"] += num_given_up > self._num_given_up
+        self._num_preemptions, self._num_given_up = num_preemptions, num_given_up
         if not outputs:
             self._pause()
         return plan is not None or bool(outputs)

@@ -21,7 +21,7 @@ from .checked_adapters import CheckedAdapters, Disk
 from .checked_executor import CheckedExecutor
 from .checked_shadow import CheckedShadow
 from .checked_swaps import CheckedSwaps
-from .made_up_model import answer_alone
+from .made_up_model import answer_alone, empty_memory
 from .virtual_reads import World
 
 
@@ -36,10 +36,11 @@ class House:
         }  # fmt: skip
         self.config = EngineConfig(model=Path("made-up"), **{**defaults, **config})
         self.clock, self.asked, self.plans = World(), dict[str, Asked](), list[list[tuple[str, int]]]()
-        memory, rng, reached = {}, random.Random(0), Counter[str]()
+        memory = empty_memory(self.config.num_pages, self.config.block_tokens)
+        rng, reached = random.Random(0), Counter[str]()
         disk = Disk(rng)
         backend = CheckedAdapters(disk, lambda seconds: None, self.clock, memory, rng, reached)
-        swaps = CheckedSwaps(self.config.block_tokens, memory, self.clock, rng, reached)
+        swaps = CheckedSwaps(memory, self.clock, rng, reached)
         shadow = CheckedShadow(memory, self.clock)
         self.executor = CheckedExecutor(self.config, backend, self.clock, memory, self.asked, reached, shadow, swaps)
         self.engine = Engine(self.config, self.executor, self.clock, reads or InlineReads(), policies)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Sequence
+from functools import lru_cache
 
 from chorus.core.requests.types import FinishReason, TokenLogprobs
 from chorus.memory.adapters.adapter import Adapter
@@ -14,8 +15,14 @@ from .asked import Asked, Told
 VOCAB = 48
 EOS = (0, 1)
 MAX_MODEL_LEN = 40
+Memory = list[list[object]]
+"""What each position of each page of an arena holds; an adapter's part, or a shadow's, is at a page's first one."""
 BASE_CONTENT = 0
 """Content of the base model; adapters' contents count from 1."""
+
+
+def empty_memory(num_pages: int, block_tokens: int) -> Memory:
+    return [[None] * block_tokens for _ in range(num_pages)]
 
 
 def content_of(adapter: Adapter | None) -> int:
@@ -29,7 +36,7 @@ def next_token(content: int, tokens: Sequence[int], seed: int | None) -> int:
 
 def kv_of(content: int, tokens: Sequence[int]) -> list[int]:
     """The KV of `tokens`, position by position: it depends on the adapter's content and on every token so far."""
-    return kv_behind(kv_before(content), tokens)
+    return kv_behind(kv_before(content), tuple(tokens))
 
 
 def kv_before(content: int) -> int:
@@ -37,8 +44,9 @@ def kv_before(content: int) -> int:
     return hash(content)
 
 
-def kv_behind(last: int, tokens: Sequence[int]) -> list[int]:
-    """The KV of `tokens` that follow a position with the KV `last`."""
+@lru_cache(1 << 14)
+def kv_behind(last: int, tokens: tuple[int, ...]) -> list[int]:
+    """The KV of `tokens` that follow a position with the KV `last`; not to be changed."""
     return list(itertools.accumulate(tokens, lambda before, token: hash((before, token)), initial=last))[1:]
 
 
