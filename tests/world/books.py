@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Collection
 
 from chorus.core.engine import Engine
 from chorus.core.requests.request import Request, RequestState
 from chorus.memory.adapters.adapter import Adapter
+from chorus.memory.pages.pool import PageKind
 
 from .asked import Violation, promise
+
+
+STATES = {state: f"state {state}" for state in RequestState}
+_RUNNING, _LOADING = RequestState.RUNNING, RequestState.LOADING
+_KINDS = [kind for kind in PageKind if kind is not PageKind.RESERVED]
 
 
 class Books:
@@ -33,43 +38,37 @@ class Books:
 
     def _check_running(self) -> None:
         running, seats = self._engine.scheduler.running, self._engine.config.max_num_seqs
-        promise(running.accounts == Counter(request.account for request in running), "wrong numbers of requests")
-        promise(
-            len(running.accounts) <= seats or bool(running.calls), "more tenants than seats"
-        )  # one call may have many
-        answers = Counter((request.call, request.account) for request in running if request.call)
-        promise(all(count <= seats for count in answers.values()), "more answers of a call than seats")
-        several = running.calls or len(running.accounts) > 1
-        promise(len(running) <= seats or bool(several), "more requests than seats")  # else others are paused
-        members = itertools.chain(running.lone, *running.calls.values())
-        promise(set(members) == set(running), "calls have other requests than run")
+        accounts, calls = running.accounts, running.calls
+        promise(accounts == Counter([request.account for request in running]), "wrong numbers of requests")
+        promise(len(accounts) <= seats or bool(calls), "more tenants than seats")  # one call may have many
+        promise(len(running) <= seats or bool(calls) or len(accounts) > 1, "more requests than seats")  # paused ones
+        promise({*running.lone}.union(*calls.values()) == {*running}, "calls have other requests than run")
+        if calls:
+            answers = Counter([(request.call, request.account) for request in running if request.call])
+            promise(max(answers.values()) <= seats, "more answers of a call than seats")
 
     def _check_pages(self, active: Collection[Request]) -> None:
-        engine, stats = self._engine, self._engine.stats()
-        held = stats.num_kv_pages + stats.num_adapter_pages + stats.num_cached_pages + stats.num_shadow_pages
-        copied = len(list(engine.swapped.holders()))  # the next step frees what is not copied any more
-        kept = {
-            "pages do not add up": stats.num_free_pages + held == engine.pool.num_usable,
-            "other requests are counted": stats.num_running + stats.num_waiting == len(active),
-            "KV of no request": not stats.num_kv_pages or stats.num_running or copied,
-            "KV was swapped": engine.config.preemption != "recompute" or not stats.num_swaps_out,
-            "more swapped KV than requests": stats.num_swapped <= len(active) + copied,
-            "other pages of a shadow": stats.num_shadow_pages == engine.reclaimer.shadow.num_pages,
-        }
-        if not all(kept.values()):
-            raise Violation(f"{[text for text, holds in kept.items() if not holds]}: {len(active)} requests, {stats}")
+        engine, count, swapped = self._engine, self._engine.pool.count, self._engine.swapped
+        promise(sum(map(count, _KINDS)) == engine.pool.num_usable, "pages do not add up")
+        num_running, num_waiting = len(engine.scheduler.running), len(engine.scheduler.waiting)
+        promise(num_running + num_waiting == len(active), "other requests run or wait than are in progress")
+        copied = len(list(swapped.holders()))  # the next step frees what is not copied any more
+        promise(not count(PageKind.KV) or num_running + copied > 0, "pages hold KV of no request")
+        promise(swapped.num_out == 0 or engine.config.preemption != "recompute", "KV was swapped out, and must not be")
+        promise(len(swapped) <= len(active) + copied, "more swapped KV than requests")
+        promise(count(PageKind.SHADOW) == engine.reclaimer.shadow.num_pages, "a shadow has other pages than it says")
 
     def _check_states(self, active: Collection[Request]) -> None:
-        scheduler = self._engine.scheduler
+        running, waiting, reached = set(self._engine.scheduler.running), self._engine.scheduler.waiting, self._reached
         for request in active:
-            runs, is_loading = request in scheduler.running, request.state is RequestState.LOADING
-            if not request.is_running == hasattr(request, "block_table") == runs:
+            runs, state = request in running, request.state
+            if not (state is _RUNNING or state is _LOADING) == hasattr(request, "block_table") == runs:
                 raise Violation(f"{request} runs, and does not")
-            if runs == (request in scheduler.waiting):
+            if runs == (request in waiting):
                 raise Violation(f"{request} is in both queues, or in none")
-            if is_loading and request.adapter is None and not request.coming:
+            if state is _LOADING and request.adapter is None and not request.coming:
                 raise Violation(f"{request} loads nothing")
-            self._reached[f"state {request.state}"] += 1
+            reached[STATES[state]] += 1
 
     def _check_adapters(self, active: Collection[Request], pinned: Collection[Adapter]) -> None:
         store, versions = self._engine.store, set(self._engine.store.versions())
@@ -79,14 +78,14 @@ class Books:
         promise(store.num_pinned_pages == sum(each.num_pages for each in pinned), "wrong number of pinned pages")
         merging = self._engine.merging
         merged = merging.shadowed if merging.is_under_way else merging.merged
-        holding = Counter(request.adapter for request in active)
-        running = Counter(request.adapter for request in active if request.is_running)
+        holding = [request.adapter for request in active]
+        running = [request.adapter for request in self._engine.scheduler.running]
         for adapter in versions:
             pin = adapter in pinned
-            held, wanted = running[adapter] + pin, holding[adapter] + pin + (adapter is merged)
+            held, wanted = running.count(adapter) + pin, holding.count(adapter) + pin + (adapter is merged)
             if (adapter.references, adapter.requests) != (held, wanted):
                 raise Violation(f"{adapter} is held, or wanted, by too many or by too few: {held}, {wanted}")
-        promise({*holding} - {None} <= versions, "a request's adapter is unknown")
+        promise({None, *versions}.issuperset(holding), "a request's adapter is unknown")
 
     def _check_merging(self) -> None:
         engine, merging, shadow = self._engine, self._engine.merging, self._engine.executor.shadow

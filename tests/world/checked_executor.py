@@ -95,18 +95,18 @@ class CheckedExecutor:
         promise(single == sorted(single), "a decode row before a prefill row")
         for kind in (True, False):
             slots = [row.slot for row, one in zip(rows, single, strict=True) if one is kind]
-            promise(len(list(itertools.groupby(slots))) == len(set(slots)), f"rows of a slot are apart: {slots}")
+            promise(len(list(itertools.groupby(slots))) == len(set(slots)), "rows of a slot are apart: {}", slots)
         if any(row.is_ragged for row in rows):
             promise(plan.bucket is None, "a step with a prompt has a bucket")
         else:
             is_right = plan.bucket in self._buckets and plan.bucket >= len(rows)
-            promise(is_right, f"bucket {plan.bucket}, {len(rows)} rows")
+            promise(is_right, "bucket {}, {} rows", plan.bucket, len(rows))
         promise(len(set(map(id, plan.adapters))) == len(plan.adapters), "an adapter has two slots")
         used = {row.slot for row in rows} - {BASE_SLOT}
         promise(used == set(range(len(plan.adapters))), "a slot without rows")
         owner: dict[int, str] = {PagePool.DUMMY: "padding"}
         for adapter in plan.adapters:
-            promise(adapter.references > 0, f"{adapter} is not in use")
+            promise(adapter.references > 0, "{} is not in use", adapter)
             self._claim(adapter, owner)
         if plan.merged is not None:
             self._check_merged(plan.merged, owner)
@@ -142,7 +142,7 @@ class CheckedExecutor:
         for row in plan.rows:
             promise(bool(row.tokens) and row.kv_len <= len(row.pages) * block, "pages don't cover the tokens")
             promise(len(row.pages) <= most, "more pages than the longest request has")
-            promise(len(set(row.pages)) == len(row.pages), f"{row.request_id} has a page twice")
+            promise(len(set(row.pages)) == len(row.pages), "{} has a page twice", row.request_id)
             first = row.start // block  # the first page written
             for index, page in enumerate(row.pages):
                 if page in owner or pool.kind(page) is not PageKind.KV:
@@ -188,13 +188,13 @@ class CheckedExecutor:
     def _check_row(self, row: ScheduledRow, adapter: Adapter | None, asked: Asked, is_ahead: bool) -> None:
         """Check a row against its request and the tokens that it has been given. is_ahead: one more is not read yet."""
         id, tokens, known = row.request_id, row.token_ids, asked.tokens
-        promise(adapter is asked.adapter, f"{id} runs on {adapter}, not on {asked.adapter}")
-        promise(tokens[: len(known)] == known, f"{id} runs on other tokens than its own")
-        promise(len(tokens) <= len(known) + is_ahead, f"a token of {id} was not returned")
-        promise(row.tokens == tokens[row.start : row.kv_len], f"{id} computes tokens of another position")
-        promise(row.samples == (row.kv_len == len(tokens)), f"{id} draws a token at the wrong position")
-        promise(row.params == asked.request.params, f"{id} runs with other parameters than its own")
-        promise(row.num_prompt_tokens == len(asked.prompt), f"{id} has another prompt's length")
+        promise(adapter is asked.adapter, "{} runs on {}, not on {}", id, adapter, asked.adapter)
+        promise(tokens[: len(known)] == known, "{} runs on other tokens than its own", id)
+        promise(len(tokens) <= len(known) + is_ahead, "a token of {} was not returned", id)
+        promise(row.tokens == tokens[row.start : row.kv_len], "{} computes tokens of another position", id)
+        promise(row.samples == (row.kv_len == len(tokens)), "{} draws a token at the wrong position", id)
+        promise(row.params == asked.request.params, "{} runs with other parameters than its own", id)
+        promise(row.num_prompt_tokens == len(asked.prompt), "{} has another prompt's length", id)
 
     def _late(self, plan: StepPlan) -> set[int]:
         """Slots of adapters that don't load within `max_load_stall_seconds`; the other adapters' bytes are checked."""

@@ -236,9 +236,6 @@ class CheckedLife(EngineLife):
 
     def _after_step(self) -> None:
         self.order.after()
-
-    def _check_books(self) -> None:
-        super()._check_books()
         self._check_cached_blocks()
 
     def _check_cached_blocks(self) -> None:

@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from chorus.core.engine import Engine
-from chorus.core.requests.request import Request, RequestState
+from chorus.core.requests.request import Request
 from chorus.core.requests.types import StepPlan
 from chorus.memory.adapters.adapter import Adapter, Tier
 
 from .asked import Asked, promise
+from .books import STATES
 
 Moment = tuple[float, int]
 """Time in seconds, and steps of the engine."""
@@ -61,10 +62,6 @@ class CheckedOrder:
         if scheduler.num_steps == self._decided[1]:  # what has begun waits for a copy: there was no plan to check
             self._check_turns([each for each in scheduler.running if each.id not in self._running], [])
             self._reached["run again, with none ahead"] += self._under_way is not None
-        for request in scheduler.waiting:
-            if request.state in (RequestState.SWAPPED, RequestState.LATE):
-                self._reached["preempted"] += 1
-                self._asked[request.id].was_sent_back = True
         still = [request.id for request in scheduler.running if request.id in self._running]
         promise(still == [id for id in self._running if id in still], "sent back, a request began again at once")
 
@@ -104,7 +101,7 @@ class CheckedOrder:
         beyond_seats = len(self._running) + len(started) > self._config.max_num_seqs  # some may be preempted for others
         reached["begun beyond the seats"] += len(running) > self._config.max_num_seqs and bool(first)
         for request in started:
-            reached[f"state {request.state}"] += 1
+            reached[STATES[request.state]] += 1
         self._check_paused(plan)
         self._check_overtaken(first, beyond_seats)
         self._check_turns(started, [] if beyond_seats else self._may_begin())

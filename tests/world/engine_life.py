@@ -343,6 +343,9 @@ class EngineLife:
         for violation in self.executor.violations:
             raise violation
         self.executor.glitches = 0
+        for request in self.engine.scheduler.waiting:
+            if request.state is RequestState.LATE or request.state is RequestState.SWAPPED:
+                self.asked[request.id].was_sent_back = True
         self._after_step()
         for output in outputs:
             self._take(output)
@@ -393,12 +396,13 @@ class EngineLife:
 
     def _check_books(self) -> None:
         self._note()
-        for asked in self.active.values():
-            if asked.request.state in (RequestState.LATE, RequestState.SWAPPED):
-                asked.was_sent_back = True
-            if asked.adapter is not None and not asked.was_here:
-                asked.was_here = self.engine.store.tier(asked.adapter) in (Tier.HOST, Tier.DEVICE)
-        self.books.check([self.active[id].request for id in self._live], self.pinned)
+        here, unseen = {None: False}, [asked for asked in self.active.values() if not asked.was_here]
+        for asked in unseen:
+            if asked.adapter not in here:
+                here[asked.adapter] = self.engine.store.tier(asked.adapter) in (Tier.HOST, Tier.DEVICE)
+            asked.was_here = here[asked.adapter]
+        live = [request for asked in self.active.values() if (request := asked.request).state is not RequestState.DONE]
+        self.books.check(live, self.pinned)
 
     def _take(self, output: RequestOutput) -> None:
         asked = self.asked[output.request_id]
@@ -417,7 +421,7 @@ class EngineLife:
     def _check_error(self, asked: Asked, output: RequestOutput) -> None:
         """Check that a request failed for a reason: its own fault, its adapter's, or that there was no room."""
         id, text = output.request_id, asked.error
-        promise((output.failure is LoadFailure.REMOVED) == asked.was_removed, f"{id} ended by a removal that was none")
+        promise((output.failure is LoadFailure.REMOVED) == asked.was_removed, "{} ended by a removal that was none", id)
         if id in self.executor.raises_for or id in self.executor.sick or asked.was_removed:
             return
         if "pinned adapters" in text:
