@@ -10,7 +10,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from itertools import compress
+from itertools import chain, compress
 
 import numpy as np
 
@@ -205,16 +205,19 @@ class PagePool:
             self._check_holders(holders)
 
     def _check_holders(self, holders: Iterable[tuple[PageKind, Iterable[int]]]) -> None:
-        held: dict[int, int] = {}
-        kinds = self._kind
+        kinds, references = self._kind, self._references
+        held: dict[PageKind, list[int]] = {}
         for kind, pages in holders:
+            held.setdefault(kind, []).extend(pages)
+        for kind, pages in held.items():
             for page in pages:
                 if kinds[page] != kind:
                     raise IntegrityError(f"page {page} is held as {kind.name} but is {self.kind(page).name}")
-                if kind is not PageKind.KV and page in held:
-                    raise IntegrityError(f"{kind.name.lower()} page {page} has two owners")
-                held[page] = held.get(page, 0) + 1
-        for page in held.keys() | set(compress(range(self.num_pages), self._references)):
-            references, count = self._references[page], held.get(page, 0)
-            if count != references:
-                raise IntegrityError(f"page {page} has {references} references but {count} holders")
+            if kind is not PageKind.KV and len(pages) > len(set(pages)):
+                page = Counter(pages).most_common(1)[0][0]
+                raise IntegrityError(f"{kind.name.lower()} page {page} has two owners")
+        counts = Counter(chain.from_iterable(held.values()))
+        pages = range(self.num_pages)
+        if counts != dict(zip(compress(pages, references), filter(None, references), strict=True)):
+            page = min(page for page in pages if references[page] != counts[page])
+            raise IntegrityError(f"page {page} has {references[page]} references but {counts[page]} holders")

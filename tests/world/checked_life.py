@@ -49,12 +49,12 @@ class CheckedLife(EngineLife):
         speed, trouble = rng.choice([0.0002, 0.002, 0.02, 0.2]), rng.choice([0.0, 0.0, 0.1, 0.3])
         self.disk = Disk(own, speed, config.adapter_read_seconds, trouble)
         memory = empty_memory(config.num_pages, config.block_tokens)
-        is_inline = rng.random() < 0.15  # what is asked for in a step is there at once
+        is_inline = rng.random() < 0.1  # what is asked for in a step is there at once
         reads = InlineReads() if is_inline else VirtualReads(self.world, rng.randint(1, 3))
         pause = reads.pause if isinstance(reads, VirtualReads) else lambda seconds: None
         adapters = CheckedAdapters(self.disk, pause, self.world, memory, own, self.reached)
         shadow = CheckedShadow(memory, self.world) if rng.random() < 0.7 else None
-        delay, trouble = rng.choice([0.0, 0.005, 0.1, 0.1]), rng.choice([0.0, 0.3, 0.3])
+        delay, trouble = rng.choice([0.0, 0.005, 0.005, 0.1, 0.1, 0.1]), rng.choice([0.0, 0.3, 0.3])
         swaps = CheckedSwaps(memory, self.world, own, self.reached, delay, trouble)
         swaps = None if config.preemption == "recompute" else swaps
         self.executor = CheckedExecutor(config, adapters, self.world, memory, self.asked, self.reached, shadow, swaps)
@@ -93,7 +93,7 @@ class CheckedLife(EngineLife):
         max_turn = rng.choice([(0.2, 1000), (1000.0, 4), (10.0, 1000)])
         return EngineConfig(
             model=Path("made-up"), block_tokens=block,
-            num_pages=2 + -(-rng.choice([24, MAX_MODEL_LEN, 64, 120, 600]) // block) + rng.randint(1, 12),
+            num_pages=2 + -(-rng.choice([24, 24, MAX_MODEL_LEN, MAX_MODEL_LEN, 64, 64, 120, 600]) // block) + rng.randint(1, 12),
             max_num_seqs=seqs, max_num_batched_tokens=max(seqs, rng.choice([4, 8, 16, 64])),
             chunked_prefill=rng.random() < 0.8, host_cache_bytes=rng.choice([0, 1, 500, 2000, 1 << 20, 1 << 20]),
             eviction=rng.choice(["cost", "lru"]), prefix_cache=rng.random() < 0.7, lookahead=rng.choice([1, 2, 8]),
@@ -236,7 +236,8 @@ class CheckedLife(EngineLife):
 
     def _after_step(self) -> None:
         self.order.after()
-        self._check_cached_blocks()
+        if self.order.has_run:
+            self._check_cached_blocks()
 
     def _check_cached_blocks(self) -> None:
         """Every known block's page holds the KV of its adapter version and tokens, and only live versions have any."""
@@ -250,15 +251,15 @@ class CheckedLife(EngineLife):
             while stack:
                 block, last = stack.pop()
                 page, children = block.page, block.children
-                want, is_cached = kv_behind(last, block.tokens), pool.kind(page) is PageKind.CACHED
+                want, kind = kv_behind(last, block.tokens), pool.kind(page)
                 if memory[page] != want:
                     raise Violation(f"the cached block {block.tokens} of version {root.version} holds something else")
-                if not (is_cached or pool.kind(page) is PageKind.KV) or page in pages:
-                    raise Violation(f"page {page} of a known block is {pool.kind(page)}, or another block's, too")
-                if (block in order) != (is_cached and not children):
+                if kind not in (PageKind.KV, PageKind.CACHED) or page in pages:
+                    raise Violation(f"page {page} of a known block is {kind}, or another block's, too")
+                if (block in order) != (kind is PageKind.CACHED and not children):
                     raise Violation(f"page {page} can be evicted, and must not, or can't, and must")
                 pages.add(page)
-                num_cached += is_cached
+                num_cached += kind is PageKind.CACHED
                 if children:
                     stack += [(child, want[-1]) for child in children.values()]
         promise(len(prefix) == len(pages), "the cache counts other blocks than it has")

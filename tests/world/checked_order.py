@@ -36,6 +36,8 @@ class CheckedOrder:
         self._last_turns: dict[str, Moment] = {}
         self._paused: set[str] = set()  # requests that ran, but had no row of the last step
         self._decided: Moment = 0.0, 0
+        self.has_run = False
+        """True if the last step computed anything."""
 
     def note(self) -> None:
         """Note which tenants have something in the queue."""
@@ -46,6 +48,7 @@ class CheckedOrder:
         """Remember what runs before a step, and what it can be decided by."""
         engine, scheduler = self._engine, self._scheduler
         self.note()
+        self.has_run = False
         self._running = [request.id for request in scheduler.running]
         self._num_preemptions = scheduler.lifecycle.num_preemptions
         self._decided = self._clock(), scheduler.num_steps
@@ -66,6 +69,7 @@ class CheckedOrder:
         promise(still == [id for id in self._running if id in still], "sent back, a request began again at once")
 
     def on_plan(self, plan: StepPlan) -> None:
+        self.has_run = True
         if plan.sources is None:
             self._check_plan(plan)
         else:
