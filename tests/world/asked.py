@@ -106,5 +106,7 @@ class Asked:
         id, told = self.request.id, self.told
         if told.reason is FinishReason.ERROR:
             promise(told.tokens == alone.tokens[: len(told.tokens)], "{} got wrong tokens before its error", id)
+            is_right = not told.scores or Told(scores=told.scores).agrees(Told(scores=alone.scores))
+            promise(is_right, "{} got wrong scores of its prompt before its error", id)
         else:
             promise(told.agrees(alone), "{} ({}) got {} instead of {}", id, self.request.params, told, alone)

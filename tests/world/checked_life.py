@@ -148,6 +148,7 @@ class CheckedLife(EngineLife):
         for _ in range(self.rng.choice([1, 1, 2, 4])):
             if has_steps:
                 self._step()
+                self._check_books()
             self._note()  # its tenant may have had nothing waiting until now
             super()._preempt()
 
@@ -238,6 +239,15 @@ class CheckedLife(EngineLife):
         self.order.after()
         if self.order.has_run:
             self._check_cached_blocks()
+
+    def _check_books(self) -> None:
+        super()._check_books()
+        if self.executor.shadow is not None:
+            self.executor.shadow.check_taken(self.engine.reclaimer.shadow.runs)
+
+    def finish(self) -> None:
+        super().finish()
+        promise(self.has_hung or not self.engine.store.images.num_bytes, "host memory holds an adapter that is gone")
 
     def _check_cached_blocks(self) -> None:
         """Every known block's page holds the KV of its adapter version and tokens, and only live versions have any."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 from chorus.core.requests.types import CannotMerge
 from chorus.memory.adapters.adapter import Adapter
@@ -60,6 +61,12 @@ class CheckedShadow:
     def outweighs(self, adapter: Adapter) -> bool:
         """True if an adapter can't be merged: it weighs too much."""
         return adapter.manifest.mtime_ns % 7 == 0
+
+    def check_taken(self, taken: Iterable[range]) -> None:
+        """Check the pages that the arena has given: of some runs, and of all of them before anything is merged."""
+        pages = set(itertools.chain.from_iterable(taken))
+        promise(pages.issubset(itertools.chain.from_iterable(self.runs)), "a shadow was given other pages than its own")
+        promise(not self.made or len(pages) == sum(map(len, self.runs)), "a shadow is made in pages that it lacks")
 
     def check(self, merged: Adapter, pool: PagePool) -> list[int]:
         """Return the shadow's pages; raises Violation unless the whole of an adapter's shadow is in the arena."""
