@@ -12,7 +12,6 @@ from chorus.memory.pages.pool import PageKind
 
 from .asked import Violation, promise
 
-
 STATES = {state: f"state {state}" for state in RequestState}
 _RUNNING, _LOADING = RequestState.RUNNING, RequestState.LOADING
 _KINDS = [kind for kind in PageKind if kind is not PageKind.RESERVED]

@@ -28,8 +28,8 @@ class CheckedExecutor:
     error of it, so it is kept in `violations`, too.
 
     shadow, swaps: None where it has no merged mode, or KV is only computed again. asked: requests by id. on_plan: is
-    called with each new plan, but not with the rows of a failed step that run alone. begins_anew: set before each step of the
-    engine, as a step that is dropped is planned again under its number.
+    called with each new plan, but not with the rows of a failed step that run alone. begins_anew: set before each step
+    of the engine, as a step that is dropped is planned again under its number.
     """
 
     def __init__(

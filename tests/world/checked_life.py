@@ -76,8 +76,7 @@ class CheckedLife(EngineLife):
             counts = images.counts()
             has_reads = counts.num_under_way or self.engine.store.loads.under_way
             was_changed = (  # in this very step: what is left begins in the next one
-                scheduler.lifecycle.num_preemptions > self._num_preemptions
-                or counts.num_given_up > self._num_given_up
+                scheduler.lifecycle.num_preemptions > self._num_preemptions or counts.num_given_up > self._num_given_up
             )
             promise(bool(has_reads) or was_changed or is_inline, "it has work, runs nothing and waits for nothing")
             self.reached["waited for a read"] += 1
@@ -91,9 +90,10 @@ class CheckedLife(EngineLife):
         block = rng.choice([1, 2, 4, 8])
         seqs = rng.choice([1, 2, 3, 4, 6, 9])
         max_turn = rng.choice([(0.2, 1000), (1000.0, 4), (10.0, 1000)])
+        tokens = rng.choice([24, 24, MAX_MODEL_LEN, MAX_MODEL_LEN, 64, 64, 120, 600])
         return EngineConfig(
             model=Path("made-up"), block_tokens=block,
-            num_pages=2 + -(-rng.choice([24, 24, MAX_MODEL_LEN, MAX_MODEL_LEN, 64, 64, 120, 600]) // block) + rng.randint(1, 12),
+            num_pages=2 - (-tokens // block) + rng.randint(1, 12),
             max_num_seqs=seqs, max_num_batched_tokens=max(seqs, rng.choice([4, 8, 16, 64])),
             chunked_prefill=rng.random() < 0.8, host_cache_bytes=rng.choice([0, 1, 500, 2000, 1 << 20, 1 << 20]),
             eviction=rng.choice(["cost", "lru"]), prefix_cache=rng.random() < 0.7, lookahead=rng.choice([1, 2, 8]),

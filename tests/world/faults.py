@@ -1,4 +1,4 @@
-"""Faults to plant in the engine; `python -m tests.world.faults` prints how many lives each driver takes to find them."""
+"""Faults to plant in the engine: `python -m tests.world.faults` prints how many lives each driver takes to find one."""
 
 from __future__ import annotations
 
