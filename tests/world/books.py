@@ -95,7 +95,8 @@ class Books:
         promise(adapter is shadow.adapter, f"the shadow is of {shadow.adapter}, not of {adapter}")
         promise(merging.merged in (None, adapter), f"{merging.merged} is merged, the shadow is of {adapter}")
         if adapter is not None:
-            promise(adapter in engine.store.registered(), f"{adapter} is gone, or replaced, and still merged")
+            registered = [each for _, each in engine.store.registered()]
+            promise(adapter in registered, "{} is gone, or replaced, and still merged", adapter)
             promise(bool(adapter.pages), f"{adapter} has a shadow, and was evicted")
         self._reached["shadow kept"] += adapter is not None and merging.merged is None and not merging.is_under_way
         self._reached["shadow gone"] += self._had_shadow and adapter is None

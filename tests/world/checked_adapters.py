@@ -171,9 +171,9 @@ class CheckedTransfer:
 
     def cancel(self) -> None:
         self._cancelled = True
-        if self._rng.random() < 0.5:
+        if self._rng.random() < 0.8:
             self._quiet = False
-            self._world.after(self._rng.uniform(0, 0.02), self._end)
+            self._world.after(self._rng.uniform(0, 0.1), self._end)
 
     def _end(self) -> None:
         for page in self._pages:
