@@ -19,7 +19,7 @@ from .asked import Asked, Violation, promise
 from .checked_adapters import CheckedAdapters
 from .checked_shadow import CheckedShadow
 from .checked_swaps import CheckedSwaps
-from .made_up_model import EOS, MAX_MODEL_LEN, VOCAB, Memory, content_of, kv_of, next_token
+from .made_up_model import EOS, MAX_MODEL_LEN, VOCAB, Memory, content_of, kv_of, next_token, seconds_of
 from .virtual_reads import World
 
 
@@ -67,7 +67,7 @@ class CheckedExecutor:
         self._world = world
 
     def execute(self, plan: StepPlan) -> StepResult:
-        self._world.advance(0.0005 + 0.0005 * plan.num_tokens)
+        self._world.advance(seconds_of(plan))
         try:
             if self.begins_anew or plan.step_id != self._step_id:
                 self.begins_anew, self._step_id = False, plan.step_id

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 
 from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
@@ -13,6 +13,7 @@ from chorus.memory.adapters.adapter import Adapter, Tier
 
 from .asked import Asked, promise
 from .books import STATES
+from .made_up_model import seconds_of
 
 Moment = tuple[float, int]
 """Time in seconds, and steps of the engine."""
@@ -35,6 +36,7 @@ class CheckedOrder:
         self._turns: dict[str, Moment] = {}  # since when a tenant has waited for one, with something in the queue
         self._last_turns: dict[str, Moment] = {}
         self._paused: set[str] = set()  # requests that ran, but had no row of the last step
+        self._drawing: set[str] = set()  # requests that draw a token in the last step
         self._decided: Moment = 0.0, 0
         self.has_run = False
         """True if the last step computed anything."""
@@ -49,10 +51,10 @@ class CheckedOrder:
         engine, scheduler = self._engine, self._scheduler
         self.note()
         self.has_run = False
-        self._running = [request.id for request in scheduler.running]
-        self._num_preemptions = scheduler.lifecycle.num_preemptions
-        self._decided = self._clock(), scheduler.num_steps
-        self._overdue_before = self._decided[0] - self._config.max_overtake_seconds
+        self._running = self._ran = [request.id for request in scheduler.running]
+        self._drawing.intersection_update(self._running)  # rows of the others are stale, even if they begin again
+        self._num_steps, self._num_preemptions = scheduler.num_steps, scheduler.lifecycle.num_preemptions
+        self._decide(self._clock())
         tier = engine.store.tier
         self._here = {each for each in engine.store.versions() if tier(each) in (Tier.DEVICE, Tier.HOST)}
         ahead = engine.ahead
@@ -62,18 +64,28 @@ class CheckedOrder:
     def after(self) -> None:
         """Check a step that has been run, or was not."""
         scheduler = self._scheduler
-        if scheduler.num_steps == self._decided[1]:  # what has begun waits for a copy: there was no plan to check
-            self._check_turns([each for each in scheduler.running if each.id not in self._running], [])
-            self._reached["run again, with none ahead"] += self._under_way is not None
-        still = [request.id for request in scheduler.running if request.id in self._running]
-        promise(still == [id for id in self._running if id in still], "sent back, a request began again at once")
+        # What else has begun has no row: it waits for a copy, or what was drafted ahead was given up.
+        self._check_turns(self._started(), [])
+        has_not_run = scheduler.num_steps == self._num_steps
+        self._reached["run again, with none ahead"] += has_not_run and self._under_way is not None
+        still = [request.id for request in scheduler.running if request.id in self._ran]
+        promise(still == [id for id in self._ran if id in still], "sent back, a request began again at once")
 
     def on_plan(self, plan: StepPlan) -> None:
         self.has_run = True
-        if plan.sources is None:
-            self._check_plan(plan)
-        else:
-            self._check_ahead(plan)
+        ending = set() if plan.sources is None else self._check_ahead(plan)
+        self._drawing = {row.request_id for row in plan.rows if row.samples}
+        self._check_plan(plan, ending)
+        self._running = [request.id for request in self._scheduler.running]
+
+    def _decide(self, now: float) -> None:
+        """Note that the next step is planned now; it then takes time."""
+        self._decided = now, self._scheduler.num_steps
+        self._overdue_before = now - self._config.max_overtake_seconds
+
+    def _started(self) -> list[Request]:
+        """Requests that have begun since the last plan."""
+        return [each for each in self._scheduler.running if each.id not in self._running]
 
     # -- steps ahead
 
@@ -86,27 +98,36 @@ class CheckedOrder:
             again = not has_ended and not (asked.ended or asked.request.is_running)
             self._reached["dropped: it was aborted or sent back"] += again or (asked.aborted and not has_ended)
 
-    def _check_ahead(self, plan: StepPlan) -> None:
-        """Check that all that run take part in the step ahead, but those that the step under way is known to end."""
-        self._reached["a step ahead"] += 1
-        in_step, running = {row.request_id for row in plan.rows}, self._scheduler.running
-        ending = {each.id for each in running if each.num_computed_tokens + 2 >= each.max_length}
-        promise(in_step == {each.id for each in running} - ending, "a step ahead without one that goes on")
-        self._reached["a step ahead without those that end"] += bool(ending)
-        self._reached["a step ahead while others wait"] += bool(self._scheduler.waiting)
-        self._reached["a step ahead that looks back"] += any(row.params.looks_back for row in plan.rows)
+    def _check_ahead(self, plan: StepPlan) -> set[str]:
+        """Return the requests that the step under way is known to end: only they may lack a row for that."""
+        self._decide(self._clock() - seconds_of(plan))
+        running, started, reached = self._scheduler.running, self._started(), self._reached
+        may_end = {each.id for each in running if each.num_tokens + 1 >= each.max_length}
+        ending = may_end & self._drawing
+        promise(ending.isdisjoint([row.request_id for row in plan.rows]), "a request goes on behind its end")
+        promise(not ending or not started, "a successor waits a step more")
+        reached["a step ahead"] += 1
+        reached["a step ahead without those that end"] += bool(ending)
+        reached["a step ahead while others wait"] += bool(self._scheduler.waiting)
+        reached["a step ahead that looks back"] += any(row.params.looks_back for row in plan.rows)
+        reached["a step of prompts ahead"] += plan.bucket is None
+        reached["begun in a step ahead"] += bool(started)
+        in_step = {self._asked[row.request_id].request for row in plan.rows}
+        without = [(len(members.keys() - in_step), len(members)) for members in running.calls.values()]
+        reached["a step ahead of some answers of a call"] += any(0 < count < most for count, most in without)
+        return ending
 
-    # -- other steps
+    # -- all steps
 
-    def _check_plan(self, plan: StepPlan) -> None:
-        running, reached = self._scheduler.running, self._reached
-        started = [each for each in running if each.id not in self._running]
+    def _check_plan(self, plan: StepPlan, ending: Set[str]) -> None:
+        """ending: the requests that have no row, as they end in the step before."""
+        running, started, reached = self._scheduler.running, self._started(), self._reached
         first = [each for each in started if not self._asked[each.id].was_sent_back]
         beyond_seats = len(self._running) + len(started) > self._config.max_num_seqs  # some may be preempted for others
         reached["begun beyond the seats"] += len(running) > self._config.max_num_seqs and bool(first)
         for request in started:
             reached[STATES[request.state]] += 1
-        self._check_paused(plan)
+        self._check_paused(plan, ending)
         self._check_overtaken(first, beyond_seats)
         self._check_turns(started, [] if beyond_seats else self._may_begin())
         arrivals = [each.arrival_time for each in first]
@@ -118,10 +139,10 @@ class CheckedOrder:
             reached["prefix hit"] += request.num_cached_tokens > 0
             reached["prefix hit of an adapter"] += request.num_cached_tokens > 0 and request.adapter is not None
 
-    def _check_paused(self, plan: StepPlan) -> None:
+    def _check_paused(self, plan: StepPlan, ending: Set[str]) -> None:
         """Check that running requests without a row had to be left out."""
         engine, reached, in_step = self._engine, self._reached, {row.request_id for row in plan.rows}
-        paused = [request for request in self._scheduler.running if request.id not in in_step]
+        paused = [request for request in self._scheduler.running if request.id not in in_step | ending]
         reached["sat out"] += bool(paused)
         reached["went on after sitting out"] += not self._paused.isdisjoint(in_step)
         self._paused = {request.id for request in paused}
@@ -135,13 +156,13 @@ class CheckedOrder:
         if plan.num_tokens < self._config.max_num_batched_tokens and engine.reclaimer.available and not waits:
             promise(not alone or free_rows <= preempted, "one that is alone in its call sat out")
         if not free_rows:
-            self._check_shares(in_step, plan.num_tokens)
+            self._check_shares(in_step, plan.num_tokens, ending)
 
-    def _check_shares(self, in_step: Collection[str], num_tokens: int) -> None:
+    def _check_shares(self, in_step: Collection[str], num_tokens: int, ending: Set[str]) -> None:
         """Check that no tenant that could begin waits without a row while another has two, where there is room."""
         running, waiting, engine = self._scheduler.running, self._scheduler.waiting, self._engine
         rows = Counter(request.account for request in running if request.id in in_step)
-        here = {request.account for request in running if request.coming is None}
+        here = {request.account for request in running if request.coming is None and request.id not in ending}
         promise(rows.keys() == here or bool(running.calls), "a tenant whose requests all sit out")
         config, has_tokens = self._config, num_tokens < self._config.max_num_batched_tokens
         preempted = self._scheduler.lifecycle.num_preemptions > self._num_preemptions

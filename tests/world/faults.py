@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from pytest import MonkeyPatch
 
-from chorus.core import ahead, engine
+from chorus.core import engine
 from chorus.core.merging.merging import Merging
 from chorus.core.requests.record import from_record
 from chorus.core.requests.types import StepPlan
@@ -216,7 +216,7 @@ def rows_of_the_gone(patch):
 
 def rows_left_ahead(patch):
     """The rows of a step that is not to happen stay where it would have them."""
-    patch.setattr(ahead, "take_back", lambda plan: None)
+    patch.setattr(Scheduler, "take_back", lambda self, plan: None)
 
 
 def shifted_seed(patch):

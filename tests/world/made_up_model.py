@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Sequence
 from functools import lru_cache
 
-from chorus.core.requests.types import FinishReason, TokenLogprobs
+from chorus.core.requests.types import FinishReason, StepPlan, TokenLogprobs
 from chorus.memory.adapters.adapter import Adapter
 
 from .asked import Asked, Told
@@ -48,6 +48,11 @@ def kv_before(content: int) -> int:
 def kv_behind(last: int, tokens: tuple[int, ...]) -> list[int]:
     """The KV of `tokens` that follow a position with the KV `last`; not to be changed."""
     return list(itertools.accumulate(tokens, lambda before, token: hash((before, token)), initial=last))[1:]
+
+
+def seconds_of(plan: StepPlan) -> float:
+    """Virtual seconds that a step takes."""
+    return 0.0005 + 0.0005 * plan.num_tokens
 
 
 def answer_alone(asked: Asked) -> Told:
