@@ -92,7 +92,6 @@ class Books:
             promise(merging.shadowed is None, "a shadow where there is no merged mode")
             return
         adapter = merging.shadowed
-        promise(adapter is shadow.adapter, f"the shadow is of {shadow.adapter}, not of {adapter}")
         promise(merging.merged in (None, adapter), f"{merging.merged} is merged, the shadow is of {adapter}")
         if adapter is not None:
             registered = [each for _, each in engine.store.registered()]

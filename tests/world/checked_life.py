@@ -198,6 +198,9 @@ class CheckedLife(EngineLife):
         self.disk.broken.add(path)
         self.disk.unlucky.add(self.disk.content[path])
 
+    def _outweighs(self, adapter: Adapter) -> bool:
+        return self.executor.shadow.outweighs(adapter)
+
     @property
     def has_hung(self) -> bool:
         return self.disk.has_hung
@@ -242,8 +245,10 @@ class CheckedLife(EngineLife):
 
     def _check_books(self) -> None:
         super()._check_books()
-        if self.executor.shadow is not None:
-            self.executor.shadow.check_taken(self.engine.reclaimer.shadow.runs)
+        if (shadow := self.executor.shadow) is not None:
+            adapter = self.engine.merging.shadowed
+            promise(adapter is shadow.adapter, f"the shadow is of {shadow.adapter}, not of {adapter}")
+            shadow.check_taken(self.engine.reclaimer.shadow.runs)
 
     def finish(self) -> None:
         super().finish()
