@@ -86,10 +86,11 @@ class Admission:
         """Move waiting requests to the running ones, in queue order.
 
         Requests for adapters not yet available are skipped. Admission stops at the first request that lacks tokens.
-        Once one lacks pages, only tenants within their share of the pages begin more, and none if it is overdue for its
-        turn, so that small requests don't starve a large one. With every slot taken, two kinds of request may still
-        begin. A tenant without a row, or that was served less, takes over a row of another (`Draft.may_begin`). A call
-        with no running answer takes a row while the step has one; answers of calls with n > 1 then take turns.
+        Once one lacks pages, only tenants within their share of the pages begin more, and none if its tenant is overdue
+        for a turn and has no running request, so that small requests don't starve a large one. With every slot taken,
+        two kinds of request may still begin. A tenant without a row, or that was served less, takes over a row of
+        another (`Draft.may_begin`). A call with no running answer takes a row while the step has one; answers of calls
+        with n > 1 then take turns.
         """
         for request, blocks, count in self._candidates(draft):
             if self._has_room(request, blocks, draft):

@@ -174,7 +174,8 @@ class Draft:
     request is paused. A tenant with a paused request begins no new one.
 
     A step has at most `max_adapters_per_step` adapters. An overdue request that waits for a free adapter slot reserves
-    it: requests behind it in the queue may neither add an adapter nor take the last slot.
+    it: requests behind it in the queue may neither add an adapter nor take the last slot. The adapter slot of a request
+    that is preempted for a waiting one is free from the next step on.
     """
 
     _limits: EngineConfig

@@ -10,7 +10,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from itertools import compress
+from itertools import chain, compress
 
 import numpy as np
 
@@ -30,7 +30,9 @@ _KINDS = tuple(PageKind)
 _FREE, _CACHED = PageKind.FREE, PageKind.CACHED
 
 #: Kinds of pages that have references; all but KV pages have one owner.
-_HELD = (PageKind.KV, PageKind.ADAPTER, PageKind.SHADOW)
+_HELD = frozenset(map(int, (PageKind.KV, PageKind.ADAPTER, PageKind.SHADOW)))
+#: Kinds of pages that may hold a known block.
+_KEPT = frozenset(map(int, (PageKind.KV, PageKind.CACHED)))
 
 
 class OutOfPages(RuntimeError):
@@ -192,25 +194,30 @@ class PagePool:
             page = min(wrong)
             where = "on" if page in free else "off"
             raise IntegrityError(f"page {page} is {self.kind(page).name} and {where} the free list")
-        for page in used.union(compress(pages, self._references), compress(pages, self._kept)):
-            kind, references = self.kind(page), self._references[page]
-            if (references > 0) != (kind in _HELD):
-                raise IntegrityError(f"page {page} is {kind.name} with {references} references")
-            if self._kept[page] and kind is not PageKind.KV and kind is not PageKind.CACHED:
-                raise IntegrityError(f"page {page} is {kind.name} but kept as a cached prefix")
+        kinds, references, kept = self._kind, self._references, self._kept
+        for page in used.union(compress(pages, references), compress(pages, kept)):
+            kind = kinds[page]
+            if (references[page] > 0) != (kind in _HELD):
+                raise IntegrityError(f"page {page} is {self.kind(page).name} with {references[page]} references")
+            if kept[page] and kind not in _KEPT:
+                raise IntegrityError(f"page {page} is {self.kind(page).name} but kept as a cached prefix")
         if holders is not None:
             self._check_holders(holders)
 
     def _check_holders(self, holders: Iterable[tuple[PageKind, Iterable[int]]]) -> None:
-        held: dict[int, int] = {}
+        kinds, references = self._kind, self._references
+        held: dict[PageKind, list[int]] = {}
         for kind, pages in holders:
+            held.setdefault(kind, []).extend(pages)
+        for kind, pages in held.items():
             for page in pages:
-                if self._kind[page] != kind:
+                if kinds[page] != kind:
                     raise IntegrityError(f"page {page} is held as {kind.name} but is {self.kind(page).name}")
-                if kind is not PageKind.KV and page in held:
-                    raise IntegrityError(f"{kind.name.lower()} page {page} has two owners")
-                held[page] = held.get(page, 0) + 1
-        for page in held.keys() | set(compress(range(self.num_pages), self._references)):
-            references, count = self._references[page], held.get(page, 0)
-            if count != references:
-                raise IntegrityError(f"page {page} has {references} references but {count} holders")
+            if kind is not PageKind.KV and len(pages) > len(set(pages)):
+                page = Counter(pages).most_common(1)[0][0]
+                raise IntegrityError(f"{kind.name.lower()} page {page} has two owners")
+        counts = Counter(chain.from_iterable(held.values()))
+        pages = range(self.num_pages)
+        if counts != dict(zip(compress(pages, references), filter(None, references), strict=True)):
+            page = min(page for page in pages if references[page] != counts[page])
+            raise IntegrityError(f"page {page} has {references[page]} references but {counts[page]} holders")

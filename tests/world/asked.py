@@ -17,9 +17,10 @@ class Violation(AssertionError):
     """The engine broke a promise."""
 
 
-def promise(kept: bool, text: str) -> None:
+def promise(kept: bool, text: str, *parts: object) -> None:
+    """parts: put into the braces of `text`, if it is needed at all."""
     if not kept:
-        raise Violation(text)
+        raise Violation(text.format(*parts) if parts else text)
 
 
 @dataclass
@@ -59,7 +60,13 @@ class Asked:
     was_sent_back: bool = False
     error: str = ""
     aborted: bool = False
+    was_removed: bool = False  # its adapter was, by force
+    was_moved: bool = False
     was_here: bool = False  # its adapter's bytes were in memory at some time while it held them
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.told.tokens
 
     @property
     def ended(self) -> bool:
@@ -68,14 +75,22 @@ class Asked:
     def take(self, output: RequestOutput, everybody: Iterable[Asked]) -> None:
         """Check an output: its tokens, the prompt's scores, and that cached tokens come from its own scope."""
         id, params, count = output.request_id, self.request.params, len(output.token_ids)
-        promise(not self.ended, f"{id} goes on after its end")
-        promise(count == (output.finish_reason is not FinishReason.ERROR), f"{id} got {count} tokens at once")
+        promise(not self.ended, "{} goes on after its end", id)
+        has_failed = output.finish_reason is FinishReason.ERROR
+        promise(count == (not has_failed), "{} got {} tokens at once", id, count)
+        is_right = (output.error is not None) == has_failed
+        promise(is_right, "{} has the error {} and goes on, or has none", id, output.error)
+        most = len(self.prompt) - (not self.was_sent_back)
+        promise(0 <= output.num_cached_tokens <= most, "{} of {} were cached", output.num_cached_tokens, id)
         if count and not self.told.tokens:
             wanted = None if params.prompt_logprobs is None else self.prompt[1:]
             scores = output.prompt_logprobs
             found = None if scores is None else [each.token_id for each in scores]
-            promise(found == wanted, f"{id} got scores of {found} instead of {wanted}")
+            promise(found == wanted, "{} got scores of {} instead of {}", id, found, wanted)
+            promise(wanted is None or not output.num_cached_tokens, "{} was scored from the cache", id)
             self._check_cached(output.num_cached_tokens, everybody)
+        else:
+            promise(output.prompt_logprobs is None, "the prompt of {} is scored again, or not at all", id)
         self.told.add(output)
         self.error = output.error or ""
 
@@ -84,12 +99,14 @@ class Asked:
         promise(not count or self.was_sent_back or any(
             other is not self and (other.scope, other.adapter) == (self.scope, self.adapter)
             and (other.prompt + other.told.tokens)[:count] == begins for other in everybody
-        ), f"{self.request.id} got {count} tokens from the cache that no request of its scope had")  # fmt: skip
+        ), "{} got {} tokens from the cache that no request of its scope had", self.request.id, count)  # fmt: skip
 
     def check_end(self, alone: Told) -> None:
         """Check the answer, or what came of it before an error, against the one that it gets alone."""
         id, told = self.request.id, self.told
         if told.reason is FinishReason.ERROR:
-            promise(told.tokens == alone.tokens[: len(told.tokens)], f"{id} got wrong tokens before its error")
+            promise(told.tokens == alone.tokens[: len(told.tokens)], "{} got wrong tokens before its error", id)
+            is_right = not told.scores or Told(scores=told.scores).agrees(Told(scores=alone.scores))
+            promise(is_right, "{} got wrong scores of its prompt before its error", id)
         else:
-            promise(told.agrees(alone), f"{id} ({self.request.params}) got {told} instead of {alone}")
+            promise(told.agrees(alone), "{} ({}) got {} instead of {}", id, self.request.params, told, alone)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from .asked import promise
+from .made_up_model import Memory
 from .virtual_reads import World
 
 
@@ -14,13 +16,17 @@ class CheckedSwaps:
 
     page_seconds = 1e-4
 
-    def __init__(self, block_tokens: int, memory: dict, world: World, rng: random.Random) -> None:
-        self._offsets = range(block_tokens)
+    def __init__(
+        self, memory: Memory, world: World, rng: random.Random, reached: Counter[str], delay: float = 0.0,
+        trouble: float = 0.0,
+    ) -> None:  # fmt: skip
+        """delay: typical seconds of a copy; without any it ends at once. trouble: part of the late copies that fail."""
         self._memory = memory
         self._world = world
         self._rng = rng
-        self._delay = rng.choice([0.0, 0.005, 0.1])
-        self._trouble = rng.choice([0.0, 0.3])
+        self._reached = reached
+        self._delay = delay
+        self._trouble = trouble
         self._num_under_way = 0
 
     def copy_out(self, pages: Sequence[int]) -> tuple[list[list[object]], SwapCopy | None]:
@@ -28,22 +34,24 @@ class CheckedSwaps:
         held = list(pages)
 
         def write() -> None:
-            image.extend([self._memory.get((page, offset)) for offset in self._offsets] for page in held)
+            image.extend(self._memory[page].copy() for page in held)
 
         return image, self._begin(write)
 
     def copy_in(self, image: list[list[object]], skip: int, pages: Sequence[int]) -> SwapCopy | None:
         promise(len(pages) == len(image) - skip, "KV comes back into more or fewer pages than it had")
-        places = [(page, offset) for page in pages for offset in self._offsets]
-        values = [value for content in image[skip:] for value in content]
+        places, contents = [self._memory[page] for page in pages], image[skip:]
 
         def write() -> None:
-            self._memory.update(zip(places, values, strict=True))
+            for place, content in zip(places, contents, strict=True):
+                place[:] = content
 
-        self._memory.update(dict.fromkeys(places, "not there yet"))
+        for place in places:
+            place[:] = ["not there yet"] * len(place)
         return self._begin(write)
 
     def wait(self, timeout: float) -> None:
+        self._reached["waited for a copy"] += bool(self._num_under_way)
         end, before = self._world.now + timeout, self._num_under_way
         while self._num_under_way == before and self._world.next_time <= end:
             self._world.next_event()

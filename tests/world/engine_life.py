@@ -6,8 +6,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,67 +17,92 @@ from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams
 from chorus.core.requests.types import CannotMerge, FinishReason, RequestOutput
 from chorus.core.scheduling.overload import Overloaded
 from chorus.memory.adapters.adapter import Adapter, Tier
-from chorus.memory.files.error import AdapterFormatError
+from chorus.memory.adapters.store import UnknownAdapter
+from chorus.memory.files.error import AdapterFormatError, LoadFailure
 from chorus.memory.files.identity import with_content
 
 from .asked import Asked, Violation, promise
+
+OVERLOADED = "too many wait"
 
 
 class EngineLife:
     """An engine from its start to its end; a subclass makes it, over an executor that has the faults of `_fault`.
 
-    The subclass has, too: names, weights: adapters that may come; how often it asks and steps for each rarer act.
+    `acts` names what may happen, and how often it does. `rng`, which all of it is drawn from, may be another for each.
+
+    The subclass has, too: names: adapters that may come.
     _span(), _ask(), _directory(name): an item for each act; submits requests; directory of an adapter's next version.
     _alone(asked): the outputs of the request when it runs alone.
-    has_hung, _is_unlucky(asked), _break_files(path): a read hung; a request's files may fail; from now on they do.
+    has_hung, _is_unlucky(adapter), _break_files(path): a read hung; an adapter's files may fail; from now on they do.
     _wait(), _pause(), _drain(): let time go by; the same after a step without outputs; go on until all has ended.
+    _note(): comes between any two changes of the engine within an act.
     """
 
-    weights = (6, 14)
+    acts: Mapping[str, int] = {
+        "ask": 6, "step": 14, "abort": 1, "load": 2, "unload": 1, "pin": 1, "unpin": 1, "wait": 1, "break": 1,
+        "fault": 1, "reclaim": 1, "preempt": 1, "move": 1, "merge": 1, "merge_whole": 1, "unmerge": 1,
+    }  # fmt: skip
+    not_pinned: Collection[Tier] = (Tier.LOADING,)
+    """Where an adapter's bytes may be when it can't be pinned yet."""
 
-    def __init__(self, seed: int) -> None:
-        self.rng = random.Random(seed)
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
         self.reached: Counter[str] = Counter()
         self.asked: dict[str, Asked] = {}
         self.active: dict[str, Asked] = {}
         self.current: dict[str, Adapter] = {}
+        self.pinned: set[Adapter] = set()
         self.num_directories = self._num_preemptions = self._num_given_up = 0
 
     def run(self) -> None:
         """Live; raises Violation, or whatever the engine raises that it must not."""
-        asks, steps = self.weights
+        acts = [act for act, weight in self.acts.items() for _ in range(weight)]
         try:
-            actions = [
-                *[self._ask] * asks, *[self._step] * steps, self._abort, self._load, self._load, self._unload,
-                self._pin, self._unpin, self._wait, self._break, self._fault, self._reclaim, self._preempt, self._move,
-                self._merge, self._unmerge,
-            ]  # fmt: skip
             for _ in self._span():
-                self.rng.choice(actions)()
-                self._check_books()
-            self._finish()
+                self.act(self.rng.choice(acts))
+            self.finish()
         finally:
             self.engine.close()
+
+    def act(self, name: str) -> None:
+        """Let one of `acts` happen, after which the books must add up."""
+        getattr(self, f"_{name}")()
+        self._check_books()
 
     # -- what happens
 
     def _register(self, name: str, path: Path) -> None:
+        old, usable = self.current.get(name), self.engine.pool.num_usable
         try:
-            adapter = self.current[name] = self.engine.store.register(name, path)
-            if adapter.manifest.content_hash is None:  # without it no request can be moved
-                self.engine.store.note(adapter, with_content(adapter.manifest))
-            self.reached["loaded"] += 1
+            adapter = self.engine.store.register(name, path)
         except AdapterFormatError:
             adapters = self.engine.executor.adapters
             pages = adapters.layout(adapters.inspect(path)).num_pages
-            promise(pages >= self.engine.stats().num_pages, "an adapter that fits was refused")
+            promise(pages >= usable, "an adapter that fits was refused")
             self.reached["refused: an adapter too large"] += 1
+            return
+        promise(adapter.num_pages < usable, "an adapter that does not fit was registered")
+        self._replace(name, adapter, old)
+
+    def _replace(self, name: str, adapter: Adapter, old: Adapter | None) -> None:
+        promise(adapter is self.engine.store.get(name), f"{name} is not its newest version")
+        if adapter.manifest.content_hash is None:  # without it no request can be moved
+            self.engine.store.note(adapter, with_content(adapter.manifest))
+        self.current[name] = adapter
+        self.pinned.discard(old)
+        self.reached["loaded"] += 1
+        self.reached["reload in use"] += old is not None and old.requests > 0
 
     def _submit(
-        self, name: str | None, prompt: list[int], params: SamplingParams, tenant: str, salt: str
+        self, name: str | None, prompt: list[int], params: SamplingParams, tenant: str, salt: str, call: str = ""
     ) -> Asked | None:
-        request = Request(f"r{len(self.asked)}", list(prompt), params, name, tenant=tenant, cache_salt=salt)
-        if not self._add(lambda: self.engine.add_request(request)):
+        request = Request(f"r{len(self.asked)}", list(prompt), params, name, tenant=tenant, cache_salt=salt, call=call)
+        expected = self._refusal(name, len(prompt), params.max_tokens)
+        refused = self._add(lambda: self.engine.add_request(request))
+        is_right = refused == expected or (refused == OVERLOADED and expected is None)
+        promise(is_right, "{} was refused for {}, not for {}", request.id, refused, expected)
+        if refused is not None:
             return None
         adapter = None if name is None else self.current[name]
         promise(request.adapter is adapter, "a request got another version than the current one")
@@ -86,37 +110,76 @@ class EngineLife:
         asked = self.asked[request.id] = self.active[request.id] = Asked(request, adapter, prompt, scope)
         return asked
 
-    def _add(self, add: Callable[[], object]) -> bool:
+    def _refusal(self, name: str | None, length: int, max_tokens: int | None) -> str | None:
+        """The field that a request must be refused for."""
+        config, most = self.engine.config, self.engine.model.max_model_len
+        total = min(most, length + (max_tokens or 1))
+        if not 0 < length < most:
+            return "prompt"
+        if name is not None and name not in self.current:
+            return "model"
+        if not config.chunked_prefill and total - 1 > config.max_num_batched_tokens:
+            return "prompt"
+        fits = self._could_fit(self.current.get(name), total - 1)
+        return None if fits else "prompt" if max_tokens is None else "max_tokens"
+
+    def _could_fit(self, adapter: Adapter | None, num_tokens: int) -> bool:
+        """True if adapter and tokens fit beside pinned adapters when nothing else is there."""
+        beside = self._num_pinned
+        if adapter is not None and adapter not in self.pinned:
+            beside += adapter.num_pages
+        return beside - (-num_tokens // self.engine.block_tokens) <= self.engine.pool.num_usable
+
+    @property
+    def _num_pinned(self) -> int:
+        return sum(adapter.num_pages for adapter in self.pinned)
+
+    def _add(self, add: Callable[[], object]) -> str | None:
+        """Queue a request; why it was refused: the field, or OVERLOADED."""
         try:
             add()
-        except Overloaded:
+        except Overloaded as error:
+            most = self.engine.config.max_waiting
+            promise(most is not None and len(self.engine.scheduler.waiting) >= most // 2, "refused, with room to wait")
+            promise(1 <= error.retry_after <= 60, f"it may come again in {error.retry_after} s")
             self.reached["refused: overloaded"] += 1
-        except InvalidRequest:
+            return OVERLOADED
+        except InvalidRequest as error:
             self.reached["refused: invalid"] += 1
-        else:
-            return True
-        return False
+            return error.field
+        return None
 
     def _abort(self) -> None:
-        if self.active:
-            self._drop(self.rng.choice(list(self.active)))
+        """Any request, which may have ended."""
+        if not self.asked:
+            return
+        id = self.rng.choice(list(self.active or self.asked))
+        if id in self._live:
+            self._drop(id)
             self.reached["aborted"] += 1
+        else:
+            promise(not self.engine.abort(id), "a request that has ended was aborted")
+
+    @property
+    def _live(self) -> list[str]:
+        """Ids of the requests in progress; of other active ones only an error is left to deliver."""
+        return [id for id, asked in self.active.items() if asked.request.state is not RequestState.DONE]
 
     def _drop(self, id: str) -> None:
         promise(self.engine.abort(id), "a live request could not be aborted")
         self.active.pop(id).aborted = True
+        self._note()
         promise(not self.engine.abort(id), "a request was aborted twice")
 
     def _move(self) -> None:
         """Take a request out as plain data and let it come back, as if from another engine."""
-        ids = [id for id, asked in self.active.items() if asked.request.state is not RequestState.DONE]
-        if not ids:
+        if not (ids := self._live):
             return
         asked = self.active[self.rng.choice(ids)]
         record = self.engine.export_request(asked.request.id)
         self._drop(asked.request.id)
         answers: list[Request | NotHere] = []
-        if not self._add(lambda: answers.append(self.engine.resume(record))):
+        if self._add(lambda: answers.append(self.engine.resume(record))) is not None:
             return
         (answer,) = answers
         content = record["content_hash"]
@@ -128,7 +191,7 @@ class EngineLife:
         found = answer.adapter
         promise((found and found.manifest.content_hash) == content, "a request goes on with another adapter")
         asked.request, asked.adapter = answer, found
-        asked.aborted, asked.was_sent_back = False, True
+        asked.aborted, asked.was_sent_back, asked.was_moved = False, True, True
         self.active[answer.id] = asked
         self.reached["moved"] += 1
 
@@ -137,24 +200,64 @@ class EngineLife:
         self._register(name, self._directory(name))
 
     def _unload(self) -> None:
-        name = self.rng.choice(self.names)
-        if self.current.pop(name, None) is not None:
-            self.engine.store.unregister(name)
-            self.reached["unloaded"] += 1
+        """By force every request that holds a version ends at once, and nothing of it is left in the arena."""
+        engine, name, force = self.engine, self.rng.choice(self.names), self.rng.random() < 0.3
+        if name not in self.current:
+            try:
+                engine.adapters.remove(name, force=force)
+            except UnknownAdapter:
+                return
+            raise Violation(f"{name} was removed and was not there")
+        held = [self.active[id] for id in self._live]
+        users = [each for each in held if force and each.adapter is not None and each.adapter.name == name]
+        promise(engine.adapters.remove(name, force=force) == len(users), "too few requests were ended, or too many")
+        for asked in users:
+            asked.was_removed = True
+        self.pinned.discard(self.current.pop(name))
+        self.reached["unloaded"] += 1
+        if force:
+            self.reached["ended by force"] += bool(users)
+            promise(
+                all(adapter.name != name for adapter in engine.store.versions()), f"{name} was removed and is there"
+            )
 
     def _pin(self) -> None:
-        name = self.rng.choice(self.names)
-        if name in self.current:
-            try:
-                is_pinned = self.engine.adapters.pin(name)
-            except (InvalidRequest, AdapterFormatError, OSError, TimeoutError):
-                is_pinned = False
-            self.reached["pinned" if is_pinned else "not pinned"] += 1
+        engine, name = self.engine, self.rng.choice(self.names)
+        adapter, store, usable, stats = self.current.get(name), engine.store, engine.pool.num_usable, engine.stats()
+        held = stats.num_kv_pages + stats.num_adapter_pages - store.num_idle_pages
+        try:
+            is_pinned = engine.adapters.pin(name)
+        except UnknownAdapter:
+            promise(adapter is None, f"{name} is unknown")
+            return
+        except InvalidRequest as error:
+            promise(error.field == "pin" and adapter not in self.pinned, f"{name} is pinned, and refused: {error}")
+            is_too_much = 2 * (self._num_pinned + adapter.num_pages) > usable
+            has_no_room = not adapter.pages and held + adapter.num_pages > usable
+            promise(is_too_much or has_no_room, f"there is room to pin {name}")
+            self.reached["no room to pin"] += 1
+            return
+        except (AdapterFormatError, OSError, TimeoutError) as error:
+            promise(self.has_hung or self._is_unlucky(adapter), f"{name} can't be pinned: {error}")
+            promise(adapter.transfer is not None or not adapter.pages, f"{name} is there, and can't be pinned: {error}")
+            self.reached["not pinned"] += 1
+            return
+        if is_pinned:
+            self.pinned.add(adapter)
+            promise(bool(adapter.pages) and 2 * self._num_pinned <= usable, f"{name} is pinned without pages, or room")
+        else:
+            promise(store.tier(adapter) in self.not_pinned, f"{name} is {store.tier(adapter)}, and not pinned")
+            promise(not store.is_pinned(adapter), f"{name} is pinned, and is not")
+        self.reached["pinned" if is_pinned else "not pinned"] += 1
 
     def _unpin(self) -> None:
         name = self.rng.choice(self.names)
-        if name in self.current:
+        try:
             self.engine.adapters.unpin(name)
+        except UnknownAdapter:
+            promise(name not in self.current, f"{name} is unknown")
+        else:
+            self.pinned.discard(self.current[name])
 
     def _break(self) -> None:
         if self.current and self.rng.random() < 0.3:
@@ -171,42 +274,106 @@ class EngineLife:
     def _preempt(self) -> None:
         scheduler = self.engine.scheduler
         if len(scheduler.running):
-            scheduler.lifecycle.preempt(self.rng.choice(list(scheduler.running)))
+            request = self.rng.choice(list(scheduler.running))
+            self.active[request.id].was_sent_back = True
+            scheduler.lifecycle.preempt(request)
 
     def _merge(self) -> None:
-        if self.current:
-            with suppress(CannotMerge):
-                self.engine.merge(self.rng.choice(sorted(self.current)))
+        engine, name = self.engine, self.rng.choice(self.names)
+        adapter, merging, shadow = self.current.get(name), engine.merging, engine.executor.shadow
+        try:
+            engine.merge(name)
+        except UnknownAdapter:
+            promise(adapter is None, f"{name} is unknown")
+        except CannotMerge as error:
+            if "no merged mode" in str(error):
+                promise(shadow is None, "merging is refused where there is a merged mode")
+            elif "resident" in str(error):
+                promise(not adapter.pages or adapter.transfer is not None, f"{name} is not merged, and is resident")
+            elif "outweighs" in str(error):
+                promise(self._outweighs(adapter), f"{name} is not merged, and weighs little")
+            else:
+                promise("no room" in str(error), f"{name} is not merged: {error}")
+                self.reached["no room for a shadow"] += 1
+        else:
+            promise(merging.shadowed is adapter, f"{name} is not merged")
+
+    def _outweighs(self, adapter: Adapter) -> bool:
+        """True if an adapter may be refused as too much for the weights; of real ones nothing is known here."""
+        return True
+
+    def _merge_whole(self) -> None:
+        """Merge an adapter that is there, and switch back and forth once its shadow is whole."""
+        merging = self.engine.merging
+        there = [each for _, each in sorted(self.current.items()) if each.pages and each.transfer is None]
+        if not there:
+            return
+        adapter = self.rng.choice(there)
+        try:
+            self.engine.merge(adapter.name)
+            while merging.is_under_way:
+                merging.advance(0.0)
+            for _ in range(self.rng.randint(0, 3)):
+                self._step()
+                self._check_books()
+                self.engine.unmerge()
+                if merging.shadowed is not adapter:
+                    break
+                self.engine.merge(adapter.name)
+                promise(merging.merged is adapter, f"{adapter} has a shadow, and is not merged")
+        except CannotMerge:
+            promise(merging.shadowed is not adapter, f"{adapter} can't be merged, and has a shadow")
 
     def _unmerge(self) -> None:
-        if self.rng.random() < 0.3:
-            self.engine.unmerge()
+        self.engine.unmerge()
+        promise(self.engine.stats().merged_adapter is None, "an adapter is merged yet")
 
     def _reclaim(self) -> None:
-        if self.rng.random() < 0.3:
-            self.engine.reclaim_idle()
+        """All that nothing uses is free then; running requests are not touched."""
+        if self.rng.random() < 0.7:
+            return
+        before = self.engine.stats()
+        freed = self.engine.reclaim_idle()
+        after, store = self.engine.stats(), self.engine.store
+        promise(after.num_free_pages == before.num_free_pages + freed, "other pages were freed than it says")
+        promise(after.num_kv_pages == before.num_kv_pages, "pages of running requests were freed")
+        promise(after.num_cached_pages == after.num_shadow_pages == 0, "a shadow is left, or a cached page")
+        used = sum(len(each.pages) for each in store.versions() if each.references or each.transfer is not None)
+        used += sum(len(pages) for _, pages in store.loads.holders())
+        promise(after.num_adapter_pages == used, "an adapter is left that nothing uses")
 
     def _step(self) -> bool:
         """One step of the engine; False if there was nothing to run and nothing to tell."""
+        self._before_step()
         plan = self.engine.begin_step()
         outputs = self.engine.end_step(plan)
         for violation in self.executor.violations:
             raise violation
         self.executor.glitches = 0
+        for request in self.engine.scheduler.waiting:
+            if request.state is RequestState.LATE or request.state is RequestState.SWAPPED:
+                self.asked[request.id].was_sent_back = True
+        self._after_step()
         for output in outputs:
             self._take(output)
-        stats = self.engine.stats()
         self.reached["steps"] += plan is not None
         self.reached["steps ahead"] += plan is not None and plan.sources is not None
         self.reached["merged steps"] += plan is not None and plan.merged is not None
-        self.reached["preempted"] += stats.num_preemptions > self._num_preemptions
-        self.reached["reads given up"] += stats.num_given_up_reads > self._num_given_up
-        self._num_preemptions, self._num_given_up = stats.num_preemptions, stats.num_given_up_reads
+        num_preemptions = self.engine.scheduler.lifecycle.num_preemptions
+        num_given_up = self.engine.store.images.counts().num_given_up
+        self.reached["preempted"] += num_preemptions > self._num_preemptions
+        self.reached["reads given up"] += num_given_up > self._num_given_up
+        self._num_preemptions, self._num_given_up = num_preemptions, num_given_up
         if not outputs:
             self._pause()
         return plan is not None or bool(outputs)
 
-    def _finish(self) -> None:
+    def _note(self) -> None:
+        """Nothing, unless a subclass follows the engine more closely."""
+
+    _before_step = _after_step = _note
+
+    def finish(self) -> None:
         """Nothing new comes: every request ends, and every page and byte comes back."""
         self._drain()
         for asked in self.asked.values():
@@ -218,6 +385,8 @@ class EngineLife:
         stats = self.engine.stats()
         promise(stats.num_free_pages == stats.num_pages, f"pages were lost: {stats}")
         promise(stats.num_swapped == stats.swapped_bytes == 0, f"host memory was lost: {stats}")
+        promise(stats.num_kv_pages == len(self.engine.prefix) == 0, "a block is known of nothing")
+        promise(not list(self.engine.store.versions()), "an adapter is left that nothing holds")
         self.reached["merges"] += stats.num_merges
         self.reached["swaps out"] += stats.num_swaps_out
         self.reached["swaps in"] += stats.num_swaps_in
@@ -228,32 +397,19 @@ class EngineLife:
             self.engine.adapters.unpin(name)
             self.engine.store.unregister(name)
         self.current.clear()
+        self.pinned.clear()
 
     # -- what must hold
 
     def _check_books(self) -> None:
-        self.engine.check_integrity()
-        store = self.engine.store
-        held = {adapter: (pins := int(store.is_pinned(adapter)), pins) for adapter in self.current.values()}
-        merging = self.engine.merging
-        merged = merging.shadowed if merging.is_under_way else merging.merged
-        if merged is not None:
-            references, requests = held.get(merged, (0, 0))
-            held[merged] = references, requests + 1
-        for asked in self.active.values():
-            request, adapter = asked.request, asked.adapter
-            if request.state in (RequestState.LATE, RequestState.SWAPPED):
-                asked.was_sent_back = True
-            if adapter is None:
-                continue
-            references, requests = held.get(adapter, (0, 0))
-            is_here = request.state is not RequestState.DONE  # else only its error is left to deliver
-            held[adapter] = references + request.is_running, requests + is_here
-            if not asked.was_here:
-                asked.was_here = store.tier(adapter) in (Tier.HOST, Tier.DEVICE)
-        for adapter, expected in held.items():
-            if (adapter.references, adapter.requests) != expected:
-                raise Violation(f"{adapter} is held, or wanted, by too many or by too few: {expected}")
+        self._note()
+        here, unseen = {None: False}, [asked for asked in self.active.values() if not asked.was_here]
+        for asked in unseen:
+            if asked.adapter not in here:
+                here[asked.adapter] = self.engine.store.tier(asked.adapter) in (Tier.HOST, Tier.DEVICE)
+            asked.was_here = here[asked.adapter]
+        live = [request for asked in self.active.values() if (request := asked.request).state is not RequestState.DONE]
+        self.books.check(live, self.pinned)
 
     def _take(self, output: RequestOutput) -> None:
         asked = self.asked[output.request_id]
@@ -262,28 +418,38 @@ class EngineLife:
             return
         del self.active[output.request_id]
         asked.check_end(self._alone(asked))
-        if output.finish_reason is not FinishReason.ERROR:
+        if output.finish_reason is FinishReason.ERROR:
+            self.reached["ended with an error"] += 1
+            self._check_error(asked, output)
+        else:
             self.reached["answered"] += 1
             self.reached["answered from the prefix cache"] += asked.request.num_cached_tokens > 0
-            return
-        self.reached["ended with an error"] += 1
+
+    def _check_error(self, asked: Asked, output: RequestOutput) -> None:
+        """Check that a request failed for a reason: its own fault, its adapter's, or that there was no room."""
         id, text = output.request_id, asked.error
-        if id not in self.executor.raises_for and id not in self.executor.sick and "pinned adapters" not in text:
-            waited = self.has_hung and "could not begin, because all others hang" in text
-            promise(waited or self._is_unlucky(asked), f"{id} failed without a reason: {text}")
-            promise("changed on disk" not in text or not asked.was_here, f"{id} lost bytes that were here: {text}")
+        promise((output.failure is LoadFailure.REMOVED) == asked.was_removed, "{} ended by a removal that was none", id)
+        if id in self.executor.raises_for or id in self.executor.sick or asked.was_removed:
+            return
+        if "pinned adapters" in text:
+            promise(not self._could_fit(asked.adapter, len(asked.tokens)), f"there was room for {id}")
+            self.reached["no room beside pinned"] += 1
+            return
+        waited = self.has_hung and "could not begin, because all others hang" in text
+        promise(waited or self._is_unlucky(asked.adapter), f"{id} failed without a reason: {text}")
+        promise("changed on disk" not in text or not asked.was_here, f"{id} lost bytes that were here: {text}")
 
 
 Lived = tuple[int, str | None, Counter[str]]
 """A life's seed, why it failed or None, and what it reached."""
 
 
-def lived(seed: int, begin: Callable[[int], EngineLife]) -> Lived:
-    """Live one life."""
+def lived(seed: int, begin: Callable[[random.Random], EngineLife]) -> Lived:
+    """Live the life that a seed gives."""
     logging.disable(logging.CRITICAL)
     life = None
     try:
-        life = begin(seed)
+        life = begin(random.Random(seed))
         life.run()
     except Exception as error:
         return seed, f"{type(error).__name__}: {error}", life.reached if life else Counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,9 +46,9 @@ class Launched:
         return self.outcome
 
 
-def late_results(executor: Executor, seed: int) -> Executor:
-    """Return the executor, for every other seed a step ahead."""
-    return LateResults(executor, fails_at_once=seed % 4 == 1) if seed % 2 else executor
+def late_results(executor: Executor, rng: random.Random) -> Executor:
+    """Return the executor, every other time a step ahead."""
+    return LateResults(executor, fails_at_once=rng.random() < 0.5) if rng.random() < 0.5 else executor
 
 
 class LateResults:

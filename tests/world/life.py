@@ -32,6 +32,7 @@ from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.requests.types import StepPlan, StepResult
+from chorus.memory.adapters.adapter import Adapter, Tier
 from chorus.memory.files.format import AdapterFormatError
 from chorus.perf.cpu.slow_link import slow_down
 from chorus.perf.report.command import conclude, parser
@@ -40,6 +41,7 @@ from chorus.server.demo.skills import BASE, SKILLS, prompt, sample_inputs
 
 from ..attacks.slow_reads import hold_up
 from .asked import Asked, Told, Violation, promise
+from .books import Books
 from .engine_life import Campaign, EngineLife, Lived, lived
 from .late_results import late_results
 from .late_swaps import LateSwaps
@@ -114,12 +116,13 @@ class Life(EngineLife):
     assistants: processes beside it; with assistants, layers come over a slow link.
     """
 
-    weights = (48, 144)
+    acts = {**EngineLife.acts, "ask": 48, "step": 144}
+    not_pinned = (Tier.LOADING, Tier.HOST, Tier.FAILED)  # it may have been read meanwhile
 
     def __init__(
-        self, seed: int, calm: Calm, where: Path, over: threading.Event, ranks: int = 1, assistants: int = 0
+        self, rng: random.Random, calm: Calm, where: Path, over: threading.Event, ranks: int = 1, assistants: int = 0
     ) -> None:
-        super().__init__(seed)
+        super().__init__(rng)
         self._ranks, self._assistants = ranks, assistants
         self.calm, self.where, self.over = calm, where, over
         self.names = [name for name in calm.prompts if name is not None]
@@ -128,7 +131,8 @@ class Life(EngineLife):
         config = self._draw_config()
         inner = open_executor(config)
         self.executor: Any = Faulty(inner)
-        self.engine = Engine(config, late_results(self.executor, seed))
+        self.engine = Engine(config, late_results(self.executor, rng))
+        self.books = Books(self.engine, self.reached)
         self._draw = random.Random(self.rng.random())  # for the threads that read
         if isinstance(inner, CpuExecutor) and assistants:
             slow_down(inner.adapters, inner.arena.pages, lambda *_: time.sleep(self._draw.choice([0.0, 0.001, 0.01])))
@@ -208,8 +212,8 @@ class Life(EngineLife):
     def _break_files(self, path: Path) -> None:
         self.broken.add(path)
 
-    def _is_unlucky(self, asked: Asked) -> bool:
-        return asked.adapter is not None and asked.adapter.manifest.path in self.broken
+    def _is_unlucky(self, adapter: Adapter | None) -> bool:
+        return adapter is not None and adapter.manifest.path in self.broken
 
     # -- time
 
@@ -241,7 +245,7 @@ def live(seed: int, calm: Calm, ranks: int = 1, assistants: int = 0) -> Lived:
     over = threading.Event()
     with tempfile.TemporaryDirectory(prefix="chorus-life-") as where:
         try:
-            return lived(seed, lambda seed: Life(seed, calm, Path(where), over, ranks, assistants))
+            return lived(seed, lambda rng: Life(rng, calm, Path(where), over, ranks, assistants))
         finally:
             over.set()
 

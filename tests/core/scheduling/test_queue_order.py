@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chorus.core.config import EngineConfig
-from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.scheduling import draft as step_draft
@@ -17,9 +16,8 @@ from chorus.core.scheduling.draft import QueueOrder
 from chorus.core.scheduling.queues import WaitingQueue
 from chorus.core.scheduling.service import SomeTurns, TokenCounters, Turns
 from chorus.memory.adapters.adapter import Tier
-from chorus.memory.host.images import InlineReads
 
-from ...world.test_state_machine import CheckingExecutor, Clock, Expected
+from ...world.house import House
 
 RANK = {None: 0, Tier.DEVICE: 0, Tier.HOST: 1, Tier.LOADING: 1, Tier.FAILED: 1}
 
@@ -338,53 +336,39 @@ def test_nobody_starves(popular, rare, max_num_seqs, max_adapters, max_overtake,
     """Requests of a resident adapter come faster than they are served: once its time is up and its adapter is here,
     nobody who came later starts before a cold one.
     """
-    config = EngineConfig(
-        model=Path("fake"), num_pages=60, block_tokens=4, max_num_seqs=max_num_seqs, max_num_batched_tokens=40,
+    house = House(
+        None, "0123", num_pages=60, max_num_seqs=max_num_seqs, max_num_batched_tokens=40, prefix_cache=True,
         max_adapters_per_step=max_adapters, max_overtake_seconds=max_overtake, lookahead=1, seed=1,
         host_cache_bytes=host_pages * 256,
     )  # fmt: skip
-    clock, expected = Clock(), {}
-    executor = CheckingExecutor(config, expected, clock)
-    engine = Engine(config, executor, clock, InlineReads())
-    executor.pool, executor.prefix, executor.on_plan = engine.pool, engine.prefix, lambda plan: None
-    for index in range(4):
-        executor.adapters.num_pages[Path(f"{index}")] = 2
-        engine.store.register(str(index), Path(f"{index}"))
-
-    def add(name, adapter, max_tokens):
-        request = Request(name, [3, 4, 5], SamplingParams(max_tokens, temperature=0, ignore_eos=True), adapter)
-        engine.add_request(request)
-        expected[name] = Expected(request.adapter, [3, 4, 5], request.params, request)
-
+    engine, clock, asked = house.engine, house.clock, house.asked
     started: dict[str, float] = {}
     here: dict[str, float] = {}  # since when each one's adapter has been in memory
     for step in range(1000):
         if step < len(popular):
-            add(f"popular-{step}", "0", popular[step])
+            house.add(f"popular-{step}", "0", max_tokens=popular[step])
         for index, (when, adapter) in enumerate(rare):
             if when == step:
-                add(f"rare-{index}", str(adapter), 2)
+                house.add(f"rare-{index}", str(adapter), max_tokens=2)
         scheduled = clock.now
-        for name, it in expected.items():
+        for name, it in asked.items():
             if engine.store.tier(it.adapter) in (Tier.DEVICE, Tier.HOST):
                 here.setdefault(name, scheduled)
             elif name not in started:
                 here.pop(name, None)
-        for output in engine.step():
-            expected[output.request_id].output += output.token_ids
+        house.step()
         for request in engine.scheduler.running:
             started.setdefault(request.id, scheduled)
-        for name in expected:
-            if expected[name].output:
+        for name, it in asked.items():
+            if it.told.tokens:
                 started.setdefault(name, scheduled)
         clock.now += 0.01
     assert not engine.has_work()
-    assert not executor.violations
-    assert started.keys() == expected.keys()
-    for name, it in expected.items():
+    assert started.keys() == asked.keys()
+    for name, it in asked.items():
         arrival = it.request.arrival_time
         since = max(arrival + max_overtake, here[name])
-        overtakers = [other for other, e in expected.items() if e.request.arrival_time > arrival and
+        overtakers = [other for other, e in asked.items() if e.request.arrival_time > arrival and
                       since < started[other] < started[name]]  # fmt: skip
         assert not overtakers, name
 

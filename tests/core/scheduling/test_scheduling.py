@@ -6,14 +6,11 @@ import math
 from collections import Counter
 from concurrent.futures import Future
 from itertools import chain
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chorus.core.config import EngineConfig
-from chorus.core.engine import Engine
 from chorus.core.policies import Policies
 from chorus.core.requests.request import Request, RequestState
 from chorus.core.requests.sampling_params import SamplingParams
@@ -26,7 +23,7 @@ from chorus.memory.adapters.adapter import Tier
 from chorus.memory.host.images import InlineReads
 
 from ...memory.fakes import SlowReads
-from ...world.test_state_machine import CheckingExecutor, Clock, Expected
+from ...world.house import House
 
 
 class HeldReads(InlineReads):
@@ -57,59 +54,6 @@ class HeldReads(InlineReads):
         self._pending.clear()
 
 
-class House:
-    """An engine over an executor that checks every plan, in time that goes by only with steps."""
-
-    def __init__(self, reads=None, adapters=(), policies=None, **config):
-        defaults = {
-            "num_pages": 200, "block_tokens": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64, "prefix_cache": False
-        }  # fmt: skip
-        self.config = EngineConfig(model=Path("fake"), **{**defaults, **config})
-        self.clock, self.expected, self.plans = Clock(), {}, []
-        self.executor = CheckingExecutor(self.config, self.expected, self.clock)
-        self.engine = Engine(self.config, self.executor, self.clock, reads or InlineReads(), policies)
-        self.executor.pool, self.executor.prefix = self.engine.pool, self.engine.prefix
-        self.executor.on_plan = lambda plan: self.plans.append([(row.request_id, len(row.tokens)) for row in plan.rows])
-        for name in adapters:
-            self.executor.adapters.num_pages[Path(name)] = 2
-            self.engine.store.register(name, Path(name))
-
-    def add(self, name, adapter=None, prompt=(3, 4, 5), max_tokens=3, tenant="", **params):
-        params = SamplingParams(max_tokens, temperature=0, ignore_eos=True, **params)
-        request = Request(name, list(prompt), params, adapter, tenant=tenant)
-        self.engine.add_request(request)
-        self.expected[name] = Expected(request.adapter, list(prompt), request.params, request)
-        return request
-
-    def step(self):
-        outputs = self.engine.step()
-        assert not self.executor.violations, self.executor.violations
-        self.engine.check_integrity()
-        for output in outputs:
-            expected = self.expected[output.request_id]
-            expected.output += output.token_ids
-            expected.reason = output.finish_reason
-        return outputs
-
-    def first_layer(self, name):
-        """Have a read under way bring one layer."""
-        self.engine.store.images.peek(self.engine.store.get(name)).publish(1)
-
-    def drain(self, limit=2000):
-        for _ in range(limit):
-            if not self.engine.has_work():
-                break
-            self.step()
-        assert not self.engine.has_work()
-        for name, expected in self.expected.items():
-            if expected.reason is not None:
-                assert (expected.output, expected.reason) == expected.alone(), name
-
-    @property
-    def computed(self):
-        return sum(count for plan in self.plans for _, count in plan)
-
-
 # -- slow adapters
 
 
@@ -124,7 +68,7 @@ def test_overdue_requests_whose_adapters_never_come_keep_nobody_waiting():
         house.add(f"base {index}")
     for _ in range(10):
         house.step()
-    assert all(house.expected[f"base {index}"].reason for index in range(8))
+    assert all(house.asked[f"base {index}"].told.reason for index in range(8))
     assert house.plans[0] == [(f"base {index}", 3) for index in range(4)], "every seat was taken at once"
 
 
@@ -142,13 +86,13 @@ def test_a_request_whose_adapter_is_late_gives_its_seat_and_pages():
     assert house.plans[-1] == [("base", 3)]
     for _ in range(5):
         house.step()
-    assert house.expected["base"].reason is not None
+    assert house.asked["base"].told.reason is not None
     assert slow.state is RequestState.LATE
     assert sum(name == "slow" for plan in house.plans for name, _ in plan) == 1, "it was computed in vain once only"
     reads.finish()
     house.drain()
     assert slow.state is RequestState.DONE
-    assert house.expected["slow"].reason is not None
+    assert house.asked["slow"].told.reason is not None
 
 
 def test_a_late_adapters_pages_are_given_to_who_needs_them():
@@ -215,7 +159,7 @@ def test_who_asks_again_for_a_late_adapter_waits_for_its_read():
     house.add("last", "a")
     reads.finish()
     house.drain()
-    assert house.expected["last"].reason is not None
+    assert house.asked["last"].told.reason is not None
 
 
 # -- the limit on adapters
@@ -253,7 +197,7 @@ def test_a_newcomer_is_not_behind_everything_that_another_has_queued():
     house.add("new", tenant="new")
     for _ in range(4):
         house.step()
-    assert house.expected["new"].output, "everything of the other was overdue, and still it is the newcomer's turn"
+    assert house.asked["new"].told.tokens, "everything of the other was overdue, and still it is the newcomer's turn"
 
 
 def test_a_newcomers_adapter_is_not_read_behind_all_that_another_has_asked_for():
@@ -324,7 +268,7 @@ def test_followers_go_on_when_the_leader_is_aborted_and_one_of_them_leads():
     assert house.engine.abort("answer 0")
     assert house.engine.abort("answer 2")
     house.drain()
-    assert house.expected["answer 1"].reason is house.expected["answer 3"].reason is not None
+    assert house.asked["answer 1"].told.reason is house.asked["answer 3"].told.reason is not None
     assert house.computed == 8 + (30 - 8) + (30 - 28) + 2, "what the leader had computed was kept"
 
 
@@ -451,7 +395,7 @@ def test_steps_of_the_same_decodes_reuse_the_rows_of_their_plan():
         assert plan.rows is second.rows
         assert plan.adapters is second.adapters
     house.engine.abort("one")
-    house.expected.pop("one")
+    house.asked.pop("one")
     plan = step()
     assert [row.request_id for row in plan.rows] == ["base", "two", "other"]
     assert step().rows is plan.rows
@@ -568,10 +512,10 @@ class TestPreemption:
             house.add(name, prompt=[5] * 12, max_tokens=9, tenant=name)
         for _ in range(3):
             house.step()
-        house.engine.scheduler.lifecycle.preempt(house.expected["preempted"].request)
+        house.engine.scheduler.lifecycle.preempt(house.asked["preempted"].request)
         house.step()
         assert [account.num_running for account in house.engine.accounts()] == [1, 1]
-        house.engine.scheduler.lifecycle.preempt(house.expected["preempted"].request)
+        house.engine.scheduler.lifecycle.preempt(house.asked["preempted"].request)
         standing = {account.name: account.standing for account in house.engine.accounts()}
         assert standing["preempted"] <= 12 + 2 * 3 < standing["spared"]
         house.drain()
@@ -605,8 +549,8 @@ def test_requests_by_adapter_are_counted_as_by_a_walk(events, most):
             house.add(str(index), (None, "a", "b", "c")[number % 4], max_tokens=1 + number % 7)
         elif event == "step":
             house.step()
-        elif event == "abort" and house.expected:
-            house.engine.abort(list(house.expected)[number % len(house.expected)])
+        elif event == "abort" and house.asked:
+            house.engine.abort(list(house.asked)[number % len(house.asked)])
         elif event == "preempt" and scheduler.running:
             scheduler.lifecycle.preempt(scheduler.running[number % len(scheduler.running)])
         walk = [request.adapter for request in chain(scheduler.running, scheduler.waiting)]

@@ -1,0 +1,109 @@
+"""What an engine's books must say at any time between two steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+
+from chorus.core.engine import Engine
+from chorus.core.requests.request import Request, RequestState
+from chorus.memory.adapters.adapter import Adapter
+from chorus.memory.pages.pool import PageKind
+
+from .asked import Violation, promise
+
+STATES = {state: f"state {state}" for state in RequestState}
+_RUNNING, _LOADING = RequestState.RUNNING, RequestState.LOADING
+_KINDS = [kind for kind in PageKind if kind is not PageKind.RESERVED]
+
+
+class Books:
+    """Compares an engine's counts with what it holds. reached: counts what is rare."""
+
+    def __init__(self, engine: Engine, reached: Counter[str]) -> None:
+        self._engine = engine
+        self._reached = reached
+        self._had_shadow = False
+
+    def check(self, active: Collection[Request], pinned: Collection[Adapter]) -> None:
+        """active: the requests in progress. pinned: the adapters that are to be resident."""
+        self._engine.check_integrity()
+        self._check_running()
+        self._check_pages(active)
+        self._check_states(active)
+        self._check_adapters(active, pinned)
+        self._check_merging()
+        self._check_host_images()
+
+    def _check_running(self) -> None:
+        running, seats = self._engine.scheduler.running, self._engine.config.max_num_seqs
+        accounts, calls = running.accounts, running.calls
+        promise(accounts == Counter([request.account for request in running]), "wrong numbers of requests")
+        promise(len(accounts) <= seats or bool(calls), "more tenants than seats")  # one call may have many
+        promise(len(running) <= seats or bool(calls) or len(accounts) > 1, "more requests than seats")  # paused ones
+        promise({*running.lone}.union(*calls.values()) == {*running}, "calls have other requests than run")
+        if calls:
+            answers = Counter([(request.call, request.account) for request in running if request.call])
+            promise(max(answers.values()) <= seats, "more answers of a call than seats")
+
+    def _check_pages(self, active: Collection[Request]) -> None:
+        engine, count, swapped = self._engine, self._engine.pool.count, self._engine.swapped
+        promise(sum(map(count, _KINDS)) == engine.pool.num_usable, "pages do not add up")
+        num_running, num_waiting = len(engine.scheduler.running), len(engine.scheduler.waiting)
+        promise(num_running + num_waiting == len(active), "other requests run or wait than are in progress")
+        copied = len(list(swapped.holders()))  # the next step frees what is not copied any more
+        promise(not count(PageKind.KV) or num_running + copied > 0, "pages hold KV of no request")
+        promise(swapped.num_out == 0 or engine.config.preemption != "recompute", "KV was swapped out, and must not be")
+        promise(len(swapped) <= len(active) + copied, "more swapped KV than requests")
+        promise(count(PageKind.SHADOW) == engine.reclaimer.shadow.num_pages, "a shadow has other pages than it says")
+
+    def _check_states(self, active: Collection[Request]) -> None:
+        running, waiting, reached = set(self._engine.scheduler.running), self._engine.scheduler.waiting, self._reached
+        for request in active:
+            runs, state = request in running, request.state
+            if not (state is _RUNNING or state is _LOADING) == hasattr(request, "block_table") == runs:
+                raise Violation(f"{request} runs, and does not")
+            if runs == (request in waiting):
+                raise Violation(f"{request} is in both queues, or in none")
+            if state is _LOADING and request.adapter is None and not request.coming:
+                raise Violation(f"{request} loads nothing")
+            reached[STATES[state]] += 1
+
+    def _check_adapters(self, active: Collection[Request], pinned: Collection[Adapter]) -> None:
+        store, versions = self._engine.store, set(self._engine.store.versions())
+        idle = [each for each in versions if each.pages and not each.references and each.transfer is None]
+        promise(store.num_idle_pages == sum(each.num_pages for each in idle), "wrong number of idle pages")
+        promise(all(adapter.pages for adapter in pinned), "a pinned adapter was evicted")
+        promise(store.num_pinned_pages == sum(each.num_pages for each in pinned), "wrong number of pinned pages")
+        merging = self._engine.merging
+        merged = merging.shadowed if merging.is_under_way else merging.merged
+        holding = [request.adapter for request in active]
+        running = [request.adapter for request in self._engine.scheduler.running]
+        for adapter in versions:
+            pin = adapter in pinned
+            held, wanted = running.count(adapter) + pin, holding.count(adapter) + pin + (adapter is merged)
+            if (adapter.references, adapter.requests) != (held, wanted):
+                raise Violation(f"{adapter} is held, or wanted, by too many or by too few: {held}, {wanted}")
+        promise({None, *versions}.issuperset(holding), "a request's adapter is unknown")
+
+    def _check_merging(self) -> None:
+        engine, merging, shadow = self._engine, self._engine.merging, self._engine.executor.shadow
+        if shadow is None:
+            promise(merging.shadowed is None, "a shadow where there is no merged mode")
+            return
+        adapter = merging.shadowed
+        promise(merging.merged in (None, adapter), f"{merging.merged} is merged, the shadow is of {adapter}")
+        if adapter is not None:
+            registered = [each for _, each in engine.store.registered()]
+            promise(adapter in registered, "{} is gone, or replaced, and still merged", adapter)
+            promise(bool(adapter.pages), f"{adapter} has a shadow, and was evicted")
+        self._reached["shadow kept"] += adapter is not None and merging.merged is None and not merging.is_under_way
+        self._reached["shadow gone"] += self._had_shadow and adapter is None
+        self._had_shadow = adapter is not None
+
+    def _check_host_images(self) -> None:
+        images = self._engine.store.images
+        num_bytes = images.num_bytes + self._engine.swapped.num_bytes
+        promise(images.budget.num_bytes == num_bytes, "the budget of host memory counts other bytes")
+        entries = {*images._entries.values(), *images._given_up.values()}  # noqa: SLF001 - the books themselves
+        promise(images.num_bytes == sum(entry.num_bytes for entry in entries), "host images have other bytes")

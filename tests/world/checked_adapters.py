@@ -1,0 +1,184 @@
+"""Adapters in virtual time: a disk of which reads are slow or fail, and copies into the memory of contents."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from chorus.memory.files.format import AdapterFormatError, AdapterManifest
+from chorus.memory.host.image import HostImage, LayerStream
+from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
+from chorus.memory.pages.layout import MODULES
+
+from .asked import promise
+from .made_up_model import Memory
+from .virtual_reads import World
+
+
+@dataclass
+class Fate:
+    """Course of a directory's next read: seconds for all of it, and what becomes of it."""
+
+    seconds: float
+    outcome: str  # good, fails, short, stuck
+    hangs_at: int = 0  # layer, if it is stuck
+
+
+class Disk:
+    """Adapter directories: which content lies in each, how large it is, and how reads go."""
+
+    def __init__(self, rng: random.Random, speed: float = 0.0, patience: float = 1.0, trouble: float = 0.0) -> None:
+        """speed: typical seconds of a read. patience: seconds without anything after which the engine may give up a
+        read. trouble: part of the reads that fail, end early or hang.
+        """
+        self._rng = rng
+        self._patience = patience
+        self._speed = speed
+        self._contents = itertools.count(1)
+        self.content: dict[Path, int] = {}
+        self.pages: dict[int, int] = {}
+        self.layers: dict[int, int] = {}
+        self.broken: set[Path] = set()
+        self.unlucky: set[int] = set()
+        """Contents of which a read failed, hung, or met another content."""
+        self.has_hung = False
+        self.trouble = trouble
+
+    def write(self, path: Path, pages: int, layers: int | None = None) -> int:
+        """Put a new content into a directory, even while a read of the old one is pending. layers: any number."""
+        content = self.content[path] = next(self._contents)
+        self.pages[content], self.layers[content] = pages, layers or self._rng.randint(1, 4)
+        return content
+
+    def fate(self, path: Path, content: int) -> Fate:
+        """Course of a read of `content`, which the directory held when it was registered."""
+        fate = Fate(self._speed * 10 ** self._rng.uniform(-1, 1.5), "good")
+        if path in self.broken:
+            fate.outcome = "fails"
+        elif self._rng.random() < self.trouble:
+            fate.outcome, fate.hangs_at = self._rng.choice(["fails", "short", "stuck"]), self._rng.randrange(4)
+        hangs = fate.outcome == "stuck" or fate.seconds / self.layers[content] > self._patience
+        self.has_hung |= hangs
+        if hangs or fate.outcome != "good":
+            self.unlucky.add(content)
+        return fate
+
+
+class CheckedAdapters:
+    """The adapter backend: reads take virtual time, layers come one by one, copies write to the checked memory.
+
+    pause: lets time go by for the read that calls it.
+    """
+
+    def __init__(
+        self, disk: Disk, pause: Callable[[float], None], world: World, memory: Memory, rng: random.Random,
+        reached: Counter[str],
+    ) -> None:  # fmt: skip
+        self._disk = disk
+        self._pause = pause
+        self._world = world
+        self._memory = memory
+        self._rng = rng
+        self._reached = reached
+
+    def inspect(self, path: Path) -> AdapterManifest:
+        if path not in self._disk.content:
+            raise AdapterFormatError(f"{path}: no such directory")
+        content = self._disk.content[path]
+        part = AdapterPart(self._disk.pages[content], 1.0, (0,), MODULES)
+        return AdapterManifest(path, (part,), mtime_ns=content, content_hash=str(content))
+
+    def layout(self, manifest: AdapterManifest) -> AdapterLayout:
+        pages = manifest.rank
+        return AdapterLayout((), num_elems=pages, num_pages=pages, num_layers=self._disk.layers[manifest.mtime_ns])
+
+    def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
+        disk, path, content = self._disk, manifest.path, manifest.mtime_ns
+        fate = disk.fate(path, content)
+        for layer in range(layout.num_layers):
+            self._pause(fate.seconds / layout.num_layers)
+            if fate.outcome == "stuck" and layer == fate.hangs_at % layout.num_layers:
+                self._pause(float("inf"))
+            if fate.outcome in ("fails", "short") and layer == layout.num_layers // 2:
+                kind = OSError(5, "Input/output error") if fate.outcome == "fails" else AdapterFormatError("cut short")
+                raise kind
+            if disk.content.get(path) != content:
+                disk.unlucky.add(content)
+                raise AdapterFormatError(f"{path}: it changed on disk")
+            image.data = content
+            image.publish(layer + 1)
+
+    def save(self, layout: AdapterLayout, pages: list[int]) -> HostImage:
+        held = [self._memory[page][0] for page in pages]
+        content = held[0][0]
+        promise(held == [(content, index, layout.num_layers) for index in range(len(pages))], "not whole, yet saved")
+        image = HostImage()
+        image.data = content
+        image.publish(layout.num_layers)
+        self._reached["saved"] += 1
+        return image
+
+    def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> CheckedTransfer | None:
+        transfer = CheckedTransfer(image, layout, pages, self._memory, self._world, self._rng)
+        self._reached["streamed"] += not transfer.is_done()
+        return None if transfer.is_done() else transfer
+
+
+class CheckedTransfer:
+    """Layers on their way into pages. After `cancel` a copy may still be writing, until `is_quiet`."""
+
+    def __init__(
+        self, image: HostImage, layout: AdapterLayout, pages: list[int], memory: Memory, world: World,
+        rng: random.Random,
+    ) -> None:  # fmt: skip
+        self._image = image
+        self._num_layers = layout.num_layers
+        self._pages = pages
+        self._memory = memory
+        self._world = world
+        self._rng = rng
+        self._copied = 0
+        self._cancelled = False
+        self._quiet = True
+        image.follow(self._advance)
+        self._advance()
+
+    def _advance(self) -> None:
+        ready = self._image.stream.num_ready
+        if self._cancelled or ready == LayerStream.FAILED or ready <= self._copied:
+            return
+        self._copied = ready
+        for index, page in enumerate(self._pages):
+            self._memory[page][0] = (self._image.data, index, ready)
+        if self.is_done():
+            self._image.unfollow(self._advance)
+
+    def wait_layer(self, layer: int, timeout: float) -> bool:
+        end = self._world.now + timeout
+        while self._copied <= layer and not self.has_failed() and self._world.next_time <= end:
+            self._world.next_event()
+        return self._copied > layer
+
+    def is_done(self) -> bool:
+        return self._copied == self._num_layers
+
+    def has_failed(self) -> bool:
+        return self._image.stream.num_ready == LayerStream.FAILED
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        if self._rng.random() < 0.8:
+            self._quiet = False
+            self._world.after(self._rng.uniform(0, 0.1), self._end)
+
+    def _end(self) -> None:
+        for page in self._pages:
+            self._memory[page][:] = ["a late copy"] * len(self._memory[page])
+        self._quiet = True
+
+    def is_quiet(self) -> bool:
+        return self._quiet

@@ -1,0 +1,281 @@
+"""Life of an engine in virtual time, over an executor that checks every step, with options drawn from all there are."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from chorus.core.config import EngineConfig
+from chorus.core.engine import Engine
+from chorus.core.requests.sampling_params import SamplingParams, Seeds
+from chorus.memory.adapters.adapter import Adapter
+from chorus.memory.files.error import AdapterFormatError
+from chorus.memory.host.image import HostImage
+from chorus.memory.host.images import InlineReads
+from chorus.memory.pages.pool import PageKind
+from chorus.memory.pages.prefix import BASE_VERSION
+
+from .asked import Asked, Told, Violation, promise
+from .books import Books
+from .checked_adapters import CheckedAdapters, Disk
+from .checked_executor import CheckedExecutor
+from .checked_order import CheckedOrder
+from .checked_shadow import CheckedShadow
+from .checked_swaps import CheckedSwaps
+from .engine_life import EngineLife
+from .late_results import late_results
+from .made_up_model import MAX_MODEL_LEN, VOCAB, answer_alone, content_of, empty_memory, kv_before, kv_behind
+from .virtual_reads import VirtualReads, World
+
+PATIENCE = 120.0
+"""Virtual seconds within which every request must have ended once nothing new comes."""
+LONGEST_NAP = 0.5
+"""Virtual seconds between two steps at most while only reads are waited for and nothing new comes."""
+
+
+class CheckedLife(EngineLife):
+    """One engine in virtual time, all of it drawn from `rng`."""
+
+    names = ("alto", "bass", "tenor", "soprano")
+    acts = {**EngineLife.acts, "preempt": 2, "pin": 3, "load_checked": 1, "load_nothing": 1}
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(rng)
+        self.world = World()
+        own = random.Random(rng.getrandbits(32))  # of what happens beside the acts, on threads that read
+        self.prompts = [[own.randrange(2, VOCAB) for _ in range(own.randint(1, 30))] for _ in range(3)]
+        config = self._draw_config()
+        self.seeds = Seeds(config.seed)
+        speed, trouble = rng.choice([0.0002, 0.002, 0.02, 0.2]), rng.choice([0.0, 0.0, 0.1, 0.3])
+        self.disk = Disk(own, speed, config.adapter_read_seconds, trouble)
+        memory = empty_memory(config.num_pages, config.block_tokens)
+        is_inline = rng.random() < 0.1  # what is asked for in a step is there at once
+        reads = InlineReads() if is_inline else VirtualReads(self.world, rng.randint(1, 3))
+        pause = reads.pause if isinstance(reads, VirtualReads) else lambda seconds: None
+        adapters = CheckedAdapters(self.disk, pause, self.world, memory, own, self.reached)
+        shadow = CheckedShadow(memory, self.world) if rng.random() < 0.7 else None
+        delay, trouble = rng.choice([0.0, 0.005, 0.005, 0.1, 0.1, 0.1]), rng.choice([0.0, 0.3, 0.3])
+        swaps = CheckedSwaps(memory, self.world, own, self.reached, delay, trouble)
+        swaps = None if config.preemption == "recompute" else swaps
+        self.executor = CheckedExecutor(config, adapters, self.world, memory, self.asked, self.reached, shadow, swaps)
+        self.engine = Engine(config, late_results(self.executor, rng), self.world, reads)
+        self.executor.pool, self.executor.prefix = self.engine.pool, self.engine.prefix
+        self.books = Books(self.engine, self.reached)
+        self.order = CheckedOrder(self.engine, self.world, self.asked, self.reached)
+        self.executor.on_plan = self.order.on_plan
+        self._let_images_wait()
+        for name in self.names[: rng.randint(1, len(self.names))]:
+            self._register(name, self._new_directory())
+
+    def _let_images_wait(self) -> None:
+        """Check that the engine waits for reads only while it has some."""
+        images, scheduler = self.engine.store.images, self.engine.scheduler
+        wait, is_inline = images.wait, isinstance(images.reads, InlineReads)
+
+        def checked(timeout: float) -> None:
+            counts = images.counts()
+            has_reads = counts.num_under_way or self.engine.store.loads.under_way
+            was_changed = (  # in this very step: what is left begins in the next one
+                scheduler.lifecycle.num_preemptions > self._num_preemptions or counts.num_given_up > self._num_given_up
+            )
+            promise(bool(has_reads) or was_changed or is_inline, "it has work, runs nothing and waits for nothing")
+            self.reached["waited for a read"] += 1
+            wait(timeout)
+
+        images.wait = checked
+
+    def _draw_config(self) -> EngineConfig:
+        """Mostly the arena holds little more than one long request and the largest adapter, so that all compete."""
+        rng = self.rng
+        block = rng.choice([1, 2, 4, 8])
+        seqs = rng.choice([1, 2, 3, 4, 6, 9])
+        max_turn = rng.choice([(0.2, 1000), (1000.0, 4), (10.0, 1000)])
+        tokens = rng.choice([24, 24, MAX_MODEL_LEN, MAX_MODEL_LEN, 64, 64, 120, 600])
+        return EngineConfig(
+            model=Path("made-up"), block_tokens=block,
+            num_pages=2 - (-tokens // block) + rng.randint(1, 12),
+            max_num_seqs=seqs, max_num_batched_tokens=max(seqs, rng.choice([4, 8, 16, 64])),
+            chunked_prefill=rng.random() < 0.8, host_cache_bytes=rng.choice([0, 1, 500, 2000, 1 << 20, 1 << 20]),
+            eviction=rng.choice(["cost", "lru"]), prefix_cache=rng.random() < 0.7, lookahead=rng.choice([1, 2, 8]),
+            prefetch=rng.choice([0, 1, 3]), max_adapters_per_step=rng.choice([None, None, 1, 2]),
+            max_overtake_seconds=rng.choice([0.0, 0.05, 1.0, 1000.0]), max_waiting=rng.choice([None, None, 3, 12]),
+            max_load_stall_seconds=rng.choice([0.0, 0.001, 0.02]), share_prefix_cache=rng.random() < 0.3,
+            adapter_read_seconds=rng.choice([0.05, 1.0, 30.0]), fair_by=rng.choice(["tenant", "tenant", "adapter"]),
+            weights=rng.choice([{}, {}, {"a": 0.01, self.names[0]: 100.0}]), max_turn_seconds=max_turn[0],
+            max_turn_steps=max_turn[1], preemption=rng.choice(["recompute", "swap", "swap", "auto"]),
+            seed=rng.randrange(1 << 30),
+        )  # fmt: skip
+
+    def _span(self) -> range:
+        return range(self.rng.randint(20, 90))
+
+    # -- requests
+
+    def _ask(self) -> None:
+        """One request, several that begin alike, several answers of one call, or what may not fit."""
+        rng = self.rng
+        name = rng.choice([None, *self.current, *self.current]) if rng.random() < 0.95 else rng.choice(self.names)
+        beginning = self._beginning()
+        tenant, salt = rng.choice(["", "", "a", "b"]), rng.choice(["", "", "", "salt"])
+        longest = rng.choice([12, 12, 12, 60])
+        count = rng.choice([1, 1, 1, 3, 6])
+        call = f"c{len(self.asked)}" if count > 1 and rng.random() < 0.5 else ""
+        own, is_one_prompt = [rng.randrange(2, VOCAB)], bool(call) or rng.random() < 0.3
+        params = SamplingParams(
+            max_tokens=rng.choice([None, *range(1, longest + 1)]), temperature=rng.choice([0.0, 1.0]),
+            ignore_eos=rng.random() < 0.5, stop_token_ids=tuple(rng.sample(range(VOCAB), rng.randint(0, 2))),
+            prompt_logprobs=rng.choice([None, None, None, 0]), logprobs=rng.choice([None, None, None, 0]),
+            seed=rng.choice([None, 7]), presence_penalty=rng.choice([0.0, 0.0, 0.0, 0.5]),
+        )  # fmt: skip
+        for _ in range(count):
+            if not is_one_prompt:
+                own = [rng.randrange(2, VOCAB) for _ in range(rng.choice([1, 6]))]
+            self._submit(name, beginning + own, self.seeds.fill(params), tenant, salt, call)
+
+    def _beginning(self) -> list[int]:
+        """A beginning that other prompts share, or an earlier prompt with its answer."""
+        if self.asked and self.rng.random() < 0.15:
+            return self.rng.choice(list(self.asked.values())).tokens
+        shared = self.rng.choice(self.prompts)
+        return shared[: self.rng.choice([0, len(shared) // 2, len(shared)])]
+
+    def _alone(self, asked: Asked) -> Told:
+        return answer_alone(asked)
+
+    def _preempt(self) -> None:
+        """One after another, so that copies out and back overlap, or with steps between them, which copies outlast."""
+        has_steps = self.rng.choice([False, True])
+        for _ in range(self.rng.choice([1, 1, 2, 4])):
+            if has_steps:
+                self._step()
+                self._check_books()
+            self._note()  # its tenant may have had nothing waiting until now
+            super()._preempt()
+
+    # -- adapters
+
+    def _new_directory(self) -> Path:
+        self.num_directories += 1
+        path = Path(f"directory-{self.num_directories}")
+        self.disk.write(path, self.rng.randint(1, 7))
+        return path
+
+    def _directory(self, name: str) -> Path:
+        """A new directory, or the adapter's own, overwritten in place."""
+        adapter = self.current.get(name)
+        if adapter is None or self.rng.random() >= 0.6:
+            return self._new_directory()
+        path = adapter.manifest.path
+        self.disk.write(path, self.rng.randint(1, 7))
+        self.reached["reloaded in place"] += adapter.requests > 0
+        return path
+
+    def _load_checked(self) -> None:
+        """Register an adapter together with the weights that were read to check it."""
+        name = self.rng.choice(self.names)
+        old, path, image, backend = self.current.get(name), self._new_directory(), HostImage(), self.executor.adapters
+        manifest = backend.inspect(path)
+        try:
+            layout = self.engine.store.layout_of(manifest)
+        except AdapterFormatError:
+            promise(manifest.rank >= self.engine.pool.num_usable, "an adapter that fits was refused")
+            return
+        image.data = manifest.mtime_ns
+        image.publish(layout.num_layers)
+        self._replace(name, self.engine.store.register(name, manifest, image), old)
+
+    def _load_nothing(self) -> None:
+        """What can't be read replaces no adapter."""
+        try:
+            self.engine.store.register(self.rng.choice(self.names), Path("nowhere"))
+        except AdapterFormatError:
+            store = self.engine.store
+            promise({name: store.get(name) for name in store.names()} == self.current, "another version is served")
+            return
+        promise(False, "an adapter of no directory was registered")
+
+    def _break_files(self, path: Path) -> None:
+        self.disk.broken.add(path)
+        self.disk.unlucky.add(self.disk.content[path])
+
+    def _outweighs(self, adapter: Adapter) -> bool:
+        return self.executor.shadow.outweighs(adapter)
+
+    @property
+    def has_hung(self) -> bool:
+        return self.disk.has_hung
+
+    def _is_unlucky(self, adapter: Adapter | None) -> bool:
+        return content_of(adapter) in self.disk.unlucky
+
+    # -- time
+
+    def _wait(self) -> None:
+        self.world.advance(self.rng.choice([0.001, 0.05, 2.0]))
+
+    def _pause(self) -> None:
+        self.world.advance(0.0005)
+
+    def _drain(self) -> None:
+        end, nap = self.world.now + PATIENCE, 0.0
+        while self.engine.has_work():
+            promise(self.world.now < end, f"requests never end: {list(self.active)}")
+            if self._step():
+                nap = 0.0
+                self._check_books()
+            else:  # the next step would do the same, until a read goes on or was waited for long enough
+                nap = min(LONGEST_NAP, 2 * nap + 0.0005)
+                self.world.advance(min(nap, max(0.0, self.world.next_time - self.world.now)))
+        self._remove_adapters()
+        self.world.advance(1.0)
+
+    # -- what must hold
+
+    def _note(self) -> None:
+        self.order.note()
+
+    def _before_step(self) -> None:
+        self.executor.begins_anew = True
+        self.order.before()
+
+    def _after_step(self) -> None:
+        self.order.after()
+        if self.order.has_run:
+            self._check_cached_blocks()
+
+    def _check_books(self) -> None:
+        super()._check_books()
+        if (shadow := self.executor.shadow) is not None:
+            adapter = self.engine.merging.shadowed
+            promise(adapter is shadow.adapter, f"the shadow is of {shadow.adapter}, not of {adapter}")
+            shadow.check_taken(self.engine.reclaimer.shadow.runs)
+
+    def finish(self) -> None:
+        super().finish()
+        promise(self.has_hung or not self.engine.store.images.num_bytes, "host memory holds an adapter that is gone")
+
+    def _check_cached_blocks(self) -> None:
+        """Every known block's page holds the KV of its adapter version and tokens, and only live versions have any."""
+        prefix, pool, memory = self.engine.prefix, self.engine.pool, self.executor.memory
+        contents = {each.version: content_of(each) for each in self.engine.store.versions()}
+        contents[BASE_VERSION] = content_of(None)
+        pages, num_cached, order = set(), 0, self.engine.reclaimer.order
+        for root in prefix.roots():
+            promise(root.version in contents, "blocks of a version that is gone")
+            stack = [(child, kv_before(contents[root.version])) for child in root.children.values()]
+            while stack:
+                block, last = stack.pop()
+                page, children = block.page, block.children
+                want, kind = kv_behind(last, block.tokens), pool.kind(page)
+                if memory[page] != want:
+                    raise Violation(f"the cached block {block.tokens} of version {root.version} holds something else")
+                if kind not in (PageKind.KV, PageKind.CACHED) or page in pages:
+                    raise Violation(f"page {page} of a known block is {kind}, or another block's, too")
+                if (block in order) != (kind is PageKind.CACHED and not children):
+                    raise Violation(f"page {page} can be evicted, and must not, or can't, and must")
+                pages.add(page)
+                num_cached += kind is PageKind.CACHED
+                if children:
+                    stack += [(child, want[-1]) for child in children.values()]
+        promise(len(prefix) == len(pages), "the cache counts other blocks than it has")
+        promise(pool.count(PageKind.CACHED) == num_cached, "a cached page of no known block")

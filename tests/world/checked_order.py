@@ -1,0 +1,252 @@
+"""Checks of what a step runs and begins: turns of tenants, requests that were overtaken, and rows of paused ones."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+
+from chorus.core.engine import Engine
+from chorus.core.requests.request import Request
+from chorus.core.requests.types import StepPlan
+from chorus.memory.adapters.adapter import Adapter, Tier
+
+from .asked import Asked, promise
+from .books import STATES
+from .made_up_model import seconds_of
+
+Moment = tuple[float, int]
+"""Time in seconds, and steps of the engine."""
+
+
+class CheckedOrder:
+    """Follows an engine from step to step. `before` and `after` enclose a step, `on_plan` sees each plan before it is
+    run, and `note` is to be called between any two things that are done to the engine.
+    """
+
+    def __init__(
+        self, engine: Engine, clock: Callable[[], float], asked: Mapping[str, Asked], reached: Counter[str]
+    ) -> None:
+        self._engine = engine
+        self._config = engine.config
+        self._scheduler = engine.scheduler
+        self._clock = clock
+        self._asked = asked
+        self._reached = reached
+        self._turns: dict[str, Moment] = {}  # since when a tenant has waited for one, with something in the queue
+        self._last_turns: dict[str, Moment] = {}
+        self._paused: set[str] = set()  # requests that ran, but had no row of the last step
+        self._drawing: set[str] = set()  # requests that draw a token in the last step
+        self._decided: Moment = 0.0, 0
+        self.has_run = False
+        """True if the last step computed anything."""
+
+    def note(self) -> None:
+        """Note which tenants have something in the queue."""
+        now = self._clock(), self._scheduler.num_steps
+        self._turns = {account: self._turns.get(account, now) for account in self._scheduler.waiting.accounts}
+
+    def before(self) -> None:
+        """Remember what runs before a step, and what it can be decided by."""
+        engine, scheduler = self._engine, self._scheduler
+        self.note()
+        self.has_run = False
+        self._running = self._ran = [request.id for request in scheduler.running]
+        self._drawing.intersection_update(self._running)  # rows of the others are stale, even if they begin again
+        self._num_steps, self._num_preemptions = scheduler.num_steps, scheduler.lifecycle.num_preemptions
+        self._decide(self._clock())
+        tier = engine.store.tier
+        self._here = {each for each in engine.store.versions() if tier(each) in (Tier.DEVICE, Tier.HOST)}
+        ahead = engine.ahead
+        self._under_way = None if ahead is None else ahead.plan
+        self._note_dropped()
+
+    def after(self) -> None:
+        """Check a step that has been run, or was not."""
+        scheduler = self._scheduler
+        # What else has begun has no row: it waits for a copy, or what was drafted ahead was given up.
+        self._check_turns(self._started(), [])
+        has_not_run = scheduler.num_steps == self._num_steps
+        self._reached["run again, with none ahead"] += has_not_run and self._under_way is not None
+        still = [request.id for request in scheduler.running if request.id in self._ran]
+        promise(still == [id for id in self._ran if id in still], "sent back, a request began again at once")
+
+    def on_plan(self, plan: StepPlan) -> None:
+        self.has_run = True
+        ending = set() if plan.sources is None else self._check_ahead(plan)
+        self._drawing = {row.request_id for row in plan.rows if row.samples}
+        self._check_plan(plan, ending)
+        self._running = [request.id for request in self._scheduler.running]
+
+    def _decide(self, now: float) -> None:
+        """Note that the next step is planned now; it then takes time."""
+        self._decided = now, self._scheduler.num_steps
+        self._overdue_before = now - self._config.max_overtake_seconds
+
+    def _started(self) -> list[Request]:
+        """Requests that have begun since the last plan."""
+        return [each for each in self._scheduler.running if each.id not in self._running]
+
+    # -- steps ahead
+
+    def _note_dropped(self) -> None:
+        """Note rows of the step under way whose requests are gone, or are waiting again."""
+        for row in () if self._under_way is None else self._under_way.rows:
+            asked = self._asked[row.request_id]
+            has_ended = asked.told.reason is not None
+            self._reached["dropped: it had ended"] += has_ended
+            again = not has_ended and not (asked.ended or asked.request.is_running)
+            self._reached["dropped: it was aborted or sent back"] += again or (asked.aborted and not has_ended)
+
+    def _check_ahead(self, plan: StepPlan) -> set[str]:
+        """Return the requests that the step under way is known to end: only they may lack a row for that."""
+        self._decide(self._clock() - seconds_of(plan))
+        running, started, reached = self._scheduler.running, self._started(), self._reached
+        may_end = {each.id for each in running if each.num_tokens + 1 >= each.max_length}
+        ending = may_end & self._drawing
+        promise(ending.isdisjoint([row.request_id for row in plan.rows]), "a request goes on behind its end")
+        promise(not ending or not started, "a successor waits a step more")
+        reached["a step ahead"] += 1
+        reached["a step ahead without those that end"] += bool(ending)
+        reached["a step ahead while others wait"] += bool(self._scheduler.waiting)
+        reached["a step ahead that looks back"] += any(row.params.looks_back for row in plan.rows)
+        reached["a step of prompts ahead"] += plan.bucket is None
+        reached["begun in a step ahead"] += bool(started)
+        in_step = {self._asked[row.request_id].request for row in plan.rows}
+        without = [(len(members.keys() - in_step), len(members)) for members in running.calls.values()]
+        reached["a step ahead of some answers of a call"] += any(0 < count < most for count, most in without)
+        return ending
+
+    # -- all steps
+
+    def _check_plan(self, plan: StepPlan, ending: Set[str]) -> None:
+        """ending: the requests that have no row, as they end in the step before."""
+        running, started, reached = self._scheduler.running, self._started(), self._reached
+        first = [each for each in started if not self._asked[each.id].was_sent_back]
+        beyond_seats = len(self._running) + len(started) > self._config.max_num_seqs  # some may be preempted for others
+        reached["begun beyond the seats"] += len(running) > self._config.max_num_seqs and bool(first)
+        for request in started:
+            reached[STATES[request.state]] += 1
+        self._check_paused(plan, ending)
+        self._check_overtaken(first, beyond_seats)
+        self._check_turns(started, [] if beyond_seats else self._may_begin())
+        arrivals = [each.arrival_time for each in first]
+        oldest = min((each.arrival_time for each in self._scheduler.waiting), default=math.inf)
+        reached["overtaken"] += any(arrival > oldest for arrival in arrivals)
+        for request in started:
+            others = [each for each in self._scheduler.waiting if each.account != request.account]
+            reached["an account's turn"] += any(other.place < request.place for other in others)
+            reached["prefix hit"] += request.num_cached_tokens > 0
+            reached["prefix hit of an adapter"] += request.num_cached_tokens > 0 and request.adapter is not None
+
+    def _check_paused(self, plan: StepPlan, ending: Set[str]) -> None:
+        """Check that running requests without a row had to be left out."""
+        engine, reached, in_step = self._engine, self._reached, {row.request_id for row in plan.rows}
+        paused = [request for request in self._scheduler.running if request.id not in in_step | ending]
+        reached["sat out"] += bool(paused)
+        reached["went on after sitting out"] += not self._paused.isdisjoint(in_step)
+        self._paused = {request.id for request in paused}
+        alone = [request for request in paused if not request.call and request.coming is None]
+        waits = engine.swapped.frees_pages  # for pages that are being copied out
+        preempted = (
+            self._scheduler.lifecycle.num_preemptions - self._num_preemptions
+        )  # whose rows are free in this step
+        free_rows = self._config.max_num_seqs - len(plan.rows)
+        reached["sat out for another account"] += not free_rows and bool(alone)
+        if plan.num_tokens < self._config.max_num_batched_tokens and engine.reclaimer.available and not waits:
+            promise(not alone or free_rows <= preempted, "one that is alone in its call sat out")
+        if not free_rows:
+            self._check_shares(in_step, plan.num_tokens, ending)
+
+    def _check_shares(self, in_step: Collection[str], num_tokens: int, ending: Set[str]) -> None:
+        """Check that no tenant that could begin waits without a row while another has two, where there is room."""
+        running, waiting, engine = self._scheduler.running, self._scheduler.waiting, self._engine
+        rows = Counter(request.account for request in running if request.id in in_step)
+        here = {request.account for request in running if request.coming is None and request.id not in ending}
+        promise(rows.keys() == here or bool(running.calls), "a tenant whose requests all sit out")
+        config, has_tokens = self._config, num_tokens < self._config.max_num_batched_tokens
+        preempted = self._scheduler.lifecycle.num_preemptions > self._num_preemptions
+        if preempted or not has_tokens or config.weights or engine.swapped.frees_pages or not self._has_room():
+            return
+        if config.chunked_prefill and config.max_adapters_per_step is None and not running.calls:
+            self._reached["room for all"] += 1
+            for account, groups in waiting.accounts.items():
+                if account not in running.accounts and None in groups:
+                    promise(max(rows.values()) == 1, f"{account!r} waits beside {rows}")
+
+    def _has_room(self) -> bool:
+        """True if there are pages for all that runs and waits, however long it gets."""
+        block, scheduler = self._engine.block_tokens, self._scheduler
+        growth = sum(1 + (each.max_length - each.num_tokens) // block for each in scheduler.running)
+        growth += sum(2 + each.max_length // block for each in scheduler.waiting)
+        growth += sum(adapter.num_pages for adapter in self._engine.store.versions())
+        return growth <= self._engine.reclaimer.available
+
+    def _check_overtaken(self, first: Sequence[Request], beyond_seats: bool) -> None:
+        """Check that no request starts while one of its tenant waits that has been overtaken for long enough."""
+        before = (self._asked[id].adapter for id in self._running)
+        using = {*before, *(each.adapter for each in self._scheduler.running)} - {None}  # a slot is free a step later
+        full = len(using) >= (self._config.max_adapters_per_step or math.inf)
+        overdue = [each for each in self._scheduler.waiting if self._is_overdue(each, first, beyond_seats)]
+        # One that waits for one adapter fewer in the step has all later ones with an adapter wait behind it.
+        barred = [waiting.place for waiting in overdue if full and waiting.adapter not in {None, *using}]
+        turn = min(barred, default=math.inf)
+        for waiting in overdue:
+            behind = waiting.adapter is not None and turn <= waiting.place
+            for other in first:
+                if other.account == waiting.account and not (behind and other.adapter is None):
+                    is_older = other.arrival_time <= waiting.arrival_time
+                    promise(is_older, f"{waiting} was overtaken too long by {other}")
+
+    def _is_overdue(self, waiting: Request, first: Sequence[Request], beyond_seats: bool) -> bool:
+        """True if a request has been overtaken for long enough, and could have started in this step."""
+        if waiting.arrival_time >= self._overdue_before or waiting.id in self._running:
+            return False
+        if self._asked[waiting.id].was_moved:  # its time counts from its arrival at the engine that it came from
+            return False
+        adapter = waiting.adapter
+        if adapter is not None and adapter not in self._here:
+            later = any(each.arrival_time > waiting.arrival_time for each in first)
+            self._reached["overdue, its adapter not here"] += later
+            return False
+        queue = self._scheduler.waiting
+        if waiting not in queue.accounts.get(waiting.account, {}).get(adapter, ()):
+            return False  # held back until its prompt has been computed for another
+        # a call that comes anew needs no seat
+        return not (beyond_seats and (waiting.is_further or waiting.call in self._scheduler.running.calls))
+
+    # -- turns
+
+    def _may_begin(self) -> list[Request]:
+        """The waiting requests that could have begun: the first of their calls, with adapters that are here."""
+        if self._config.max_adapters_per_step is not None:
+            return []
+        tier = self._engine.store.tier
+        here: set[Adapter | None] = {None, *(each for each in self._here if tier(each) in (Tier.DEVICE, Tier.HOST))}
+        groups = [group for groups in self._scheduler.waiting.accounts.values() for group in groups.values()]
+        firsts = [request for group in groups if group.adapter in here for request in group.firsts]
+        return [request for request in firsts if request.id not in self._running]
+
+    def _has_waited_for_long(self, since: Moment) -> bool:
+        seconds, steps = self._decided[0] - since[0], self._decided[1] - since[1]
+        return seconds >= self._config.max_turn_seconds or steps >= self._config.max_turn_steps
+
+    def _check_turns(self, started: Sequence[Request], may_begin: Sequence[Request]) -> None:
+        """Check that no tenant that has waited too long for a turn is passed over by one that has had one lately.
+
+        A tenant with a running request may be where pages are short: only its share of them is kept for it.
+        """
+        begun, running = {request.account for request in started}, self._scheduler.running.accounts
+        waiting = {request.account for request in may_begin} - begun
+        late = {account for account in waiting if self._has_waited_for_long(self._turns.get(account, (math.inf,) * 2))}
+        if late and not self._has_room():
+            late -= running.keys()
+        self._reached["late for its turn"] += bool(late)
+        for account in begun:
+            last, since = self._last_turns.get(account), self._turns.get(account)
+            self._reached["a turn that was late"] += since is not None and self._has_waited_for_long(since)
+            if late and last is not None:
+                has_waited = self._has_waited_for_long(last)
+                promise(has_waited, f"{account!r} began, last {last}; late for a turn: {late}")
+            self._last_turns[account] = self._decided
+            self._turns[account] = self._clock(), self._scheduler.num_steps  # its turn was while adapters were loaded

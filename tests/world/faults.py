@@ -1,0 +1,328 @@
+"""Faults to plant in the engine: `python -m tests.world.faults` prints how many lives each driver takes to find one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+from pytest import MonkeyPatch
+
+from chorus.core import engine
+from chorus.core.merging.merging import Merging
+from chorus.core.requests.record import from_record
+from chorus.core.requests.types import StepPlan
+from chorus.core.scheduling.draft import Draft
+from chorus.core.scheduling.request_memory import RequestMemory
+from chorus.core.scheduling.scheduler import Scheduler
+from chorus.core.scheduling.service import Turns
+from chorus.memory.adapters.store import AdapterStore
+from chorus.memory.host.images import HostImages
+from chorus.memory.pages.pool import PageKind, PagePool
+from chorus.memory.pages.prefix import PrefixCache
+from chorus.memory.transfers.swapped_kv import SwappedKv
+from chorus.perf.report.command import conclude, parser
+
+from . import machine, seeds
+from .checked_adapters import CheckedTransfer
+from .checked_swaps import SwapCopy
+
+Fault = Callable[[MonkeyPatch], None]
+
+
+def _plans(patch: MonkeyPatch, change: Callable[[Scheduler, StepPlan], None]) -> None:
+    """Change every plan that the scheduler makes."""
+    schedule = Scheduler.schedule
+
+    def changed(self: Scheduler) -> StepPlan | None:
+        plan = schedule(self)
+        if plan is not None:
+            change(self, plan)
+        return plan
+
+    patch.setattr(Scheduler, "schedule", changed)
+
+
+# -- pages
+
+
+def page_freed_twice(patch):
+    """The first of several pages that a request gives back is on the free list twice."""
+    release = PagePool.release
+
+    def twice(self, pages):
+        pages = list(pages)
+        release(self, pages)
+        if len(pages) > 3 and self.kind(pages[0]) is PageKind.FREE:
+            self._free.insert(0, pages[0])
+
+    patch.setattr(PagePool, "release", twice)
+
+
+def page_lost(patch):
+    """The last of several pages that a request gives back stays in use."""
+    release = PagePool.release
+    patch.setattr(PagePool, "release", lambda self, pages: release(self, (pages := list(pages))[: 3 + len(pages) % 2]))
+
+
+def shared_page_written(patch):
+    """A request goes on in the cached block that begins as it does, although the block's last token differs."""
+    match = PrefixCache.match
+
+    def longer(self, version, tokens, scope=None):
+        found, step = match(self, version, tokens, scope), self._block_tokens
+        if found and len(tokens) > (len(found) + 1) * step:
+            found += [
+                child
+                for key, child in found[-1].children.items()
+                if key[:-1] == tuple(tokens[len(found) * step :][: step - 1])
+            ][:1]
+        return found
+
+    patch.setattr(PrefixCache, "match", longer)
+
+
+def swapped_page_lost(patch):
+    """Of several pages that are copied out, the last one's KV is another's."""
+    init = SwappedKv.__init__
+
+    def over_swaps(self, backend, *args):
+        init(self, backend, *args)
+        if backend is not None:
+            copy_out = backend.copy_out
+            backend.copy_out = lambda pages: copy_out([*pages[:-1], pages[0]])
+
+    patch.setattr(SwappedKv, "__init__", over_swaps)
+
+
+def host_bytes_leaked(patch):
+    """A host image that is dropped still counts."""
+    drop = HostImages.drop
+
+    def leaking(self, key):
+        before = self.num_bytes
+        drop(self, key)
+        self.num_bytes = before
+
+    patch.setattr(HostImages, "drop", leaking)
+
+
+def hasty_swaps(patch):
+    """Pages are free while a copy of a preempted request's KV still reads or writes them."""
+    patch.setattr(SwapCopy, "is_quiet", lambda self: True)
+
+
+def failed_swaps(patch):
+    """A copy that failed is taken for one that is done."""
+    patch.setattr(SwapCopy, "has_failed", lambda self: False)
+
+
+# -- adapters
+
+
+def pages_of_adapter_reused(patch):
+    """An adapter with one user left may be evicted."""
+
+    def release(self, adapter):
+        left = adapter.references = adapter.references - 1
+        if left <= 1:
+            adapter.references = 0
+            self._offer(adapter)
+            adapter.references = left
+
+    patch.setattr(AdapterStore, "release", release)
+
+
+def hasty_release(patch):
+    """Pages of a cancelled load are free while a copy still writes to them."""
+    patch.setattr(CheckedTransfer, "is_quiet", lambda self: True)
+
+
+def lasting_pins(patch):
+    """The pages that a running request holds of its adapter are never given back."""
+    patch.setattr(AdapterStore, "release", lambda self, adapter: None)
+
+
+def adapters_in_wrong_slots(patch):
+    """The rows of two adapters get each other's slots."""
+    _plans(
+        patch, lambda self, plan: plan.adapters.reverse() if len(plan.adapters) == 2 and plan.bucket is None else None
+    )
+
+
+def shadow_outlives_its_adapter(patch):
+    """A merged adapter that is replaced or evicted stays in the weights."""
+    patch.setattr(Merging, "leave", lambda self, adapter: None)
+
+
+def removal_spares_requests(patch):
+    """Removing an adapter by force ends none of its requests."""
+    patch.setattr(Scheduler, "end_users", lambda self, adapters, error, failure: 0)
+
+
+# -- the prefix cache
+
+
+def blind_prefixes(patch):
+    """Cached KV of one adapter version is taken for another's."""
+    match, insert = PrefixCache.match, PrefixCache.insert
+    patch.setattr(PrefixCache, "match", lambda self, version, *rest: match(self, 0, *rest))
+    patch.setattr(PrefixCache, "insert", lambda self, version, *rest: insert(self, 0, *rest))
+
+
+def stale_versions(patch):
+    """Blocks of a version that is gone stay known, and their pages are lost when it comes to the end."""
+    patch.setattr(PrefixCache, "_forget", lambda self, block: None)
+
+
+def shared_cache(patch):
+    """A tenant starts from what another has asked."""
+    patch.setattr(RequestMemory, "scope", lambda self, request: ("", ""))
+
+
+def scores_of_what_is_left(patch):
+    """A prompt of which the beginning is cached gets log-probabilities of the rest only."""
+    match = RequestMemory.match
+
+    def as_if_unscored(self, request):
+        params, request.params = request.params, replace(request.params, prompt_logprobs=None)
+        try:
+            return match(self, request)
+        finally:
+            request.params = params
+
+    patch.setattr(RequestMemory, "match", as_if_unscored)
+
+
+# -- rows
+
+
+def forgetful_moves(patch):
+    """A request that comes from another engine has lost what it had drawn."""
+
+    def forget(record, now):
+        return from_record({**record, "tokens": record["tokens"][: record["num_prompt_tokens"]]}, now)
+
+    patch.setattr(engine, "from_record", forget)
+
+
+def rows_of_the_gone(patch):
+    """The token that a step ahead has drawn for an aborted request goes to one that came by its name."""
+    update = Scheduler.update
+    patch.setattr(Scheduler, "update", lambda self, plan, result: update(self, replace(plan, sources=None), result))
+
+
+def rows_left_ahead(patch):
+    """The rows of a step that is not to happen stay where it would have them."""
+    patch.setattr(Scheduler, "take_back", lambda self, plan: None)
+
+
+def shifted_seed(patch):
+    """A request that was preempted goes on with another seed."""
+
+    def shift(self, plan):
+        for row in plan.rows:
+            request = self.get(row.request_id)
+            row.seed = request.seed + (request.num_preemptions > 0)
+
+    _plans(patch, shift)
+
+
+def late_result_twice(patch):
+    """The result of a step that was planned ahead is applied twice, now and then."""
+    update = Scheduler.update
+
+    def twice(self, plan, result):
+        outputs = update(self, plan, result)
+        return outputs + update(self, plan, result) if plan.sources is not None and plan.step_id % 7 == 0 else outputs
+
+    patch.setattr(Scheduler, "update", twice)
+
+
+def row_recomputed(patch):
+    """A prefill computes its last known token once more."""
+
+    def back(self, plan):
+        for row in plan.rows:
+            if row.start and plan.bucket is None and self.get(row.request_id).row is not row:
+                row.start -= 1
+                row.tokens = [row.token_ids[row.start], *row.tokens]
+
+    _plans(patch, back)
+
+
+def bucket_too_small(patch):
+    """A step of decode rows is run by what was captured for one row fewer."""
+    _plans(patch, lambda self, plan: setattr(plan, "bucket", plan.bucket and max(1, len(plan.rows) - 1)))
+
+
+def rows_out_of_order(patch):
+    """Decode rows come before prefill rows."""
+
+    def turn(self, plan):
+        if plan.bucket is None:
+            plan.rows.reverse()
+
+    _plans(patch, turn)
+
+
+# -- order
+
+
+def overtaken_for_good(patch):
+    """A request may be overtaken for as long as others come."""
+    begin = Draft.begin_admission
+
+    def begin_admission(self):
+        begin(self)
+        self.overdue_before = -math.inf
+
+    patch.setattr(Draft, "begin_admission", begin_admission)
+
+
+def turns_forgotten(patch):
+    """A tenant may wait for a turn for as long as others were served less."""
+    patch.setattr(Turns, "_is_late", lambda self, account: False)
+
+
+FAULTS: tuple[Fault, ...] = (
+    page_freed_twice, page_lost, shared_page_written, swapped_page_lost, host_bytes_leaked, hasty_swaps, failed_swaps,
+    pages_of_adapter_reused, hasty_release, lasting_pins, adapters_in_wrong_slots, shadow_outlives_its_adapter,
+    removal_spares_requests, blind_prefixes, stale_versions, shared_cache, scores_of_what_is_left, forgetful_moves,
+    rows_of_the_gone, rows_left_ahead, shifted_seed, late_result_twice, row_recomputed, bucket_too_small,
+    rows_out_of_order, overtaken_for_good, turns_forgotten,
+)  # fmt: skip
+
+
+def found_after(fault: Fault, lives_until: Callable[[int], int | None], most: int) -> int | None:
+    """Return how many lives it takes a driver to find a planted fault; None if `most` don't."""
+    with MonkeyPatch.context() as patch:
+        fault(patch)
+        return lives_until(most)
+
+
+DRIVERS: dict[str, Callable[[int], int | None]] = {
+    "seeds": seeds.lives_until_one_fails, "hypothesis": machine.lives_until_one_fails
+}  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    command = parser(__spec__, __doc__)
+    command.add_argument("names", nargs="*", help="faults; without any, all of them")
+    command.add_argument("--lives", type=int, default=600, help="lives in which a fault is to be found")
+    args = command.parse_args(argv)
+    print(f"{'lives until it is found':28}", *(f"{name:>12}" for name in DRIVERS))
+    found: dict[str, list[int | None]] = {}
+    for fault in (each for each in FAULTS if each.__name__ in (args.names or [each.__name__])):
+        counts = found[fault.__name__] = [found_after(fault, driver, args.lives) for driver in DRIVERS.values()]
+        print(f"{fault.__name__:28}", *(f"{count or 'never':>12}" for count in counts), flush=True)
+    columns = list(zip(*found.values(), strict=True))
+    rates = {name: sum(each is not None for each in column) for name, column in zip(DRIVERS, columns, strict=True)}
+    missed = any(count is None for count in itertools.chain(*columns))
+    return conclude({"faults": len(found), "found": rates, "lives": found}, not missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""An engine over an executor that checks every plan, in time that goes by only with steps: for tests of one policy."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from chorus.core.config import EngineConfig
+from chorus.core.engine import Engine
+from chorus.core.policies import Policies
+from chorus.core.requests.request import Request
+from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.types import RequestOutput
+from chorus.memory.host.images import InlineReads, Reads
+
+from .asked import Asked
+from .checked_adapters import CheckedAdapters, Disk
+from .checked_executor import CheckedExecutor
+from .checked_shadow import CheckedShadow
+from .checked_swaps import CheckedSwaps
+from .made_up_model import answer_alone, empty_memory
+from .virtual_reads import World
+
+
+class House:
+    """adapters: names, of two pages each. config: what differs from a small engine's options."""
+
+    def __init__(
+        self, reads: Reads | None = None, adapters: Iterable[str] = (), policies: Policies | None = None, **config: Any
+    ) -> None:
+        defaults = {
+            "num_pages": 200, "block_tokens": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64, "prefix_cache": False
+        }  # fmt: skip
+        self.config = EngineConfig(model=Path("made-up"), **{**defaults, **config})
+        self.clock, self.asked, self.plans = World(), dict[str, Asked](), list[list[tuple[str, int]]]()
+        memory = empty_memory(self.config.num_pages, self.config.block_tokens)
+        rng, reached = random.Random(0), Counter[str]()
+        disk = Disk(rng)
+        backend = CheckedAdapters(disk, lambda seconds: None, self.clock, memory, rng, reached)
+        swaps = CheckedSwaps(memory, self.clock, rng, reached)
+        shadow = CheckedShadow(memory, self.clock)
+        self.executor = CheckedExecutor(self.config, backend, self.clock, memory, self.asked, reached, shadow, swaps)
+        self.engine = Engine(self.config, self.executor, self.clock, reads or InlineReads(), policies)
+        self.executor.pool, self.executor.prefix = self.engine.pool, self.engine.prefix
+        self.executor.on_plan = lambda plan: self.plans.append([(row.request_id, len(row.tokens)) for row in plan.rows])
+        for name in adapters:
+            disk.write(Path(name), 2, 2)
+            self.engine.store.register(name, Path(name))
+
+    def add(
+        self, name: str, adapter: str | None = None, prompt: Iterable[int] = (3, 4, 5), max_tokens: int = 3,
+        tenant: str = "", **params: Any,
+    ) -> Request:  # fmt: skip
+        wanted = SamplingParams(max_tokens, temperature=0, ignore_eos=True, **params)
+        request = Request(name, list(prompt), wanted, adapter, tenant=tenant)
+        self.engine.add_request(request)
+        self.asked[name] = Asked(request, request.adapter, list(prompt), (tenant, ""))
+        return request
+
+    def step(self) -> list[RequestOutput]:
+        outputs = self.engine.step()
+        assert not self.executor.violations, self.executor.violations
+        self.engine.check_integrity()
+        for output in outputs:
+            self.asked[output.request_id].told.add(output)
+        return outputs
+
+    def first_layer(self, name: str) -> None:
+        """Have a read under way bring one layer."""
+        self.engine.store.images.peek(self.engine.store.get(name)).publish(1)
+
+    def drain(self, limit: int = 2000) -> None:
+        for _ in range(limit):
+            if not self.engine.has_work():
+                break
+            self.step()
+        assert not self.engine.has_work()
+        for asked in self.asked.values():
+            if asked.told.reason is not None:
+                asked.check_end(answer_alone(asked))
+
+    @property
+    def computed(self) -> int:
+        return sum(count for plan in self.plans for _, count in plan)

@@ -1,0 +1,73 @@
+"""A made-up model, whose tokens and KV say what they were computed from."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Sequence
+from functools import lru_cache
+
+from chorus.core.requests.types import FinishReason, StepPlan, TokenLogprobs
+from chorus.memory.adapters.adapter import Adapter
+
+from .asked import Asked, Told
+
+VOCAB = 48
+EOS = (0, 1)
+MAX_MODEL_LEN = 40
+Memory = list[list[object]]
+"""What each position of each page of an arena holds; an adapter's part, or a shadow's, is at a page's first one."""
+BASE_CONTENT = 0
+"""Content of the base model; adapters' contents count from 1."""
+
+
+def empty_memory(num_pages: int, block_tokens: int) -> Memory:
+    return [[None] * block_tokens for _ in range(num_pages)]
+
+
+def content_of(adapter: Adapter | None) -> int:
+    return BASE_CONTENT if adapter is None else adapter.manifest.mtime_ns
+
+
+def next_token(content: int, tokens: Sequence[int], seed: int | None) -> int:
+    """Return what follows `tokens` with the adapter content. seed: only where the token is sampled."""
+    return zlib.crc32(repr((content, list(tokens), seed)).encode()) % VOCAB
+
+
+def kv_of(content: int, tokens: Sequence[int]) -> list[int]:
+    """The KV of `tokens`, position by position: it depends on the adapter's content and on every token so far."""
+    return kv_behind(kv_before(content), tuple(tokens))
+
+
+def kv_before(content: int) -> int:
+    """What the KV of a first token follows."""
+    return hash(content)
+
+
+@lru_cache(1 << 14)
+def kv_behind(last: int, tokens: tuple[int, ...]) -> list[int]:
+    """The KV of `tokens` that follow a position with the KV `last`; not to be changed."""
+    return list(itertools.accumulate(tokens, lambda before, token: hash((before, token)), initial=last))[1:]
+
+
+def seconds_of(plan: StepPlan) -> float:
+    """Virtual seconds that a step takes."""
+    return 0.0005 + 0.0005 * plan.num_tokens
+
+
+def answer_alone(asked: Asked) -> Told:
+    """The outputs that a request gets when nothing disturbs it."""
+    params, prompt, told, content = asked.request.params, asked.prompt, Told(), content_of(asked.adapter)
+    seed = asked.request.seed if params.temperature else None
+    while told.reason is None:
+        token = next_token(content, prompt + told.tokens, seed)
+        told.tokens.append(token)
+        if token in params.stop_token_ids or (token in EOS and not params.ignore_eos):
+            told.reason = FinishReason.STOP
+        elif len(told.tokens) == params.max_tokens or len(prompt) + len(told.tokens) == MAX_MODEL_LEN:
+            told.reason = FinishReason.LENGTH
+    if params.logprobs is not None:
+        told.logprobs = [TokenLogprobs(token, -1.0) for token in told.tokens]
+    if params.prompt_logprobs is not None:
+        told.scores = [TokenLogprobs(token, -float(at)) for at, token in enumerate(prompt) if at]
+    return told

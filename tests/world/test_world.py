@@ -1,0 +1,58 @@
+"""One checked world and two drivers of it: lives pass, go everywhere, and find the faults that are planted."""
+
+from __future__ import annotations
+
+import pytest
+
+from chorus.core.requests.request import RequestState
+
+from . import machine, seeds
+from .checked_life import CheckedLife
+from .faults import FAULTS, found_after
+
+EVERYWHERE = {
+    "prefix hit", "prefix hit of an adapter", "shared page", "preempted", "overtaken", "reload in use",
+    "waited for a read", "no room beside pinned", "streamed", "saved", "computed in vain", "refused: overloaded",
+    "an account's turn", "reads given up", "sat out", "begun beyond the seats", "late for its turn",
+    "a turn that was late", "a step ahead", "a step ahead without those that end", "a step ahead while others wait",
+    "a step ahead that looks back", "a step of prompts ahead", "begun in a step ahead",
+    "a step ahead of some answers of a call", "dropped: it had ended", "dropped: it was aborted or sent back",
+    "run again, with none ahead",
+    "sat out for another account", "went on after sitting out", "room for all", "merged step", "shadow kept",
+    "shadow gone", "ended by force", "swaps out", "swaps in", "swaps dropped", "waited for a copy", "moved",
+    "no room to pin", "no room for a shadow", "reloaded in place", "answered", "answered from the prefix cache",
+    *(f"state {state}" for state in RequestState if state is not RequestState.DONE),
+}  # fmt: skip
+"""What lives must come to, or they check little."""
+
+
+def test_lives_from_seeds_keep_every_promise():
+    assert [(seed, cause) for seed, cause, _ in map(seeds.live, range(30)) if cause is not None] == []
+
+
+def test_a_seed_gives_the_same_life():
+    assert seeds.live(7) == seeds.live(7)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.long
+def test_lives_of_hypothesis_keep_every_promise_and_go_everywhere():
+    """Some places are rare: there are more lives until one has been there, for a while."""
+    reached = set()
+
+    class Noted(CheckedLife):
+        def finish(self) -> None:
+            super().finish()
+            reached.update(+self.reached)
+
+    for attempt in range(12):
+        machine.run(Noted, attempt, 30)
+        if attempt and reached >= EVERYWHERE:
+            return
+    pytest.fail(f"it was never there: {sorted(EVERYWHERE - reached)}")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault):
+    """By the seeds; `python -m tests.world.faults` says how soon by hypothesis, too, which takes minutes."""
+    assert found_after(fault, seeds.lives_until_one_fails, 600) is not None
