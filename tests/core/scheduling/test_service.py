@@ -90,7 +90,7 @@ class TestNewcomer:
         assert sorted(rows(house)) == ["many 0", "many 1", "many 2", "new"], "the newest sits out"
         house.step()
         house.step()
-        assert house.expected["new"].reason is not None
+        assert house.asked["new"].told.reason is not None
         house.step()
         assert sorted(rows(house)) == [f"many {index}" for index in range(4)]
         house.drain()
@@ -213,7 +213,7 @@ class TestRoom:
         for _ in range(12):
             house.step()
         assert house.engine.stats().num_preemptions == 1
-        assert house.expected["new"].output, "it began long before the others' ends"
+        assert house.asked["new"].told.tokens, "it began long before the others' ends"
         house.drain()
 
     def test_who_has_just_begun_yields_no_pages(self):
