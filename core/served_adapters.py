@@ -110,6 +110,8 @@ class ServedAdapters:
             raise InvalidRequest(
                 "pin", f"pinned adapters would take {pinned} of {usable} pages; unpin others or raise memory_bytes"
             )
+        if not store.loads.fetch(adapter):  # images of what was evicted may have taken its own one's room
+            return False
         store.pin(adapter)
         return True
 

@@ -144,8 +144,12 @@ class Admission:
         return None
 
     def _has_share(self, request: Request, draft: Draft) -> bool:
-        """True unless pages are short, and its tenant would go beyond its share of them and is passed over."""
-        if not draft.num_short or self._pages.allow(request, draft.running, self._growth(draft)):
+        """True unless pages are short, and its tenant would go beyond its share of them, is not owed a turn, and is
+        passed over.
+        """
+        if not draft.num_short or _is_owed(request, draft):
+            return True
+        if self._pages.allow(request, draft.running, self._growth(draft)):
             return True
         draft.pass_over_tenant(request.account)
         return False
@@ -177,7 +181,7 @@ class Admission:
             return not self._memory.swapped.frees_pages  # if so, the pages are free only after the copy
         if draft.running or self._store.loads.under_way:
             draft.pass_over_tenant(request.account)
-            return request.account in draft.running.accounts or not draft.order.is_late()
+            return not _is_owed(request, draft)
         message = "the arena has too few pages left beside pinned adapters; unpin some"
         self._lifecycle.end(request, message, LoadFailure.NO_ROOM)
         draft.order.go_on()
@@ -195,8 +199,7 @@ class Admission:
         if victims := self._beyond_shares(request, draft):
             self._pages.record_victims(request, victims, draft.now)
             return victims
-        is_late = may_begin and account not in draft.running.accounts and draft.order.is_late()
-        return [victim] if is_late and (victim := draft.last()) is not None else []
+        return [victim] if may_begin and _is_owed(request, draft) and (victim := draft.last()) is not None else []
 
     def _beyond_shares(self, request: Request, draft: Draft) -> list[Request]:
         """Return the requests to preempt for one that lacks pages within its tenant's share."""
@@ -276,6 +279,8 @@ class Admission:
             return
         self._waiting.remove(request)
         draft.order.go_on()
+        if request is self._pages.taker:
+            self._pages.taker = None
         request.state = RequestState.LOADING if is_loading(request) else RequestState.RUNNING
         request.began_at = len(blocks) * self._memory.block_tokens
         self._prefills.begin(request)
@@ -339,6 +344,11 @@ class SharedPrefills:
 def _same_prompt(one: Request, other: Request) -> bool:
     count = one.num_prompt_tokens
     return count == other.num_prompt_tokens and one.token_ids[:count] == other.token_ids[:count]
+
+
+def _is_owed(candidate: Request, draft: Draft) -> bool:
+    """True if the last candidate's tenant is overdue for a turn and has no running request."""
+    return candidate.account not in draft.running.accounts and draft.order.is_late()
 
 
 def is_loading(request: Request) -> bool:

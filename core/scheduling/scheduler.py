@@ -79,7 +79,10 @@ class Scheduler:
         self.num_generated_tokens = 0
 
     def has_work(self) -> bool:
-        return bool(self._requests or self.lifecycle.failed)
+        """True while a request is in progress, or pages wait for the end of a copy."""
+        if self._requests or self.lifecycle.failed:
+            return True
+        return bool(self._memory.swapped.copies or self._store.loads.under_way)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -220,7 +223,7 @@ class Scheduler:
             ends = [each for each in drawn if len(each.token_ids) >= each.max_length]
             if ends and self.waiting:  # a successor should not wait a step more
                 return None
-            candidates = [each for each in self._candidates(is_ahead=True) if each not in ends]
+            candidates = self._candidates(ends, is_ahead=True)
             draft = self._draft(candidates, False)
             draft.is_ahead = True
             self._take_running(draft, candidates)
@@ -364,11 +367,11 @@ class Scheduler:
         for request, error in self._ahead.hopeless(self.waiting):
             self.lifecycle.end(request, *load_error(request, error))
 
-    def _candidates(self, *, is_ahead: bool = False) -> list[Request]:
+    def _candidates(self, ending: Collection[Request] = (), *, is_ahead: bool = False) -> list[Request]:
         """Return the running requests that may have a row of the next step: `running` itself if all of them may.
 
         A request with KV still being copied back is left out, and one that `only` excludes. is_ahead: a step is still
-        under way.
+        under way, which ends `ending`.
         """
         running, only = self.running, self.only
         sharing: list[Request] = running
@@ -378,6 +381,8 @@ class Scheduler:
             self._shares.forget()
         if only is not None or self._memory.arriving:
             sharing = [each for each in sharing if each.coming is None and (only is None or each.adapter in only)]
+        if ending:
+            sharing = [each for each in sharing if each not in ending]
         if len(sharing) <= self._limits.max_num_seqs:
             return sharing
         if sharing is not running:

@@ -56,7 +56,7 @@ class PageShares:
         self._of: Growth | None = None
         self._level = 0.0  # share of a tenant of weight 1 in the step of that growth
         self.taker: Request | None = None
-        """The last request that pages were taken for."""
+        """The last request that pages were taken for, until it begins."""
         self._givers: set[str] = set()  # tenants that it took them from
         self._taken_at = self._next_taking = -math.inf
 

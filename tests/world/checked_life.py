@@ -63,6 +63,7 @@ class CheckedLife(EngineLife):
         self.books = Books(self.engine, self.reached)
         self.order = CheckedOrder(self.engine, self.world, self.asked, self.reached)
         self.executor.on_plan = self.order.on_plan
+        self._note_sent_back()
         self._let_images_wait()
         for name in self.names[: rng.randint(1, len(self.names))]:
             self._register(name, self._new_directory())
@@ -75,8 +76,10 @@ class CheckedLife(EngineLife):
         def checked(timeout: float) -> None:
             counts = images.counts()
             has_reads = counts.num_under_way or self.engine.store.loads.under_way
-            was_changed = (  # in this very step: what is left begins in the next one
-                scheduler.lifecycle.num_preemptions > self._num_preemptions or counts.num_given_up > self._num_given_up
+            was_changed = (  # in this very step: what is left begins, or fails, in the next one
+                scheduler.lifecycle.num_preemptions > self._num_preemptions
+                or counts.num_given_up > self._num_given_up
+                or images.has_failures  # at once: an earlier read of the same directory hangs
             )
             promise(bool(has_reads) or was_changed or is_inline, "it has work, runs nothing and waits for nothing")
             self.reached["waited for a read"] += 1

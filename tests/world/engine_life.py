@@ -70,6 +70,17 @@ class EngineLife:
         getattr(self, f"_{name}")()
         self._check_books()
 
+    def _note_sent_back(self) -> None:
+        """Note from now on which requests have been: they may begin again before the step ends that sent them back."""
+        lifecycle = self.engine.scheduler.lifecycle
+        send_back = lifecycle.send_back
+
+        def noted(request: Request, state: RequestState) -> None:
+            self.asked[request.id].was_sent_back = True
+            send_back(request, state)
+
+        lifecycle.send_back = noted
+
     # -- what happens
 
     def _register(self, name: str, path: Path) -> None:
@@ -274,9 +285,7 @@ class EngineLife:
     def _preempt(self) -> None:
         scheduler = self.engine.scheduler
         if len(scheduler.running):
-            request = self.rng.choice(list(scheduler.running))
-            self.active[request.id].was_sent_back = True
-            scheduler.lifecycle.preempt(request)
+            scheduler.lifecycle.preempt(self.rng.choice(list(scheduler.running)))
 
     def _merge(self) -> None:
         engine, name = self.engine, self.rng.choice(self.names)
@@ -350,9 +359,6 @@ class EngineLife:
         for violation in self.executor.violations:
             raise violation
         self.executor.glitches = 0
-        for request in self.engine.scheduler.waiting:
-            if request.state is RequestState.LATE or request.state is RequestState.SWAPPED:
-                self.asked[request.id].was_sent_back = True
         self._after_step()
         for output in outputs:
             self._take(output)

@@ -133,6 +133,7 @@ class Life(EngineLife):
         self.executor: Any = Faulty(inner)
         self.engine = Engine(config, late_results(self.executor, rng))
         self.books = Books(self.engine, self.reached)
+        self._note_sent_back()
         self._draw = random.Random(self.rng.random())  # for the threads that read
         if isinstance(inner, CpuExecutor) and assistants:
             slow_down(inner.adapters, inner.arena.pages, lambda *_: time.sleep(self._draw.choice([0.0, 0.001, 0.01])))
