@@ -116,7 +116,7 @@ class Admission:
         if draft.budget <= 0 or (place := self._place(draft)) is None:
             return
         if self._pages.taker in self._waiting:
-            draft.held |= self._pages.givers(draft.now)
+            draft.held |= self._pages.givers(draft.now) & draft.running.accounts.keys()  # each tenant keeps a request
         self._open(draft, place)
         while (request := self._next(draft)) is not None:
             blocks = self._memory.match(request)

@@ -21,16 +21,20 @@ from .checked_adapters import CheckedAdapters, Disk
 from .checked_executor import CheckedExecutor
 from .checked_shadow import CheckedShadow
 from .checked_swaps import CheckedSwaps
+from .late_results import LateResults
 from .made_up_model import answer_alone, empty_memory
 from .virtual_reads import World
 
 
 class House:
-    """adapters: names, of two pages each. config: what differs from a small engine's options."""
+    """adapters: names, of two pages each. is_ahead: steps are launched ahead. swap_seconds: typical, of a copy of KV.
+    config: what differs from a small engine's options.
+    """
 
     def __init__(
-        self, reads: Reads | None = None, adapters: Iterable[str] = (), policies: Policies | None = None, **config: Any
-    ) -> None:
+        self, reads: Reads | None = None, adapters: Iterable[str] = (), policies: Policies | None = None, *,
+        is_ahead: bool = False, swap_seconds: float = 0.0, **config: Any,
+    ) -> None:  # fmt: skip
         defaults = {
             "num_pages": 200, "block_tokens": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64, "prefix_cache": False
         }  # fmt: skip
@@ -40,10 +44,11 @@ class House:
         rng, reached = random.Random(0), Counter[str]()
         disk = Disk(rng)
         backend = CheckedAdapters(disk, lambda seconds: None, self.clock, memory, rng, reached)
-        swaps = CheckedSwaps(memory, self.clock, rng, reached)
+        swaps = CheckedSwaps(memory, self.clock, rng, reached, swap_seconds)
         shadow = CheckedShadow(memory, self.clock)
         self.executor = CheckedExecutor(self.config, backend, self.clock, memory, self.asked, reached, shadow, swaps)
-        self.engine = Engine(self.config, self.executor, self.clock, reads or InlineReads(), policies)
+        executor = LateResults(self.executor) if is_ahead else self.executor
+        self.engine = Engine(self.config, executor, self.clock, reads or InlineReads(), policies)
         self.executor.pool, self.executor.prefix = self.engine.pool, self.engine.prefix
         self.executor.on_plan = lambda plan: self.plans.append([(row.request_id, len(row.tokens)) for row in plan.rows])
         for name in adapters:

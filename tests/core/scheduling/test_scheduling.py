@@ -521,6 +521,19 @@ class TestPreemption:
         house.drain()
 
 
+def test_pages_of_an_aborted_request_come_back_without_another_request():
+    """It was preempted, and its KV is on the way to host memory."""
+    house = House(swap_seconds=0.1, preemption="swap")
+    request = house.add("preempted", prompt=[5] * 12, max_tokens=9)
+    for _ in range(3):
+        house.step()
+    house.engine.scheduler.lifecycle.preempt(request)
+    assert house.engine.abort("preempted")
+    house.clock.advance(1.0)
+    house.drain()
+    assert house.engine.stats().num_kv_pages == 0
+
+
 def test_accounts_are_told_with_their_requests():
     house = House(max_num_seqs=1, adapters=["one", "other"], fair_by="adapter")
     for name, adapter in (("a", "one"), ("b", "one"), ("c", "other"), ("d", None)):

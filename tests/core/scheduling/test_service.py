@@ -59,6 +59,20 @@ class TestWhoIsLeftOut:
         assert house.engine.stats().num_preemptions == 0
         assert house.computed == 8 * 33 + 6 * 14, "nothing is computed twice"
 
+    def test_takes_the_row_of_a_request_that_ends_in_the_step_under_way(self):
+        """The step behind is planned before that one has ended."""
+        house = House(max_num_seqs=2, is_ahead=True)
+        for index in range(2):
+            house.add(f"many {index}", max_tokens=24, tenant="many")
+        for _ in range(4):
+            house.step()
+        house.add("one", max_tokens=4, tenant="one")
+        while house.engine.scheduler.running != house.engine.scheduler.running[:2] or house.engine.scheduler.waiting:
+            house.step()
+        begun = next(index for index, plan in enumerate(house.plans) if "one" in dict(plan))
+        assert all(len(plan) == 2 for plan in house.plans[begun : begun + 12]), house.plans
+        house.drain()
+
     def test_makes_no_room_without_somebody_left_out(self):
         house = flooded(adapters=["one"])
         house.add("one", "one", tenant="many")
@@ -214,6 +228,38 @@ class TestRoom:
             house.step()
         assert house.engine.stats().num_preemptions == 1
         assert house.asked["new"].told.tokens, "it began long before the others' ends"
+        house.drain()
+
+    def test_that_is_late_is_not_passed_over_for_small_ones_however_many_pages_it_needs(self):
+        """Another's request lacks pages first: from then on, tenants begin no more than their shares of the pages."""
+        house = House(num_pages=1 + 14, max_num_seqs=8, max_turn_steps=3)
+        for index in range(2):
+            house.add(f"large {index}", prompt=[5] * 24, max_tokens=16, tenant="large")
+        house.step()
+        late = house.add("late", prompt=[6] * 28, max_tokens=4, tenant="late")
+        house.add("small", max_tokens=2, tenant="small")
+        for _ in range(4):
+            house.step()
+        small = [house.add(f"small {index}", max_tokens=2, tenant="small") for index in range(8)]
+        while late.start_time is None:
+            assert not any(each.start_time for each in small)
+            house.step()
+        house.drain()
+
+    def test_that_gave_pages_waits_for_them_only_until_the_request_begins_that_they_were_taken_for(self):
+        house = House(num_pages=1 + 20, max_num_seqs=8, max_overtake_seconds=1000.0)
+        for index in range(3):
+            house.add(f"many {index}", prompt=[5] * 16, max_tokens=8, tenant="many")
+        house.step()
+        few = house.add("few", prompt=[6] * 24, max_tokens=8, tenant="few")
+        house.step()
+        assert house.engine.stats().num_preemptions == 1
+        while few.start_time is None:
+            house.step()
+        house.engine.scheduler.lifecycle.preempt(few)
+        house.add("few 1", prompt=[6] * 12, max_tokens=8, tenant="few")
+        house.step()
+        assert "many 2" in rows(house), "it came before, and is charged no more"
         house.drain()
 
     def test_who_has_just_begun_yields_no_pages(self):
