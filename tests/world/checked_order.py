@@ -204,6 +204,8 @@ class CheckedOrder:
         barred = [waiting.place for waiting in overdue if full and waiting.adapter not in {None, *using}]
         turn = min(barred, default=math.inf)
         for waiting in overdue:
+            if self._asked[waiting.id].was_moved:  # its time counts from its arrival at the engine that it came from
+                continue
             behind = waiting.adapter is not None and turn <= waiting.place
             for other in first:
                 if other.account == waiting.account and not (behind and other.adapter is None):
@@ -213,8 +215,6 @@ class CheckedOrder:
     def _is_overdue(self, waiting: Request, first: Sequence[Request], beyond_seats: bool) -> bool:
         """True if a request has been overtaken for long enough, and could have started in this step."""
         if waiting.arrival_time >= self._overdue_before or waiting.id in self._running:
-            return False
-        if self._asked[waiting.id].was_moved:  # its time counts from its arrival at the engine that it came from
             return False
         adapter = waiting.adapter
         if adapter is not None and adapter not in self._here:
