@@ -79,10 +79,8 @@ class Scheduler:
         self.num_generated_tokens = 0
 
     def has_work(self) -> bool:
-        """True while a request is in progress, or pages wait for the end of a copy."""
-        if self._requests or self.lifecycle.failed:
-            return True
-        return bool(self._memory.swapped.copies or self._store.loads.under_way)
+        """True while a request is in progress, or KV is being copied whose request may have ended."""
+        return bool(self._requests or self.lifecycle.failed or self._memory.swapped.copies)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
