@@ -190,8 +190,11 @@ class Scheduler:
         """
         running = self.running
         staying = [request for request in running if request.num_computed_tokens + 2 < request.max_length]
-        if not staying or (self.waiting and len(staying) < len(running)):  # a successor should not wait a step more
-            return None
+        if len(staying) < len(running):
+            if not {id(request.row) for request in running} <= {id(row) for row in plan.rows}:  # one was paused
+                return self._draft_behind(plan)
+            if not staying or self.waiting:  # a successor should not wait a step more
+                return None
         if is_queued and not self._keep_waiting(running):
             return self._draft_behind(plan)
         short = [request for request in staying if request.room <= request.num_computed_tokens + 1]

@@ -73,6 +73,23 @@ class TestWhoIsLeftOut:
         assert all(len(plan) == 2 for plan in house.plans[begun : begun + 12]), house.plans
         house.drain()
 
+    def test_goes_on_at_once_though_its_next_token_is_its_last(self):
+        """It has no row of the step under way: it is none of the requests that this step ends."""
+        house = House(max_num_seqs=2, is_ahead=True)
+        house.add("long", max_tokens=24, tenant="many")
+        house.add("paused", max_tokens=6, tenant="many")
+        for _ in range(4):
+            house.step()
+        house.add("one", max_tokens=30, tenant="one")
+        house.step()
+        assert rows(house) == ["one", "long"]
+        assert house.engine.ahead.plan is not None
+        assert house.asked["paused"].request.num_tokens == house.asked["paused"].request.max_length - 1
+        house.engine.abort("one")
+        house.step()
+        assert rows(house) == ["long", "paused"]
+        house.drain()
+
     def test_makes_no_room_without_somebody_left_out(self):
         house = flooded(adapters=["one"])
         house.add("one", "one", tenant="many")
