@@ -81,13 +81,14 @@ class TestWhoIsLeftOut:
         for _ in range(4):
             house.step()
         house.add("one", max_tokens=30, tenant="one")
-        house.step()
-        assert rows(house) == ["one", "long"]
+        for _ in range(2):  # of its prompt, and of decoding
+            house.step()
+        assert sorted(rows(house)) == ["long", "one"]
         assert house.engine.ahead.plan is not None
         assert house.asked["paused"].request.num_tokens == house.asked["paused"].request.max_length - 1
         house.engine.abort("one")
         house.step()
-        assert rows(house) == ["long", "paused"]
+        assert sorted(rows(house)) == ["long", "paused"]
         house.drain()
 
     def test_makes_no_room_without_somebody_left_out(self):
