@@ -399,7 +399,7 @@ class Cluster:
             for replica in self._serving:
                 if replica.index not in self._processes:
                     replica.step_singly()
-                    self._processes[replica.index] = Process(self._host.machine)
+                    self._processes[replica.index] = self._host.replica()
         fresh = (lambda state: state.copy()) if self._period else (lambda state: state)
         self._states = Replicas(known.get(id(each)) or fresh(each.look(self.now)) for each in self._serving)
 

@@ -170,12 +170,12 @@ def quiet_rounds(found: dict[str, list[dict[str, Any]]]) -> tuple[dict[str, list
 
 def show_costs(costs: Sequence[Mapping[str, Any]]) -> None:
     """Print what each process needs of a processor, by round."""
-    names = [name.removeprefix("per_").replace("_", " ") for name in TERMS[1:]]
-    table = Table("processor time, µs", ["round", "of", *names, "idle %", "loads are off by, %"])
+    names = [name.removeprefix("per_").replace("_", " ") for name in TERMS]
+    table = Table("processor time, µs", ["round", "of", *names, "loads are off by, %"])
     for number, each in enumerate(costs, 1):
         for name, found in each["fits"].items():
-            idle, *work = (found["terms"][term] for term in TERMS)
-            table.add(number, name, *(1e6 * seconds for seconds in work), 100 * idle, 100 * found["mean_error"])
+            work = (found["terms"][term] for term in TERMS)
+            table.add(number, name, *(1e6 * seconds for seconds in work), 100 * found["mean_error"])
     table.show()
 
 

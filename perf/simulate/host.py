@@ -14,14 +14,15 @@ from .records import Served
 
 @dataclass(frozen=True, slots=True)
 class HostWork:
-    """Seconds of a processor that a process needs, for a request, a token of its prompt, a step of a replica, and a row
-    of the step.
+    """Seconds of a processor that a process needs, for a request, a token of its prompt, a step of a replica, a row of
+    the step, and a second of rest before (`machine.Process`).
     """
 
     per_prompt: float = 0.0
     per_prompt_token: float = 0.0
     per_step: float = 0.0
     per_row: float = 0.0
+    per_rest: float = 0.0
 
     def of_prompt(self, tokens: int) -> float:
         return self.per_prompt + self.per_prompt_token * tokens
@@ -33,16 +34,24 @@ class HostWork:
 class Host:
     """Has client and front do their part in each request, and replicas, front and client share a machine's processors.
 
-    latency: seconds that each request waits for beside that, such as for timers and sockets.
+    latency: seconds that each request waits for beside that, such as for timers and sockets. replica_per_rest: of a
+    replica's process.
     """
 
     def __init__(
-        self, machine: Machine, front: HostWork | None = None, client: HostWork | None = None, latency: float = 0.0
-    ) -> None:
+        self, machine: Machine, front: HostWork | None = None, client: HostWork | None = None, latency: float = 0.0,
+        replica_per_rest: float = 0.0,
+    ) -> None:  # fmt: skip
         self.machine = machine
         self._latency = latency
-        self._front, self._client = (_Worker(Process(machine), work or HostWork()) for work in (front, client))
+        self._replica_per_rest = replica_per_rest
+        works = front or HostWork(), client or HostWork()
+        self._front, self._client = (_Worker(Process(machine, work.per_rest), work) for work in works)
         self._firsts: dict[int, float] = {}  # when the client had the first token of each request
+
+    def replica(self) -> Process:
+        """A replica's process."""
+        return Process(self.machine, self._replica_per_rest)
 
     def send(self, request: TraceRequest, now: float, come: Then) -> None:
         """Have a request go through client and front; come: called when it can be routed."""
@@ -100,7 +109,8 @@ class Works:
 
     def host(self, speed: float = 1.0) -> Host:
         """speed: of the machine's processors."""
-        return Host(Machine(self.processors, speed), self.front, self.client, self.latency)
+        machine = Machine(self.processors, speed)
+        return Host(machine, self.front, self.client, self.latency, self.replica.per_rest)
 
     def slower(self, profile: Profile) -> Profile:
         """Return the profile of an engine whose steps take as long as with the replica's work."""

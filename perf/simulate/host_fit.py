@@ -1,39 +1,44 @@
 """What client, front and replica need of a processor, by the kernel's count of a real cluster with one replica.
 
 So nothing depends on which processes ran beside each other. Fitted are three kinds of loads: requests that meet no
-other, with prompts of several lengths; streams beside each other; and skewed requests that come at random, as between
-requests processors rest and caches cool down.
+other, with prompts of several lengths, and with more and less rest between them; streams beside each other; and skewed
+requests that come at random.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from statistics import median
+from statistics import fmean
 
 from ...core.costs.fit import Fit, fit
 from ..workload.request import TraceRequest
 from .fleet import Fleet, cluster, counted, skewed
 from .host import HostWork, Works
+from .machine import LONGEST_REST
 
-_LONE, _APART, _LONE_TOKENS = 24, 0.05, 4  # requests that meet no other, seconds between them, tokens of each answer
-_PROMPTS = (1, 32, 128)  # tokens of theirs
-_STREAMS, _STREAM_PROMPT, _STREAM_TOKENS = (1, 2, 4, 8, 16), 32, 128
+_LONE, _LONE_TOKENS = 24, 4  # requests that meet no other, tokens of each answer
+_PROMPTS = (1, 0.05), (32, 0.05), (128, 0.05), (32, 0.02), (32, 0.2)  # tokens of theirs, seconds between them
+_STREAMS, _STREAMS_APART, _STREAM_PROMPT, _STREAM_TOKENS = (1, 2, 4, 8, 16), 0.01, 32, 192
 _RATES, _SECONDS = (5.0, 10.0, 20.0), 4.0  # of requests that come at random
 _SEED = 1_000_000  # of the first such load; seeds of what is predicted are below it
+_IDLE_SECONDS = 2.0
 _REPORTED = 0.5  # seconds after which a replica's counts have come to the front
 
-TERMS = "idle", *(field.name for field in fields(HostWork))
+TERMS = tuple(field.name for field in fields(HostWork))
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A load that was served. seconds: that it took. spent: of processors, by process. ttft: median."""
+    """A load that was served. rest: seconds of it, see `rest_of`. spent: of processors, by process, above what they
+    need without requests. ttft: mean.
+    """
 
     trace: Sequence[TraceRequest]
-    seconds: float
+    rest: float
     steps: float
     spent: dict[str, float]
     ttft: float
@@ -41,14 +46,13 @@ class Sample:
     def terms(self) -> tuple[float, ...]:
         """What each of `TERMS` is multiplied by."""
         prompts = sum(each.prompt_tokens for each in self.trace)
-        return self.seconds, len(self.trace), prompts, self.steps, sum(each.output_tokens for each in self.trace)
+        tokens = sum(each.output_tokens for each in self.trace)
+        return len(self.trace), prompts, self.steps, tokens, self.rest
 
 
 @dataclass(frozen=True, slots=True)
 class FittedWorks:
-    """works: for a simulation. fits: by process, with `idle`, the share of a processor that it needs beside that, which
-    nothing simulates.
-    """
+    """works: for a simulation. fits: by process."""
 
     works: Works
     fits: dict[str, Fit]
@@ -59,49 +63,64 @@ def measure(fleet: Fleet, repeat: int) -> list[Sample]:
     found = []
     with cluster(fleet.config, 1, "first-fit") as (url, server):
         server.serve(loads(fleet, repeat)[0])
+        idle = server.idle(_IDLE_SECONDS)
         for trace in loads(fleet, repeat):
             before = counted(url, "steps")
             records, trace = server.serve(trace)
             time.sleep(_REPORTED)
             steps = counted(url, "steps") - before - trace[0].output_tokens  # which opens a connection, alone
-            found.append(Sample(trace, server.seconds, steps, server.spent, float(median(records.column("ttft")))))
+            arrivals, ttfts, latencies = (records.column(name) for name in ("arrival", "ttft", "e2e"))
+            rest = rest_of(zip(arrivals, arrivals + latencies, strict=True))
+            spent = {name: each - idle.get(name, 0.0) * server.seconds for name, each in server.spent.items()}
+            found.append(Sample(trace, rest, steps, spent, float(ttfts.mean())))
     return found
+
+
+def rest_of(requests: Iterable[tuple[float, float]]) -> float:
+    """Sum of the times without a request, each up to `LONGEST_REST`. requests: beginning and end of each, in order."""
+    begins, ends = zip(*requests, strict=True)
+    rests = zip(begins[1:], itertools.accumulate(ends, max), strict=False)
+    return sum(min(max(0.0, begin - end), LONGEST_REST) for begin, end in rests)
 
 
 def fit_works(fleet: Fleet, samples: Sequence[Sample]) -> FittedWorks:
     """Fit each process's work; a replica's is what it needed beside its simulated steps. The latency is what clients
-    wait for beside that, of requests that meet no other.
+    wait for beside that, of requests that come at random.
     """
     fleet = replace(fleet, replicas=1)
     rows = [sample.terms() for sample in samples]
     fits = {name: fit(TERMS, rows, [each.spent[name] for each in samples]) for name in ("client", "front")}
     works = Works(_work(fits["client"]), _work(fits["front"]), processors=len(os.sched_getaffinity(0)))
     busy = [fleet.simulate(each.trace, "first-fit", works=works)[1] for each in samples]
-    beside = [(seconds, count, 0, *rest) for seconds, count, _, *rest in rows]  # a prompt's tokens are in its step
+    beside = [(count, 0, *others) for count, _, *others in rows]  # a prompt's tokens are in its step
     fits["replica"] = fit(TERMS, beside, [each.spent["replica"] for each in samples], busy)
     works = replace(works, replica=_work(fits["replica"]))
+    at_random = [each for each in samples if len({request.output_tokens for request in each.trace}) > 1]
     waits = [
-        each.ttft - float(median(fleet.simulate(each.trace, "first-fit", works=works)[0].column("ttft")))
-        for each in samples
-        if each.trace[0].output_tokens == _LONE_TOKENS
+        each.ttft - float(fleet.simulate(each.trace, "first-fit", works=works)[0].column("ttft").mean())
+        for each in at_random
     ]
-    return FittedWorks(replace(works, latency=max(0.0, median(waits))), fits)
+    latency = fmean(waits, weights=[len(each.trace) for each in at_random])
+    return FittedWorks(replace(works, latency=max(0.0, latency)), fits)
 
 
 def loads(fleet: Fleet, repeat: int) -> list[list[TraceRequest]]:
-    """Traces of all kinds; of skewed requests others in each repeat."""
-    adapter = max(fleet.ranks)
-    rank = fleet.ranks[adapter]
+    """Traces of all kinds; of skewed requests others in each repeat. Adapters come in turns."""
+    names = itertools.cycle(fleet.ranks)
 
     def alike(count: int, apart: float, prompt: int, output: int) -> list[TraceRequest]:
-        return [TraceRequest(index, apart * index, adapter, prompt, output, rank) for index in range(count)]
+        adapters = itertools.islice(names, count)
+        return [
+            TraceRequest(index, apart * index, adapter, prompt, output, fleet.ranks[adapter])
+            for index, adapter in enumerate(adapters)
+        ]
 
     return [
-        *(alike(_LONE, _APART, prompt, _LONE_TOKENS) for prompt in _PROMPTS),
-        *(alike(count, 0.0, _STREAM_PROMPT, _STREAM_TOKENS) for count in _STREAMS),
+        *(alike(_LONE, apart, prompt, _LONE_TOKENS) for prompt, apart in _PROMPTS),
+        *(alike(count, _STREAMS_APART, _STREAM_PROMPT, _STREAM_TOKENS) for count in _STREAMS),
         *(skewed(rate, _SECONDS, _SEED + repeat, fleet.ranks) for rate in _RATES),
     ]
 
 
 def _work(found: Fit) -> HostWork:
-    return HostWork(*(found.terms[name] for name in TERMS[1:]))
+    return HostWork(**found.terms)

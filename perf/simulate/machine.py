@@ -12,6 +12,10 @@ from heapq import heappop, heappush
 Then = Callable[[float], None]
 
 
+LONGEST_REST = 0.1
+"""Seconds of rest from which on a process's next job costs no more: nothing of it is left in caches. Chosen."""
+
+
 class Machine:
     """Advances each busy process at speed · min(1, processors / busy processes).
 
@@ -56,20 +60,28 @@ class Machine:
 
 
 class Process:
-    """Does its jobs on a machine, one after another."""
+    """Does its jobs on a machine, one after another.
 
-    def __init__(self, machine: Machine) -> None:
+    per_rest: seconds that a job takes longer for each second that the process rested before, up to `LONGEST_REST`.
+    """
+
+    def __init__(self, machine: Machine, per_rest: float = 0.0) -> None:
         self._machine = machine
+        self._per_rest = per_rest
+        self._ended_at = -math.inf
         self._jobs: deque[tuple[float, Then]] = deque()  # the first is under way
 
     def do(self, now: float, work: float, then: Then) -> None:
         """Take on a job of `work` seconds; then: called when it has been done."""
+        if not self._jobs:
+            work += self._per_rest * min(now - self._ended_at, LONGEST_REST)
         self._jobs.append((work, then))
         if len(self._jobs) == 1:
             self._machine.begin(now, work, self._ended)
 
     def _ended(self, now: float) -> None:
         _, then = self._jobs.popleft()
+        self._ended_at = now
         if self._jobs:
             self._machine.begin(now, self._jobs[0][0], self._ended)
         then(now)

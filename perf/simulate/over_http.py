@@ -87,6 +87,12 @@ class HttpServer:
             self.spent["client"] = own
             return found
 
+    def idle(self, seconds: float) -> dict[str, float]:
+        """Processor seconds a second of the processes of each name while so long nothing is asked of them."""
+        before = self._seconds_by_name()
+        time.sleep(seconds)
+        return {name: (spent - before[name]) / seconds for name, spent in self._seconds_by_name().items()}
+
     def _seconds_by_name(self) -> dict[str, float]:
         return {name: sum(map(processor_seconds, pids)) for name, pids in self._pids.items()}
 

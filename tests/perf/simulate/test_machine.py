@@ -90,6 +90,26 @@ def test_a_process_does_one_job_after_another_while_others_share_its_processor()
     assert found == [("one's first", 2.0), ("one's second", 4.0), ("other's", 5.0)]
 
 
+def test_a_job_takes_longer_the_longer_its_process_rested():
+    machine, found = Machine(1), []
+    process = Process(machine, per_rest=2.0)
+
+    def done(now):
+        found.append(now)
+
+    def run(now, count):
+        for _ in range(count):
+            process.do(now, 1.0, done)
+        while machine.next_end < math.inf:
+            machine.end_next()
+
+    run(0.0, 1)  # the first of all: after a long rest
+    run(1.2, 1)  # after none
+    run(2.25, 2)  # after 0.05 s, and behind that job
+    run(9.0, 1)  # after a long one
+    assert found == pytest.approx([1.2, 2.2, 3.35, 4.35, 10.2])
+
+
 def test_what_a_job_begins_when_it_ends_comes_after_it():
     machine, found = Machine(1), []
     one, other = Process(machine), Process(machine)
