@@ -355,7 +355,8 @@ class Scheduler:
         for adapter, error in self._store.poll():
             for request in [request for request in self.running if request.adapter is adapter]:
                 self.lifecycle.end(request, *load_error(request, error))
-            self._store.evict(adapter)
+            if adapter.pages:  # else it was replaced, and gone with its last request
+                self._store.evict(adapter)
         loading = [request for request in self._loading if request.state is RequestState.LOADING]
         self._loading = [request for request in loading if is_loading(request)]
         for request in loading:

@@ -209,7 +209,7 @@ class AdapterStore:
     def poll(self) -> list[tuple[Adapter, BaseException]]:
         """Complete ended transfers; return the adapters that failed to load, with the error.
 
-        The caller must fail their running requests, then evict them.
+        The caller must fail their running requests, then evict those that have pages yet.
         """
         failed: list[tuple[Adapter, BaseException]] = []
         if not self.loads.under_way:

@@ -42,8 +42,8 @@ class House:
         self.clock, self.asked, self.plans = World(), dict[str, Asked](), list[list[tuple[str, int]]]()
         memory = empty_memory(self.config.num_pages, self.config.block_tokens)
         rng, reached = random.Random(0), Counter[str]()
-        disk = Disk(rng)
-        backend = CheckedAdapters(disk, lambda seconds: None, self.clock, memory, rng, reached)
+        self.disk = Disk(rng)
+        backend = CheckedAdapters(self.disk, lambda seconds: None, self.clock, memory, rng, reached)
         swaps = CheckedSwaps(memory, self.clock, rng, reached, swap_seconds)
         shadow = CheckedShadow(memory, self.clock)
         self.executor = CheckedExecutor(self.config, backend, self.clock, memory, self.asked, reached, shadow, swaps)
@@ -52,8 +52,12 @@ class House:
         self.executor.pool, self.executor.prefix = self.engine.pool, self.engine.prefix
         self.executor.on_plan = lambda plan: self.plans.append([(row.request_id, len(row.tokens)) for row in plan.rows])
         for name in adapters:
-            disk.write(Path(name), 2, 2)
-            self.engine.store.register(name, Path(name))
+            self.load(name)
+
+    def load(self, name: str) -> None:
+        """Have an adapter a new version, in the directory of the one before."""
+        self.disk.write(Path(name), 2, 2)
+        self.engine.store.register(name, Path(name))
 
     def add(
         self, name: str, adapter: str | None = None, prompt: Iterable[int] = (3, 4, 5), max_tokens: int = 3,

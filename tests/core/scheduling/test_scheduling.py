@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from chorus.core.policies import Policies
 from chorus.core.requests.request import Request, RequestState
 from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.types import FinishReason
 from chorus.core.scheduling.admission import DOUBT_SECONDS
 from chorus.core.scheduling.output_lengths import OutputLengths
 from chorus.core.scheduling.overload import Overloaded
@@ -120,6 +121,24 @@ def test_after_one_late_adapter_no_step_waits_for_another():
             house.step()
     tried = {name for plan in house.plans for name, _ in plan if name.startswith("slow")}
     assert tried == {"slow a"}
+
+
+def test_a_failed_load_of_a_replaced_version_ends_its_own_request_alone():
+    """Its last request takes the version with it, before the load is cleared away."""
+    reads = HeldReads()
+    house = House(reads, "a", max_load_stall_seconds=10.0)
+    slow, base = house.add("slow", "a"), house.add("base", max_tokens=9)
+    house.step()  # asks for the read
+    house.first_layer("a")
+    house.engine.begin_step()
+    assert slow.is_running
+    house.load("a")
+    reads.finish()  # the directory has changed
+    for _ in range(3):
+        house.step()
+    assert slow.finish_reason is FinishReason.ERROR
+    assert base.is_running
+    house.drain()
 
 
 @pytest.mark.parametrize("begins", [True, False])
