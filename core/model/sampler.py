@@ -13,13 +13,13 @@ from ...ops.sampling import (
     Chances,
     Scores,
     draw_into,
-    on_device,
     pick,
     score,
     score_rows,
     scores_of,
     uniform,
 )
+from ...ops.upload import on_device
 from ..requests.grammars import Grammars
 from ..requests.logit_edits import edited
 from ..requests.sampling_params import MAX_LOGPROBS, SamplingParams

@@ -143,7 +143,7 @@ class CupyDriver(CupyCalls):
 
     @cached_property
     def _library(self) -> ctypes.CDLL:
-        """Opened once: a step with hand-overs makes hundreds of these calls, and opening it takes longer than a call."""
+        """Opened once: a step with hand-overs makes hundreds of calls, and opening it takes longer than one."""
         return ctypes.CDLL(_LIBCUDA)
 
     def _of_values(self, name: str, stream: int, address: int, value: int, flags: int) -> None:
