@@ -169,6 +169,8 @@ def exposed_prompts(tokens: int, decoding: int, steps: int, work_dir: Path, devi
             device.gaps.clear()
             for _ in range(steps):
                 engine.step()
+            if len(device.gaps) != steps * pieces:
+                raise RuntimeError(f"{len(device.gaps)} replays in {steps} steps of {pieces} pieces")
             whole = [device.gaps[first : first + pieces] for first in range(0, steps * pieces, pieces)]
             found[name] = median(map(sum, whole)) * 1e6
     return found
