@@ -6,11 +6,13 @@ token each. `attention_backend` says which implementation serves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+
+from .upload import on_device
 
 
 class Attention(Protocol):
@@ -30,12 +32,18 @@ class Attention(Protocol):
 
 
 class PagedAttention:
-    """Causal grouped-query attention over a paged KV cache. Not to be captured: a plan makes new tensors."""
+    """Causal grouped-query attention over a paged KV cache. Not to be captured: a plan makes new tensors.
+
+    The host waits for nothing on a GPU, and there no mask or scores of a chunk are made: they would take the chunk's
+    tokens times all that it sees.
+    """
 
     def __init__(
         self, num_heads: int, kv_heads: int, head_dim: int, block_tokens: int, device: torch.device | str = "cpu"
     ) -> None:
         self._device = torch.device(device)
+        self._on_host = self._device.type == "cpu"
+        self._mask = _visible if self._on_host else _bias()
         self._gqa = num_heads != kv_heads
         self._kv_heads = kv_heads
         self._head_dim = head_dim
@@ -63,17 +71,19 @@ class PagedAttention:
         """
         self._prefills.clear()
         num_prefills = count_prefills(qo_indptr, len(kv_lens))
-        for row in range(num_prefills):
-            self._prefills.append(self._plan_prefill(qo_indptr[row], qo_indptr[row + 1], page_table[row], kv_lens[row]))
+        if num_prefills:
+            pages = on_device(page_table[:num_prefills], self._device)
+            for row in range(num_prefills):
+                self._prefills.append(self._plan_prefill(qo_indptr[row], qo_indptr[row + 1], pages[row], kv_lens[row]))
         self._first_decode_token = qo_indptr[num_prefills]
         if num_prefills < len(kv_lens):
             lens = torch.tensor(kv_lens[num_prefills:])
             num_blocks = -(-int(lens.max()) // self._block_tokens)
-            self._decode_pages = page_table[num_prefills:, :num_blocks].to(self._device)
+            self._decode_pages = on_device(page_table[num_prefills:, :num_blocks], self._device)
             steps = torch.arange(num_blocks * self._block_tokens)
             visible = steps < lens[:, None]
-            self._decode_mask = visible[:, None, None, :].to(self._device)
-            self._decode_tail = (~visible).flatten().nonzero()[:, 0].to(self._device)
+            self._decode_mask = on_device(visible[:, None, None, :], self._device)
+            self._decode_tail = on_device((~visible).flatten().nonzero()[:, 0], self._device)
         else:
             self._decode_pages = page_table[:0]
 
@@ -89,12 +99,15 @@ class PagedAttention:
         out = torch.empty_like(q) if out is None else out
         for tokens, pages, kv_len, mask in self._prefills:
             k, v = (self._gather(cache, pages, kv_len).to(q.dtype) for cache in (k_cache, v_cache))
-            broken = None if (k.sum() + v.sum()).isfinite() else ~(k.isfinite() & v.isfinite()).all(-1, keepdim=True)
+            broken = self._broken(k, v)
             if broken is not None:
                 k, v = k.masked_fill(broken, 0), v.masked_fill(broken, 0)
             rows = q[tokens].transpose(0, 1).unsqueeze(0)
+            if self._gqa and not self._on_host and q.dtype == torch.float32:
+                # no kernel takes these with fewer heads of k and v, but one that makes all scores
+                k, v = (each.repeat_interleave(q.shape[1] // self._kv_heads, dim=1) for each in (k, v))
             attended = scaled_dot_product_attention(
-                rows, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self._gqa
+                rows, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=k.shape[1] != q.shape[1]
             )
             if broken is not None:
                 attended = attended.masked_fill(self._who_sees(broken, attended.shape), torch.nan)
@@ -115,8 +128,16 @@ class PagedAttention:
         length = last - first
         mask = None  # plain causal when the chunk is the whole sequence
         if length != kv_len:
-            mask = torch.ones(length, kv_len, dtype=torch.bool, device=self._device).tril(kv_len - length)
-        return slice(first, last), pages[: -(-kv_len // self._block_tokens)].to(self._device), kv_len, mask
+            mask = self._mask(length, kv_len)
+        return slice(first, last), pages[: -(-kv_len // self._block_tokens)], kv_len, mask
+
+    def _broken(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
+        """True for places `[1, kv_heads, kv_len, 1]` with a key or value that is not finite; None where the host sees
+        at once that there is none.
+        """
+        if self._on_host and (k.sum() + v.sum()).isfinite():
+            return None
+        return ~(k.isfinite() & v.isfinite()).all(-1, keepdim=True)
 
     @staticmethod
     def _who_sees(broken: torch.Tensor, shape: torch.Size) -> torch.Tensor:
@@ -138,6 +159,18 @@ class PagedAttention:
     def _gather(self, cache: torch.Tensor, pages: torch.Tensor, kv_len: int) -> torch.Tensor:
         """One row's cache `[1, kv_heads, kv_len, head_dim]`."""
         return cache[pages].view(-1, self._kv_heads, self._head_dim)[:kv_len].transpose(0, 1).unsqueeze(0)
+
+
+def _visible(length: int, kv_len: int) -> torch.Tensor:
+    """True where one of a row's last tokens `[length, kv_len]` sees a token."""
+    return torch.ones(length, kv_len, dtype=torch.bool).tril(kv_len - length)
+
+
+def _bias() -> Callable[[int, int], torch.Tensor]:
+    """The same for a GPU, by which torch takes kernels that make no scores."""
+    from torch.nn.attention.bias import causal_lower_right  # takes a second, which nothing else needs
+
+    return causal_lower_right
 
 
 def count_prefills(qo_indptr: Sequence[int], num_rows: int) -> int:

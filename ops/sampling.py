@@ -12,6 +12,7 @@ import torch
 
 from .native_library import library
 from .sampling_schedule import FIELDS
+from .upload import on_device
 
 #: Of a slice of logits that are drawn from or scored together.
 SLICE_BYTES = 32 << 20
@@ -220,13 +221,6 @@ def pick(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     if len(rows) == (rows[-1] + 1 if rows else 0) and list(rows) == list(range(len(rows))):
         return values[: len(rows)]
     return values[on_device(torch.tensor(rows, dtype=torch.long), values.device)]
-
-
-def on_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor's values on the device, in its turn: the host does not wait, as it may for other ways to get a list
-    there. The page-locked memory that they go through is torch's, which knows when it is read.
-    """
-    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
 
 
 def _sample(logits: torch.Tensor, chances: Sequence[Chances], width: int) -> torch.Tensor:

@@ -81,7 +81,7 @@ class MixedSteps:
         if self._captures and (lora is None or lora is self.launches[bucket]):
             self.graphs.replay(bucket, StepMode.BASE if lora is None else StepMode.LORA)
         else:
-            self._run(self._pieces(bucket, lora))
+            self._run(self._pieces(bucket, lora), lora is not None)
         return Residual(flow.rows, self._decoder.config.rms_norm_eps)
 
     def allow_captures(self) -> None:
@@ -100,15 +100,20 @@ class MixedSteps:
         flow = self._flow.of(bucket)
         return [partial(self._decoder.piece, index, batch, flow) for index in range(len(self._decoder.layers) + 1)]
 
-    def _run(self, pieces: Sequence[Callable[[], None]]) -> None:
-        """Run all pieces, with attention between them; before each, wait for the layer of adapters that are coming."""
+    def _run(self, pieces: Sequence[Callable[[], None]], has_lora: bool) -> None:
+        """Run all pieces, with attention between them; before each, wait for the layer of adapters that are coming.
+
+        has_lora: without, what the last step with adapters waited for is none of this one's.
+        """
         flow = self._flow.of(self._num_tokens)
         for index, piece in enumerate(pieces[:-1]):
-            self._lora.wait(index)
+            if has_lora:
+                self._lora.wait(index)
             piece()
             self._decoder.attend(index, self._attention, flow.q, flow.attended)
         pieces[-1]()
 
     def _capture(self, bucket: int, mode: StepMode) -> Callable[[], None]:
-        pieces = self._pieces(bucket, self.launches[bucket] if mode is StepMode.LORA else None)
-        return partial(self._run, [self._device.capture(piece) for piece in pieces])
+        has_lora = mode is StepMode.LORA
+        pieces = self._pieces(bucket, self.launches[bucket] if has_lora else None)
+        return partial(self._run, [self._device.capture(piece) for piece in pieces], has_lora)

@@ -11,6 +11,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
 from ...memory.adapters.adapter import Adapter
@@ -307,9 +308,10 @@ def ragged_batch(
             score_tokens += range(qo_indptr[-1], qo_indptr[-1] + len(following_tokens(row)))
         qo_indptr.append(len(token_ids))
     columns = torch.tensor((token_ids, positions, page, offset), dtype=torch.long)
-    width = max(len(row.pages) for row in rows)
-    table = torch.tensor([row.pages + [dummy_page] * (width - len(row.pages)) for row in rows], dtype=torch.long)
-    attention.plan(qo_indptr, table, [row.kv_len for row in rows])
+    table = np.full((len(rows), max(len(row.pages) for row in rows)), dummy_page)  # mostly padding beside a long row
+    for row, pages in zip(rows, table, strict=True):
+        pages[: len(row.pages)] = row.pages
+    attention.plan(qo_indptr, torch.from_numpy(table), [row.kv_len for row in rows])
     return StepBatch(
         *columns.unbind(0),
         attention=attention,

@@ -13,13 +13,13 @@ from ...ops.sampling import (
     Chances,
     Scores,
     draw_into,
-    on_device,
     pick,
     score,
     score_rows,
     scores_of,
     uniform,
 )
+from ...ops.upload import on_device
 from ..requests.grammars import Grammars
 from ..requests.logit_edits import edited
 from ..requests.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -149,8 +149,10 @@ class DeviceDraw:
 
 
 def most_drawn_values(rows: int) -> int:
-    """Most float64 values that a `DeviceDraw` of so many rows fetches."""
-    return rows * (4 + 2 * MAX_LOGPROBS)
+    """Most float64 values that a `DeviceDraw` of so many rows fetches: of each row three, and if all are scored its own
+    token's score, and columns for the likeliest tokens of one row and the named tokens of another.
+    """
+    return rows * (4 + 3 * MAX_LOGPROBS)
 
 
 class _Asked:

@@ -9,7 +9,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from ...ops.sampling import ban, on_device
+from ...ops.sampling import ban
+from ...ops.upload import on_device
 from .grammars import Grammars
 from .types import ScheduledRow
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -140,10 +141,14 @@ class CupyDriver(CupyCalls):
         """Let what `stream` is given from now on begin once the uint32 at an address is at least `value`."""
         self._of_values("cuStreamWaitValue32_v2", stream, address, value, _WAIT_UNTIL_AT_LEAST)
 
+    @cached_property
+    def _library(self) -> ctypes.CDLL:
+        """Opened once: a step with hand-overs makes hundreds of calls, and opening it takes longer than one."""
+        return ctypes.CDLL(_LIBCUDA)
+
     def _of_values(self, name: str, stream: int, address: int, value: int, flags: int) -> None:
         with self._device():
-            call = getattr(ctypes.CDLL(_LIBCUDA), name)
-            status = call(
+            status = getattr(self._library, name)(
                 ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(value), ctypes.c_uint(flags)
             )
             if status:

@@ -169,7 +169,7 @@ def exposed_prompts(tokens: int, decoding: int, steps: int, work_dir: Path, devi
             device.gaps.clear()
             for _ in range(steps):
                 engine.step()
-            whole = [device.gaps[first : first + pieces] for first in range(0, steps * pieces, pieces)]
+            whole = zip(*[iter(device.gaps)] * pieces, strict=True)  # all pieces of a step, or an error
             found[name] = median(map(sum, whole)) * 1e6
     return found
 

@@ -100,8 +100,8 @@ class Subject:
             torch.cuda.empty_cache()
 
     def startup(self) -> dict[str, Any]:
-        """Seconds to build the engine, cost of the graph captures so far, and each bucket's variants of products."""
-        report = self._graphs.report
+        """Seconds to build the engine, cost of the captures so far, and each bucket's variants of products."""
+        report = [*self._graphs.report, *(self._steps.mixed.graphs.report if hasattr(self._steps, "mixed") else ())]
         ways = getattr(self._steps, "ways", {})
         seconds = [step.seconds for step in report]
         return {

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.bias import causal_lower_right
 
 from chorus.ops.attention import PagedAttention
 from chorus.ops.elementwise import write_kv
@@ -109,6 +110,20 @@ def test_one_object_serves_steps_of_every_kind():
         Step(seed, rows).check(attention)
 
 
+class ElsewhereAttention(PagedAttention):
+    """As on a GPU: nothing is read, no mask of a chunk is kept, and k and v have as many heads as q."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self._on_host, self._mask = False, causal_lower_right
+
+
+@pytest.mark.parametrize("rows", [[(5, 0), (3, 4), (1, 9)], [(4, 12)], [(6, 0)], [(1, 3), (1, 0)]], ids=str)
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=str)
+def test_what_a_gpu_computes_equals_its_definition(rows, heads):
+    Step(8, rows, heads=heads[0], kv_heads=heads[1]).check(ElsewhereAttention(*heads, 8, 4))
+
+
 def test_padding_rows_do_not_touch_the_others():
     """Rows of one token at position 0 of the dummy page."""
     step = Step(5, [(1, 11), (1, 3)])
@@ -177,13 +192,14 @@ def test_padding_may_write_one_place_many_times():
 @pytest.mark.parametrize("before", [0, 5])
 @pytest.mark.parametrize("which", ["k", "v"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_a_later_token_holds_does_not_reach_an_earlier_one(before, which, bad):
+@pytest.mark.parametrize("kind", [PagedAttention, ElsewhereAttention])
+def test_what_a_later_token_holds_does_not_reach_an_earlier_one(before, which, bad, kind):
     step = Step(3, [(9, before), (4, 0)])
     clean, at = step.run(), 6
     slot = before + at
     block_tokens = step.shape[-1]
     getattr(step, which)[step.tables[0][slot // block_tokens], slot % block_tokens] = bad
-    found = step.run()
+    found = step.run(kind(*step.shape))
     torch.testing.assert_close(found[:at], clean[:at])
     assert not found[at:9].isfinite().any()
     torch.testing.assert_close(found[9:], clean[9:])

@@ -106,3 +106,20 @@ def test_our_attention_of_ragged_steps(dtype):
     assert backend.captures
     for seed, rows in enumerate([[(9, 0)], [(4, 9), (3, 0), (1, 20)], [(1, 0), (1, 33)], [(40, 100), (1, 900)]]):
         DeviceStep(seed, rows, (4, 2, 64), dtype).check(backend.ragged())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_late_chunk_of_a_long_prompt_by_torch_makes_no_scores(dtype):
+    """They would take 16 GiB of 16-bit values, beyond what the largest step before the arena is made has shown."""
+    tokens, context, block = 2048, 1 << 17, 16
+    arena = torch.zeros(context // block, 2, block, 8, 128, dtype=dtype, device="cuda")
+    attention = PagedAttention(32, 8, 128, block, "cuda")
+    attention.plan([0, tokens], torch.arange(context // block)[None], [context])
+    q = torch.randn(tokens, 32, 128, dtype=dtype, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = attention.run(q, arena[:, 0], arena[:, 1])
+    torch.cuda.synchronize()
+    assert not out.any()
+    assert torch.cuda.max_memory_allocated() - before < 8 << 30

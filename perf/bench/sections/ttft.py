@@ -39,7 +39,8 @@ def run(context: Context) -> dict[str, Any]:
             "max_len": longest + context.pick(32, 256, 256),
         }
         case = f"time to first token, rank {rank}"
-        with context.row(found, case), Subject(context, adapters, **size) as subject:
+        engine = Subject(context, adapters, graph_capture="ahead", **size)  # stalls are timed once
+        with context.row(found, case), engine as subject:
             subject.load([name])
             for tokens in lengths:
                 with context.row(found, f"{case}, {tokens} tokens", subject.abort_all):

@@ -427,6 +427,22 @@ def test_steps_wait_for_their_own_adapters_alone(drive, tiny):
     adapter.transfer = None
 
 
+@pytest.mark.parametrize("capture", ["lazy", "off"])
+def test_pieces_of_the_base_model_wait_for_no_adapter(drive, tiny, capture):
+    """Of the step before, whose adapter is still coming."""
+    driver = drive(adapters=["r1-qv"], max_num_seqs=2, mixed_graph_tokens=12, graph_capture=capture)
+    check(driver, ask(driver, tiny, ("r1-qv", 3, 2)))
+    check(driver, ask(driver, tiny, (None, 4, 2)))
+    lora, base = (plan for plan in driver.plans if plan.bucket is None)
+    assert lora.adapters and not base.adapters
+    transfer = lora.adapters[0].transfer = ComingTransfer()
+    for plan, asked in ((lora, [0, 1]), (base, []), (lora, [0, 1])):
+        transfer.asked.clear()
+        assert not driver.executor.inner.execute(plan).unready
+        assert transfer.asked == asked
+    lora.adapters[0].transfer = None
+
+
 def test_adapters_are_read_while_others_run(drive, tiny):
     driver = drive(adapters=["r1-qv", "r5-o-down"], reads=ThreadReads(), max_num_seqs=2)
     check(driver, ask(driver, tiny, ("r1-qv", 4, 2), (None, 3, 3), ("r5-o-down", 5, 2)))

@@ -195,7 +195,7 @@ def test_values_in_a_stream_are_the_drivers_calls(monkeypatch):
     assert not opened
     driver.write_value(7, 4096, 3)
     driver.wait_value(7, 4160, 4)
-    assert opened[0] == "libcuda.so.1"
+    assert opened == ["libcuda.so.1"]
     assert calls == [("cuStreamWriteValue32_v2", 7, 4096, 3, 0), ("cuStreamWaitValue32_v2", 7, 4160, 4, 0)]
     status[0] = 719
     with pytest.raises(CUDADriverError, match="719"):

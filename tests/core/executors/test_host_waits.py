@@ -7,13 +7,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from chorus.core.executors import adapters
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
-from chorus.ops import sampling
+from chorus.ops import attention, sampling
+from chorus.ops.attention import PagedAttention
 from chorus.ops.attention_plan import PlanBuffers
 from chorus.perf.bench.idle_engine import StubDevice, idle_engine
 
@@ -144,3 +146,26 @@ def test_a_decode_step_waits_for_its_tokens_alone(kind, lora, ahead, tmp_path):
         assert copies.pageable == []
         assert copies.num_pinned >= 5 * (1 if kind == "greedy" else 2)  # the plan's, and what is drawn by
         assert device.num_waits - waits == 5 * 3  # pinned memory of two steps ago, and of the last plan; the tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_torchs_attention_waits_for_nothing(dtype):
+    """A whole prompt, a later chunk and decode rows, with room in the page table that no row needs."""
+    copies = Copies()
+
+    def bias(*size: int) -> torch.Tensor:
+        with _disable_current_modes():  # none of which torch lets it be made in
+            return causal_lower_right(*size)
+
+    arena = torch.zeros(9, 3, 2, 4, 2, 8, dtype=dtype, device="meta")
+    with (
+        patch.object(torch.Tensor, "pin_memory", lambda values: copies.pin(values)),
+        patch.object(attention, "_bias", lambda: bias),
+        copies,
+    ):
+        planned = PagedAttention(4, 2, 8, 4, "meta")
+        planned.plan([0, 5, 8, 9, 10], torch.zeros(4, 9, dtype=torch.long), [5, 12, 7, 1])
+        attended = planned.run(torch.zeros(10, 4, 8, dtype=dtype, device="meta"), arena[:, 1, 0], arena[:, 1, 1])
+    assert attended.shape == (10, 32)
+    assert copies.pageable == []
+    assert copies.num_pinned == 4, "pages of prompts; pages, mask and tail of decode rows"

@@ -15,8 +15,15 @@ from transformers import (
 )
 
 from chorus.core.model import sampler
-from chorus.core.model.sampler import ALL_BANNED, DeviceDraw, needs_logits, plain_chances, score_prompts
-from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams
+from chorus.core.model.sampler import (
+    ALL_BANNED,
+    DeviceDraw,
+    most_drawn_values,
+    needs_logits,
+    plain_chances,
+    score_prompts,
+)
+from chorus.core.requests.sampling_params import MAX_LOGPROBS, InvalidRequest, SamplingParams
 from chorus.core.requests.types import BASE_SLOT, FinishReason, ScheduledRow, StepResult
 from chorus.ops.sampling import TorchSampling, greedy, pick, sample
 
@@ -54,6 +61,17 @@ def draw_on_device(rows, logits):
 
 def fetch(values):
     return lambda: values
+
+
+def test_what_a_draw_fetches_has_its_most():
+    """The likeliest tokens of one row, and named tokens of another, are columns of all rows that are scored."""
+    vocab, fetched = 2 * MAX_LOGPROBS, []
+    named = {"logprobs": 0, "logprob_token_ids": tuple(range(MAX_LOGPROBS))}
+    rows = [row("a", [3], logprobs=MAX_LOGPROBS), row("b", [3], **named)]
+    logits = logits_of(0, len(rows), vocab)
+    DeviceDraw(rows, chosen_of(logits), logits, EOS, lambda values: fetched.append(values) or fetch(values))
+    assert fetched[0].dtype is torch.float64
+    assert fetched[0].numel() == most_drawn_values(len(rows))
 
 
 def chosen_of(logits):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from importlib.util import find_spec
 
 import pytest
 
-from chorus.perf.bench.host_time import main
+from chorus.core.scheduling.scheduler import Scheduler
+from chorus.perf.bench.host_time import exposed_prompts, main
 from chorus.perf.bench.idle_engine import PacedDevice
 
 
@@ -42,6 +44,29 @@ def test_a_paced_device_counts_the_time_in_which_it_has_nothing_to_do():
     device.wait(23.0)
     replay()  # at 24
     assert device.gaps == [0.0, 4.0]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_exposed_time_of_prompts_is_what_the_device_waits_for(tmp_path, monkeypatch):
+    """A host that sleeps for 6 ms a step, beside a device with steps of 4 ms and of 200."""
+    asleep = 0.0
+
+    def slowed(inner):
+        def call(*args, **kwargs):
+            time.sleep(asleep)
+            return inner(*args, **kwargs)
+
+        return call
+
+    for name in ("schedule", "foresee"):
+        monkeypatch.setattr(Scheduler, name, slowed(getattr(Scheduler, name)))
+    hidden = exposed_prompts(16, 2, 3, tmp_path, 0.2)
+    assert hidden["exposed"] > 0.0
+    assert hidden["exposed ahead"] == 0.0
+    asleep = 0.006
+    found = exposed_prompts(16, 2, 3, tmp_path, 0.004)
+    assert found["exposed"] >= 6e3
+    assert 2e3 <= found["exposed ahead"] < found["exposed"]
 
 
 @pytest.mark.parametrize("argument", ["--rows", "--tokens"])
