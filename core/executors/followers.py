@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from subprocess import PIPE, Popen, TimeoutExpired
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ...memory.transfers.transfer import ExecutorLost
-from ...ops.ranks import Ranks, RanksLost, StepGivenUp
+from ...ops.ranks import RanksLost, StepGivenUp
 
 T = TypeVar("T")
 
@@ -32,11 +32,19 @@ _LOOK_SECONDS = 0.2
 _KEYS = "CHORUS_API_KEY", "CHORUS_ADMIN_KEY"
 
 
+class Losable(Protocol):
+    """What processes wait for each other in."""
+
+    def lose(self) -> None:
+        """Have none wait any more, from any thread."""
+        ...
+
+
 class Followers:
     """Processes that share sums with this one, of which it is the first rank."""
 
     def __init__(
-        self, makers: Mapping[str, Callable[[int], Any]], memory_fd: int, ranks: Ranks, seconds: float
+        self, makers: Mapping[str, Callable[[int], Any]], memory_fd: int, ranks: Losable, seconds: float
     ) -> None:
         """makers: by what a process is called, what makes the object there that has its messages as methods, from the
         descriptor of the shared memory; its `joined` is what `join` returns. seconds: that an answer may take.
@@ -109,7 +117,7 @@ class Followers:
         return result, self.answers()
 
     def answers(self, failure: Exception | None = None) -> list[Any]:
-        """All answers to a message. Raises ExecutorLost, or an error of another rank, unless one of the first rank's
+        """All answers to the first message that has not been answered. Raises ExecutorLost, or an error of another rank, unless one of the first rank's
         own, `failure`, explains it.
         """
         seconds = STOP_SECONDS if isinstance(failure, RanksLost) else self._seconds
