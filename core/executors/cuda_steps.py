@@ -237,6 +237,10 @@ class CudaSteps:
         for begin, end in score_slices(rows, self.decoder.config.vocab_size):
             self.decoder.score_logits(begin, end)
 
+    def asks_logits(self, rows: Sequence[ScheduledRow]) -> bool:
+        """True if a row asks for more than the largest of its logits."""
+        return self._asks_of(rows).logits
+
     def look_back(self, rows: Sequence[ScheduledRow]) -> bool:
         """True if a row's draw takes the tokens before it on the host; see `SamplingParams.looks_back`."""
         return self._asks_of(rows).tokens

@@ -308,6 +308,15 @@ class DecoderModel:
         """All ranks' columns, on the first rank; on others no rows."""
         return logits if self._ranks is None else self._ranks.gather(logits, self.config.vocab_size)
 
+    def join(self, ranks: Sums) -> None:
+        """Have these ranks compute the other shares of layers; see `DecoderModel`."""
+        self._ranks = ranks
+
+    @property
+    def arena(self) -> Arena:
+        """Where KV is kept."""
+        return self._arena
+
     @property
     def logits_width(self) -> int:
         """Columns of the logits that this rank computes."""
