@@ -122,7 +122,9 @@ class CudaAdapters(ModelAdapters):
 def check_tables(manifest: AdapterManifest, path: Path, max_rank: int) -> None:
     """AdapterFormatError for an adapter that the static tables of a GPU can't hold."""
     if manifest.rank > max_rank:
-        raise AdapterFormatError(f"{path}: has rank {manifest.rank}, above max_lora_rank {max_rank}; raise max_lora_rank")
+        raise AdapterFormatError(
+            f"{path}: has rank {manifest.rank}, above max_lora_rank {max_rank}; raise max_lora_rank"
+        )
     if len(manifest.parts) > MAX_PARTS:
         raise AdapterFormatError(
             f"{path}: rank_pattern, alpha_pattern and layers make {len(manifest.parts)} parts that differ; "

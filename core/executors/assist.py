@@ -37,9 +37,9 @@ from ..config import EngineConfig
 from ..model.config import ModelConfig
 from ..requests.types import StepPlan
 from .adapters import ModelAdapters
-from .image_memory import ImageLayout, ImageMemory, Pinning, image_bytes
 from .assistant import AssistantProcess
 from .followers import Followers
+from .image_memory import ImageLayout, ImageMemory, Pinning, image_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -47,8 +47,8 @@ class CudaExecutor(ModelExecutor):
         driver: CupyDriver | None = None,
         seat: DeviceSeat | None = None,
     ) -> None:
-        """device: the configuration's GPU by default; driver: of the same, for assistants. seat: the rank that it is, if
-        there are several; then it has loaded its share, and `measure` and `open` follow once all have. Raises
+        """device: the configuration's GPU by default; driver: of the same, for assistants. seat: the rank that it is,
+        if there are several; then it loads its share, and `measure` and `open` follow once all have. Raises
         DeviceError, UnsupportedModel, OutOfDeviceMemory.
         """
         super().__init__(config, WHOLE if seat is None else seat.shard)
@@ -68,12 +68,13 @@ class CudaExecutor(ModelExecutor):
         """Make what steps need beside an arena, and find how many pages that may have; all ranks together. Raises
         OutOfDeviceMemory.
         """
-        with self._device.scope(), torch.inference_mode():
+        with self._device.scope():
             if self._seat is not None:
                 self._decoder.join(self._seat.sums)
             self.steps = self._make_steps(self._decoder)
-            self.steps.warm_up()
-            return self._measure(self._free)
+            with torch.inference_mode():
+                self.steps.warm_up()
+                return self._measure(self._free)
 
     def open(self, num_pages: int) -> None:
         """Make an arena of so many pages, and capture what is captured ahead; all ranks together."""

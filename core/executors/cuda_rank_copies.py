@@ -1,8 +1,9 @@
 """Images of all ranks on their way between host memory and the arenas of several GPUs.
 
-The first rank keeps the images, in memory that all see, and says what is copied where; each rank copies its share, in its
-own streams, in the order of its steps. A copy is done when it is done on every rank. An adapter's copies begin when all of
-it has been read: whether a layer is there when a step needs it then depends on no clock, so that all ranks find the same.
+The first rank keeps the images, in memory that all see, and says what is copied where; each rank copies its share, in
+its own streams, in the order of its steps. A copy is done when it is done on every rank. An adapter's copies begin when
+all of it has been read: whether a layer is there when a step needs it then depends on no clock, so that all ranks find
+the same.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ _LOOK_SECONDS = 5e-4
 class RankTransfer:
     """A copy on all ranks, begun by `begin`, which starts this rank's share once the others know of theirs.
 
-    stream: of an image that is still being read, or None. number: of the copy, once it has begun.
+    stream: of the image, which may still be being read. number: of the copy, once it has begun.
     """
 
     address = 0
 
-    def __init__(self, copies: RankCopies, begin: Callable[[int], Transfer], stream: LayerStream, num_layers: int) -> None:
+    def __init__(
+        self, copies: RankCopies, begin: Callable[[int], Transfer], stream: LayerStream, num_layers: int
+    ) -> None:
         self._copies, self._begin, self._stream, self._num_layers = copies, begin, stream, num_layers
         self._own: Transfer | None = None
         self._is_cancelled = False

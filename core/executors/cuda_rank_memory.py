@@ -12,7 +12,7 @@ import torch
 
 from ...graphs.device import CudaDevice
 from ...memory.transfers.cuda_driver import CupyDriver, MissingCupy
-from ...ops.device_ranks import open_nccl
+from ...ops.device_ranks import open_group
 from ...ops.ranks import Ranks, Sums
 from ..model.shard import Shard
 from .image_memory import ImageMemory, Pinning
@@ -24,8 +24,18 @@ NUM_COPIES = 4096
 COMING, FAILED, DONE, VOID = range(4)
 
 
+class DeviceSums(Sums, Protocol):
+    """Sums on devices, which end."""
+
+    def close(self) -> None:
+        """Let this process join other ranks."""
+        ...
+
+
 class OpenSums(Protocol):
-    def __call__(self, ranks: Ranks, device: torch.device, store: str, seconds: float) -> Sums:
+    """How ranks meet."""
+
+    def __call__(self, ranks: Ranks, device: torch.device, store: str, seconds: float) -> DeviceSums:
         """Join the other ranks, which name the same file; ranks: of the host's memory."""
         ...
 
@@ -37,14 +47,14 @@ def _open_driver(device: CudaDevice) -> Pinning | None:
         return None
 
 
-def _open_sums(ranks: Ranks, device: torch.device, store: str, seconds: float) -> Sums:
-    return open_nccl(ranks.rank, ranks.size, device, store, seconds)
+def _open_sums(ranks: Ranks, device: torch.device, store: str, seconds: float) -> DeviceSums:
+    return open_group("nccl", ranks.rank, ranks.size, device, store, seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class RankDevices:
-    """The devices of ranks; what is called goes to the other ranks' processes. open_driver: None where host memory can't
-    be pinned.
+    """The devices of ranks; what is called goes to the other ranks' processes. open_driver: None where host
+    memory can't be pinned.
     """
 
     open_device: Callable[[int], CudaDevice] = CudaDevice
@@ -63,7 +73,7 @@ class DeviceSeat:
         self.states = memory.more(np.int32).reshape(shard.size, NUM_COPIES)
         self._ranks = memory.ranks(shard.rank, seconds)
         self._ranks.begin(1)  # steps of a device follow each other without a pause: all are one
-        self._sums: Sums | None = None
+        self._sums: DeviceSums | None = None
         self._lock = threading.Lock()
         self.is_lost = False
 
@@ -96,3 +106,9 @@ class DeviceSeat:
         self._ranks.lose()
         if sums is not None:
             sums.lose()
+
+    def close(self) -> None:
+        """Let this process join other ranks; nothing waits for these any more."""
+        self.lose()
+        if self._sums is not None:
+            self._sums.close()

@@ -24,6 +24,8 @@ from ...graphs.device import DeviceError
 from ...memory.pages.layout import PageLayout
 from ...memory.transfers.transfer import ExecutorLost
 from ...ops import native_library
+from ...ops.device_ranks import RanksUnavailable, check_nccl
+from ...ops.ranks import RanksLost
 from ..cold_start import ColdStarts
 from ..config import EngineConfig
 from ..model.config import UnsupportedModel
@@ -51,6 +53,8 @@ _ROW_ROOM = 32
 
 _LOOK_SECONDS = 1.0
 
+_LOST = "a rank has ended or kept the others waiting for too long"
+
 
 class CudaRanksExecutor:
     """Runs steps on `config.tensor_parallel_size` GPUs, of which the first is a `CudaExecutor` of this process."""
@@ -73,6 +77,7 @@ class CudaRanksExecutor:
         floats = max(config.max_num_batched_tokens * (hidden + _ROW_ROOM), shapes.whole.vocab_size)
         layout = ImageLayout(size, floats, image_bytes(config.host_bytes), DeviceSeat.more_bytes(size))
         device = devices.open_device(0)
+        self._folder = tempfile.TemporaryDirectory(prefix="chorus-ranks-")  # in which the processes find each other
         fd = ImageMemory.create(layout)
         try:
             memory = ImageMemory(fd, layout, devices.open_driver(device))
@@ -89,8 +94,9 @@ class CudaRanksExecutor:
             weight_bytes = [self.first.weight_bytes, *self._followers.join()]
             self.num_pages = self._join(devices)
         except BaseException:
-            seat.lose()
             self._followers.close()
+            seat.close()
+            self._folder.cleanup()
             raise
         copies = RankCopies(seat, self.first, self._send, patience)
         self.adapters = CudaRankAdapters(shapes.whole, shapes.config, copies, memory, config.max_lora_rank)
@@ -137,29 +143,28 @@ class CudaRanksExecutor:
         self._is_closed.set()
         self._followers.close()
         self.first.close()
+        self._seat.close()
+        self._folder.cleanup()
 
     def read(self, step: _RankStep) -> StepResult:
-        """Wait for a step: first until all ranks have launched it, then for its tokens."""
-        while step in self._open:
-            self._collect()
+        """Wait for a step's tokens, and for what the other ranks say of it."""
         self._waits_since = time.monotonic()
         try:
             result = self._launched(step.started.result)
         finally:
             self._waits_since = None
+        while step in self._open:
+            self._collect()
         if self._seat.is_lost:
-            raise ExecutorLost("a rank has ended or kept the others waiting for too long")
+            raise ExecutorLost(_LOST)
         for request_id in step.late:
             result.retract(request_id)
         return result
 
     def _join(self, devices: RankDevices) -> int:
         """Have all ranks meet, measure and open; the number of pages of each."""
-        with tempfile.TemporaryDirectory(prefix="chorus-ranks-") as folder:
-            store = str(Path(folder) / "store")
-            self._together(
-                lambda: self._seat.meet(devices.open_sums, store, _JOIN_SECONDS), "meet", store, _JOIN_SECONDS
-            )  # fmt: skip
+        store = str(Path(self._folder.name) / "store")
+        self._together(lambda: self._seat.meet(devices.open_sums, store, _JOIN_SECONDS), "meet", store, _JOIN_SECONDS)
         own, others = self._together(self.first.measure, "measure")
         num_pages = min(own, *others)
         self._together(lambda: self.first.open(num_pages), "open", num_pages)
@@ -171,20 +176,28 @@ class CudaRanksExecutor:
         try:
             result = work()
         except Exception as error:
-            self._seat.lose()
-            self._followers.answers(error)  # which may say what has gone wrong first
+            if (why := self._lose(error)) is not None:
+                raise RuntimeError(why) from error
             raise
         return result, self._followers.answers()
+
+    def _lose(self, error: Exception) -> str | None:
+        """Have no rank wait any more; what has failed on another one, if that is why the first one did."""
+        is_another = self._seat.is_lost or isinstance(error, RanksLost) or self._followers.have_ended
+        self._seat.lose()
+        return self._followers.why() if is_another else None
 
     def _launched(self, work: Callable[[], T]) -> T:
         """Do the first rank's part of a step. Raises ExecutorLost if it fails."""
         try:
             return work()
-        except ExecutorLost:
-            self._seat.lose()
-            raise
         except Exception as error:
-            self._seat.lose()
+            if (why := self._lose(error)) is not None:
+                raise ExecutorLost(why) from error
+            if isinstance(error, ExecutorLost):
+                raise
+            if isinstance(error, RanksLost):
+                raise ExecutorLost(_LOST) from error
             raise ExecutorLost(f"the first rank could not compute its share of a step: {error}") from error
 
     def _send(self, name: str, *arguments: Any) -> None:
@@ -231,12 +244,12 @@ class _RankStep:
 
 
 def check_gpus(config: EngineConfig) -> None:
-    """Raise DeviceError unless there is a GPU for each rank, from the first on."""
+    """Raise DeviceError unless there is a GPU for each rank, from the first on, and NCCL."""
     size = config.tensor_parallel_size
     if config.device not in ("auto", "cuda", "cuda:0"):
         raise DeviceError(
-            f"tensor_parallel_size is {size} and device {config.device}, but ranks take the GPUs from 0 on; set device to "
-            "cuda, and CUDA_VISIBLE_DEVICES to the GPUs that are meant"
+            f"tensor_parallel_size is {size} and device {config.device}, but ranks take the GPUs from 0 on; set device "
+            "to cuda, and CUDA_VISIBLE_DEVICES to the GPUs that are meant"
         )
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < size:
@@ -244,3 +257,7 @@ def check_gpus(config: EngineConfig) -> None:
             f"tensor_parallel_size is {size}, each rank takes a GPU of its own, and PyTorch finds {count}; set it to "
             f"{max(1, count)} or less, or device to cpu"
         )
+    try:
+        check_nccl()
+    except RanksUnavailable as error:
+        raise DeviceError(f"tensor_parallel_size is {size}, and ranks on GPUs meet by NCCL: {error}") from error

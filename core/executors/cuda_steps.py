@@ -37,8 +37,8 @@ from .cuda_products import choose_ways
 logger = logging.getLogger(__name__)
 
 #: A step's logits, at least one row per row of the step, and `[2, rows]` int64: the most likely token, and 1 if it is
-#: defined (no NaN or +inf); on the device, where both may still be under way. Of several ranks the first one's `[2, rows]`
-#: alone means something.
+#: defined (no NaN or +inf); on the device, where both may still be under way. Of several ranks, the first one's
+#: `[2, rows]` alone mean something.
 Outputs = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -60,8 +60,8 @@ class CudaSteps:
     step's tokens are back gathers them on the device. All work goes to one stream, so that a step overwrites static
     buffers only after the steps before it.
 
-    Of several ranks each has its columns of the logits in the static buffers. The first finds the likeliest token of all
-    ranks' within the step; it has whole rows where a row asks for more, and draws.
+    Of several ranks each has its columns of the logits in the static buffers. The first finds the likeliest token of
+    all ranks' within the step; it has whole rows where a row asks for more, and draws.
     """
 
     def __init__(
@@ -286,7 +286,7 @@ class CudaSteps:
         return step
 
     def _pick(self, logits: torch.Tensor, out: torch.Tensor) -> None:
-        """Write to out `[2, rows]` int64 each row's most likely token, and 1 if it is defined: no logit is NaN or +inf."""
+        """Write to out `[2, rows]` int64 each row's most likely token, and 1 if it is defined: no NaN and no +inf."""
         best, tokens = logits.max(-1)
         if (ranks := self.decoder.ranks) is not None:
             found = _of_all_ranks(best, tokens, ranks, self.decoder.config.vocab_size)

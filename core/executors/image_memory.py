@@ -14,7 +14,6 @@ import torch
 from ...memory.transfers.pinned import Extents
 from ...ops.ranks import SPINNING_SECONDS, Ranks
 
-
 #: Least bytes of images that may be in the memory at once.
 LEAST_IMAGE_BYTES = 64 << 20
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from ...memory.files.format import AdapterManifest
-from ...memory.host.image import HostImage, LayerStream
 from ...memory.host.buffers import Buffers
+from ...memory.host.image import HostImage, LayerStream
 from ...memory.pages.adapter_layout import AdapterLayout
 from ...memory.pages.arena import Arena
 from ...memory.pages.layout import MODULES, ModuleDims
