@@ -94,10 +94,14 @@ class CudaFollower(Follower):
 
     def receive(self, link: Connection) -> Any:
         """The next message; copies go on until it comes, and a device that fails meanwhile ends the process."""
-        while True:
-            is_copying = self._copies is not None and self._look()
-            if link.poll(_COPY_SECONDS if is_copying else _IDLE_SECONDS):
-                return link.recv()
+        try:
+            while True:
+                is_copying = self._copies is not None and self._look()
+                if link.poll(_COPY_SECONDS if is_copying else _IDLE_SECONDS):
+                    return link.recv()
+        except (EOFError, OSError):  # the first rank has closed
+            self._seat.close()
+            raise
 
     @property
     def _opened(self) -> FollowerCopies:
