@@ -52,7 +52,8 @@ class EngineConfig(BaseModel):
         default=1,
         ge=1,
         le=64,
-        description="processes that compute each layer together, each a share of its heads and MLP; on a CPU only",
+        description="processes that compute each layer together, each a share of its heads and MLP; on GPUs each takes "
+        "one, from the first on",
     )
     max_model_len: int | None = Field(
         default=None, ge=2, description="most tokens of one request, prompt and output; default: the model's limit"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from typing import Protocol
 
 import torch
 
@@ -28,6 +29,33 @@ class StepGivenUp(RuntimeError):
 
 class RanksLost(RuntimeError):
     """A rank has ended, or kept the others waiting for too long: these ranks compute nothing any more."""
+
+
+class Sums(Protocol):
+    """What one rank of `size` computes together with the others: each calls the same, in the same order."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+    def add_up(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' parts, the same bits on each, maybe in place."""
+        ...
+
+    def gather(self, part: torch.Tensor, width: int) -> torch.Tensor:
+        """The rows `[rows, width]` float32 of which every rank has columns, from `width · rank / size` on, on the first
+        rank; on others no rows.
+        """
+        ...
+
+    def lead(self, values: torch.Tensor) -> None:
+        """Have the first rank's integers, from 0 to 2^24, on all ranks, in place."""
+        ...
+
+    def lose(self) -> None:
+        """Have this rank never wait for the others again; from any thread."""
+        ...
 
 
 class Ranks:
@@ -75,6 +103,10 @@ class Ranks:
         self._check(self._library.chorus_ranks_gather(self.handle, part.data_ptr(), len(part), width, out))
         return rows
 
+    def lead(self, values: torch.Tensor) -> None:
+        """See `Sums.lead`; float32 holds such integers. Raises StepGivenUp and RanksLost."""
+        values.copy_(self.add_up(torch.zeros(values.shape) if self.rank else values.to(torch.float32)))
+
     def meet(self) -> None:
         """Wait until all ranks have written their parts of a sum. Raises StepGivenUp and RanksLost."""
         self._check(self._library.chorus_ranks_meet(self.handle))
@@ -118,6 +150,9 @@ class Ranks:
     def lose(self) -> None:
         """Have all ranks leave this step and never wait again; from any thread."""
         self._library.chorus_ranks_lose(self.handle)
+
+    def close(self) -> None:
+        """Its memory goes with the last reference to it."""
 
     def _check(self, state: int) -> None:
         if state == _LOST:

@@ -71,6 +71,16 @@ class ModelAdapters:
             transfer = self.dma.copies.start(image, layout, pages)
             return None if transfer.is_done() else transfer
 
+    def start(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer:
+        """`place`, with a transfer in any case."""
+        with self._scope():
+            return self.dma.copies.start(image, layout, pages)
+
+    def copy_pages(self, image: torch.Tensor, pages: Sequence[int], *, to_device: bool) -> Transfer:
+        """See `CopyEngine.copy_pages`."""
+        with self._scope():
+            return self.dma.copies.copy_pages(image, pages, to_device=to_device)
+
     def save(self, layout: AdapterLayout, pages: list[int]) -> HostImage:
         with self._scope():
             image = HostImage()
@@ -97,15 +107,7 @@ class CudaAdapters(ModelAdapters):
 
     def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
         manifest = super().inspect(path, roots)
-        if manifest.rank > self._max_rank:
-            raise AdapterFormatError(
-                f"{path}: has rank {manifest.rank}, above max_lora_rank {self._max_rank}; raise max_lora_rank"
-            )
-        if len(manifest.parts) > MAX_PARTS:
-            raise AdapterFormatError(
-                f"{path}: rank_pattern, alpha_pattern and layers make {len(manifest.parts)} parts that differ; "
-                f"on a GPU at most {MAX_PARTS} may"
-            )
+        check_tables(manifest, path, self._max_rank)
         return manifest
 
     def advance(self) -> None:
@@ -115,6 +117,19 @@ class CudaAdapters(ModelAdapters):
     def close(self) -> None:
         """Wait until nothing is being copied."""
         self.dma.copies.close()
+
+
+def check_tables(manifest: AdapterManifest, path: Path, max_rank: int) -> None:
+    """AdapterFormatError for an adapter that the static tables of a GPU can't hold."""
+    if manifest.rank > max_rank:
+        raise AdapterFormatError(
+            f"{path}: has rank {manifest.rank}, above max_lora_rank {max_rank}; raise max_lora_rank"
+        )
+    if len(manifest.parts) > MAX_PARTS:
+        raise AdapterFormatError(
+            f"{path}: rank_pattern, alpha_pattern and layers make {len(manifest.parts)} parts that differ; "
+            f"on a GPU at most {MAX_PARTS} may"
+        )
 
 
 def open_rows(fd: int, jobs: RowJobs, out_elems: int, dtype: torch.dtype) -> native_reader.FileRows:

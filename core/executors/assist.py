@@ -29,7 +29,7 @@ from ...memory.pages.layout import MODULES
 from ...memory.transfers.dma import Dma
 from ...memory.transfers.pinned import PinnedBuffers
 from ...memory.transfers.transfer import ExecutorLost, Transfer
-from ...ops.lend import Lent, group_widths, hand_over, handed_floats
+from ...ops.lend import HANDOVERS_BYTES, Lent, group_widths, hand_over, handed_floats
 from ...ops.native_library import MOST_LENT
 from ...ops.sgmv import AdapterRows, Segments
 from ..cold_start import Arrival, ColdStart, ColdStarts, CpuLoraCost, Stalls, stalls
@@ -37,9 +37,9 @@ from ..config import EngineConfig
 from ..model.config import ModelConfig
 from ..requests.types import StepPlan
 from .adapters import ModelAdapters
-from .assist_memory import AssistLayout, AssistMemory, Pinning
 from .assistant import AssistantProcess
 from .followers import Followers
+from .image_memory import ImageLayout, ImageMemory, Pinning, image_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +51,6 @@ _UNKNOWN_PACE = 1.0
 
 #: An assistant is given rows that take it at least so many times as long as a hand-over.
 _WORTH_A_HANDOVER = 8
-
-_LEAST_IMAGE_BYTES = 64 << 20
 
 _PROFILE_ROUNDS, _PROFILE_TOKENS, _PROFILE_RANK = 20, 64, 16
 
@@ -94,7 +92,7 @@ class LendableAdapters(ModelAdapters):
 
     coming: weakref.WeakKeyDictionary[Transfer, _Coming]
 
-    def share(self, memory: AssistMemory) -> None:
+    def share(self, memory: ImageMemory) -> None:
         """Read into this memory from now on."""
         self.dma = Dma(self.dma.copies, PinnedBuffers(memory, memory.layout.image_bytes))
         self.coming = weakref.WeakKeyDictionary()
@@ -133,12 +131,13 @@ class Assist:
         self._shapes = model.hidden_size, model.intermediate_size, model.q_size, model.kv_size
         self._widths = group_widths(self._shapes)
         self._most_rows = max(_PROFILE_TOKENS, most_rows or config.max_num_batched_tokens)
-        layout = AssistLayout(
-            1 + workers, handed_floats(self._shapes, self._most_rows), _image_bytes(config), pinning is None
-        )
-        fd = AssistMemory.create(layout)
+        layout = ImageLayout(
+            1 + workers, handed_floats(self._shapes, self._most_rows), image_bytes(config.host_bytes), HANDOVERS_BYTES,
+            is_woken=pinning is None,
+        )  # fmt: skip
+        fd = ImageMemory.create(layout)
         try:
-            self._memory = AssistMemory(fd, layout, pinning)
+            self._memory = ImageMemory(fd, layout, pinning)
             self._ranks = self._memory.ranks(0, PATIENCE_SECONDS)
             cpus = assistant_cpus(workers)
             makers = {
@@ -355,11 +354,6 @@ class Assist:
     def close(self) -> None:
         self._followers.close()
         self._memory.close()
-
-
-def _image_bytes(config: EngineConfig) -> int:
-    """Room for images: twice what host memory is to hold, as runs in between are lost. Only what is used is taken."""
-    return max(_LEAST_IMAGE_BYTES, 2 * config.host_bytes)
 
 
 def shares(rows: int, each: int, workers: int) -> list[int]:

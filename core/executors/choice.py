@@ -31,6 +31,8 @@ def completed(config: EngineConfig) -> EngineConfig:
         tokens = config.max_num_batched_tokens if "max_num_batched_tokens" in asked else tokens
         rows = config.max_num_seqs if "max_num_seqs" in asked else min(rows, tokens)
         chosen |= {"max_num_seqs": rows, "max_num_batched_tokens": max(rows, tokens)}
+    if config.tensor_parallel_size > 1 and uses_gpu(config.device):
+        chosen["max_load_stall_seconds"] = 0.0  # see `cuda_rank_copies`
     return config.model_copy(update=chosen)
 
 
@@ -57,13 +59,15 @@ def open_executor(config: EngineConfig) -> Executor:
     """
     size, assistants = config.tensor_parallel_size, config.assist_workers
     on_gpu = uses_gpu(config.device)
-    if on_gpu and size > 1:
-        raise _refusal(f"tensor_parallel_size is {size}, and ranks compute on the CPU only; set device to cpu")
     if assistants and size > 1:
         raise _refusal(
             f"assist_workers is {assistants}, and tensor_parallel_size is {size}: ranks have none; set one of them to "
             "its default"
         )
+    if on_gpu and size > 1:
+        from .cuda_ranks import CudaRanksExecutor
+
+        return CudaRanksExecutor(config)
     if on_gpu:
         from .cuda import CudaExecutor
 

@@ -95,7 +95,7 @@ class CpuExecutor(ModelExecutor):
         asking = [index for index, row in enumerate(rows) if needs_logits(row)]
         if not isinstance(model, NativeDecoderModel):
             with torch.inference_mode():
-                logits = self.steps.forward(plan)
+                logits = model.gathered(self.steps.forward(plan))
                 return self._draw(plan, greedy(logits), RowLogits(logits, {index: index for index in asking}))
         plain = (
             asking if self.shard.size == 1 else []
@@ -117,12 +117,15 @@ class CpuExecutor(ModelExecutor):
         kept: rows of which the first rank wants more logits than the largest.
         """
         self._check(plan)
-        if isinstance(self.decoder, NativeDecoderModel):
-            self.decoder.keep_logits(kept)
+        model = self.decoder
+        if isinstance(model, NativeDecoderModel):
+            model.keep_logits(kept)
         with torch.inference_mode():
-            self.steps.forward(plan)
+            logits = self.steps.forward(plan)
+            if isinstance(model, DecoderModel):
+                model.gathered(logits)
             for begin, end in score_slices(plan.rows, self.model.vocab_size):
-                self.decoder.score_logits(begin, end)
+                model.score_logits(begin, end)
         return self._lora.late_requests(plan.rows) if plan.adapters else []
 
     def _check(self, plan: StepPlan) -> None:

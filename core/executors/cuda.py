@@ -13,6 +13,7 @@ from ...graphs.device import CudaDevice, DeviceError
 from ...graphs.runner import CapturedStep
 from ...memory.pages.arena import Arena
 from ...memory.transfers.cuda_driver import CupyDriver, MissingCupy
+from ...memory.transfers.transfer import ExecutorLost
 from ...ops import dependent_launch, native_library
 from ...ops.attention_backend import AttentionUnavailable, choose_attention
 from ..cold_start import ColdStarts
@@ -21,12 +22,15 @@ from ..model.config import UnsupportedModel
 from ..model.decoder import DecoderModel
 from ..model.nvtx_spans import span
 from ..model.open_weights import open_weights
+from ..model.shard import WHOLE
+from ..model.weights import num_weights
 from ..requests.types import StepPlan, StepResult
 from . import cuda_memory
 from .adapters import CudaAdapters
 from .base import ModelExecutor, watched
 from .cuda_assist import CudaAssist, CudaLendableAdapters
 from .cuda_merged import CudaShadow
+from .cuda_rank_memory import DeviceSeat
 from .cuda_steps import CudaSteps, Outputs
 from .swaps import PageSwaps
 
@@ -34,26 +38,48 @@ logger = logging.getLogger(__name__)
 
 
 class CudaExecutor(ModelExecutor):
-    """Runs steps on one GPU. One thread at a time, any thread."""
+    """Runs steps on one GPU, of all of the model or of a rank's share. One thread at a time, any thread."""
 
     def __init__(
-        self, config: EngineConfig, device: CudaDevice | None = None, driver: CupyDriver | None = None
+        self,
+        config: EngineConfig,
+        device: CudaDevice | None = None,
+        driver: CupyDriver | None = None,
+        seat: DeviceSeat | None = None,
     ) -> None:
-        """device: the configuration's GPU by default; driver: of the same, for assistants. Raises DeviceError,
-        UnsupportedModel, OutOfDeviceMemory.
+        """device: the configuration's GPU by default; driver: of the same, for assistants. seat: the rank that it is,
+        if there are several; then it loads its share, and `measure` and `open` follow once all have. Raises
+        DeviceError, UnsupportedModel, OutOfDeviceMemory.
         """
-        super().__init__(config)
+        super().__init__(config, WHOLE if seat is None else seat.shard)
         check_assistants(config, self._dtype)
-        self._config = config
+        self._config, self._seat = config, seat
         dependent_launch.allow(config.dependent_launch == "auto")
         self._device = CudaDevice(_index(config.device)) if device is None else device
+        self.weight_bytes = num_weights(self.whole, self.shard) * self._dtype.itemsize
         with self._device.scope():
-            free, _ = self._device.memory()
-            self.steps = self._load()
+            self._free, _ = self._device.memory()  # before anything is loaded
+            self._decoder = self._load()
             self._assist = self._open_assistants(driver) if config.assist_workers else None
+        if seat is None:
+            self.open(self.measure())
+
+    def measure(self) -> int:
+        """Make what steps need beside an arena, and find how many pages that may have; all ranks together. Raises
+        OutOfDeviceMemory.
+        """
+        with self._device.scope():
+            if self._seat is not None:
+                self._decoder.join(self._seat.sums)
+            self.steps = self._make_steps(self._decoder)
             with torch.inference_mode():
                 self.steps.warm_up()
-                self.num_pages = self._measure(free)
+                return self._measure(self._free)
+
+    def open(self, num_pages: int) -> None:
+        """Make an arena of so many pages, and capture what is captured ahead; all ranks together."""
+        self.num_pages = num_pages
+        with self._device.scope():
             self.arena = Arena(self.layout, self.num_pages, self._dtype, self._device.torch_device)
             self.steps.use_arena(self.arena)
             self.adapters = self._open_adapters()
@@ -80,19 +106,30 @@ class CudaExecutor(ModelExecutor):
     def start(self, plan: StepPlan) -> _Started:
         """Launch a step. What is computed from its tokens on the device is in order whatever the host does."""
         with watched(self._device), torch.inference_mode(), span(_name(plan)):
-            self.adapters.advance()
             rows, steps = plan.rows, self.steps
-            if plan.merged is not None:
-                self.shadow.check(plan.merged)
-            if plan.bucket is None:
-                outputs = self._ragged(plan)
-            else:
-                outputs = steps.decode(plan.bucket, rows, plan.adapters, plan.sources, plan.merged)
+            outputs = self._launch(plan, steps.asks_logits(rows))
             draw = partial(steps.draw, rows, *outputs)
             read = None if plan.sources is not None and steps.look_back(rows) else draw()
             late = steps.lora.late_requests(rows) if plan.adapters else []
             end = partial(self._assist.end, plan) if self._assist is not None and plan.bucket is None else None
             return _Started(self._device, late, draw, read, end)
+
+    def follow(self, plan: StepPlan, asks_logits: bool) -> list[str]:
+        """Launch a step as another rank than the first, which draws the tokens; return the requests with void rows.
+
+        asks_logits: a row asks for more than the largest of its logits.
+        """
+        with watched(self._device), torch.inference_mode(), span(_name(plan)):
+            self._launch(plan, asks_logits)
+            self.steps.follow_scores(plan.rows)
+            return self.steps.lora.late_requests(plan.rows) if plan.adapters else []
+
+    def advance(self) -> None:
+        """Issue the next copies. Raises ExecutorLost if the device has failed."""
+        with watched(self._device):
+            self.adapters.advance()
+            if (failure := self._device.failure()) is not None:
+                raise ExecutorLost(f"the device failed: {failure}")
 
     def close(self) -> None:
         """Free the GPU's memory. The executor can't be used afterwards."""
@@ -102,8 +139,18 @@ class CudaExecutor(ModelExecutor):
         if self._assist is not None:
             self._assist.close()
             self._assist = None
-        del self.steps, self.arena, self.adapters, self.swaps, self.shadow
+        del self._decoder, self.steps, self.arena, self.adapters, self.swaps, self.shadow
         self._device.release()
+
+    def _launch(self, plan: StepPlan, asks_logits: bool) -> Outputs:
+        self.adapters.advance()
+        if plan.merged is not None:
+            self.shadow.check(plan.merged)
+        if plan.bucket is None:
+            logits, chosen = self._ragged(plan)
+        else:
+            logits, chosen = self.steps.decode(plan.bucket, plan.rows, plan.adapters, plan.sources, plan.merged)
+        return self.steps.whole(logits) if asks_logits else logits, chosen
 
     def _ragged(self, plan: StepPlan) -> Outputs:
         launch = partial(self.steps.ragged, plan.rows, plan.adapters, plan.sources, plan.merged)
@@ -124,19 +171,26 @@ class CudaExecutor(ModelExecutor):
         config = self._config
         of_arena = self.config, self.arena, self._dtype, self._device, config.max_lora_rank
         if self._assist is None:
-            return CudaAdapters(*of_arena, config.host_bytes)
+            return CudaAdapters(*of_arena, config.host_bytes if self._seat is None else 0)  # or ranks' images
         adapters = CudaLendableAdapters(*of_arena, 0)
         self._assist.use_adapters(adapters)
         return adapters
 
-    def _load(self) -> CudaSteps:
-        """Weights and static buffers, with an arena of two pages until it is known how large the real one can be."""
-        config, model, device = self._config, self.config, self._device
+    def _load(self) -> DecoderModel:
+        """Weights, with an arena of two pages until it is known how large the real one can be."""
+        config, device = self._config, self._device
         where = device.torch_device
         arena = Arena(self.layout, 2, self._dtype, where)
-        with open_weights(config.model, model, self._dtype, load_format=config.load_format, device=where) as weights:
+        with open_weights(
+            config.model, self.whole, self._dtype, load_format=config.load_format, device=where, shard=self.shard
+        ) as weights:
             cuda_memory.check_weights(weights.num_bytes_kept, *device.memory())
-            decoder = DecoderModel(model, weights, arena, self.model.max_model_len)
+            return DecoderModel(self.config, weights, arena, self.model.max_model_len)
+
+    def _make_steps(self, decoder: DecoderModel) -> CudaSteps:
+        """Static buffers, and what computes attention."""
+        config, model, device = self._config, self.config, self._device
+        where = device.torch_device
         try:
             attention = choose_attention(
                 model.num_heads, model.num_kv_heads, model.head_dim, self.layout.block_tokens, self._dtype, where,
@@ -149,7 +203,7 @@ class CudaExecutor(ModelExecutor):
         logger.info("attention by %s: %s", attention.name, attention.reason)
         if attention.mend:
             logger.warning("attention would be faster by FlashInfer; %s: %s", attention.reason, attention.mend)
-        return CudaSteps(config, decoder, arena, attention, device, self.model.max_model_len)
+        return CudaSteps(config, decoder, decoder.arena, attention, device, self.model.max_model_len)
 
     def _measure(self, free_at_first: int) -> int:
         """Number of pages that the arena gets, by what the largest step and the graphs leave.
@@ -164,7 +218,7 @@ class CudaExecutor(ModelExecutor):
         use = cuda_memory.MemoryUse(free, total, free_at_first - free, activations, graphs)
         pages = config.num_pages
         if pages is None and config.memory_bytes is not None:
-            pages = max(2, config.memory_bytes // page_bytes)
+            pages = max(2, config.memory_bytes // (self.shard.size * page_bytes))
         if pages is None:
             needed = self.layout.pages_for_tokens(self.model.max_model_len) + 1
             pages = cuda_memory.num_pages(use, page_bytes, needed, config.gpu_memory_utilization)

@@ -18,13 +18,14 @@ from ...memory.pages.arena import Arena
 from ...memory.pages.pool import PagePool
 from ...ops.attention import Attention
 from ...ops.attention_backend import AttentionBackend
+from ...ops.ranks import Sums
 from ...ops.sampling import TorchSampling
 from ..config import EngineConfig
 from ..model.batch import BY_LIBRARY, StepBatch, Ways, ragged_batch
 from ..model.decoder import DecoderModel
 from ..model.load_progress import progress
 from ..model.lora_state_cuda import CudaLoraState, LoraLaunches, StepLimits
-from ..model.sampler import DeviceDraw, draw, most_drawn_values, needs_logits, score_prompts
+from ..model.sampler import DeviceDraw, draw, most_drawn_values, needs_logits, score_prompts, score_slices
 from ..requests.grammars import grammars_of
 from ..requests.sampling_params import MAX_ALLOWED_TOKENS, SamplingParams
 from ..requests.types import BASE_SLOT, ScheduledRow, StepResult
@@ -36,7 +37,8 @@ from .cuda_products import choose_ways
 logger = logging.getLogger(__name__)
 
 #: A step's logits, at least one row per row of the step, and `[2, rows]` int64: the most likely token, and 1 if it is
-#: defined (no NaN or +inf); on the device, where both may still be under way.
+#: defined (no NaN or +inf); on the device, where both may still be under way. Of several ranks, the first one's
+#: `[2, rows]` alone mean something.
 Outputs = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -57,6 +59,9 @@ class CudaSteps:
     that copy and for adapters that are still being read, and for nothing else. A step launched before the previous
     step's tokens are back gathers them on the device. All work goes to one stream, so that a step overwrites static
     buffers only after the steps before it.
+
+    Of several ranks each has its columns of the logits in the static buffers. The first finds the likeliest token of
+    all ranks' within the step; it has whole rows where a row asks for more, and draws.
     """
 
     def __init__(
@@ -81,7 +86,7 @@ class CudaSteps:
         self._buffers = DeviceDecodeBuffers(
             sizes, layout.pages_for_tokens(max_model_len), layout.block_tokens, PagePool.DUMMY, device
         )
-        self.logits = torch.zeros(rows, model.config.vocab_size, device=where)
+        self.logits = torch.zeros(rows, model.logits_width, device=where)
         vocab = torch.arange(model.config.vocab_size, device=where)
         self._drawable = torch.cat((torch.zeros(2 * rows, dtype=torch.long, device=where), vocab))
         """The tokens that the last step drew, and the rest of what `_pick` writes; behind them every token there is."""
@@ -107,7 +112,9 @@ class CudaSteps:
         self._grammars = grammars_of(config.model, model.config.vocab_size, model.config.eos_token_ids)
         self._last_asks: tuple[Sequence[ScheduledRow], _Asks] = (), _Asks(False, False, False)  # of the last rows
         self._captures = config.graph_capture != "off" and (attention.captures or where.type == "cpu")
-        ahead = sizes[::-1] if self._captures and config.graph_capture == "ahead" else ()
+        # ranks make a shadow at their own pace, but capture together: when a step that all have needs it
+        is_ahead = self._captures and config.graph_capture == "ahead" and model.ranks is None
+        ahead = sizes[::-1] if is_ahead else ()
         self.merged_graphs = PlacedGraphs(self._capture, self._prepare, ahead)
 
     def use_arena(self, arena: Arena) -> None:
@@ -154,7 +161,7 @@ class CudaSteps:
             self.decoder.forward(batch, logits)
         else:
             self.decoder.score(self.mixed.run(bucket, num_tokens, lora), batch, logits)
-        _pick(logits, chosen)
+        self._pick(logits, chosen)
         return logits, chosen
 
     def decode(
@@ -221,6 +228,19 @@ class CudaSteps:
 
         return read_with_scores
 
+    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+        """The last step's logits with all ranks' columns, on the first rank; all ranks must ask."""
+        return self.decoder.gathered(logits)
+
+    def follow_scores(self, rows: Sequence[ScheduledRow]) -> None:
+        """Do another rank's share of the scores that `draw` has the first one compute."""
+        for begin, end in score_slices(rows, self.decoder.config.vocab_size):
+            self.decoder.score_logits(begin, end)
+
+    def asks_logits(self, rows: Sequence[ScheduledRow]) -> bool:
+        """True if a row asks for more than the largest of its logits."""
+        return self._asks_of(rows).logits
+
     def look_back(self, rows: Sequence[ScheduledRow]) -> bool:
         """True if a row's draw takes the tokens before it on the host; see `SamplingParams.looks_back`."""
         return self._asks_of(rows).tokens
@@ -240,7 +260,9 @@ class CudaSteps:
         return [own + row.tokens[0] if at < 0 else at for row, at in zip(rows, sources, strict=True)]
 
     def _take_drawn(self, token_ids: torch.Tensor) -> None:
-        """Have places in `_drawable` become the tokens there, in the device's turn."""
+        """Have places in `_drawable` become the tokens there, in the device's turn; the first rank has drawn them."""
+        if (ranks := self.decoder.ranks) is not None:
+            ranks.lead(self._chosen)
         token_ids.copy_(self._drawable.index_select(0, token_ids))
 
     def _fill(self, bucket: int, rows: list[ScheduledRow], places: Sequence[int] | None = None) -> None:
@@ -259,9 +281,20 @@ class CudaSteps:
 
         def step() -> None:
             self.decoder.forward(batch, logits)
-            _pick(logits, chosen)
+            self._pick(logits, chosen)
 
         return step
+
+    def _pick(self, logits: torch.Tensor, out: torch.Tensor) -> None:
+        """Write to out `[2, rows]` int64 each row's most likely token, and 1 if it is defined: no NaN and no +inf."""
+        best, tokens = logits.max(-1)
+        if (ranks := self.decoder.ranks) is not None:
+            found = _of_all_ranks(best, tokens, ranks, self.decoder.config.vocab_size)
+            if found is None:
+                return
+            best, tokens = found
+        out[0].copy_(tokens)
+        out[1].copy_(best.isfinite())
 
     def _outputs(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Static logits `[rows, vocab]`, and what `_pick` writes `[2, rows]`, contiguous."""
@@ -354,7 +387,12 @@ class CudaSteps:
         for length in lengths + decoding:
             tokens, pages = [0] * length, [PagePool.DUMMY] * self._layout.pages_for_tokens(length)
             rows.append(ScheduledRow(str(len(rows)), BASE_SLOT, tokens, 0, pages, params, 0, True, tokens, length))
-        self.draw(rows, *self.ragged(rows, ()))()
+        logits, chosen = self.ragged(rows, ())
+        logits = self.whole(logits)
+        if self.decoder.ranks is not None and self.decoder.ranks.rank:
+            self.follow_scores(rows)
+        else:
+            self.draw(rows, logits, chosen)()
 
     def close(self) -> None:
         """Free the graphs and their memory."""
@@ -373,8 +411,16 @@ class CudaSteps:
         return self._device.capture(self._step(bucket, lora, mode in MERGED_MODES))
 
 
-def _pick(logits: torch.Tensor, out: torch.Tensor) -> None:
-    """Write to out `[2, rows]` int64 each row's most likely token, and 1 if it is defined: no logit is NaN or +inf."""
-    best, tokens = logits.max(-1)
-    out[0].copy_(tokens)
-    out[1].copy_(best.isfinite())
+def _of_all_ranks(
+    best: torch.Tensor, tokens: torch.Tensor, ranks: Sums, vocab: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The largest logit of each row and its token, from every rank's largest; None on another rank than the first.
+
+    NaN counts as the largest, as `max` has it. Token ids are exact in float32 below 2^24.
+    """
+    first = vocab * ranks.rank // ranks.size
+    pairs = ranks.gather(torch.stack((best, (tokens + first).to(best.dtype)), -1), 2 * ranks.size)
+    if ranks.rank:
+        return None
+    best, at = pairs[:, ::2].max(-1)
+    return best, pairs[:, 1::2].gather(-1, at[:, None])[:, 0].long()

@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from subprocess import PIPE, Popen, TimeoutExpired
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ...memory.transfers.transfer import ExecutorLost
-from ...ops.ranks import Ranks, RanksLost, StepGivenUp
+from ...ops.ranks import RanksLost, StepGivenUp
 
 T = TypeVar("T")
 
@@ -32,11 +32,19 @@ _LOOK_SECONDS = 0.2
 _KEYS = "CHORUS_API_KEY", "CHORUS_ADMIN_KEY"
 
 
+class Losable(Protocol):
+    """What processes wait for each other in."""
+
+    def lose(self) -> None:
+        """Have none wait any more, from any thread."""
+        ...
+
+
 class Followers:
     """Processes that share sums with this one, of which it is the first rank."""
 
     def __init__(
-        self, makers: Mapping[str, Callable[[int], Any]], memory_fd: int, ranks: Ranks, seconds: float
+        self, makers: Mapping[str, Callable[[int], Any]], memory_fd: int, ranks: Losable, seconds: float
     ) -> None:
         """makers: by what a process is called, what makes the object there that has its messages as methods, from the
         descriptor of the shared memory; its `joined` is what `join` returns. seconds: that an answer may take.
@@ -108,18 +116,34 @@ class Followers:
             raise
         return result, self.answers()
 
-    def answers(self, failure: Exception | None = None) -> list[Any]:
-        """All answers to a message. Raises ExecutorLost, or an error of another rank, unless one of the first rank's
-        own, `failure`, explains it.
+    def why(self) -> str | None:
+        """What another rank says has failed, if it still says anything; of ranks that have been lost."""
+        try:
+            self.answers(seconds=STOP_SECONDS)
+        except ExecutorLost as error:
+            return str(error) if self.have_ended else None
+        except Exception as error:
+            return str(error)
+        return None
+
+    @property
+    def have_ended(self) -> bool:
+        """True if any process has."""
+        return any(process.poll() is not None for process in self._processes)
+
+    def answers(self, failure: Exception | None = None, seconds: float | None = None) -> list[Any]:
+        """All answers to the first message that has not been answered. Raises ExecutorLost, or an error of another
+        rank, unless one of the first rank's own, `failure`, explains it. seconds: to wait for them, if not as ever.
         """
-        seconds = STOP_SECONDS if isinstance(failure, RanksLost) else self._seconds
+        if seconds is None:
+            seconds = STOP_SECONDS if isinstance(failure, RanksLost) else self._seconds
         deadline, found, errors = time.monotonic() + seconds, [], []
         for index, link in enumerate(self._links):
             name = self._names[index]
             try:
                 if not link.poll(max(0.0, deadline - time.monotonic())):
                     self._ranks.lose()
-                    raise ExecutorLost(f"{name} kept the others waiting for {self._seconds:g} s")
+                    raise ExecutorLost(f"{name} kept the others waiting for {seconds:g} s")
                 value, error = link.recv()
             except (EOFError, OSError) as error:
                 raise self._lost(index) from error

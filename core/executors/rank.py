@@ -15,15 +15,18 @@ import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ...memory.adapters.adapter import Adapter
 from ...memory.files.format import AdapterManifest
 from ...memory.pages.adapter_layout import AdapterLayout
+from ...memory.pages.layout import PageLayout
 from ...memory.transfers.host_copies import CompleteTransfer
 from ..config import EngineConfig
+from ..model.config import ModelConfig
+from ..model.shadow import ShadowWeights
 from ..model.shard import Shard
 from ..requests.plan_wire import plan_from_wire
 from ..requests.types import CannotMerge
@@ -32,6 +35,9 @@ from .rank_memory import MemoryLayout, RankMemory, RankSeat
 
 #: Seconds between two looks at how far an adapter has come.
 LOOK_SECONDS = 2e-5
+
+#: Messages that are not answered.
+_UNANSWERED = ("know", "place", "copy", "cancel")
 
 
 class CountedTransfer(CompleteTransfer):
@@ -49,15 +55,26 @@ class CountedTransfer(CompleteTransfer):
         return self._count[0] > layer
 
 
+class RankExecutor(Protocol):
+    """An executor of a rank's share."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def layout(self) -> PageLayout: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    @property
+    def shadow(self) -> ShadowWeights: ...
+
+
 class Follower:
     """Does what the first rank says; each method is a message of its own, with its answer."""
 
-    def __init__(self, config: EngineConfig, shard: Shard, layout: MemoryLayout, memory_fd: int) -> None:
-        self._memory = RankMemory(memory_fd, layout)
-        self._seat = RankSeat(shard, self._memory)
-        self._executor = CpuExecutor(config, self._seat)
+    def __init__(self, executor: RankExecutor) -> None:
+        self._executor = executor
         self._adapters: dict[int, Adapter] = {}  # by version
-        self.joined = self._executor.weight_bytes
+        self.joined = executor.weight_bytes
 
     def know(self, adapters: Mapping[int, Any], gone: list[int]) -> None:
         """Take new adapters' parts, by version, and forget others."""
@@ -67,20 +84,6 @@ class Follower:
         for version, parts in adapters.items():
             layout = AdapterLayout.build(parts, model.module_dims, model.num_layers, page.page_elems, page.itemsize)
             self._adapters[version] = Adapter(str(version), version, AdapterManifest(Path(), parts), layout)
-
-    def step(self, number: int, plan: Mapping[str, Any], kept: Sequence[int], coming: Mapping[int, int]) -> list[str]:
-        """Compute a step; see `CpuExecutor.compute`. coming: of the slots with adapters on their way their counts."""
-        ranks = self._seat.ranks
-        ranks.begin(number)
-        try:
-            found = plan_from_wire(plan, self._find)
-            for slot, adapter in enumerate(found.adapters):
-                at = coming.get(slot)
-                adapter.transfer = None if at is None else CountedTransfer(self._memory.counts[at : at + 1])
-            return self._executor.compute(found, kept)
-        except BaseException:
-            ranks.fail(number)
-            raise
 
     def begin_shadow(self, adapter: Mapping[str, Any], runs: list[range]) -> None:
         self._executor.shadow.begin(self._find(adapter), runs)
@@ -99,8 +102,34 @@ class Follower:
         return adapter
 
 
+class CpuFollower(Follower):
+    """A rank on processors of this machine."""
+
+    def __init__(self, config: EngineConfig, shard: Shard, layout: MemoryLayout, memory_fd: int) -> None:
+        self._memory = RankMemory(memory_fd, layout)
+        self._seat = RankSeat(shard, self._memory)
+        self._cpu = CpuExecutor(config, self._seat)
+        super().__init__(self._cpu)
+
+    def step(self, number: int, plan: Mapping[str, Any], kept: Sequence[int], coming: Mapping[int, int]) -> list[str]:
+        """Compute a step; see `CpuExecutor.compute`. coming: of the slots with adapters on their way their counts."""
+        ranks = self._seat.ranks
+        ranks.begin(number)
+        try:
+            found = plan_from_wire(plan, self._find)
+            for slot, adapter in enumerate(found.adapters):
+                at = coming.get(slot)
+                adapter.transfer = None if at is None else CountedTransfer(self._memory.counts[at : at + 1])
+            return self._cpu.compute(found, kept)
+        except BaseException:
+            ranks.fail(number)
+            raise
+
+
 def follow(link: Connection, memory_fd: int) -> int:
-    """Join, then answer the first rank's messages until it sends None. Its first one makes what has their methods."""
+    """Join, then answer the first rank's messages until it sends None. Its first one makes what has their methods, and
+    may have work to do while it waits for them (`receive`).
+    """
     make = link.recv()
     try:
         follower = make(memory_fd)
@@ -108,7 +137,8 @@ def follow(link: Connection, memory_fd: int) -> int:
         link.send((None, f"{type(error).__name__}: {error}"))
         return 1
     link.send((follower.joined, None))
-    while (message := link.recv()) is not None:
+    receive = getattr(follower, "receive", Connection.recv)
+    while (message := receive(link)) is not None:
         name, *arguments = message
         try:
             answer = getattr(follower, name)(*arguments), None
@@ -116,8 +146,10 @@ def follow(link: Connection, memory_fd: int) -> int:
             answer = None, error
         except Exception as error:
             answer = None, f"{type(error).__name__}: {error}"
-        if name != "know":
+        if name not in _UNANSWERED:
             link.send(answer)
+        if getattr(follower, "is_lost", False):
+            return 1
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Adapters of several ranks: read once, cut into shares, and copied into every rank's arena."""
+"""Adapters of several ranks: read once, cut into shares, and, on a CPU, copied into every rank's arena."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from ...memory.files.format import AdapterManifest
+from ...memory.host.buffers import Buffers
 from ...memory.host.image import HostImage, LayerStream
 from ...memory.pages.adapter_layout import AdapterLayout
 from ...memory.pages.arena import Arena
@@ -22,25 +23,23 @@ from .rank_memory import NUM_COUNTS, RankMemory
 
 
 class RankAdapters:
-    """Reads adapters once and copies every rank's share into its arena. A share has the same layout on all ranks.
+    """Reads adapters once and cuts them into shares of the ranks. A share has the same layout on all ranks.
 
     Of a projection with shares of its outputs A is whole on every rank and B a share; with shares of its inputs A is a
     share and B whole. An image's data are the shares of all ranks.
     """
 
-    def __init__(self, whole: ModelConfig, share: ModelConfig, arenas: Sequence[Arena], memory: RankMemory) -> None:
-        """whole, share: shapes of the model, and of a rank's share of it."""
-        arena = arenas[0]
+    def __init__(
+        self, whole: ModelConfig, share: ModelConfig, arena: Arena, size: int, buffers: Buffers | None = None
+    ) -> None:
+        """whole, share: shapes of the model, and of a rank's share of it. arena: on the host, of a rank's layout.
+        buffers: for shares, by default in ordinary memory.
+        """
         self._dtype, self._page = arena.pages.dtype, arena.layout
         self._whole = ModelAdapters(whole, arena, self._dtype)
         self._share = ModelAdapters(share, arena, self._dtype)
-        self._buffers = self._share.dma.buffers
-        self._copies = [HostCopies(arena.pages) for arena in arenas]
-        self._num_pages = arena.num_pages
-        self._counts = memory.counts
-        self._free_counts = list(range(NUM_COUNTS))
-        self._used_counts: weakref.WeakKeyDictionary[Transfer, int] = weakref.WeakKeyDictionary()
-        size = len(arenas)
+        self._buffers = buffers or self._share.dma.buffers
+        self._size = size
         self._parts = [
             {name: Shard(rank, size).of_module(name, whole) for name in MODULES} for rank in range(size)
         ]  # fmt: skip
@@ -56,7 +55,7 @@ class RankAdapters:
     def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
         """Read the file once; a layer's shares are cut from it as soon as it is there."""
         whole_layout, whole = self._whole.layout(manifest), HostImage()
-        shares = [self._take(layout.num_pages) for _ in self._copies]
+        shares = self._take(layout.num_pages)
         image.data = shares
         done = 0
 
@@ -72,6 +71,22 @@ class RankAdapters:
         whole.follow(cut)
         self._whole.read(manifest, whole_layout, whole)
 
+    def _take(self, num_pages: int) -> list[torch.Tensor]:
+        """Host memory for pages of every rank."""
+        return [self._buffers.take((num_pages, self._page.page_elems), self._dtype) for _ in range(self._size)]
+
+
+class ArenaAdapters(RankAdapters):
+    """Copies every rank's share into its arena, all of which this process sees."""
+
+    def __init__(self, whole: ModelConfig, share: ModelConfig, arenas: Sequence[Arena], memory: RankMemory) -> None:
+        super().__init__(whole, share, arenas[0], len(arenas))
+        self._copies = [HostCopies(arena.pages) for arena in arenas]
+        self._num_pages = arenas[0].num_pages
+        self._counts = memory.counts
+        self._free_counts = list(range(NUM_COUNTS))
+        self._used_counts: weakref.WeakKeyDictionary[Transfer, int] = weakref.WeakKeyDictionary()
+
     def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
         check_pages(pages, layout.num_pages, self._num_pages)
         if not self._free_counts:
@@ -85,7 +100,7 @@ class RankAdapters:
 
     def save(self, layout: AdapterLayout, pages: list[int]) -> HostImage:
         image = HostImage()
-        image.data = [self._take(len(pages)) for _ in self._copies]
+        image.data = self._take(len(pages))
         for copies, share in zip(self._copies, image.data, strict=True):
             copies.copy_out(pages, share)
         image.publish(layout.num_layers)
@@ -98,9 +113,6 @@ class RankAdapters:
     def count_of(self, transfer: Transfer) -> int:
         """Number of the count, in the ranks' memory, of the layers that have arrived."""
         return self._used_counts[transfer]
-
-    def _take(self, num_pages: int) -> torch.Tensor:
-        return self._buffers.take((num_pages, self._page.page_elems), self._dtype)
 
 
 def _cut(

@@ -33,8 +33,8 @@ from ..requests.types import StepPlan, StepResult
 from .base import ModelExecutor
 from .cpu import CpuExecutor, cpu_pages, cpu_threads
 from .followers import Followers
-from .rank import Follower
-from .rank_adapters import RankAdapters
+from .rank import CpuFollower
+from .rank_adapters import ArenaAdapters
 from .rank_memory import MemoryLayout, RankMemory, RankSeat
 from .swaps import PageSwaps
 
@@ -71,7 +71,7 @@ class RanksExecutor:
             memory = RankMemory(fd, layout)
             seat = RankSeat(first.shard, memory)
             makers = {
-                f"rank {rank} of {size}": partial(Follower, config, Shard(rank, size), layout)
+                f"rank {rank} of {size}": partial(CpuFollower, config, Shard(rank, size), layout)
                 for rank in range(1, size)
             }
             self._followers = Followers(makers, fd, seat.ranks, patience)
@@ -88,11 +88,10 @@ class RanksExecutor:
         dtype = self.first.arena.pages.dtype
         arenas = [self.first.arena]
         arenas += [Arena(one, self.num_pages, dtype, "cpu", memory.arena(rank, dtype)) for rank in range(1, size)]
-        self.adapters = RankAdapters(first.whole, self.first.config, arenas, memory)
+        self.adapters = ArenaAdapters(first.whole, self.first.config, arenas, memory)
         self.swaps = RankSwaps(arenas)
-        self._known: weakref.WeakSet[Adapter] = weakref.WeakSet()
-        self._gone: list[int] = []
-        self.shadow = RankShadow(self.first.shadow, self._followers, self._entry)
+        self._known = KnownAdapters(self._followers)
+        self.shadow = RankShadow(self.first.shadow, self._followers.beside, self._known.entry)
         mib = " + ".join(f"{num_bytes / 2**20:.1f}" for num_bytes in weight_bytes)
         logger.info(
             "%d ranks of %d threads: weights of %s MiB, KV and adapters of %.1f MiB each", size, cpu_threads(config),
@@ -106,7 +105,7 @@ class RanksExecutor:
             for slot, adapter in enumerate(plan.adapters)
             if adapter.transfer is not None
         }
-        self._introduce([*plan.adapters, *([] if plan.merged is None else [plan.merged])])
+        self._known.introduce_all(plan)
         self._steps = number = self._steps + 1
         self._ranks.begin(number)
         kept = [index for index, row in enumerate(plan.rows) if needs_logits(row)]
@@ -136,7 +135,20 @@ class RanksExecutor:
         self._followers.close()
         self.first.close()
 
-    def _introduce(self, adapters: Sequence[Adapter]) -> None:
+
+class KnownAdapters:
+    """The adapters that the other ranks know."""
+
+    def __init__(self, followers: Followers) -> None:
+        self._followers = followers
+        self._known: weakref.WeakSet[Adapter] = weakref.WeakSet()
+        self._gone: list[int] = []
+
+    def introduce_all(self, plan: StepPlan) -> None:
+        """See `introduce`, of a plan's adapters."""
+        self.introduce([*plan.adapters, *([] if plan.merged is None else [plan.merged])])
+
+    def introduce(self, adapters: Sequence[Adapter]) -> None:
         """Tell the other ranks of new adapters, and of adapters that are gone."""
         new = {adapter.version: adapter.manifest.parts for adapter in adapters if adapter not in self._known}
         if not new and not self._gone:
@@ -148,8 +160,9 @@ class RanksExecutor:
                 self._known.add(adapter)
                 weakref.finalize(adapter, self._gone.append, adapter.version).atexit = False
 
-    def _entry(self, adapter: Adapter) -> dict[str, Any]:
-        self._introduce([adapter])
+    def entry(self, adapter: Adapter) -> dict[str, Any]:
+        """An adapter as the other ranks receive it; they know it from now on."""
+        self.introduce([adapter])
         return adapter_to_wire(adapter)
 
 
@@ -177,9 +190,12 @@ class RankShadow:
     An adapter is refused where any rank's share of a row would grow too much.
     """
 
-    def __init__(self, first: ShadowWeights, followers: Followers, entry: Callable[[Adapter], dict[str, Any]]) -> None:
-        """entry: an adapter, which the followers know, as they receive it."""
-        self._first, self._followers, self._entry = first, followers, entry
+    def __init__(
+        self, first: ShadowWeights, beside: Callable[..., tuple[Any, list[Any]]],
+        entry: Callable[[Adapter], dict[str, Any]],
+    ) -> None:  # fmt: skip
+        """beside: see `Followers.beside`. entry: an adapter, which the followers know, as they receive it."""
+        self._first, self._beside, self._entry = first, beside, entry
 
     def sizes(self, adapter: Adapter) -> list[int]:
         return self._first.sizes(adapter)
@@ -189,11 +205,11 @@ class RankShadow:
 
     def begin(self, adapter: Adapter, runs: Sequence[range]) -> None:
         entry = self._entry(adapter)
-        self._followers.beside(lambda: self._first.begin(adapter, runs), "begin_shadow", entry, list(runs))
+        self._beside(lambda: self._first.begin(adapter, runs), "begin_shadow", entry, list(runs))
 
     def advance(self, max_seconds: float) -> bool:
         """Have every rank do some of the work at the same time; see `ShadowBackend.advance`."""
-        is_made, others = self._followers.beside(
+        is_made, others = self._beside(
             lambda: self._first.advance(max_seconds), "advance_shadow", max_seconds
         )  # fmt: skip
         return is_made and all(others)
@@ -203,4 +219,4 @@ class RankShadow:
         return self._first.share_made
 
     def drop(self) -> None:
-        self._followers.beside(self._first.drop, "drop_shadow")
+        self._beside(self._first.drop, "drop_shadow")

@@ -22,7 +22,7 @@ from ...ops.elementwise import (
 )
 from ...ops.merge import merge
 from ...ops.products import linear, pack, unpack
-from ...ops.ranks import Ranks
+from ...ops.ranks import Sums
 from ...ops.sgmv import AdapterRows
 from .batch import ATTN_O, DOWN, GATE_UP, QKV, StepBatch, StepLora, Way, Ways, lora_groups
 from .config import ModelConfig
@@ -92,7 +92,7 @@ class Layer:
     __slots__ = ("_index", "_lora", "_ranks", "_ways", "_weights")
 
     def __init__(
-        self, weights: LayerWeights, index: int, ways: Ways, lora: StepLora | None = None, ranks: Ranks | None = None
+        self, weights: LayerWeights, index: int, ways: Ways, lora: StepLora | None = None, ranks: Sums | None = None
     ) -> None:
         """lora: None when no row uses an adapter. ranks: have shares of o's and down's inputs each."""
         self._weights, self._index, self._ways, self._lora, self._ranks = weights, index, ways, lora, ranks
@@ -179,7 +179,7 @@ class DecoderModel:
         arena: Arena,
         max_model_len: int,
         dtype: torch.dtype | None = None,
-        ranks: Ranks | None = None,
+        ranks: Sums | None = None,
     ) -> None:
         """Read all of `weights`, layer by layer, into the arena's device; requests may have up to `max_model_len`
         tokens.
@@ -231,7 +231,7 @@ class DecoderModel:
 
     def forward(self, batch: Batch, logits: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the step's tokens and write their KV. Returns logits `[logit_tokens, vocab]` float32, in `logits` if
-        that is given; of another rank than the first no rows.
+        that is given; of several ranks this one's columns, see `gathered`.
         """
         lora = batch.lora
         x = Residual(embedding(batch.token_ids, self._embed).to(self._dtype), self.config.rms_norm_eps)
@@ -285,7 +285,7 @@ class DecoderModel:
                 self.scored = x[batch.score_tokens].normed(self._norm)
             if batch.logit_tokens is not None:
                 x = x[batch.logit_tokens]
-            scores = self._gathered(multiply(batch.ways[HEAD], x.normed(self._norm), self._lm_head))
+            scores = multiply(batch.ways[HEAD], x.normed(self._norm), self._lm_head)
             return scores.float() if logits is None else logits.copy_(scores)
 
     def merge(
@@ -302,7 +302,30 @@ class DecoderModel:
         """Logits `[end - begin, vocab]` float32 of some of the last step's score tokens."""
         if self.scored is None:
             raise RuntimeError("the last step had no score tokens")
-        return self._gathered(linear(self.scored[begin:end], self._lm_head)).float()
+        return self.gathered(linear(self.scored[begin:end], self._lm_head)).float()
+
+    def gathered(self, logits: torch.Tensor) -> torch.Tensor:
+        """All ranks' columns, on the first rank; on others no rows."""
+        return logits if self._ranks is None else self._ranks.gather(logits, self.config.vocab_size)
+
+    def join(self, ranks: Sums) -> None:
+        """Have these ranks compute the other shares of layers; see `DecoderModel`."""
+        self._ranks = ranks
+
+    @property
+    def arena(self) -> Arena:
+        """Where KV is kept."""
+        return self._arena
+
+    @property
+    def logits_width(self) -> int:
+        """Columns of the logits that this rank computes."""
+        return len(self._lm_head)
+
+    @property
+    def ranks(self) -> Sums | None:
+        """The ranks that compute shares with this one; None where it computes all."""
+        return self._ranks
 
     def weight(self, group: int) -> torch.Tensor:
         """The first layer's weight of a group of projections, or the logits', which all layers share."""
@@ -347,10 +370,6 @@ class DecoderModel:
             return rotate_and_write(
                 qkv, rotation, self._norms[index], *self._arena.kv_layers[index], batch.page, batch.offset, out
             )
-
-    def _gathered(self, logits: torch.Tensor) -> torch.Tensor:
-        """All ranks' columns, see `Ranks.gather`."""
-        return logits if self._ranks is None else self._ranks.gather(logits, self.config.vocab_size)
 
 
 def _moved(layer: LayerWeights, device: torch.device, dtype: torch.dtype) -> LayerWeights:

@@ -41,8 +41,8 @@ from typing import Any
 from unittest.mock import patch
 
 from ...core.engine import Engine
-from ...core.executors import cuda_steps
 from ...core.executors.cuda import CudaExecutor
+from ...core.executors.cuda_steps import CudaSteps
 from ...core.requests.request import Request
 from ...core.requests.sampling_params import SamplingParams
 from ...ops.attention_plan import PlanBuffers
@@ -156,7 +156,7 @@ def exposed_prompts(tokens: int, decoding: int, steps: int, work_dir: Path, devi
         device = PacedDevice(device_seconds / pieces)
         with (
             idle_kernels(),
-            patch.object(cuda_steps, "_pick", lambda logits, out: out.fill_(1)),
+            patch.object(CudaSteps, "_pick", lambda self, logits, out: out.fill_(1)),
             idle_engine(
                 decoding + 1, tokens * (steps + 4), False, work_dir, device, ahead=ahead, forward=True,
                 mixed_graph_tokens=together, step_tokens=together,

@@ -1,4 +1,4 @@
-"""Memory that an executor shares with its assistants: what is handed over, and the images of adapters."""
+"""Memory that an executor shares with its assistants, or with ranks on other GPUs: sums, and the images of adapters."""
 
 from __future__ import annotations
 
@@ -12,8 +12,15 @@ import numpy as np
 import torch
 
 from ...memory.transfers.pinned import Extents
-from ...ops.lend import HANDOVERS_BYTES
 from ...ops.ranks import SPINNING_SECONDS, Ranks
+
+#: Least bytes of images that may be in the memory at once.
+LEAST_IMAGE_BYTES = 64 << 20
+
+
+def image_bytes(host_bytes: int) -> int:
+    """Room for images: twice what host memory is to hold, as runs in between are lost. Only what is used is taken."""
+    return max(LEAST_IMAGE_BYTES, 2 * host_bytes)
 
 
 class Pinning(Protocol):
@@ -27,8 +34,9 @@ class Pinning(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class AssistLayout:
-    """Processes, values that each hands over at once, bytes of images.
+class ImageLayout:
+    """Processes, values that each hands over at once, bytes of images, and bytes between the two, for whatever else all
+    see.
 
     is_woken: rank 0 wakes the others, which a device can't: then they never sleep within a step.
     """
@@ -36,17 +44,18 @@ class AssistLayout:
     size: int
     floats: int
     image_bytes: int
+    more_bytes: int
     is_woken: bool = True
 
     @property
-    def handovers(self) -> int:
-        """Byte at which stands what hand-overs ask for, see `Lent`."""
+    def first_more(self) -> int:
+        """Byte at which the `more_bytes` begin."""
         return -(-Ranks.num_bytes(self.size, self.floats) // mmap.PAGESIZE) * mmap.PAGESIZE
 
     @property
     def first_image(self) -> int:
         """Byte at which the images begin."""
-        return -(-(self.handovers + HANDOVERS_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+        return -(-(self.first_more + self.more_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
 
     @property
     def num_bytes(self) -> int:
@@ -54,22 +63,24 @@ class AssistLayout:
         return self.first_image + self.image_bytes
 
 
-class AssistMemory:
+class ImageMemory:
     """The memory of an open file, of `layout.num_bytes`, mapped; images are cut from chunks that `allocate` gives."""
 
-    def __init__(self, fd: int, layout: AssistLayout, pinning: Pinning | None = None) -> None:
+    def __init__(self, fd: int, layout: ImageLayout, pinning: Pinning | None = None) -> None:
         """pinning: of the device that is to see it, images as they are allocated."""
         self.layout, self._pinning = layout, pinning
         self._mapping = mmap.mmap(fd, layout.num_bytes)
         self._bytes = np.frombuffer(self._mapping, np.uint8)
         self._free = Extents(layout.image_bytes)
+        self.chunks: dict[int, int] = {}
+        """Bytes of each chunk, by its first byte."""
         if pinning is not None:
             pinning.pin(self.address(0), layout.first_image)
 
     @staticmethod
-    def create(layout: AssistLayout) -> int:
+    def create(layout: ImageLayout) -> int:
         """An open file for it, with no name."""
-        fd = os.memfd_create("chorus-assistants")
+        fd = os.memfd_create("chorus-images")
         os.ftruncate(fd, layout.num_bytes)
         return fd
 
@@ -78,10 +89,19 @@ class AssistMemory:
         spinning = SPINNING_SECONDS if self.layout.is_woken else seconds
         return Ranks(self._mapping, rank, self.layout.size, self.layout.floats, seconds, spinning)
 
+    def more(self, dtype: type[np.generic]) -> np.ndarray:
+        """The `more_bytes`, flat."""
+        begin = self.layout.first_more
+        return self._bytes[begin : begin + self.layout.more_bytes].view(dtype)
+
+    def image(self, offset: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        """An image of another process, from its first byte."""
+        return torch.frombuffer(self._mapping, dtype=dtype, count=shape[0] * shape[1], offset=offset).view(shape)
+
     @property
     def handovers(self) -> int:
         """Address of what hand-overs ask for, see `Lent`."""
-        return self.address(self.layout.handovers)
+        return self.address(self.layout.first_more)
 
     def allocate(self, num_bytes: int) -> np.ndarray:
         """Bytes for images, until they are no longer referenced. MemoryError where there are none."""
@@ -96,10 +116,12 @@ class AssistMemory:
                 self._free.give(first, num_bytes)
                 raise
         chunk = self._bytes[begin : begin + num_bytes]
+        self.chunks[begin] = num_bytes
         weakref.finalize(chunk, self._give, first, num_bytes).atexit = False
         return chunk
 
     def _give(self, first: int, num_bytes: int) -> None:
+        self.chunks.pop(self.layout.first_image + first, None)
         if self._pinning is not None:
             self._pinning.unpin(self.address(self.layout.first_image + first))
         self._free.give(first, num_bytes)

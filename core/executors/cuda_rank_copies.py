@@ -1,0 +1,272 @@
+"""Images of all ranks on their way between host memory and the arenas of several GPUs.
+
+The first rank keeps the images, in memory that all see, and says what is copied where; each rank copies its share, in
+its own streams, in the order of its steps. A copy is done when it is done on every rank. An adapter's copies begin when
+all of it has been read: whether a layer is there when a step needs it then depends on no clock, so that all ranks find
+the same.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...memory.files.format import AdapterManifest
+from ...memory.host.image import HostImage, LayerStream
+from ...memory.pages.adapter_layout import AdapterLayout
+from ...memory.pages.arena import Arena
+from ...memory.transfers.pinned import PinnedBuffers
+from ...memory.transfers.transfer import ExecutorLost, Transfer, check_pages
+from ..model.config import ModelConfig
+from .adapters import check_tables
+from .cuda import CudaExecutor
+from .cuda_rank_memory import COMING, DONE, FAILED, NUM_COPIES, VOID, DeviceSeat
+from .image_memory import ImageMemory
+from .rank_adapters import RankAdapters
+
+#: Seconds between two looks at a copy that the host waits for.
+_LOOK_SECONDS = 5e-4
+
+
+class RankTransfer:
+    """A copy on all ranks, begun by `begin`, which starts this rank's share once the others know of theirs.
+
+    stream: of the image, which may still be being read. number: of the copy, once it has begun.
+    """
+
+    address = 0
+
+    def __init__(
+        self, copies: RankCopies, begin: Callable[[int], Transfer], stream: LayerStream, num_layers: int
+    ) -> None:
+        self._copies, self._begin, self._stream, self._num_layers = copies, begin, stream, num_layers
+        self._own: Transfer | None = None
+        self._is_cancelled = False
+        self.number: int | None = None
+        self.advance()
+
+    def advance(self) -> None:
+        """Begin if all of the image has been read."""
+        if self._own is None and not self._is_cancelled and self._stream.num_ready == self._num_layers:
+            self.number = number = self._copies.take(self)
+            self._own = self._begin(number)
+
+    def wait_layer(self, layer: int, timeout: float = 0.0) -> bool:
+        return self._own is not None and self._own.wait_layer(layer, timeout)
+
+    def is_done(self) -> bool:
+        self.advance()
+        return self._own is not None and self._own.is_done() and bool((self._others() == DONE).all())
+
+    def has_failed(self) -> bool:
+        if self._own is None:
+            return self._is_cancelled or self._stream.num_ready == LayerStream.FAILED
+        return self._own.has_failed() or bool(np.isin(self._others(), (FAILED, VOID)).any())
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+        if self._own is not None:
+            self._own.cancel()
+            self._copies.send("cancel", self.number)
+
+    def is_quiet(self) -> bool:
+        if self._own is None:
+            return self.has_failed()
+        return self._own.is_quiet() and bool(np.isin(self._others(), (DONE, VOID)).all())
+
+    def _others(self) -> np.ndarray:
+        return self._copies.states[1:, self.number]
+
+
+class RankCopies:
+    """Copies on all ranks, by number; of the first rank. send: a message to all others, which is not answered."""
+
+    def __init__(self, seat: DeviceSeat, first: CudaExecutor, send: Callable[..., None], patience: float) -> None:
+        self.states, self.send, self.first = seat.states, send, first
+        self._memory, self._patience = seat.memory, patience
+        self._free = list(range(NUM_COPIES))
+
+    def take(self, transfer: RankTransfer) -> int:
+        """A number for a copy, until its transfer is gone."""
+        if not self._free:
+            raise RuntimeError(f"{NUM_COPIES} copies are under way already")
+        number = self._free.pop()
+        self.states[:, number] = COMING
+        weakref.finalize(transfer, self._free.append, number).atexit = False
+        return number
+
+    def places(self, shares: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
+        """Of each rank's share where it lies in the ranks' memory, and its chunk: first byte and bytes."""
+        return [self._place(share) for share in shares]
+
+    def pages(self, image: Sequence[torch.Tensor], pages: Sequence[int], *, to_device: bool) -> RankTransfer:
+        """Begin to copy whole pages of every rank."""
+        pages = list(pages)
+
+        def begin(number: int) -> Transfer:
+            self.send("copy", number, self.places(image), pages, to_device)
+            return self.first.adapters.copy_pages(image[0], pages, to_device=to_device)
+
+        whole = LayerStream()
+        whole.publish(len(pages))
+        return RankTransfer(self, begin, whole, len(pages))
+
+    def finish(self, transfer: RankTransfer) -> None:
+        """Wait for a copy. Raises ExecutorLost if it can't be, or takes too long."""
+        deadline = time.monotonic() + self._patience
+        while not transfer.is_done():
+            if transfer.has_failed() or time.monotonic() > deadline:
+                raise ExecutorLost("a rank could not copy its pages")
+            time.sleep(_LOOK_SECONDS)
+
+    def _place(self, share: torch.Tensor) -> tuple[int, int, int]:
+        offset = self._memory.offset(share)
+        assert offset is not None
+        chunks = list(self._memory.chunks.items())
+        chunk, num_bytes = next((begin, size) for begin, size in chunks if begin <= offset < begin + size)
+        return offset, chunk, num_bytes
+
+
+class CudaRankAdapters(RankAdapters):
+    """Has every rank copy its share of an adapter into its arena."""
+
+    def __init__(
+        self, whole: ModelConfig, share: ModelConfig, copies: RankCopies, memory: ImageMemory, max_rank: int
+    ) -> None:
+        arena = copies.first.arena
+        shape = Arena(arena.layout, 2, arena.pages.dtype, "cpu")
+        buffers = PinnedBuffers(memory, memory.layout.image_bytes)
+        super().__init__(whole, share, shape, memory.layout.size, buffers)
+        self._copies, self._memory, self._max_rank, self._num_pages = copies, memory, max_rank, arena.num_pages
+
+    def inspect(self, path: Any, roots: Any = ()) -> AdapterManifest:
+        manifest = super().inspect(path, roots)
+        check_tables(manifest, path, self._max_rank)
+        return manifest
+
+    def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
+        check_pages(pages, layout.num_pages, self._num_pages)
+
+        def begin(number: int) -> Transfer:
+            shares = image.data
+            self._copies.send("place", number, self._copies.places(shares), layout, list(pages))
+            return self._copies.first.adapters.start(_whole(shares[0], layout.num_layers), layout, list(pages))
+
+        transfer = RankTransfer(self._copies, begin, image.stream, layout.num_layers)
+        return None if transfer.is_done() else transfer
+
+    def save(self, layout: AdapterLayout, pages: list[int]) -> HostImage:
+        image = HostImage()
+        image.data = self.take(len(pages))
+        self._copies.finish(self._copies.pages(image.data, pages, to_device=False))
+        image.publish(layout.num_layers)
+        return image
+
+    def take(self, num_pages: int) -> list[torch.Tensor]:
+        """Memory that all ranks see, for pages of every rank. MemoryError where there is no more."""
+        shares = super()._take(num_pages)
+        if any(self._memory.offset(share) is None for share in shares):
+            raise MemoryError(f"no {num_pages} pages are left of the memory that ranks share")
+        return shares
+
+    def _take(self, num_pages: int) -> list[torch.Tensor]:
+        return self.take(num_pages)
+
+
+class CudaRankSwaps:
+    """Copies pages of all ranks; an image is all ranks' pages."""
+
+    def __init__(self, adapters: CudaRankAdapters, copies: RankCopies, page_seconds: float) -> None:
+        self._adapters, self._copies, self.page_seconds = adapters, copies, page_seconds
+
+    def copy_out(self, pages: Sequence[int]) -> tuple[list[torch.Tensor], Transfer | None]:
+        image = self._adapters.take(len(pages))
+        return image, _rest(self._copies.pages(image, pages, to_device=False))
+
+    def copy_in(self, image: Sequence[torch.Tensor], skip: int, pages: Sequence[int]) -> Transfer | None:
+        return _rest(self._copies.pages([share[skip:] for share in image], pages, to_device=True))
+
+    def wait(self, timeout: float) -> None:
+        time.sleep(min(timeout, _LOOK_SECONDS))
+
+
+class FollowerCopies:
+    """Another rank's copies that are under way."""
+
+    def __init__(self, seat: DeviceSeat, executor: CudaExecutor, pinning: Any) -> None:
+        self._seat, self._executor, self._pinning = seat, executor, pinning
+        self._states = seat.states[seat.shard.rank]
+        self._transfers: dict[int, Transfer] = {}
+        self._pinned: dict[int, int] = {}  # bytes of chunks, by their first
+        page, dtype = executor.layout.page_elems, executor.arena.pages.dtype
+        self._page_elems, self._dtype = page, dtype
+
+    def get(self, number: int) -> Transfer | None:
+        """A copy, or None if it is over."""
+        return self._transfers.get(number)
+
+    def place(self, number: int, places: list[tuple[int, int, int]], layout: AdapterLayout, pages: list[int]) -> None:
+        image = _whole(self._image(places, len(pages)), layout.num_layers)
+        self._begin(number, lambda: self._executor.adapters.start(image, layout, pages))
+
+    def copy(self, number: int, places: list[tuple[int, int, int]], pages: list[int], to_device: bool) -> None:
+        image = self._image(places, len(pages))
+        self._begin(number, lambda: self._executor.adapters.copy_pages(image, pages, to_device=to_device))
+
+    def cancel(self, number: int) -> None:
+        if (transfer := self._transfers.get(number)) is not None:
+            transfer.cancel()
+
+    def look(self) -> bool:
+        """Say how far the copies are; True if any is under way."""
+        for number, transfer in list(self._transfers.items()):
+            if transfer.is_done():
+                self._states[number] = DONE
+            elif transfer.has_failed():
+                self._states[number] = VOID if transfer.is_quiet() else FAILED
+            if self._states[number] in (DONE, VOID):
+                del self._transfers[number]
+        return bool(self._transfers)
+
+    def _begin(self, number: int, begin: Callable[[], Transfer]) -> None:
+        try:
+            self._transfers[number] = begin()
+        except ExecutorLost:
+            raise
+        except Exception:
+            self._states[number] = VOID
+            raise
+
+    def _image(self, places: Sequence[tuple[int, int, int]], num_pages: int) -> torch.Tensor:
+        offset, chunk, num_bytes = places[self._seat.shard.rank]
+        self._pin(chunk, num_bytes)
+        return self._seat.memory.image(offset, (num_pages, self._page_elems), self._dtype)
+
+    def _pin(self, chunk: int, num_bytes: int) -> None:
+        """Pin a chunk that the first rank has, in place of those that it no longer has."""
+        if self._pinning is None or self._pinned.get(chunk) == num_bytes:
+            return
+        for begin, size in list(self._pinned.items()):
+            if begin < chunk + num_bytes and chunk < begin + size:
+                self._pinning.unpin(self._seat.memory.address(begin))
+                del self._pinned[begin]
+        self._pinning.pin(self._seat.memory.address(chunk), num_bytes)
+        self._pinned[chunk] = num_bytes
+
+
+def _whole(data: torch.Tensor, num_layers: int) -> HostImage:
+    """An image that has been read."""
+    image = HostImage()
+    image.data = data
+    image.publish(num_layers)
+    return image
+
+
+def _rest(transfer: RankTransfer) -> Transfer | None:
+    """The transfer if it is still to be waited for."""
+    return None if transfer.is_done() else transfer

@@ -1,0 +1,263 @@
+"""An executor of several ranks that are GPUs of this machine, a process each (tensor parallel).
+
+The first rank is this process. It sends each step's plan, launches its own share, and reads the tokens later; sums and
+what is gathered run on the devices, in the order of the launches, which is the same on every rank. Nothing that is
+launched can be given up, so a step that fails on any rank ends all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from ...graphs.device import DeviceError
+from ...memory.pages.layout import PageLayout
+from ...memory.transfers.transfer import ExecutorLost
+from ...ops import native_library
+from ...ops.device_ranks import RanksUnavailable, check_nccl
+from ...ops.ranks import RanksLost
+from ..cold_start import ColdStarts
+from ..config import EngineConfig
+from ..model.config import UnsupportedModel
+from ..model.shard import Shard
+from ..requests.plan_wire import plan_to_wire
+from ..requests.types import StepPlan, StepResult
+from .base import ModelExecutor, StartedStep
+from .cuda import CudaExecutor
+from .cuda_rank import CudaFollower
+from .cuda_rank_copies import CudaRankAdapters, CudaRankSwaps, RankCopies, RankTransfer
+from .cuda_rank_memory import DeviceSeat, RankDevices
+from .followers import Followers
+from .image_memory import ImageLayout, ImageMemory, image_bytes
+from .ranks import PATIENCE_SECONDS, KnownAdapters, RankShadow
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: Seconds that ranks may take to join: they have loaded their weights by then.
+_JOIN_SECONDS = 300.0
+
+#: Values beside a token's hidden state in the sums of host memory, see `ranks`.
+_ROW_ROOM = 32
+
+_LOOK_SECONDS = 1.0
+
+_LOST = "a rank has ended or kept the others waiting for too long"
+
+
+class CudaRanksExecutor:
+    """Runs steps on `config.tensor_parallel_size` GPUs, of which the first is a `CudaExecutor` of this process."""
+
+    def __init__(
+        self, config: EngineConfig, devices: RankDevices | None = None, patience: float = PATIENCE_SECONDS
+    ) -> None:
+        """Raises UnsupportedModel, DeviceError, and RuntimeError, which names it, when a rank can't join."""
+        size = config.tensor_parallel_size
+        if reason := native_library.why_unavailable(torch.float32):
+            raise UnsupportedModel(f"tensor_parallel_size is {size}, and ranks meet by the native library: {reason}")
+        if devices is None:
+            devices = RankDevices()
+            check_gpus(config)
+        self._patience, self._open = patience, deque[_RankStep]()
+        shapes = ModelExecutor(config, Shard(0, size))
+        one, hidden = shapes.layout, shapes.whole.hidden_size
+        self.model = shapes.model
+        self.layout = PageLayout(one.num_layers, size * one.kv_heads, one.head_dim, one.block_tokens, one.itemsize)
+        floats = max(config.max_num_batched_tokens * (hidden + _ROW_ROOM), shapes.whole.vocab_size)
+        layout = ImageLayout(size, floats, image_bytes(config.host_bytes), DeviceSeat.more_bytes(size))
+        device = devices.open_device(0)
+        self._folder = tempfile.TemporaryDirectory(prefix="chorus-ranks-")  # in which the processes find each other
+        fd = ImageMemory.create(layout)
+        try:
+            memory = ImageMemory(fd, layout, devices.open_driver(device))
+            self._seat = seat = DeviceSeat(shapes.shard, memory, device, patience)
+            makers = {
+                f"rank {rank} of {size}": partial(CudaFollower, config, Shard(rank, size), layout, patience, devices)
+                for rank in range(1, size)
+            }
+            self._followers = Followers(makers, fd, seat, patience)
+        finally:
+            os.close(fd)
+        try:
+            self.first = CudaExecutor(config, device, seat=seat)
+            weight_bytes = [self.first.weight_bytes, *self._followers.join()]
+            self.num_pages = self._join(devices)
+        except BaseException:
+            self._followers.close()
+            seat.close()
+            self._folder.cleanup()
+            raise
+        copies = RankCopies(seat, self.first, self._send, patience)
+        self.adapters = CudaRankAdapters(shapes.whole, shapes.config, copies, memory, config.max_lora_rank)
+        self.swaps = CudaRankSwaps(self.adapters, copies, self.first.swaps.page_seconds)
+        self._known = KnownAdapters(self._followers)
+        self.shadow = RankShadow(self.first.shadow, self._beside, self._known.entry)
+        self.cold_starts = ColdStarts()
+        self._waits_since: float | None = None  # of a step's result
+        self._is_closed = threading.Event()
+        threading.Thread(target=self._watch_steps, name="chorus-ranks", daemon=True).start()
+        logger.info(
+            "%d GPUs: weights of %s GiB, KV and adapters of %.2f GiB each", size,
+            " + ".join(f"{num_bytes / 2**30:.2f}" for num_bytes in weight_bytes),
+            self.num_pages * one.page_bytes / 2**30,
+        )  # fmt: skip
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """See `Executor.execute`. A step that fails ends the executor."""
+        return self.start(plan).result()
+
+    def start(self, plan: StepPlan) -> StartedStep:
+        """Launch a step on all ranks; see `Executor.start`."""
+        coming = {
+            slot: adapter.transfer.number
+            for slot, adapter in enumerate(plan.adapters)
+            if isinstance(adapter.transfer, RankTransfer)
+        }
+        self._known.introduce_all(plan)
+        self._followers.send("step", plan_to_wire(plan, draws=False), self.first.steps.asks_logits(plan.rows), coming)
+        step = _RankStep(self, self._launched(partial(self.first.start, plan)))
+        self._open.append(step)
+        return step
+
+    def watch(self, on_lost: Callable[[ExecutorLost], None]) -> None:
+        """Have `on_lost` called, from any thread, when a rank ends by itself."""
+        self._followers.watch(on_lost)
+
+    @property
+    def pids(self) -> list[int]:
+        """Processes of the other ranks."""
+        return self._followers.pids
+
+    def close(self) -> None:
+        self._is_closed.set()
+        self._followers.close()
+        self.first.close()
+        self._seat.close()
+        self._folder.cleanup()
+
+    def read(self, step: _RankStep) -> StepResult:
+        """Wait for a step's tokens, and for what the other ranks say of it."""
+        self._waits_since = time.monotonic()
+        try:
+            result = self._launched(step.started.result)
+        finally:
+            self._waits_since = None
+        while step in self._open:
+            self._collect()
+        if self._seat.is_lost:
+            raise ExecutorLost(_LOST)
+        for request_id in step.late:
+            result.retract(request_id)
+        return result
+
+    def _join(self, devices: RankDevices) -> int:
+        """Have all ranks meet, measure and open; the number of pages of each."""
+        store = str(Path(self._folder.name) / "store")
+        self._together(lambda: self._seat.meet(devices.open_sums, store, _JOIN_SECONDS), "meet", store, _JOIN_SECONDS)
+        own, others = self._together(self.first.measure, "measure")
+        num_pages = min(own, *others)
+        self._together(lambda: self.first.open(num_pages), "open", num_pages)
+        return num_pages
+
+    def _together(self, work: Callable[[], T], name: str, *arguments: Any) -> tuple[T, list[Any]]:
+        """`Followers.beside`, of work in which ranks wait for each other: one that fails has all leave it."""
+        self._followers.send(name, *arguments)
+        try:
+            result = work()
+        except Exception as error:
+            if (why := self._lose(error)) is not None:
+                raise RuntimeError(why) from error
+            raise
+        return result, self._followers.answers()
+
+    def _lose(self, error: Exception) -> str | None:
+        """Have no rank wait any more; what has failed on another one, if that is why the first one did."""
+        is_another = self._seat.is_lost or isinstance(error, RanksLost) or self._followers.have_ended
+        self._seat.lose()
+        return self._followers.why() if is_another else None
+
+    def _launched(self, work: Callable[[], T]) -> T:
+        """Do the first rank's part of a step. Raises ExecutorLost if it fails."""
+        try:
+            return work()
+        except Exception as error:
+            if (why := self._lose(error)) is not None:
+                raise ExecutorLost(why) from error
+            if isinstance(error, ExecutorLost):
+                raise
+            if isinstance(error, RanksLost):
+                raise ExecutorLost(_LOST) from error
+            raise ExecutorLost(f"the first rank could not compute its share of a step: {error}") from error
+
+    def _send(self, name: str, *arguments: Any) -> None:
+        self._followers.send(name, *arguments)
+
+    def _beside(self, work: Callable[[], T], name: str, *arguments: Any) -> tuple[T, list[Any]]:
+        while self._open:
+            self._collect()
+        return self._followers.beside(work, name, *arguments)
+
+    def _collect(self) -> None:
+        """Take the answers to the first step that has not been answered. Raises ExecutorLost."""
+        step = self._open.popleft()
+        try:
+            step.late = {name for names in self._followers.answers() for name in names}
+        except ExecutorLost:
+            raise
+        except Exception as error:
+            self._seat.lose()
+            raise ExecutorLost(str(error)) from error
+
+    def _watch_steps(self) -> None:
+        """End the wait for a device that is stuck; on a thread of its own."""
+        while not self._is_closed.wait(_LOOK_SECONDS):
+            since = self._waits_since
+            if since is not None and time.monotonic() - since > self._patience:
+                logger.error("a step took more than %g s on the ranks' GPUs", self._patience)
+                self._seat.lose()
+                return
+
+
+class _RankStep:
+    """A step that all ranks have been given. late: requests with void rows on other ranks, once these have answered."""
+
+    def __init__(self, owner: CudaRanksExecutor, started: StartedStep) -> None:
+        self._owner, self.started = owner, started
+        self.late: set[str] = set()
+
+    def draw(self) -> None:
+        self.started.draw()
+
+    def result(self) -> StepResult:
+        return self._owner.read(self)
+
+
+def check_gpus(config: EngineConfig) -> None:
+    """Raise DeviceError unless there is a GPU for each rank, from the first on, and NCCL."""
+    size = config.tensor_parallel_size
+    if config.device not in ("auto", "cuda", "cuda:0"):
+        raise DeviceError(
+            f"tensor_parallel_size is {size} and device {config.device}, but ranks take the GPUs from 0 on; set device "
+            "to cuda, and CUDA_VISIBLE_DEVICES to the GPUs that are meant"
+        )
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < size:
+        raise DeviceError(
+            f"tensor_parallel_size is {size}, each rank takes a GPU of its own, and PyTorch finds {count}; set it to "
+            f"{max(1, count)} or less, or device to cpu"
+        )
+    try:
+        check_nccl()
+    except RanksUnavailable as error:
+        raise DeviceError(f"tensor_parallel_size is {size}, and ranks on GPUs meet by NCCL: {error}") from error

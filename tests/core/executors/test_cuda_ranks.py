@@ -1,0 +1,78 @@
+"""Ranks on GPUs without one: what is refused, and every test of `interpreted_ranks.py` in a process that interprets."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from chorus.core.config import EngineConfig
+from chorus.core.executors import choice
+from chorus.graphs.device import DeviceError
+from chorus.ops import device_ranks, native_library
+
+from ...processes import PYTEST, run_python
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(not native_library.available(torch.float32), reason="ranks meet by the native library")
+@pytest.mark.long
+def test_interpreted():
+    """Kernels of a process that interprets can't be compiled, so this one must not import them."""
+    result = run_python(*PYTEST, str(HERE / "interpreted_ranks.py"), TRITON_INTERPRET="1")
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
+
+
+def opened(model, **config):
+    return choice.open_executor(EngineConfig(model=model, **{"device": "cuda", "tensor_parallel_size": 2, **config}))
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """`gpus(count)`: PyTorch finds so many, and NCCL."""
+
+    def have(count):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+    monkeypatch.setattr(device_ranks.dist, "is_nccl_available", lambda: True)
+    return have
+
+
+@pytest.mark.parametrize(("count", "less"), [(0, "1"), (1, "1"), (2, "2")])
+def test_each_rank_takes_a_gpu(subject, gpus, count, less):
+    gpus(count)
+    said = f"tensor_parallel_size is 4, each rank takes a GPU of its own, and PyTorch finds {count}; set it to {less} "
+    with pytest.raises(DeviceError, match=said):
+        opened(subject("gqa").model, tensor_parallel_size=4)
+
+
+def test_ranks_take_the_gpus_from_0_on(subject, gpus):
+    gpus(4)
+    with pytest.raises(DeviceError, match="and device cuda:1, but ranks take the GPUs from 0 on"):
+        opened(subject("gqa").model, device="cuda:1")
+
+
+def test_assistants_and_ranks_are_refused_together(subject, gpus):
+    gpus(4)
+    with pytest.raises(DeviceError, match="assist_workers is 1, and tensor_parallel_size is 2: ranks have none"):
+        opened(subject("gqa").model, assist_workers=1)
+
+
+def test_a_torch_without_nccl_is_refused(subject, gpus, monkeypatch):
+    gpus(2)
+    monkeypatch.setattr(device_ranks.dist, "is_nccl_available", lambda: False)
+    with pytest.raises(DeviceError, match="ranks on GPUs meet by NCCL: this PyTorch was built without NCCL"):
+        opened(subject("gqa").model)
+
+
+@pytest.mark.parametrize(("device", "size", "want"), [("cuda", 2, 0.0), ("cuda", 1, 0.02), ("cpu", 2, 0.02)])
+def test_ranks_on_gpus_begin_no_request_before_its_adapter_is_read(monkeypatch, device, size, want):
+    monkeypatch.setattr(choice, "gpu_bytes", lambda device: 0)
+    config = choice.completed(EngineConfig(model=".", device=device, tensor_parallel_size=size))
+    assert config.max_load_stall_seconds == want
