@@ -239,9 +239,9 @@ class CheckedOrder:
         firsts = [request for group in groups if group.adapter in here for request in group.firsts]
         return [request for request in firsts if request.id not in self._running]
 
-    def _has_waited_for_long(self, since: Moment) -> bool:
+    def _has_waited_for_long(self, since: Moment, more_steps: int = 0) -> bool:
         seconds, steps = self._decided[0] - since[0], self._decided[1] - since[1]
-        return seconds >= self._config.max_turn_seconds or steps >= self._config.max_turn_steps
+        return seconds >= self._config.max_turn_seconds or steps >= self._config.max_turn_steps + more_steps
 
     def _check_turns(self, started: Sequence[Request], may_begin: Sequence[Request]) -> None:
         """Check that no tenant that has waited too long for a turn is passed over by one that has had one lately.
@@ -250,7 +250,9 @@ class CheckedOrder:
         """
         begun, running = {request.account for request in started}, self._scheduler.running.accounts
         waiting = {request.account for request in may_begin} - begun
-        late = {account for account in waiting if self._has_waited_for_long(self._turns.get(account, (math.inf,) * 2))}
+        behind = int(self._engine.ahead is not None)  # a turn in a step ahead counts from the step before or from that
+        never = math.inf, math.inf
+        late = {each for each in waiting if self._has_waited_for_long(self._turns.get(each, never), behind)}
         if late and not self._has_room():
             late -= running.keys()
         self._reached["late for its turn"] += bool(late)
