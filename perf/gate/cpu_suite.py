@@ -24,7 +24,7 @@ from ..cpu import random_model
 from ..cpu.allocator import Study
 from ..cpu.rounds import processor
 from ..cpu.schedule_time import Load, schedule_times
-from ..cpu.step_overhead import AROUND, StepTimer
+from ..cpu.step_overhead import StepTimer
 from ..cpu.workload import Geometry, Job, Workload
 from ..report.command import conclude, parser
 from ..report.table import Table
@@ -41,6 +41,9 @@ _GPU_ROWS, _GPU_TOKENS, _GPU_STEPS, _GPU_PROMPT = 32, 32, 40, 64
 _LOOP = 20_000
 _GEMMS = 40
 _TRIES = 3
+
+#: Stages of a step that are not the model's.
+_AROUND = ("schedule", "prepare", "draw", "update", "other")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -87,9 +90,9 @@ def _round(contender: Contender, work_dir: Path) -> dict[str, float]:
     return {
         "mixed / base": _ratio(contender, "mixed", "base"),
         "one / base": _ratio(contender, "one", "base"),
-        "base step / gemm": base["forward"] / _fastest(_gemm),
-        "around base step / loop": sum(base[stage] for stage in AROUND) / loop,
-        "around mixed step / loop": sum(mixed[stage] for stage in AROUND) / loop,
+        "base step / gemm": base["forward"] * 1e-6 / _fastest(_gemm),
+        "around base step / loop": sum(base[stage] for stage in _AROUND) * 1e-6 / loop,
+        "around mixed step / loop": sum(mixed[stage] for stage in _AROUND) * 1e-6 / loop,
         "schedule / loop": schedule_times(_LOAD, 8, time.process_time, min)["slowest"] / loop,
         "memory / loop": _fastest(_memory) / loop,
         **{f"{name} / loop": seconds / loop for name, seconds in gpu_host_seconds(work_dir).items()},
@@ -108,10 +111,10 @@ def gpu_host_seconds(work_dir: Path) -> dict[str, float]:
 
 
 def _stages(contender: Contender, case: str) -> dict[str, float]:
-    """Seconds of processor time per stage of a decode step."""
+    """Microseconds of processor time per stage of a decode step."""
     with StepTimer(contender.engine, time.process_time) as timer:
         contender.run(case)
-    return timer.summary(WORKLOAD.requests)
+    return timer.summary(WORKLOAD.requests, min)
 
 
 def _ratio(contender: Contender, case: str, other: str) -> float:
