@@ -37,8 +37,6 @@ def main(argv: list[str] | None = None, clock: Callable[[], float] = time.monoto
     if options.smoke and (obstacle := interpreter_obstacle()) is not None:
         print(obstacle, file=sys.stderr)
         return 2
-    if options.archive is not None and options.archive.is_file():
-        store.unpack(options.archive)
     for name in options.redo:
         store.forget(name)
     try:
@@ -58,12 +56,8 @@ def main(argv: list[str] | None = None, clock: Callable[[], float] = time.monoto
             continue
         timeout = min(options.section_timeout, left)
         _run(name, options, store, environment, timeout)
-        if options.archive is not None:
-            store.pack(options.archive)
     combined = store.combine([*dict.fromkeys([*options.known, *options.sections])], environment)
     report(combined, options.out / REPORT)
-    if options.archive is not None:
-        store.pack(options.archive)
     return conclude(digest(combined, store.directory / RESULT), not (combined["failed"] or combined["missing"]))
 
 

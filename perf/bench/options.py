@@ -116,11 +116,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--budget", type=float, metavar="SECONDS", help="time for all; default: 480 with --quick, else no limit")
     add("--section-timeout", type=float, metavar="SECONDS", help="for one; default: 200 with --quick, else no limit")
     add(
-        "--archive", type=lambda text: Path(text).resolve(), metavar="FILE",
-        help="a .tar.gz of all results and logs, written after every section; where it is there already it is unpacked "
-        "first, so that a second call goes on from it",
-    )  # fmt: skip
-    add(
         "--engine", type=_field, nargs="+", default=[], metavar="NAME=VALUE",
         help="fields of the engine's configuration, such as dependent_launch=off, to compare with a run without them",
     )  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import tarfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -112,24 +111,6 @@ class ResultStore:
         }
         self._write(self.directory / RESULT, found)
         return found
-
-    def pack(self, archive: Path) -> None:
-        """Put every result, report and log into one file, whole or not at all."""
-        draft = archive.with_name(f".{archive.name}-draft")
-        archive.parent.mkdir(parents=True, exist_ok=True)
-        with tarfile.open(draft, "w:gz") as tar:
-            for path in sorted(self.directory.iterdir()):
-                if path.is_file() and not path.name.startswith("."):
-                    tar.add(path, path.name)
-        os.replace(draft, archive)
-
-    def unpack(self, archive: Path) -> None:
-        """Take the results of an archive that `pack` made, but not in place of newer ones that are here."""
-        with tarfile.open(archive) as tar:
-            tar.extraction_filter = getattr(tarfile, "data_filter", None)  # Python has it from 3.11.4 on
-            for member in tar.getmembers():
-                if not (self.directory / member.name).exists():
-                    tar.extract(member, self.directory)
 
     def _write(self, path: Path, value: Any) -> None:
         """Whole or not at all: a reader never sees half a file."""

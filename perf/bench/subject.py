@@ -125,10 +125,6 @@ class Subject:
         wanted = SamplingParams(**{"max_tokens": output_tokens, "temperature": 0.0, "ignore_eos": True, **params})
         return Request(f"q{self._serial}", prompt, wanted, adapter)
 
-    def reseed(self, seed: int) -> None:
-        """Draw the prompts that come from now on anew."""
-        self._random.seed(seed)
-
     def step(self) -> list[RequestOutput]:
         """One engine step. Raises RuntimeError when a request ends in an error."""
         outputs = self.engine.step()

@@ -61,11 +61,10 @@ class Rule(BaseModel):
 
 
 class MetricEntry(Rule):
-    """One value, or a list of repeats. over: divide by this, repeat by repeat."""
+    """One value, or a list of repeats."""
 
     name: str = Field(min_length=1)
     at: Pointer
-    over: Pointer | None = None
     better: Better
 
 
@@ -74,7 +73,7 @@ class TableEntry(Rule):
 
     A row is known by its `key` columns; by default by all that are text or yes/no, and by a number where these repeat.
 
-    values: columns to compare (default: all numbers but `skip`). better: for all columns, or by column. name: what the
+    values: columns to compare (default: all numbers). better: for all columns, or by column. name: what the
     metrics' names begin with.
     """
 
@@ -83,7 +82,6 @@ class TableEntry(Rule):
     at: Pointer
     key: list[str] | None = None
     values: list[str] | None = None
-    skip: list[str] = []
     better: Better | dict[str, Better] = "same"
 
 
@@ -132,7 +130,7 @@ class Suite(BaseModel):
         Raises GateError for a row that appears twice.
         """
         for entry in self.metrics:
-            yield Metric(entry.name, entry.better, entry), _read(result, entry)
+            yield Metric(entry.name, entry.better, entry), _numbers(find(result, entry.at))
         seen: set[str] = set()
         for table in self.tables:
             for metric, values in _rows(result, table):
@@ -177,16 +175,6 @@ def suite_of(result: dict[str, Any], known: dict[str, Suite], name: str | None) 
     return fitting[0]
 
 
-def _read(result: dict[str, Any], entry: MetricEntry) -> tuple[float, ...]:
-    above = _numbers(find(result, entry.at))
-    if entry.over is None:
-        return above
-    below = _numbers(find(result, entry.over))
-    if not above or len(above) != len(below) or not all(below):
-        return ()
-    return tuple(top / bottom for top, bottom in zip(above, below, strict=True))
-
-
 def _rows(result: dict[str, Any], table: TableEntry) -> Iterator[tuple[Metric, tuple[float, ...]]]:
     seen: Counter[str] = Counter()
     for row in find(result, table.at) or ():
@@ -197,7 +185,7 @@ def _rows(result: dict[str, Any], table: TableEntry) -> Iterator[tuple[Metric, t
             label = f"{label} #{seen[label]}".strip()
         named = table.values if table.values is not None else [name for name in row if _is_number(row[name])]
         for column in named:
-            if column in table.skip or column in key or row.get(column) is None:
+            if column in key or row.get(column) is None:
                 continue
             better = table.better if isinstance(table.better, str) else table.better.get(column, "same")
             yield Metric(f"{label} {column}".strip(), better, table), _numbers(row.get(column))

@@ -10,8 +10,6 @@ import numpy as np
 
 from ..workload.request import TraceRequest
 from ..workload.seeds import stream
-from ..workload.traces import Source
-from ..workload.traces.jsonl import Jsonl
 from ..workload.traces.table import Csv
 from .errors import PlanError
 
@@ -49,12 +47,11 @@ class Requests:
 
 @lru_cache(maxsize=2)
 def load_requests(path: Path, rank: int | None = None) -> Requests:
-    """Of a CSV or JSONL file, sorted by arrival. rank: of adapters of which the trace tells none.
+    """Of a CSV file, sorted by arrival. rank: of adapters of which the trace tells none.
 
     Raises PlanError, and TraceError for what can't be read.
     """
-    is_json = ".jsonl" in path.suffixes
-    source: Source = Jsonl(format="jsonl", path=path) if is_json else Csv(format="csv", path=path, sort=True)
+    source = Csv(format="csv", path=path, sort=True)
     for field in NEEDED:
         source.needs(field, "--trace")
     ranks: dict[str, int] = {}

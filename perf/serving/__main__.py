@@ -1,7 +1,7 @@
 """Load a server and see what its users would: `python -m chorus.perf.serving URL`, or `--launch`.
 
 Open loop against any OpenAI-compatible server, by aiperf, a program of its own (`uv tool install aiperf`): requests are
-sent when the workload says, however many are still unanswered. The workload is a specification file, or a few flags.
+sent when the workload says, however many are still unanswered. The workload is a specification file, or a few values.
 The built-in model is asked questions with exact answers, and its adapters' answers are checked. Exits with 1 if a
 request failed or an answer was another adapter's, with 2 if nothing could be measured. The last line is a JSON object.
 """

@@ -5,16 +5,14 @@
 The profile is fitted on this machine before and after each repeat, unless one is given, and the repeat simulated with
 both: a machine that drifts in speed drifts for both. A repeat in which the machine was not quiet says nothing and is
 made again: the rounds of a fit differ, the same steps take longer after it than before, the system held the process
-up, or others took processor time.
-Without --workload the requests are made up; with it, they are the
-first ones of a workload, as perf.workload reads it, squeezed or stretched in time to the load that is asked for and
-with lengths cut to what the model takes: the profile was fitted to none of them.
+up, or others took processor time. The requests are the first ones of a workload, squeezed or stretched in time to the
+load that is asked for, with lengths cut to what the model takes; the profile was fitted to none of them.
 
 What a client sees of a server, `perf.simulate.fleet_agreement` compares.
 
-Exits with 1 when mean TTFT or TPOT differ by more than --limit, with --workload when the median over the requests of
-|simulated / real - 1| is above 0.15 of TTFT or 0.07 of the latency. Exits with 2, and draws no conclusion, when twice
-as many repeats as were asked for have not brought enough quiet ones.
+Exits with 1 when the median over the requests of |simulated / real - 1| is above 0.15 of TTFT or 0.07 of the latency.
+Exits with 2, and draws no conclusion, when twice as many repeats as were asked for have not brought enough quiet ones.
+The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import json
 import os
 import sys
 import time
@@ -49,14 +46,14 @@ from ...memory.files.format import WEIGHTS_FILE
 from ..cpu import random_model
 from ..cpu.rounds import FOREIGN_LIMIT, CpuSample
 from ..cpu.workload import Geometry, Workload
-from ..report.command import parser
+from ..report.command import conclude, parser
 from ..report.table import Table
 from ..workload.errors import WorkloadError
 from ..workload.request import TraceRequest
-from ..workload.spec import open_workload
+from ..workload.spec import WorkloadSpec
 from .adapters import SimAdapters
 from .cluster import simulate
-from .loads import FIRST_TOKEN_ID, PROMPT_TOKENS, Load, Recorded, prompt_of
+from .loads import FIRST_TOKEN_ID, at_load, prompt_of
 from .records import Records, Served
 from .replica import Replica
 
@@ -68,6 +65,14 @@ MOST_ERROR = {"ttft": 0.15, "e2e": 0.07}
 """Of the medians over a workload's requests."""
 
 READ_THREADS = 2
+
+MADE_UP = {
+    "requests": 10_000, "arrivals": {"process": "poisson", "rate": 1.0},
+    "popularity": {"kind": "uniform"}, "adapters": {"count": 8, "base_share": 0.1},
+    "lengths": {"kind": "laws", "prompt": {"law": "uniform", "low": 16, "high": 160},
+                "output": {"law": "uniform", "low": 12, "high": 64}},
+}  # fmt: skip
+"""A workload, at the load that is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +89,21 @@ class HeldUp(UserWarning):
 
 
 def serve_both(
-    config: EngineConfig, profile: Profile, load: Load | Recorded, refit: Callable[[], Profile] | None = None
+    config: EngineConfig,
+    profile: Profile,
+    workload: Sequence[TraceRequest],
+    load: float,
+    refit: Callable[[], Profile] | None = None,
 ) -> tuple[Records, Records]:
-    """The same trace in real time, on an engine that has read none of its adapters yet, and simulated with `profile`.
+    """A workload in real time, on an engine that has read none of its adapters yet, and simulated with `profile`.
 
-    refit: gives another profile once the trace has been served, with which it is simulated, too.
+    load: share of the time in which it keeps the machine busy. refit: gives another profile once the trace has been
+    served, with which it is simulated, too.
     """
     gc.collect()  # what an engine before this one held goes back now
     engine = Engine.from_config(config)
     try:
-        trace = load.trace(profile, min(4, config.max_num_seqs), engine.store.names())
+        trace = at_load(workload, load, profile, min(4, config.max_num_seqs), engine.store.names())
         warm_up(engine)
         for name in engine.store.names():
             forget_file(engine.store.get(name).manifest.path / WEIGHTS_FILE)  # as when the disk was measured
@@ -155,7 +165,7 @@ def warm_up(engine: Engine) -> None:
     for count in range(1, engine.config.max_num_seqs + 1):
         params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
         for index in range(count):
-            prompt = [FIRST_TOKEN_ID + count, FIRST_TOKEN_ID + index] * (PROMPT_TOKENS[1] // 2)
+            prompt = [FIRST_TOKEN_ID + count, FIRST_TOKEN_ID + index] * 80
             engine.add_request(Request(f"warm-{count}-{index}", prompt, params))
         while engine.has_work():
             engine.step()
@@ -182,26 +192,16 @@ def simulated(engine: Engine, profile: Profile, trace: Sequence[TraceRequest]) -
     return simulate(trace, [Replica(profile, adapters, config)], prompt=lambda request: prompt_of(request, vocab))
 
 
-def compare(real: Records, simulated: Records) -> dict[str, Any]:
-    """Both summaries, and by how much the simulated means are off, as a share of the real ones."""
-    found: dict[str, Any] = {"real": real.summary(), "simulated": simulated.summary()}
-    found["deviation"] = {
-        name: found["simulated"][name]["mean"] / found["real"][name]["mean"] - 1 for name in ("ttft", "tpot", "e2e")
-    }
-    return found
-
-
 def summary(repeats: Sequence[Repeat]) -> dict[str, Any]:
-    """`compare` of all requests of several repeats, and the median of their errors."""
+    """Both sides' distributions over all requests of several repeats, and the medians of their errors."""
     real, virtual, off = Records(), Records(), {name: [] for name in MOST_ERROR}
     for repeat in repeats:
         for name, found in errors(repeat.real, repeat.simulated).items():
             off[name] += found
         real.extend(repeat.real)
         virtual.extend(repeat.simulated)
-    found = compare(real, virtual)
-    found["median_error"] = {name: float(np.median(each)) for name, each in off.items()}
-    return found
+    medians = {name: float(np.median(each)) for name, each in off.items()}
+    return {"real": real.summary(), "simulated": virtual.summary(), "median_error": medians}
 
 
 def errors(real: Records, simulated: Records) -> dict[str, list[float]]:
@@ -230,10 +230,10 @@ def unrest(fits: Sequence[Measured], num_held_up: int, others: float) -> list[st
 
 def table(found: dict[str, Any]) -> Table:
     columns = ["ms", *(f"{side} {name}" for side in ("real", "simulated") for name in ("mean", "p50", "p90"))]
-    made = Table("real and simulated", [*columns, "mean off by, %"])
-    for name, off in found["deviation"].items():
-        sides = (found["real"][name], found["simulated"][name])
-        made.add(name, *(1e3 * side[key] for side in sides for key in ("mean", "p50", "p90")), 100 * off)
+    made = Table("real and simulated", [*columns, "median error, %"])
+    for name in ("ttft", "tpot", "e2e"):
+        sides, off = (found["real"][name], found["simulated"][name]), found["median_error"].get(name)
+        made.add(name, *(1e3 * side[key] for side in sides for key in ("mean", "p50", "p90")), off and 100 * off)
     return made
 
 
@@ -241,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = parser(__spec__, __doc__)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chorus" / "agreement"
     add = command.add_argument
-    add("--workload", type=Path, metavar="SPEC", help="a workload's specification or requests; default: made up ones")
+    add("--workload", type=Path, metavar="SPEC", help="a workload's specification; default: one that is made up")
     add("--set", action="append", default=[], metavar="FIELD=VALUE", help="another value of the specification")
     add("--model", type=Path, metavar="DIR", help="default: a random Llama of 125 M parameters")
     add("--adapters", type=Path, metavar="DIR", help="its adapters; needed with --model")
@@ -251,15 +251,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--load", type=float, default=0.5, help="share of time to keep busy")
     add("--threads", type=int, help="CPU threads; default: all")
     add("--rounds", type=int, default=3, help="of the fit")
-    add("--limit", type=float, default=0.15, help="share that means may be off, of requests that are made up")
-    add("--seed", type=int, default=0)
     add("--work-dir", type=Path, default=cache, help="for the random model")
-    add("--json", action="store_true")
     arguments = command.parse_args(argv)
     if (arguments.model is None) != (arguments.adapters is None):
         command.error("--model and --adapters go together; give both or neither")
     try:
-        load = _load(arguments)
+        workload = _workload(arguments)
     except (WorkloadError, OSError) as error:
         command.error(f"argument --workload: {error}")
     if arguments.model is not None:
@@ -276,13 +273,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         fits.append(measure_machine(config, rounds=arguments.rounds, batches=208))
         return fits[-1].profile
 
-    def serve_once(number: int) -> Repeat:
+    def serve_once() -> Repeat:
         profile = given or fits[-1].profile
-        asked, own = load(number, profile), (os.getpid(),)
+        own = (os.getpid(),)
         before = CpuSample.take(own)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", HeldUp)
-            real, virtual = serve_both(config, profile, asked, fit if given is None else None)
+            real, virtual = serve_both(config, profile, workload, arguments.load, fit if given is None else None)
         num_held_up = sum(issubclass(each.category, HeldUp) for each in caught)
         return Repeat(real, virtual, unrest(fits[-2:], num_held_up, CpuSample.take(own).foreign_share(before)))
 
@@ -294,8 +291,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     quiet: list[Repeat] = []
     while len(quiet) < arguments.repeats and len(made) < 2 * arguments.repeats:
         print(f"repeat {len(quiet) + 1} of {arguments.repeats}", file=sys.stderr)
-        made.append(repeat := serve_once(len(quiet)))
-        table(compare(repeat.real, repeat.simulated)).show(Console(stderr=True, width=120))
+        made.append(repeat := serve_once())
+        table(summary([repeat])).show(Console(stderr=True, width=120))
         if repeat.unrest:
             print("; ".join(["this repeat says nothing", *repeat.unrest]), file=sys.stderr)
         else:
@@ -305,31 +302,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     found["decode_r2"] = [each.profile.step.fit.decode_r2 for each in fits if each.profile.step.fit is not None]
     found["noise"] = [each.noise for each in fits]
     found["unrest"] = [each.unrest for each in made if each.unrest]
-    if arguments.workload is not None:
-        agrees = all(found["median_error"][name] <= most for name, most in MOST_ERROR.items())
-    else:
-        agrees = all(abs(found["deviation"][name]) <= arguments.limit for name in ("ttft", "tpot"))
+    agrees = all(found["median_error"][name] <= most for name, most in MOST_ERROR.items())
     found["verdict"] = "inconclusive" if not is_quiet else "agrees" if agrees else "differs"
-    if arguments.json:
-        print(json.dumps(found))
-    else:
-        table(found).show()
-        print("R² of the decode model: " + (", ".join(f"{r2:.4f}" for r2 in found["decode_r2"] if r2) or "not known"))
-        print("median error: " + ", ".join(f"{name} {each:.1%}" for name, each in found["median_error"].items()))
-        for reasons in found["unrest"]:
-            print("; ".join(["a repeat says nothing", *reasons]))
-        print(found["verdict"])
+    table(found).show()
+    conclude(found, agrees)
     return {"agrees": 0, "differs": 1, "inconclusive": 2}[found["verdict"]]
 
 
-def _load(arguments: argparse.Namespace) -> Callable[[int, Profile], Load | Recorded]:
-    """Return what gives the requests of a repeat. Raises WorkloadError."""
-    if arguments.workload is None:
-        return lambda repeat, profile: Load(arguments.requests, arguments.load, arguments.seed + repeat)
-    recorded = list(itertools.islice(open_workload(arguments.workload, arguments.set), arguments.requests))
-    if len(recorded) < 2:
-        raise WorkloadError(f"{arguments.workload} has {len(recorded)} requests; at least 2 are needed")
-    return lambda repeat, profile: Recorded(recorded, arguments.load, profile.geometry.max_model_len)
+def _workload(arguments: argparse.Namespace) -> list[TraceRequest]:
+    """Raises WorkloadError."""
+    spec = WorkloadSpec.parse(MADE_UP)
+    if arguments.workload is not None:
+        spec = WorkloadSpec.load(arguments.workload, arguments.set)
+    found = list(itertools.islice(spec, arguments.requests))
+    if len(found) < 2:
+        raise WorkloadError(f"{arguments.workload} has {len(found)} requests; at least 2 are needed")
+    return found
 
 
 def _random(work_dir: Path) -> tuple[Path, Path]:

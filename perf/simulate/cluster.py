@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from heapq import heappop, heappush
+from typing import Any
 
 from ...server.cluster.router import AnswerLengths, MostIdle, Policy, Replicas, ReplicaState, Routed
 from ..workload.request import TraceRequest
@@ -72,22 +73,16 @@ def simulate(
     *,
     watch: Watch | None = None,
     period: float = 1.0,
-    staleness: float = 0.0,
-    controller: Controller | None = None,
-    make: Make | None = None,
-    answers: AnswerLengths | None = None,
-    host: Host | None = None,
+    **options: Any,
 ) -> Records:
     """Serve `requests`, which come in order of arrival, to the end of the last answer.
 
     route: what it leaves waiting is offered again, in order of arrival, when a request has ended. prompt: makes a
     request's token ids, for replicas with a prefix cache. watch: called every `period` seconds while requests come.
-    staleness, controller, make, answers, host: `Cluster`'s. Raises ValueError for an arrival that is earlier than
+    options: `Cluster`'s. Raises ValueError for an arrival that is earlier than
     the one before it.
     """
-    cluster = Cluster(
-        replicas, route, prompt, staleness=staleness, controller=controller, make=make, answers=answers, host=host
-    )
+    cluster = Cluster(replicas, route, prompt, **options)
     now, next_look = -math.inf, period
     for request in requests:
         if request.arrival < now:
@@ -114,10 +109,7 @@ def simulate_clients(
     think: float = 0.0,
     turns: float = 1.0,
     seed: int = 0,
-    staleness: float = 0.0,
-    controller: Controller | None = None,
-    make: Make | None = None,
-    answers: AnswerLengths | None = None,
+    **options: Any,
 ) -> Records:
     """Serve `requests` to `clients` that each send one `think` seconds after the one before is answered.
 
@@ -127,9 +119,7 @@ def simulate_clients(
     """
     source = iter(requests)
     sender = _Clients(source, think, turns, seed)
-    cluster = Cluster(
-        replicas, route, prompt, sender, staleness=staleness, controller=controller, make=make, answers=answers
-    )
+    cluster = Cluster(replicas, route, prompt, sender, **options)
     for request in itertools.islice(source, clients):
         cluster.offer(sender.begun(request)._replace(arrival=0.0))
     return cluster.finish()

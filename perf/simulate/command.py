@@ -176,7 +176,7 @@ def _run_one(study: Study, arguments: argparse.Namespace) -> Results:
     from rich.console import Console
 
     from .document import document
-    from .plots import write_plots
+    from .plots import write_plot
     from .results import run_study
 
     wall, cpu = time.perf_counter(), _cpu_seconds()
@@ -194,8 +194,8 @@ def _run_one(study: Study, arguments: argparse.Namespace) -> Results:
     if arguments.out is not None:
         arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / f"{study.name}.json").write_text(f"{json.dumps(found)}\n", encoding="utf-8")
-    for path in write_plots(results, arguments.plots) if arguments.plots else ():
-        print(f"wrote {path}", file=sys.stderr)
+    if arguments.plots is not None:
+        print(f"wrote {write_plot(results, arguments.plots)}", file=sys.stderr)
     return results
 
 

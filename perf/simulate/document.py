@@ -40,7 +40,7 @@ def _study(results: Results, flags: str, share: float) -> Iterator[str]:
     yield f"{study.title}. Published: {study.source}.\n"
     yield f"{study.why.strip()}\n"
     labels = [METRICS[metric].label for metric in study.metrics]
-    yield from markdown_table(["", *labels], ([row.name, *_cells(results, row)] for row, _ in results.rows))
+    yield from markdown_table(["", *labels], ([row.name, *_cells(results, row)] for row in results.study.rows))
     yield f"\n{caption(results)[0].upper()}{caption(results)[1:]}.\n"
     yield from (f"* **{line}**" for line in failures(results))
     for order in results.orders:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from ...core.config import EngineConfig
 from ...core.costs.profile import Profile
 from ...core.engine import Engine
 from ...core.policies import Policies
 from .adapters import SimAdapters, VirtualClock
-from .charges import When
 from .executor import SimExecutor
 from .scheduler import SimScheduler
 
@@ -40,28 +40,23 @@ def simulated_engine(
     config: EngineConfig | None = None,
     clock: VirtualClock | None = None,
     *,
-    stream: bool = True,
     mix: bool = True,
     most_prompts: int | None = None,
     most_rows: int | None = None,
-    read_threads: int = 2,
     engine_type: type[Engine] = SimEngine,
     policies: Policies | None = None,
-    degree: int = 1,
-    assist: When = "chosen",
+    **options: Any,
 ) -> tuple[Engine, SimExecutor]:
-    """An engine in virtual time, with its executor. Its arguments are `SimExecutor`'s.
+    """An engine in virtual time, with its executor. options: `SimExecutor`'s.
 
     mix: prompts and decoding requests share steps; otherwise a prompt interrupts decoding (`SimScheduler.mix`).
-    most_prompts, most_rows: in a step (`SimScheduler.limit_prompts`, `limit_rows`); None for no limit.
-    engine_type: `Engine` takes any request and one step at a time. policies: `Engine`'s. degree: of tensor
-    parallelism. The prefix cache works on the tokens of prompts: leave it off where these are made up.
+    most_prompts, most_rows: in a step (`SimScheduler.limit_prompts`, `limit_rows`); None for no limit. engine_type:
+    `Engine` takes any request and one step at a time. policies: `Engine`'s. The prefix cache works on the tokens of
+    prompts: leave it off where these are made up.
     """
     clock = VirtualClock() if clock is None else clock
     config = EngineConfig(model=MODEL, prefix_cache=False) if config is None else config
-    executor = SimExecutor(
-        profile, adapters, config, clock, stream=stream, read_threads=read_threads, degree=degree, assist=assist
-    )
+    executor = SimExecutor(profile, adapters, config, clock, **options)
     engine = engine_type(config, executor, clock, executor.adapters.reads, policies)
     if isinstance(engine, SimEngine):
         engine.scheduler.mix = mix

@@ -8,7 +8,6 @@ from collections import OrderedDict
 from typing import Any
 
 from ...memory.pages.pool import PageKind, PagePool
-from .serving import Outcome
 from .study import Pool
 
 
@@ -89,7 +88,7 @@ class Paged:
         return -(-size // self._page_bytes)
 
 
-def run_fragmentation(pool: Pool) -> Outcome:
+def run_fragmentation(pool: Pool) -> dict[str, float]:
     """Load adapters of random size one after the other; the least recently used go until the next one fits.
 
     A failure is an allocation that finds enough free bytes and no room. External fragmentation is the share of the pool
@@ -120,12 +119,10 @@ def run_fragmentation(pool: Pool) -> Outcome:
         internal += sum(allocator.waste(*each) for each in resident.values()) / held
         newest = [resident[key][0] for key in range(max(0, cycle + 1 - pool.in_use), cycle + 1) if key in resident]
         most += len(newest) + allocator.num_more(newest, pool.probe)
-    return Outcome(
-        {
-            "allocation_failures": failures,
-            "external_fragmentation": external / pool.cycles,
-            "internal_fragmentation": internal / pool.cycles,
-            "most_adapters": most / pool.cycles,
-            "load_seconds": pool.probe / pool.link + allocator.num_copies(pool.probe) * pool.per_copy,
-        }
-    )
+    return {
+        "allocation_failures": failures,
+        "external_fragmentation": external / pool.cycles,
+        "internal_fragmentation": internal / pool.cycles,
+        "most_adapters": most / pool.cycles,
+        "load_seconds": pool.probe / pool.link + allocator.num_copies(pool.probe) * pool.per_copy,
+    }

@@ -1,73 +1,41 @@
-"""Loads that engine and simulator both serve: requests that are made up, and the first ones of a recorded workload."""
+"""A workload's requests at a load that an engine and its simulation can both serve."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from zlib import crc32
 
 from ...core.costs.models import CostModel
 from ...core.costs.profile import Profile
 from ..workload.request import TraceRequest
 
-PROMPT_TOKENS = (16, 160)
-OUTPUT_TOKENS = (12, 64)
 FIRST_TOKEN_ID = 16
 """Ids below are special in most vocabularies."""
 
 _PROMPT_SHARE = 0.75  # of the model's length, that a workload's prompt may take
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Requests that keep a machine busy for a share of the time."""
+def at_load(
+    workload: Sequence[TraceRequest], share: float, profile: Profile, rows: int, adapters: Sequence[str]
+) -> list[TraceRequest]:
+    """A workload's requests, squeezed or stretched in time until they keep a machine busy for a share of it.
 
-    requests: int
-    share: float
-    seed: int = 0
-
-    def trace(self, profile: Profile, rows: int, adapters: Sequence[str]) -> list[TraceRequest]:
-        """Poisson arrivals; lengths evenly within PROMPT_TOKENS and OUTPUT_TOKENS; a tenth on the base model.
-
-        rows: batch size at which the share holds.
-        """
-        source = random.Random(self.seed)
-        prompt, output = sum(PROMPT_TOKENS) // 2, sum(OUTPUT_TOKENS) // 2
-        rate = self.share / busy_seconds(profile.costs(), rows, prompt, output)
-        now, found = 0.0, []
-        for index in range(self.requests):
-            now += source.expovariate(rate)
-            name = None if source.random() < 0.1 else source.choice(list(adapters))
-            found.append(TraceRequest(index, now, name, source.randint(*PROMPT_TOKENS), source.randint(*OUTPUT_TOKENS)))
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """The first requests of a workload, at a load of ours.
-
-    Each adapter that it names becomes one of the adapters that there are, always the same one.
+    Arrivals keep their pattern; lengths are cut to the model's context. Each adapter that the workload names becomes
+    one of the adapters that there are, always the same one. rows: batch size at which the share holds.
     """
-
-    workload: Sequence[TraceRequest]
-    share: float
-    most_tokens: int
-
-    def trace(self, profile: Profile, rows: int, adapters: Sequence[str]) -> list[TraceRequest]:
-        """Arrivals keep their pattern. rows: batch size at which the share holds."""
-        costs, names = profile.costs(), sorted(adapters)
-        most_prompt = int(_PROMPT_SHARE * self.most_tokens)
-        first, last = self.workload[0].arrival, self.workload[-1].arrival
-        cut, busy = [], 0.0
-        for request in self.workload:
-            prompt, output = request.prompt_tokens, request.output_tokens
-            prompt, output = min(prompt, most_prompt), max(1, min(output, self.most_tokens - most_prompt))
-            name = None if request.adapter is None else names[crc32(request.adapter.encode()) % len(names)]
-            busy += busy_seconds(costs, rows, prompt, output)
-            cut.append(request._replace(prompt_tokens=prompt, output_tokens=output, adapter=name))
-        factor = busy / self.share / max(last - first, 1e-9)
-        return [each._replace(id=index, arrival=(each.arrival - first) * factor) for index, each in enumerate(cut)]
+    costs, names, most_tokens = profile.costs(), sorted(adapters), profile.geometry.max_model_len
+    most_prompt = int(_PROMPT_SHARE * most_tokens)
+    first, last = workload[0].arrival, workload[-1].arrival
+    cut, busy = [], 0.0
+    for request in workload:
+        prompt = min(request.prompt_tokens, most_prompt)
+        output = max(1, min(request.output_tokens, most_tokens - most_prompt))
+        name = None if request.adapter is None else names[crc32(request.adapter.encode()) % len(names)]
+        busy += busy_seconds(costs, rows, prompt, output)
+        cut.append(request._replace(prompt_tokens=prompt, output_tokens=output, adapter=name))
+    factor = busy / share / max(last - first, 1e-9)
+    return [each._replace(id=index, arrival=(each.arrival - first) * factor) for index, each in enumerate(cut)]
 
 
 def prompt_of(request: TraceRequest, vocab_size: int) -> list[int]:

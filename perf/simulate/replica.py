@@ -6,11 +6,10 @@ import math
 from collections.abc import Callable, Container
 from enum import StrEnum
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...core.config import EngineConfig
 from ...core.costs.profile import Profile
-from ...core.policies import Policies
 from ...core.requests.sampling_params import InvalidRequest, SamplingParams
 from ...core.requests.types import RequestOutput, StepPlan
 from ...memory.adapters.adapter import Tier
@@ -19,7 +18,6 @@ from ...memory.pages.pool import OutOfPages
 from ...server.cluster.router import ReplicaState
 from ..workload.request import TraceRequest
 from .adapters import SimAdapters, VirtualClock
-from .charges import When
 from .engine import MODEL, SimEngine, simulated_engine
 from .executor import TOKEN
 from .link import Urgency
@@ -89,31 +87,23 @@ class Replica:
         config: EngineConfig | None = None,
         *,
         index: int = 0,
-        stream: bool = True,
-        mix: bool = True,
-        most_prompts: int | None = None,
-        most_rows: int | None = None,
-        read_threads: int = 2,
         keep_idle: bool = True,
         tells_tenants: bool = True,
-        policies: Policies | None = None,
-        degree: int = 1,
-        assist: When = "chosen",
         now: float = 0.0,
+        **options: Any,
     ) -> None:
         """adapters: shared by all replicas; adapters that requests name are registered when they first come.
 
         keep_idle: adapters that no request uses stay in the arena until their pages are wanted, instead of being
-        dropped at once. tells_tenants: the engine knows each request's tenant. now: when it begins to serve. The others
-        are `simulated_engine`'s.
+        dropped at once. tells_tenants: the engine knows each request's tenant. now: when it begins to serve. options:
+        `simulated_engine`'s.
         """
         self.index = index
         self.phase = Phase.SERVING
         self.clock = VirtualClock(now - _BEFORE)
         self.engine, self.executor = simulated_engine(
             profile, adapters, config or EngineConfig(model=MODEL, prefix_cache=False, max_waiting=None), self.clock,
-            stream=stream, mix=mix, most_prompts=most_prompts, most_rows=most_rows, read_threads=read_threads,
-            policies=policies, degree=degree, assist=assist,
+            **options,
         )  # fmt: skip
         self.clock.now = now
         self.wake = math.inf

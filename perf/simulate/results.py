@@ -6,20 +6,19 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
 from statistics import median
 from typing import Any
 
 from .fragmentation import run_fragmentation
 from .metrics import INCREASES, SHARE
-from .serving import Outcome, run_serving
+from .serving import run_serving
 from .static_batches import static_batches
-from .study import Axis, Pool, Row, Setup, Study, StudyError
+from .study import Axis, Pool, Setup, Study, StudyError
 
 #: Significant digits of results: more than a reader needs, fewer than sums in another order would change.
 _DIGITS = 7
@@ -107,7 +106,7 @@ class Strip:
 class Results:
     """A study's options and results.
 
-    seeds: of the runs. rows: with the medians; samples and loads are the first seed's. spreads: each row's metrics.
+    seeds: of the runs. spreads: each row's metrics.
     failed: by row, requests that were refused or ended with an error, with all seeds, and all requests; rows without
     any are left out, and points of the region are rows of their own. region: empty unless it was asked for.
     """
@@ -116,7 +115,6 @@ class Results:
     quick: bool
     scale: float
     seeds: list[int | None]
-    rows: list[tuple[Row, Outcome]]
     spreads: dict[str, dict[str, Spread]]
     orders: list[Order]
     failed: dict[str, tuple[int, int]]
@@ -133,11 +131,11 @@ class Results:
             "study": self.study.name,
             "load": {"quick": self.quick, "scale": self.scale, "seeds": self.seeds},
             "rows": [
-                {"row": row.name, **{name: outcome.metrics[name] for name in names}, "paper": row.paper}
-                for row, outcome in self.rows
+                {"row": row.name, **{name: self.spreads[row.name][name].median for name in names}, "paper": row.paper}
+                for row in self.study.rows
             ],
             "spreads": {row.name: {name: self.spreads[row.name][name].to_json() for name in names}
-                        for row, _ in self.rows},
+                        for row in self.study.rows},
             "orders": [order.to_json() for order in self.orders],
         }  # fmt: skip
         if self.failed:
@@ -191,26 +189,20 @@ def run_study(
         )
         for place, number, row in itertools.product(places, numbers, study.rows)
     ]
-    shown = {task.key for task in tasks[: len(study.rows)]}  # tasks of which samples are kept
-    found = simulate(tasks, jobs=jobs, told=told, shown=shown)
+    found = simulate(tasks, jobs=jobs, told=told)
     each = iter(tasks)
     runs = [
-        [_completed(study, {row.name: found[next(each).key].metrics for row in study.rows}) for _ in numbers]
-        for _ in places
+        [_completed(study, {row.name: found[next(each).key] for row in study.rows}) for _ in numbers] for _ in places
     ]
     spreads = {
         row.name: {name: Spread.of(run[row.name][name] for run in runs[0]) for name in runs[0][0][row.name]}
         for row in study.rows
     }
-    rows = [
-        (row, replace(found[task.key], metrics={name: each.median for name, each in spreads[row.name].items()}))
-        for row, task in zip(study.rows, tasks, strict=False)
-    ]
     orders = [_orders(study, same) for same in runs]
     at = iter(orders[1:])
     strips = [Strip(axis, [(point, next(at)) for point in axis.points]) for axis in study.region] if region else []
     failed = _failures(study, places, runs)
-    return Results(study, quick, scale, numbers, rows, spreads, orders[0], failed, strips)
+    return Results(study, quick, scale, numbers, spreads, orders[0], failed, strips)
 
 
 def interval(count: int) -> tuple[int, float]:
@@ -244,31 +236,25 @@ def simulate(
     *,
     jobs: int = 1,
     told: Callable[[str], None] = lambda what: None,
-    shown: Container[str] = (),
-) -> dict[str, Outcome]:
-    """Outcomes by the tasks' keys, each simulated once. shown: keys of tasks of which samples are kept.
-
-    Raises StudyError.
-    """
-    found: dict[str, Outcome] = {}
+) -> dict[str, dict[str, float]]:
+    """Metrics by the tasks' keys, each simulated once. Raises StudyError."""
+    found: dict[str, dict[str, float]] = {}
     todo = list({task.key: task for task in tasks}.values())
     with map_of(min(jobs, len(todo))) as mapped:
-        for task, outcome in zip(todo, mapped(partial(_simulated, shown), todo), strict=True):
-            found[task.key] = outcome
+        for task, metrics in zip(todo, mapped(_simulated, todo), strict=True):
+            found[task.key] = metrics
             told(f"{len(found)} of {len(todo)}: {task.origin}")
     return found
 
 
-def _simulated(shown: Container[str], task: Task) -> Outcome:
+def _simulated(task: Task) -> dict[str, float]:
+    setup = task.setup
     try:
-        setup = task.setup
         if isinstance(setup, Pool):
-            outcome = run_fragmentation(setup)
-        else:
-            outcome = Outcome(static_batches(setup)) if setup.static else run_serving(setup)
+            return run_fragmentation(setup)
+        return static_batches(setup) if setup.static else run_serving(setup)
     except StudyError as error:
         raise StudyError(f"{task.origin}: {error}") from None
-    return outcome if task.key in shown else Outcome(outcome.metrics)
 
 
 @contextmanager

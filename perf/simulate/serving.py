@@ -7,7 +7,6 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -43,39 +42,30 @@ from .study import Flash, Limit, Router, Setup, Step, StudyError
 LOOK, RELEASABLE = 10.0, 6
 
 
-@dataclass
-class Outcome:
-    """A row's metrics, and what the plots draw: values per request, and requests per replica over time."""
-
-    metrics: dict[str, float]
-    samples: dict[str, np.ndarray] = field(default_factory=dict)
-    loads: np.ndarray | None = None  # [looks, replicas]
-
-
-def run_serving(setup: Setup) -> Outcome:
-    """Raises StudyError for what the setup's parts refuse, its traces included."""
+def run_serving(setup: Setup) -> dict[str, float]:
+    """The row's metrics. Raises StudyError for what the setup's parts refuse, its traces included."""
     try:
         return _run(setup) if setup.limit is None else _at_limit(setup, setup.limit)
     except (WorkloadError, NoReplica) as error:
         raise StudyError(str(error)) from None
 
 
-def _at_limit(setup: Setup, limit: Limit) -> Outcome:
+def _at_limit(setup: Setup, limit: Limit) -> dict[str, float]:
     """The first run that reaches the limit, with the rate at which it is reached."""
     below = (0.0, 0.0)
     for rate in limit.rates:
         arrivals = {**setup.workload["arrivals"], "rate": rate}
-        outcome = _run(setup.model_copy(update={"workload": {**setup.workload, "arrivals": arrivals}}))
-        value = outcome.metrics[limit.metric]
+        metrics = _run(setup.model_copy(update={"workload": {**setup.workload, "arrivals": arrivals}}))
+        value = metrics[limit.metric]
         if value >= limit.value:
             share = (limit.value - below[1]) / (value - below[1])
-            outcome.metrics["rate_at_limit"] = below[0] + share * (rate - below[0])
-            return outcome
+            metrics["rate_at_limit"] = below[0] + share * (rate - below[0])
+            return metrics
         below = rate, value
     raise StudyError(f"limit: {limit.metric} is {below[1]:g} at {below[0]:g} requests/s; add higher rates")
 
 
-def _run(setup: Setup) -> Outcome:
+def _run(setup: Setup) -> dict[str, float]:
     own = None if setup.directory is None else setup.directory / setup.profile
     profile = changed_profile(str(own) if own is not None and own.is_file() else setup.profile, setup.terms)
     if setup.tensor_parallel > 1 and profile.costs().all_reduce is None:
@@ -132,10 +122,10 @@ def _run(setup: Setup) -> Outcome:
         loads = np.zeros((len(looks), len(looks[-1])), np.int64)  # of replicas that came later, 0 before
         for row, found in zip(loads, looks, strict=True):
             row[: len(found)] = found
-    found = _outcome(setup, records, replicas, adapters.num_prompt_tokens, loads)
-    there = setup.replicas * found.metrics["simulated_seconds"] if scaling is None else scaling.replica_seconds
-    found.metrics["replica_hours"] = there / 3600
-    return found
+    metrics = _metrics(setup, records, replicas, adapters.num_prompt_tokens, loads)
+    there = setup.replicas * metrics["simulated_seconds"] if scaling is None else scaling.replica_seconds
+    metrics["replica_hours"] = there / 3600
+    return metrics
 
 
 def _thinned(requests: Iterable[TraceRequest], tenant: str | None, keeps: int) -> Iterator[TraceRequest]:
@@ -355,9 +345,9 @@ def _baseline(router: Router, estimates: Estimates, seed: int) -> Policy:
     return first
 
 
-def _outcome(
+def _metrics(
     setup: Setup, records: Records, replicas: Sequence[Replica], num_prompt_tokens: int, loads: np.ndarray | None
-) -> Outcome:
+) -> dict[str, float]:
     counted = records.column("arrival") >= setup.warmup
     failed = [slo for arrival, slo in records.failures if arrival >= setup.warmup]
     if failed and not counted.any():
@@ -412,7 +402,7 @@ def _outcome(
     if loads is not None and len(loads):
         metrics["replicas_in_use"] = float((loads > 0).sum(axis=1).mean())
         metrics["replicas_released"] = float(_long_idle(loads).mean())
-    return Outcome(metrics, samples, loads)
+    return metrics
 
 
 def _attainment(setup: Setup, time_per_token: np.ndarray, classes: np.ndarray) -> float:

@@ -3,7 +3,7 @@
     spec = WorkloadSpec.load(Path("hour.toml"))
     for request in spec: ...  # TraceRequest, in order of arrival; the same every time
 
-`python -m chorus.perf.workload SPEC` describes one. Needs no tensor library.
+Needs no tensor library.
 """
 
 from .errors import TraceError, WorkloadError

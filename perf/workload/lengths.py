@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
@@ -14,16 +14,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from .errors import TraceError
 from .model import Strict
 from .seeds import stream
-from .traces import TraceRow, TraceSource
-
-#: (percentile, prompt tokens, output tokens) of Azure's code trace of 2023, measured on the trace.
-_AZURE_CODE: list[tuple[float, int, int]] = [
-    (0.0, 3, 6), (1.0, 17, 6), (2.0, 35, 6), (5.0, 75, 6), (10.0, 147, 7), (20.0, 386, 8), (30.0, 770, 9),
-    (40.0, 1075, 11), (50.0, 1469, 13), (60.0, 1909, 16), (70.0, 2433, 20), (75.0, 2744, 24), (80.0, 3192, 29),
-    (85.0, 3920, 39), (90.0, 5188, 55), (92.0, 5959, 65), (94.0, 6585, 79), (96.0, 7430, 105), (97.0, 7435, 128),
-    (98.0, 7436, 171), (99.0, 7436, 251), (99.5, 7436, 359), (99.9, 7437, 825), (99.97, 7437, 932),
-    (100.0, 7437, 1899),
-]  # fmt: skip
+from .traces import TraceSource
 
 
 class Taken(NamedTuple):
@@ -102,25 +93,6 @@ class LognormalTokens(Strict):
         return np.rint(np.clip(tokens, 1, self.most)).astype(np.int64)
 
 
-class QuantileTokens(Strict):
-    """Through (percentile, tokens) points from 0 to 100, straight between them."""
-
-    law: Literal["quantiles"]
-    points: list[tuple[float, PositiveInt]] = Field(min_length=2)
-
-    @model_validator(mode="after")
-    def _rising(self) -> QuantileTokens:
-        shares, tokens = zip(*self.points, strict=True)
-        rising = all(before < after for before, after in itertools.pairwise(shares))
-        if not rising or shares[0] != 0 or shares[-1] != 100 or list(tokens) != sorted(tokens):
-            raise ValueError(f"points are {self.points}; percentiles must rise from 0 to 100 and tokens never fall")
-        return self
-
-    def draw(self, rng: np.random.Generator, n: int) -> np.ndarray:
-        shares, tokens = zip(*self.points, strict=True)
-        return np.rint(np.interp(rng.random(n) * 100, shares, tokens)).astype(np.int64)
-
-
 def _cut_lognormal(mean: float, sigma: float) -> LognormalTokens:
     return LognormalTokens(law="lognormal", mean=mean, sigma=sigma, most=2048)
 
@@ -129,12 +101,9 @@ def _cut_lognormal(mean: float, sigma: float) -> LognormalTokens:
 _PUBLISHED = {
     "sharegpt": (_cut_lognormal(161.31, 1.97), _cut_lognormal(337.99, 1.44)),
     "alpaca": (_cut_lognormal(19.31, 0.565), _cut_lognormal(58.45, 0.997)),
-    "azure_code": tuple(
-        QuantileTokens(law="quantiles", points=[(row[0], row[column]) for row in _AZURE_CODE]) for column in (1, 2)
-    ),
 }
 
-Tokens = Annotated[ConstantTokens | UniformTokens | LognormalTokens | QuantileTokens, Field(discriminator="law")]
+Tokens = Annotated[ConstantTokens | UniformTokens | LognormalTokens, Field(discriminator="law")]
 
 
 class Lengths(Strict):
@@ -193,13 +162,9 @@ class PublishedLengths(Lengths):
     alpaca: lognormal, cut at 2048 tokens. Means 19.31 and 58.45: the same paper, Fig. 11b. Spread: σ = 0.565 and 0.997
     as of 6400 instructions and answers of Dolly under Llama 2's tokenizer (means 17.8 and 63.2), which is data of the
     same kind.
-
-    azure_code: percentiles of Azure's code trace of 2023 (8,819 requests, CC-BY-4.0), for where the trace itself is not
-    at hand. To keep the trace's pairs use the kind "trace". The conversation trace has no such table here: its
-    percentiles are published as a figure only, so give the file.
     """
 
-    kind: Literal["sharegpt", "alpaca", "azure_code"]
+    kind: Literal["sharegpt", "alpaca"]
 
     def _take(self, seed: int) -> Callable[[int], Taken]:
         prompt, output = _PUBLISHED[self.kind]
@@ -209,14 +174,11 @@ class PublishedLengths(Lengths):
 class TraceLengths(Lengths):
     """Lengths of a trace: "empirical" draws rows at random, "replay" takes them in order, with their prefix hashes,
     service classes, tenants and sessions.
-
-    repeat: begin a replay anew when the trace ends.
     """
 
     kind: Literal["trace"]
     trace: TraceSource
     mode: Literal["empirical", "replay"] = "empirical"
-    repeat: bool = False
 
     def _take(self, seed: int) -> Callable[[int], Taken]:
         for field in ("prompt_tokens", "output_tokens"):
@@ -240,7 +202,7 @@ class TraceLengths(Lengths):
         return take
 
     def _replayed(self, seed: int) -> Callable[[int], Taken]:
-        rows = self._rounds(seed)
+        rows = self.trace.rows(seed)
         fields = {"slo": "slo", "tenants": "tenant", "sessions": "session"}
         fields = {name: field for name, field in fields.items() if self.trace.has(field)}
 
@@ -253,14 +215,6 @@ class TraceLengths(Lengths):
             return Taken(prompt, output, [row.hash_ids for row in taken] if block else None, block, **told)
 
         return take
-
-    def _rounds(self, seed: int) -> Iterator[TraceRow]:
-        while True:
-            row = None
-            for row in self.trace.rows(seed):
-                yield row
-            if not self.repeat or row is None:
-                return
 
 
 AnyLengths = Annotated[GivenLengths | PublishedLengths | TraceLengths, Field(discriminator="kind")]

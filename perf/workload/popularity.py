@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from .errors import TraceError, WorkloadError
 from .model import Strict
@@ -70,13 +70,7 @@ class Identical(Law):
 
 
 class Weighted(Law):
-    """Laws with a weight per adapter.
-
-    exact: instead of independent draws, deal out the very shares (`counts`) in random order, as Punica's benchmark
-    does; needs the number of requests.
-    """
-
-    exact: bool = False
+    """Laws with a weight per adapter."""
 
     @abstractmethod
     def weights(self, count: int | None, expected: Callable[[], int]) -> np.ndarray:
@@ -92,13 +86,8 @@ class Weighted(Law):
         return counts
 
     def choose(self, seed: int, count: int | None, expected: Callable[[], int]) -> Chosen:
-        rng = stream(seed, "popularity")
-        if self.exact:
-            counts = self.counts(expected(), count)
-            order = rng.permutation(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
-            return Chosen(_rechunk(iter([order])), len(counts))
         weights = self.weights(count, expected)
-        return Chosen(_independent(weights, rng), len(weights))
+        return Chosen(_independent(weights, stream(seed, "popularity")), len(weights))
 
 
 class Uniform(Weighted):
@@ -115,7 +104,7 @@ class Zipf(Weighted):
 
     So shares fall geometrically, which is not the power law that others call Zipf: that one is `power_law`. Punica's
     Skewed workload is α = 1.5. Without `adapters.count` there are as many adapters as Punica's benchmark makes for n
-    requests, and `exact` deals them out as it does: runs of ⌊α^k⌋ requests, k = 0, 1, …, and the rest as one more.
+    requests, and `counts` deals them out as it does: runs of ⌊α^k⌋ requests, k = 0, 1, …, and the rest as one more.
     """
 
     kind: Literal["zipf"]
@@ -151,32 +140,11 @@ class PowerLaw(Weighted):
         return np.arange(1, count + 1, dtype=np.float64) ** -self.exponent
 
 
-class Given(Weighted):
-    """The weights themselves, most popular first."""
-
-    kind: Literal["weights"]
-    given: list[PositiveFloat] = Field(alias="weights", min_length=1)
-
-    @model_validator(mode="after")
-    def _most_popular_first(self) -> Given:
-        if self.given != sorted(self.given, reverse=True):
-            raise ValueError(f"weights are {self.given}; put the largest first")
-        return self
-
-    def weights(self, count: int | None, expected: Callable[[], int]) -> np.ndarray:
-        if count is not None and count != len(self.given):
-            raise WorkloadError(
-                f"adapters.count is {count}, but popularity has {len(self.given)} weights; leave it out"
-            )
-        return np.array(self.given)
-
-
 class FromTrace(Law):
     """Adapters of a trace.
 
     mode "counts": independent draws with the trace's own shares, its base-model requests included. "replay": the
-    trace's sequence itself. names: "trace" keeps the adapters' names, "numbers" numbers them by popularity (counts) or
-    by first use (replay). skewness: dLoRA's mapping (§7.1) of a trace's many functions onto `adapters.count` adapters:
+    trace's sequence itself. skewness: dLoRA's mapping (§7.1) of many functions onto `adapters.count` adapters:
     functions sorted by their number of requests, `skewness` at a time to the first adapter, as many to the second, and
     so on by turns. The larger, the more skewed. rate and time are the arrivals' concern.
     """
@@ -184,9 +152,7 @@ class FromTrace(Law):
     kind: Literal["trace"]
     trace: TraceSource
     mode: Literal["counts", "replay"] = "counts"
-    names: Literal["trace", "numbers"] = "trace"
     skewness: PositiveInt | None = None
-    repeat: bool = False
 
     def choose(self, seed: int, count: int | None, expected: Callable[[], int]) -> Chosen:
         self.trace.needs("adapter", "popularity")
@@ -211,14 +177,14 @@ class FromTrace(Law):
                 names.append(name)
             return index[name]
 
-        name = names.__getitem__ if self.names == "trace" and not self.skewness else None
+        name = None if self.skewness else names.__getitem__
         told = _Told(self.trace.path)
         tenant = told.tenants.get if self.trace.has("tenant") else None
         rank = told.ranks.get if self.trace.has("rank") and not self.skewness else None
         if self.mode == "replay":
             return Chosen(_rechunk(self._indices(seed, number, told)), count, name, tenant, rank)
         if tenant or rank:
-            for _ in self._indices(seed, number, told, repeat=False):
+            for _ in self._indices(seed, number, told):
                 """Learns what the trace tells of adapters."""
         numbers = np.array([number(each) for each, _ in counts])
         weights = np.array([requests for _, requests in counts], np.float64)
@@ -227,23 +193,13 @@ class FromTrace(Law):
         take = _independent(weights, stream(seed, "popularity"))
         return Chosen(lambda n: numbers[take(n)], count or len(names), name, tenant, rank)
 
-    def _indices(
-        self, seed: int, index: Callable[[str | None], int], told: _Told, repeat: bool | None = None
-    ) -> Iterator[np.ndarray]:
-        """Indices of the trace's adapters, row by row; tenants and ranks of the adapters are noted on the way.
-
-        repeat: in place of the law's own.
-        """
-        while True:
-            rows = 0
-            for chunk in self.trace.columns("adapter", "tenant", "rank", seed=seed):
-                rows += len(chunk["adapter"])
-                found = [index(name) for name in chunk["adapter"]]
-                for each in zip(found, chunk["adapter"], chunk["tenant"], chunk["rank"], strict=True):
-                    told.note(*each, mapped=self.skewness is not None)
-                yield np.array(found, np.int64)
-            if not (self.repeat if repeat is None else repeat) or not rows:
-                return
+    def _indices(self, seed: int, index: Callable[[str | None], int], told: _Told) -> Iterator[np.ndarray]:
+        """Indices of the trace's adapters, row by row; tenants and ranks of the adapters are noted on the way."""
+        for chunk in self.trace.columns("adapter", "tenant", "rank", seed=seed):
+            found = [index(name) for name in chunk["adapter"]]
+            for each in zip(found, chunk["adapter"], chunk["tenant"], chunk["rank"], strict=True):
+                told.note(*each, mapped=self.skewness is not None)
+            yield np.array(found, np.int64)
 
 
 class _Told:
@@ -286,6 +242,4 @@ def _rechunk(chunks: Iterator[np.ndarray]) -> Callable[[int], np.ndarray]:
     return take
 
 
-Popularity = Annotated[
-    Distinct | Identical | Uniform | Zipf | PowerLaw | Given | FromTrace, Field(discriminator="kind")
-]
+Popularity = Annotated[Distinct | Identical | Uniform | Zipf | PowerLaw | FromTrace, Field(discriminator="kind")]

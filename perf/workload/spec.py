@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from .model import Strict
 from .popularity import Popularity
 from .request import BASE, RequestBatch, TraceRequest
 from .seeds import hashed_uniform, stream
-from .traces import jsonl
 
 
 class WorkloadSpec(Strict):
@@ -69,7 +68,7 @@ class WorkloadSpec(Strict):
         replay = self.arrivals if isinstance(self.arrivals, ReplayArrivals) else None
         if replay:
             replay.trace.needs("arrival", "arrivals")
-        if self.duration is None and self.requests is None and (replay is None or replay.repeat):
+        if self.duration is None and self.requests is None and replay is None:
             raise ValueError("the workload never ends; set duration (seconds), requests, or both")
         return self
 
@@ -88,17 +87,19 @@ class WorkloadSpec(Strict):
         except ValueError as error:
             kind = "TOML" if path.suffix == ".toml" else "JSON"
             raise WorkloadError(f"{path}: not {kind} ({error}); mend it, or name the file .toml or .json") from None
-        for setting in settings:
-            _change(fields, setting)
-        return cls.parse(fields, path.parent, str(path))
+        return cls.parse(fields, path.parent, str(path), settings)
 
     @classmethod
-    def parse(cls, fields: Any, base: Path | None = None, origin: str = "workload") -> WorkloadSpec:
-        """From plain values, as a file has them. base: what relative paths of traces count from.
+    def parse(
+        cls, fields: Any, base: Path | None = None, origin: str = "workload", settings: Sequence[str] = ()
+    ) -> WorkloadSpec:
+        """From plain values, as a file has them. base: what relative paths of traces count from. settings: see `load`.
 
         Raises:
             WorkloadError: names every wrong field, its value and the mend.
         """
+        for setting in settings:
+            _change(fields, setting)
         if isinstance(fields, dict) and "trace" in fields:
             fields = _replayed(**fields)
         try:
@@ -230,15 +231,3 @@ def _name(fields: Any, error: Any) -> str:
             parts.append(part)
             fields = fields[part] if part < len(fields) else None
     return ".".join(map(str, parts))
-
-
-def open_workload(path: Path, settings: Sequence[str] = ()) -> Iterable[TraceRequest]:
-    """Requests of a specification (.toml, .json), or of a file of requests (.jsonl).
-
-    settings: other values of a specification's fields, each as FIELD=VALUE. Raises WorkloadError.
-    """
-    if path.suffix == ".jsonl":
-        if settings:
-            raise WorkloadError(f"--set {settings[0]}: {path} holds requests, not a specification; leave it out")
-        return jsonl.read(path)
-    return WorkloadSpec.load(path, settings)

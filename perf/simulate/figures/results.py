@@ -95,7 +95,7 @@ def compute(
         for figure in figures for run in figure.simulated for seed in each_seed
     }  # fmt: skip
     found = simulate(tasks.values(), jobs=jobs, told=told)
-    metrics_of = {each: found[task.key].metrics for each, task in tasks.items()}
+    metrics_of = {each: found[task.key] for each, task in tasks.items()}
     for each, task in tasks.items():
         if failed := metrics_of[each].get("failed"):
             raise StudyError(

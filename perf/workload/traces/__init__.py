@@ -7,15 +7,13 @@ from typing import Annotated
 from pydantic import Field
 
 from .functions2019 import AzureFunctions2019
-from .jsonl import Jsonl
-from .published import AzureFunctions, AzureLLM, LoraRequests, LoraSequence, Mooncake
-from .servegen import ServeGen
+from .published import AzureFunctions, AzureLLM, LoraSequence, Mooncake
 from .source import Source, TraceRow
 from .table import Csv
 
 __all__ = ["Source", "TraceRow", "TraceSource"]
 
 TraceSource = Annotated[
-    AzureLLM | AzureFunctions | AzureFunctions2019 | Mooncake | ServeGen | LoraRequests | LoraSequence | Jsonl | Csv,
+    AzureLLM | AzureFunctions | AzureFunctions2019 | Mooncake | LoraSequence | Csv,
     Field(discriminator="format"),
 ]

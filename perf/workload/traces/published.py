@@ -4,8 +4,8 @@ Azure LLM inference traces, `AzureLLMInferenceTrace_{code,conv}.csv` (2023) and 
 described in Splitwise (ISCA 2024) and DynamoLLM (HPCA 2025). Azure Functions invocation trace of 2021 (MAF2): CaraServe
 (§7.1) and dLoRA (§7.1) take each function, or each group of functions, for one adapter. Mooncake's traces (FAST 2025)
 are Apache-2.0. GenTD26, Alibaba's trace of a text-to-image service with LoRA adapters (SoCC 2025), is for research use
-only. Its `lora_request_trace.csv` was published in two forms: one names each request's adapters in order but has no
-times, the later one has times but no names; their lengths are characters of image prompts, so neither gives tokens.
+only. Its `lora_request_trace.csv` was published in two forms, of which the one that names each request's adapters in
+order is read: it has no times, and its lengths are characters of image prompts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from .text import Rows
 #: Prompt tokens that a hash id of Mooncake's stands for.
 BLOCK_TOKENS = 512
 
-_EPOCH = datetime(1970, 1, 1)
 _MOST_ARGS = 1 << 16  # characters of a request's `lora_args`
 
 
@@ -134,19 +133,3 @@ def _first_adapter(file: Rows, text: str) -> str | None:
     if not isinstance(name, str | int) or isinstance(name, bool) or name == "":
         raise file.error("lora_args", text, mend)
     return str(name)
-
-
-class LoraRequests(Source):
-    """Arrivals, to the second: column gmt_create."""
-
-    format: Literal["lora_requests"]
-    provides = frozenset({"arrival"})
-
-    def rows(self, seed: int = 0) -> Iterator[TraceRow]:
-        file = Rows(self.path)
-        for (when,) in file.csv("gmt_create"):
-            try:
-                seconds = (datetime.fromisoformat(when) - _EPOCH).total_seconds()
-            except (ValueError, TypeError):
-                raise file.error("gmt_create", when, "it must be a time like 2024-11-15 16:57:50") from None
-            yield TraceRow(file.in_order("gmt_create", when, seconds))

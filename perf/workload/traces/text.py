@@ -141,12 +141,6 @@ class Rows:
             raise self.error(field, value, "it must be a list of whole numbers, none negative")
         return tuple(value)
 
-    def name(self, field: str, value: Any) -> str | None:
-        """A name, or null."""
-        if value is not None and (not isinstance(value, str) or not value):
-            raise self.error(field, value, "it must be a name, or null")
-        return value
-
     def in_order(self, field: str, value: Any, time: float) -> float:
         """A time that is not before the one of the row before."""
         if time < self._latest:

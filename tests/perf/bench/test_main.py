@@ -151,23 +151,3 @@ def test_bad_arguments(argv, capsys):
     with pytest.raises(SystemExit):
         Options.parse(argv)
     assert "usage" in capsys.readouterr().err
-
-
-def test_an_archive_holds_everything_and_is_gone_on_from(tmp_path, sections):
-    """A machine's results come back in one file; a second machine goes on from it."""
-    archive = tmp_path / "out" / "gpu.tar.gz"
-    done = "from pathlib import Path; import json; Path({!r}).write_text(json.dumps({}))"
-    record = {
-        "section": "products", "status": "done", "seconds": 1.0, "values": {"rows": []},
-        "settings": Options.parse(["--quick", "--device", "cpu", "--out", str(tmp_path)]).settings,
-        "environment": {**describe("cpu", opened=False), "commit": {"hash": "abc", "dirty": False}},
-    }  # fmt: skip
-    first, second = tmp_path / "first", tmp_path / "second"
-    sections["products"] = f"print('said'); {done.format(str(first / 'products.json'), record)}"
-    sections["equality"] = "import os; os.kill(os.getpid(), 9)"
-    call(first, "--sections", "products", "equality", "--archive", str(archive))
-    assert sorted(path.name for path in archive.parent.iterdir()) == ["gpu.tar.gz"]
-    sections["products"] = "raise SystemExit('it is done already')"
-    _, found = call(second, "--sections", "products", "--archive", str(archive))
-    assert "products" in found["sections"] and "equality" in found["failed"]
-    assert (second / "products.log").read_text("utf-8") == "said\n"

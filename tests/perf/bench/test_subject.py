@@ -83,7 +83,7 @@ def test_a_replay_changes_nothing(subject):
     """The same request gives the same tokens, whether its steps are replayed in between or not."""
 
     def tokens(*, replayed: bool) -> list[int]:
-        subject.reseed(7)
+        subject._random.seed(7)  # noqa: SLF001  the prompts that come from now on
         (request,) = subject.decoding(["r4-002"], 6, 8)
         while not request.finished:
             if replayed:

@@ -134,22 +134,20 @@ variant = "/study"
 same = ["/seed"]
 [[metrics]]
 name = "share"
-at = "/times/lora"
-over = "/times/base"
+at = "/shares"
 kind = "ratio"
 better = "lower"
 floor = 0.1
 [[tables]]
 at = "/rows"
 kind = "exact"
-skip = ["seconds"]
 better = { hits = "higher" }
 """
 
 
 def result(**changes) -> dict:
-    rows = [{"policy": "fifo", "limit": False, "ttft": 4.5, "hits": 7, "seconds": 0.1, "note": None}]
-    whole = {"study": "papers", "machine": "box", "seed": 0, "times": {"lora": [3, 2], "base": [2, 1]}, "rows": rows}
+    rows = [{"policy": "fifo", "limit": False, "ttft": 4.5, "hits": 7, "note": None}]
+    whole = {"study": "papers", "machine": "box", "seed": 0, "shares": [1.5, 2.0], "rows": rows}
     return {**whole, **changes}
 
 
@@ -171,7 +169,7 @@ def test_a_suite_reads_metrics_and_rows(directory):
 
 
 def test_several_results_are_repeats(directory):
-    run = run_of(directory, result(), result(times={"lora": [8], "base": [2]}))
+    run = run_of(directory, result(), result(shares=[4.0]))
     assert run.readings["share"][1] == (1.5, 2.0, 4.0)
     with pytest.raises(GateError, match="not repeats of one run"):
         run_of(directory, result(), result(seed=1))
@@ -230,7 +228,7 @@ def test_a_baseline_holds_what_was_read(directory):
 
 def test_a_baseline_needs_every_metric(directory):
     with pytest.raises(GateError, match="lacks share"):
-        Baseline.write(run_of(directory, result(times={})), directory)
+        Baseline.write(run_of(directory, result(shares=[])), directory)
 
 
 def test_a_row_that_is_gone_is_missing_and_a_new_one_is_not(directory):
@@ -242,7 +240,7 @@ def test_a_row_that_is_gone_is_missing_and_a_new_one_is_not(directory):
 
 
 def test_a_portable_suite_compares_devices_but_for_local_metrics(tmp_path):
-    local = '\n[[metrics]]\nname = "absolute"\nat = "/times/base"\nkind = "measured"\nbetter = "lower"\nlocal = true\n'
+    local = '\n[[metrics]]\nname = "absolute"\nat = "/shares"\nkind = "measured"\nbetter = "lower"\nlocal = true\n'
     (tmp_path / "made.toml").write_text("portable = true\n" + SUITE + local)
     Baseline.write(run_of(tmp_path), tmp_path)
     for machine, at_home in (("box", True), ("other", False)):
@@ -275,7 +273,7 @@ def test_the_command_takes_and_keeps_a_baseline(directory, tmp_path, capsys):
     assert (code, found["ok"]) == (0, True)
     assert "none worse" in text
 
-    worse = written(tmp_path / "worse.txt", result(times={"lora": [6, 4], "base": [2, 1]}))
+    worse = written(tmp_path / "worse.txt", result(shares=[3.0, 4.0]))
     code, text, found = call(capsys, worse, "--baseline", directory)
     (row,) = [each for each in found["suites"][0]["metrics"] if each["status"] != "ok"]
     assert (code, row["name"], row["status"], row["change"]) == (1, "share", "worse", 1.0)

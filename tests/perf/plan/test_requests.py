@@ -47,10 +47,3 @@ def test_what_is_missing_is_named(tmp_path):
     with pytest.raises(PlanError, match=r"rank of adapter 'a' is empty; fill the column rank, or give --rank N"):
         load_requests(path)
     assert load_requests(path, 16).ranks == {"a": 16}
-
-
-def test_jsonl_is_read_too(tmp_path):
-    path = tmp_path / "trace.jsonl"
-    path.write_text('{"arrival":3.5,"adapter":"a","prompt_tokens":4,"output_tokens":5,"rank":8}\n')
-    (one,) = load_requests(path).items
-    assert (one.arrival, one.adapter, one.prompt_tokens, one.output_tokens, one.rank) == (0.0, "a", 4, 5, 8)

@@ -58,13 +58,17 @@ def bench(capsys, *argv: str) -> tuple[int, str, dict]:
     return code, "\n".join(text), json.loads(last)
 
 
-FAST = ("--rate", "inf", "--input-len", "8", "--output-len", "4", "--warm-up", "1")
+def setting(*fields: str) -> tuple[str, ...]:
+    return tuple(word for field in fields for word in ("--set", field))
+
+
+FAST = (*setting("arrivals.rate=1e6", "lengths.prompt.tokens=8", "lengths.output.tokens=4"), "--warm-up", "1")
 
 
 def test_the_command_sends_a_workload_and_reads_its_answers(scripted, capsys, tmp_path, aiperf):
     out = tmp_path / "out"
     code, text, found = bench(
-        capsys, scripted.url + "/v1/", *FAST, "--num-requests", "30", "--slo-ttft", "500", "--slo-e2e", "60000",
+        capsys, scripted.url + "/v1/", *FAST, *setting("requests=30"), "--slo-ttft", "500", "--slo-e2e", "60000",
         "--out", str(out), "--aiperf", aiperf,
     )  # fmt: skip
     assert code == 0
@@ -88,7 +92,7 @@ def test_the_command_sends_a_workload_and_reads_its_answers(scripted, capsys, tm
 
 
 def test_requests_come_when_the_workload_says(scripted, capsys, tmp_path, aiperf):
-    argv = ("--rate", "4", "--burstiness", "inf", "--num-requests", "3", "--endpoint", "chat", "--plain")
+    argv = (*setting("arrivals.process=constant", "arrivals.rate=4", "requests=3"), "--endpoint", "chat", "--plain")
     code, _, _ = bench(capsys, scripted.url, *argv, "--out", str(tmp_path), "--aiperf", aiperf)
     assert code == 0
     lines = [json.loads(line) for line in (tmp_path / "load.jsonl").read_text().splitlines()]
@@ -101,7 +105,7 @@ def test_requests_come_when_the_workload_says(scripted, capsys, tmp_path, aiperf
 
 def test_failures_fail_the_command(scripted, capsys, aiperf):
     scripted.fail["left"] = "http"
-    argv = ("--num-requests", "20", "--popularity", "distinct", "--aiperf", aiperf)
+    argv = (*setting("requests=20", "popularity.kind=distinct"), "--aiperf", aiperf)
     code, _, found = bench(capsys, scripted.url, *FAST, *argv)
     assert code == 1
     assert (found["failed"], found["errors"]) == (10, [10])
@@ -127,10 +131,8 @@ def test_a_workload_file_is_served_by_the_adapters_there_are(scripted, capsys, t
     [
         (("--adapters", "nobody"), "has no model 'nobody'; it has base, left, right"),
         (("--prompts", "skills"), "needs the built-in model"),
-        (("--burstiness", "-1"), "--burstiness is -1"),
-        (("--popularity", "uniform:3"), "--popularity is 'uniform:3'"),
-        (("--popularity", "pareto"), "popularity"),
-        (("--set", "seed=1"), "give one with --workload"),
+        (setting("arrivals.rate=-1"), "arrivals.rate is -1"),
+        (setting("popularity.kind=pareto"), "popularity.kind is 'pareto'; use one of"),
         (("--workload", "/nowhere.toml"), "/nowhere.toml"),
         (("--tokenizer", "/nowhere"), "--tokenizer /nowhere can't be read"),
     ],
@@ -148,7 +150,7 @@ def test_a_server_that_is_not_there_is_said(capsys):
 
 def test_a_model_that_can_not_answer_is_said_before_the_load(scripted, capsys):
     scripted.fail["base"] = "http"
-    assert main([scripted.url, "--num-requests", "50"]) == 2
+    assert main([scripted.url, *setting("requests=50")]) == 2
     error = capsys.readouterr().err
     assert "base answered 503" in error and "no room" in error
     assert len(scripted.bodies) == 1
@@ -165,7 +167,7 @@ def test_an_aiperf_that_does_not_run_is_said(scripted, capsys, command, message)
 
 @pytest.mark.skipif(shutil.which("aiperf") is None, reason="needs aiperf: uv tool install aiperf")
 def test_aiperf_itself(scripted, capsys, tmp_path):
-    code, _, found = bench(capsys, scripted.url, *FAST, "--num-requests", "8", "--out", str(tmp_path))
+    code, _, found = bench(capsys, scripted.url, *FAST, *setting("requests=8"), "--out", str(tmp_path))
     assert (code, found["failed"], found["load"]["request_count"]["avg"]) == (0, 0, 8)
     assert all(row["TTFT p50"] > 0 for row in found["models"])
 

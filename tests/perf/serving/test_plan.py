@@ -130,19 +130,11 @@ def test_questions_are_judged_and_cross_talk_is_seen():
     assert next(with_questions(requests, "b", Questions(0), chat=True)).body["messages"][0]["content"] == texts[0]
 
 
-@pytest.mark.parametrize(
-    ("flags", "process"),
-    [
-        (["--burstiness", "1"], {"process": "poisson", "rate": 8.0}),
-        (["--burstiness", "0.25"], {"process": "gamma", "rate": 8.0, "cv": 2.0}),
-        (["--burstiness", "inf", "--rate", "2"], {"process": "constant", "rate": 2.0}),
-        (["--rate", "inf"], {"process": "constant", "rate": 1e6}),
-    ],
-)
-def test_flags_describe_a_workload(flags, process):
-    args = parse(["http://x", "--num-requests", "5", *flags], serving.__spec__, "a\n\nb")
+def test_settings_describe_a_workload():
+    flags = ["--set", "requests=5", "--set", "arrivals.process=constant", "--set", "arrivals.rate=2"]
+    args = parse(["http://x", *flags], serving.__spec__, "a\n\nb")
     spec = workload(args, 3)
-    assert spec.arrivals.model_dump() == process
+    assert spec.arrivals.model_dump() == {"process": "constant", "rate": 2.0}
     requests = list(spec)
     assert len(requests) == 5
     assert {request.adapter for request in requests} <= {f"adapter-{i:05d}" for i in range(3)}

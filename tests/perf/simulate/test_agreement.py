@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -15,17 +16,17 @@ from chorus.core.costs.measure import Samples
 from chorus.core.costs.profile import Number, Terms, load_profile
 from chorus.perf.simulate import agreement
 from chorus.perf.simulate.agreement import (
-    compare,
+    Repeat,
     errors,
     main,
     serve_both,
+    summary,
     table,
     unrest,
 )
-from chorus.perf.simulate.loads import Load
+from chorus.perf.simulate.loads import at_load
 from chorus.perf.simulate.records import Records, Served
-from chorus.perf.workload.request import TraceRequest
-from chorus.perf.workload.traces import jsonl
+from chorus.perf.workload import WorkloadSpec
 
 FEW = {"batches": 48}
 """Steps that a profile is fitted to."""
@@ -38,13 +39,14 @@ def test_both_serve_the_same_requests(subject):
         memory_bytes=32 << 20,
     )  # fmt: skip
     profile = load_profile("a100-llama2-7b")
-    real, simulated = serve_both(config, profile, Load(12, 500.0))
+    workload = list(itertools.islice(WorkloadSpec.parse(agreement.MADE_UP), 12))
+    real, simulated = serve_both(config, profile, workload, 500.0)
     for records in (real, simulated):
         assert len(records) == 12
         assert records.num_failed == 0
         assert (records.column("ttft") <= records.column("e2e")).all()
         assert (records.column("queue") <= records.column("ttft")).all()
-    asked = Load(12, 500.0).trace(profile, 4, list("abcdefgh"))
+    asked = at_load(workload, 500.0, profile, 4, list("abcdefgh"))
     assert sorted(real.column("tokens")) == sorted(simulated.column("tokens")) == sorted(r.output_tokens for r in asked)
     assert sorted(real.column("arrival")) == sorted(simulated.column("arrival"))
 
@@ -56,13 +58,15 @@ def records(*served):
     return found
 
 
-def test_the_deviation_is_of_means():
+def test_both_sides_are_beside_the_median_error():
     real = records((0.0, 1.0, 5.0, 0.1, 0.0, 5), (1.0, 3.0, 9.0, 0.1, 0.0, 4))
     simulated = records((0.0, 1.0, 5.0, 0.1, 0.0, 5), (1.0, 4.0, 10.0, 0.1, 0.0, 4))
-    found = compare(real, simulated)
-    assert found["deviation"] == {"ttft": pytest.approx(0.25), "tpot": pytest.approx(0.0), "e2e": pytest.approx(1 / 14)}
-    assert [row[-1] for row in table(found).rows][:1] == [pytest.approx(25.0)]
-    assert compare(real, real)["deviation"]["ttft"] == 0
+    found = summary([Repeat(real, simulated, [])])
+    assert found["median_error"] == {"ttft": pytest.approx(1 / 6), "e2e": pytest.approx(1 / 18)}
+    rows = {row[0]: row for row in table(found).rows}
+    assert rows["ttft"][1::3] == pytest.approx((2000.0, 2500.0, 100 / 6))
+    assert rows["tpot"][-1] is None
+    assert summary([Repeat(real, real, [])])["median_error"] == {"ttft": 0.0, "e2e": 0.0}
 
 
 def test_records_are_summed_up():
@@ -81,10 +85,11 @@ def test_records_are_summed_up():
 
 def test_the_command(subject, monkeypatch, capsys):
     monkeypatch.setattr(agreement, "measure_machine", lambda config, **how: measure_machine(config, **how | FEW))
+    monkeypatch.setattr(agreement, "MOST_ERROR", {"ttft": 1e9, "e2e": 1e9})
     model = subject("gqa").model
-    flags = ["--model", str(model), "--adapters", str(model.parent / "adapters"), "--threads", "1", "--json"]
-    code = main([*flags, "--repeats", "1", "--requests", "5", "--rounds", "1", "--limit", "1e9"])
-    found = json.loads(capsys.readouterr().out)
+    flags = ["--model", str(model), "--adapters", str(model.parent / "adapters"), "--threads", "1"]
+    code = main([*flags, "--repeats", "1", "--requests", "5", "--rounds", "1"])
+    found = last_line(capsys)
     assert (code, found["verdict"]) == ((2, "inconclusive") if len(found["unrest"]) == 2 else (0, "agrees"))
     tries = len(found["unrest"]) or 1
     assert (found["real"]["requests"], found["simulated"]["requests"]) in ((5 * n, 10 * n) for n in (1, tries))
@@ -96,21 +101,27 @@ def test_the_command(subject, monkeypatch, capsys):
 
 def test_the_command_takes_a_workload_that_nothing_was_fitted_to(subject, tmp_path, capsys):
     model = subject("gqa").model
-    path = tmp_path / "trace.jsonl"
-    with path.open("w") as file:
-        jsonl.write([TraceRequest(n, 60.0 * n, "acme" if n % 2 else None, 40, 5) for n in range(6)], file)
-    flags = ["--model", str(model), "--adapters", str(model.parent / "adapters"), "--threads", "1", "--json"]
-    flags += ["--profile", "a100-llama2-7b", "--repeats", "1", "--load", "900"]
-    code = main([*flags, "--workload", str(path), "--requests", "5"])
-    found = json.loads(capsys.readouterr().out)
+    (tmp_path / "trace.csv").write_text(
+        "arrival,adapter,prompt_tokens,output_tokens\n"
+        + "".join(f"{60 * n},{'acme' if n % 2 else ''},40,5\n" for n in range(6))
+    )
+    path = tmp_path / "workload.toml"
+    path.write_text('trace = { format = "csv", path = "trace.csv" }\n')
+    flags = ["--model", str(model), "--adapters", str(model.parent / "adapters"), "--threads", "1"]
+    flags += ["--profile", "a100-llama2-7b", "--repeats", "1", "--load", "900", "--workload", str(path)]
+    code = main([*flags, "--requests", "5"])
+    found = last_line(capsys)
     assert found["real"]["requests"] == found["simulated"]["requests"] in (5, 10)
     assert found["median_error"].keys() == {"ttft", "e2e"}
     held_up = len(found["unrest"]) == 2
     assert (code, found["verdict"]) == ((2, "inconclusive") if held_up else (1, "differs")), "this is no A100"
-    path.write_text("")
     with pytest.raises(SystemExit):
-        main([*flags, "--workload", str(path)])
-    assert "has 0 requests; at least 2 are needed" in capsys.readouterr().err
+        main([*flags, "--set", "requests=1"])
+    assert "has 1 requests; at least 2 are needed" in capsys.readouterr().err
+
+
+def last_line(capsys) -> dict:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
 def test_errors_are_of_each_request_and_each_simulation():
@@ -148,14 +159,14 @@ def test_a_repeat_that_says_nothing_is_made_again(subject, monkeypatch, capsys):
     found = iter([["noise"], [], [], ["noise"], ["noise"], [], ["noise"]])
     monkeypatch.setattr(agreement, "unrest", lambda fits, num_held_up, others: next(found))
     both = records(*((float(number), number + 1.0, number + 5.0, 0.1, 0.0, 5) for number in range(3)))
-    monkeypatch.setattr(agreement, "serve_both", lambda config, profile, load, refit: (both, both))
-    flags = ["--model", str(model), "--adapters", str(model.parent / "adapters"), "--threads", "1", "--json"]
-    flags += ["--profile", "a100-llama2-7b", "--repeats", "2", "--requests", "3", "--limit", "1e9", "--load", "900"]
+    monkeypatch.setattr(agreement, "serve_both", lambda config, profile, workload, load, refit: (both, both))
+    flags = ["--model", str(model), "--adapters", str(model.parent / "adapters"), "--threads", "1"]
+    flags += ["--profile", "a100-llama2-7b", "--repeats", "2", "--requests", "3", "--load", "900"]
     assert main(flags) == 0
-    asked = json.loads(capsys.readouterr().out)
+    asked = last_line(capsys)
     assert (asked["real"]["requests"], asked["unrest"], asked["verdict"]) == (6, [["noise"]], "agrees")
     assert main(flags) == 2
-    asked = json.loads(capsys.readouterr().out)
+    asked = last_line(capsys)
     assert (asked["real"]["requests"], asked["verdict"]) == (12, "inconclusive"), "all are shown where too few count"
 
 

@@ -52,7 +52,7 @@ MIGRATION = {"settings": {"interval_seconds": 3.0, "excess_requests": 3.0, "solv
 
 
 def metrics(**changes):
-    return run_serving(Setup.model_validate({**SETUP, **changes})).metrics
+    return run_serving(Setup.model_validate({**SETUP, **changes}))
 
 
 @pytest.mark.parametrize("planner", ["newest", "rounding"])

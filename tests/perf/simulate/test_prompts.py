@@ -60,5 +60,5 @@ def test_a_study_reuses_the_prefixes_that_a_trace_has(tmp_path, shared):
         ids = [first, first + 1, 1000 + number]
         rows.append({"timestamp": 2000 * number, "input_length": 1200, "output_length": 5, "hash_ids": ids})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with_cache, without = (run_serving(setup(path, cache)).metrics["ttft_mean"] for cache in (True, False))
+    with_cache, without = (run_serving(setup(path, cache))["ttft_mean"] for cache in (True, False))
     assert with_cache < 0.5 * without if shared else with_cache == pytest.approx(without, rel=1e-3)

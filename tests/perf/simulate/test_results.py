@@ -104,8 +104,6 @@ def test_processes_change_nothing():
     told = study(published(0.1, 0.5) + AXIS)
     alone, beside = (run_study(told, seeds=3, jobs=jobs, region=True) for jobs in (1, 2))
     assert json.dumps(alone.to_json()) == json.dumps(beside.to_json())
-    for (_, one), (_, other) in zip(alone.rows, beside.rows, strict=True):
-        assert (one.samples["ttft"] == other.samples["ttft"]).all()
 
 
 def test_an_error_in_another_process_is_told_alike():

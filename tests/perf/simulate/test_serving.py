@@ -22,7 +22,7 @@ BASE = {
 
 
 def metrics(**changes):
-    return run_serving(Setup.model_validate({**BASE, **changes})).metrics
+    return run_serving(Setup.model_validate({**BASE, **changes}))
 
 
 def test_what_is_placed_needs_no_load():
@@ -116,7 +116,7 @@ def test_wrong_fields_are_told(changes, message):
 def test_a_crowd_comes_for_one_adapter_and_goes():
     """Each replica that is asked for it loads it, and nothing else is: the workload's own adapters are there."""
     placement = [[0, 1, 2], [0, 1, 2]]
-    workload = {**BASE["workload"], "popularity": {"kind": "weights", "weights": [1.0, 1.0, 1.0, 1e-9]}}
+    workload = {**BASE["workload"], "popularity": {"kind": "power_law", "exponent": 40.0}}
     crowd = {"adapter": 3, "at": 2.0, "seconds": 1.0, "share": 1.0}
     assert metrics(placement=placement, workload=workload)["cold_starts_per_second"] == 0
     found = metrics(placement=placement, workload=workload, flash=crowd)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chorus.perf.workload import TraceError, WorkloadSpec
+from chorus.perf.workload import WorkloadSpec
 from chorus.perf.workload.arrivals import LinearRate
-from chorus.perf.workload.rates import Clock, Piece, integral
+from chorus.perf.workload.rates import integral, seconds
 
 from .traces_on_disk import azure_llm, mooncake
 
@@ -54,31 +54,9 @@ def test_rise_and_fall_hour():
     np.testing.assert_allclose(counts / 600, want + want[::-1], rtol=0.1)
 
 
-def test_sinusoid():
-    rate = {"curve": "sinusoid", "mean": 20, "amplitude": 15, "period": 1000, "phase": -0.25}
-    found = times({"process": "constant", "rate": rate}, duration=2000)
-    assert len(found) == pytest.approx(40_000, abs=2)
-    for share, want in ((0.0, 5), (0.25, 20), (0.5, 35), (0.75, 20)):
-        near = np.abs(found % 1000 - share * 1000) < 5
-        near |= np.abs(found % 1000 - 1000 - share * 1000) < 5
-        assert near.sum() / 20 == pytest.approx(want, rel=0.05)
-
-
-def test_on_off_is_quiet_when_off():
-    rate = {"curve": "on_off", "on_rate": 100, "off_rate": 0, "on_seconds": 1, "off_seconds": 9}
-    found = times({"process": "poisson", "rate": rate}, duration=4000)
-    assert len(found) / 4000 == pytest.approx(10, rel=0.25)
-    pauses = np.diff(found)
-    pauses = pauses[pauses > 0.5]
-    assert pauses.mean() == pytest.approx(9.0, rel=0.25)
-    assert cv(np.diff(found)) > 3
-
-
 def test_expected_requests():
     assert spec({"process": "poisson", "rate": 3}, duration=100).expected == 300
     assert spec({"process": "poisson", "rate": RISE_AND_FALL}, duration=3600).expected == 72_000
-    on_off = {"curve": "on_off", "on_rate": 10, "off_rate": 2, "on_seconds": 1, "off_seconds": 3}
-    assert spec({"process": "gamma", "cv": 2, "rate": on_off}, duration=100).expected == 400
 
 
 @given(
@@ -88,23 +66,12 @@ def test_expected_requests():
 def test_clock_inverts_the_integral(points, due):
     points = sorted(points)
     rate = LinearRate.model_construct(points=points)
-    found = Clock(rate.pieces(0)).seconds(np.array(sorted(due)), math.inf)
+    found = seconds(list(rate.pieces()), np.array(sorted(due)), math.inf)
     assert (np.diff(found) >= 0).all()
     for second, want in zip(found, sorted(due), strict=False):
-        assert integral(rate.pieces(0), float(second)) == pytest.approx(want, rel=1e-6, abs=1e-6)
+        assert integral(rate.pieces(), float(second)) == pytest.approx(want, rel=1e-6, abs=1e-6)
     if points[-1][1] > 0:
         assert len(found) == len(due)
-
-
-@given(chunks=st.lists(st.integers(1, 40), min_size=1, max_size=8))
-def test_clock_does_not_depend_on_chunks(chunks):
-    pieces = [Piece(0.5, 1, 30), Piece(2.0, 30, 0), Piece(1.0, 0, 0), Piece(math.inf, 9, 9)]
-    due = np.cumsum(np.linspace(0.1, 1.5, sum(chunks)))
-    whole = Clock(iter(pieces)).seconds(due, math.inf)
-    clock = Clock(iter(pieces))
-    ends = list(itertools.accumulate(chunks))
-    parts = [clock.seconds(due[end - n : end], math.inf) for n, end in zip(chunks, ends, strict=True)]
-    np.testing.assert_allclose(np.concatenate(parts), whole, rtol=1e-12)
 
 
 PROCESSES = st.one_of(
@@ -118,8 +85,6 @@ RATES = st.one_of(
         lambda rates: {"curve": "linear", "points": [[2.0 * i, rate] for i, rate in enumerate(rates)]},
         st.lists(st.floats(0.5, 300), min_size=1, max_size=5),
     ),
-    st.just({"curve": "on_off", "on_rate": 200, "off_rate": 1, "on_seconds": 1, "off_seconds": 2}),
-    st.just({"curve": "sinusoid", "mean": 40, "amplitude": 60, "period": 7}),
 )
 
 
@@ -144,14 +109,6 @@ def test_replay(tmp_path):
     assert times({"process": "replay", "trace": trace, "time_scale": 2}) == pytest.approx([0, 1.5, 7.5000002])
     assert times({"process": "replay", "trace": trace}, duration=3).tolist() == [0, 0.75]
     assert times({"process": "replay", "trace": mooncake(tmp_path)}).tolist() == [0, 0.25, 1.0]
-
-
-def test_replay_repeats_a_mean_gap_later(tmp_path):
-    found = times({"process": "replay", "trace": mooncake(tmp_path), "repeat": True}, requests=7)
-    assert found.tolist() == [0, 0.25, 1, 1.5, 1.75, 2.5, 3.0]
-    once = azure_llm(tmp_path, "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-01-01 00:00:00.0,5,3\n")
-    with pytest.raises(TraceError, match="1 rows at one time cannot be repeated; leave repeat out"):
-        times({"process": "replay", "trace": once, "repeat": True}, requests=7)
 
 
 def test_replay_scales_the_rate_without_the_course_of_time(tmp_path):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chorus.perf.workload import WorkloadError, WorkloadSpec
-from chorus.perf.workload.popularity import Given, PowerLaw, Uniform, Zipf
+from chorus.perf.workload.popularity import PowerLaw, Uniform, Zipf
 
 from .traces_on_disk import azure_functions, lora_sequence
 
@@ -51,8 +51,6 @@ def test_exact_zipf_of_a_hundred_by_hand():
     # 1.5^k: 1, 1.5, 2.25, 3.375, 5.06, 7.59, 11.39, 17.09, 25.63; 26 are left of 100 after the 17
     lengths = Zipf(kind="zipf", alpha=1.5).counts(100, None)
     assert lengths.tolist() == [28, 25, 17, 11, 7, 5, 3, 2, 1, 1]
-    found = counts({"kind": "zipf", "alpha": 1.5, "exact": True}, 100)
-    assert [found[f"adapter-{i:05d}"] for i in range(10)] == lengths.tolist()
 
 
 def test_distinct_and_identical():
@@ -64,9 +62,9 @@ def test_distinct_and_identical():
 @pytest.mark.parametrize(("requests", "adapters"), [(1, 1), (2, 2), (4, 2), (5, 3), (100, 10), (101, 11)])
 def test_uniform_has_the_root_of_the_requests(requests, adapters):
     assert len(Uniform(kind="uniform").weights(None, lambda: requests)) == adapters
-    exact = counts({"kind": "uniform", "exact": True}, requests)
-    assert sum(exact.values()) == requests
-    assert max(exact.values()) - min(exact.values()) <= 1
+    exact = Uniform(kind="uniform").counts(requests, None)
+    assert exact.sum() == requests
+    assert exact.max() - exact.min() <= 1
 
 
 def test_uniform_counts_on_expected_requests():
@@ -81,22 +79,12 @@ def test_power_law():
         counts({"kind": "power_law"})
 
 
-def test_given_weights():
-    law = Given(kind="weights", weights=[6.0, 3.0, 1.0])
-    assert law.counts(10, None).tolist() == [6, 3, 1]
-    with pytest.raises(WorkloadError, match=r"count is 5, but popularity has 3 weights"):
-        counts({"kind": "weights", "weights": [6.0, 3.0, 1.0]}, adapters={"count": 5})
-    with pytest.raises(WorkloadError, match="put the largest first"):
-        counts({"kind": "weights", "weights": [1.0, 2.0]})
-
-
-@given(weights=st.lists(st.floats(0.01, 10), min_size=1, max_size=20), requests=st.integers(1, 500))
-def test_exact_shares_are_within_one(weights, requests):
-    law = Given(kind="weights", weights=sorted(weights, reverse=True))
-    found = law.counts(requests, None)
-    shares = np.array(law.given) / sum(weights) * requests
+@given(count=st.integers(1, 20), exponent=st.floats(0, 3), requests=st.integers(1, 500))
+def test_exact_shares_are_within_one(count, exponent, requests):
+    law = PowerLaw(kind="power_law", exponent=exponent)
+    found, weights = law.counts(requests, count), law.weights(count, no_requests)
     assert found.sum() == requests
-    assert (np.abs(found - shares) < 1 + 1e-9).all()
+    assert (np.abs(found - weights / weights.sum() * requests) < 1 + 1e-9).all()
 
 
 def test_trace_counts(tmp_path):
@@ -104,15 +92,11 @@ def test_trace_counts(tmp_path):
     assert found["L2"] / 20_000 == pytest.approx(0.5, rel=0.1)
     assert found["L1"] / 20_000 == pytest.approx(0.25, rel=0.1)
     assert found[None] / 20_000 == pytest.approx(0.25, rel=0.1)
-    numbered = counts({"kind": "trace", "trace": lora_sequence(tmp_path), "names": "numbers"})
-    assert numbered["adapter-00000"] == found["L2"]
 
 
-def test_trace_replay_ends_or_repeats(tmp_path):
+def test_trace_replay_ends(tmp_path):
     popularity = {"kind": "trace", "mode": "replay", "trace": lora_sequence(tmp_path)}
     assert [request.adapter for request in spec(popularity)] == [None, "L2", "L1", "L2"]
-    names = [request.adapter for request in spec({**popularity, "repeat": True, "names": "numbers"}, 6)]
-    assert names == [None, "adapter-00000", "adapter-00001", "adapter-00000", None, "adapter-00000"]
 
 
 def test_dlora_maps_functions_in_order_of_frequency(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import itertools
-import tarfile
 from collections import Counter
 from pathlib import Path
 
@@ -14,9 +13,7 @@ from pydantic import ValidationError
 
 from chorus.perf.workload import TraceError, WorkloadError, WorkloadSpec
 from chorus.perf.workload.traces.functions2019 import AzureFunctions2019
-from chorus.perf.workload.traces.jsonl import Jsonl, read
-from chorus.perf.workload.traces.published import AzureFunctions, AzureLLM, LoraRequests, LoraSequence, Mooncake
-from chorus.perf.workload.traces.servegen import ServeGen
+from chorus.perf.workload.traces.published import AzureFunctions, AzureLLM, LoraSequence, Mooncake
 from chorus.perf.workload.traces.table import Csv
 
 from . import traces_on_disk as disk
@@ -118,62 +115,12 @@ def test_adapters_of_gentd26_as_published(tmp_path):
 
 def test_lora_traces(tmp_path):
     assert [row.adapter for row in rows(LoraSequence, disk.lora_sequence(tmp_path))] == [None, "L2", "L1", "L2"]
-    times = [row.arrival for row in rows(LoraRequests, disk.lora_requests(tmp_path))]
-    assert [time - times[0] for time in times] == [0, 0, 90]
 
 
 def test_mooncake(tmp_path):
     found = rows(Mooncake, disk.mooncake(tmp_path))
     assert [row.arrival for row in found] == [0, 0.25, 1]
     assert found[1].hash_ids == (0, 1, 2) and found[1].hash_block_tokens == 512
-
-
-def servegen(trace: dict, **fields: object) -> ServeGen:
-    return ServeGen(format="servegen", path=Path(trace["path"]), **fields)
-
-
-def test_servegen(tmp_path):
-    source = servegen(disk.servegen(tmp_path))
-    found = list(source.rows(seed=1))
-    assert found == list(source.rows(seed=1)) != list(source.rows(seed=2))
-    assert all(a.arrival <= b.arrival for a, b in itertools.pairwise(found))
-    spans = [[row for row in found if start <= row.arrival < start + 600] for start in (0, 600, 1200)]
-    assert sum(map(len, spans)) == len(found)
-    # client 5 has no tokens, and client 3 none in the first span
-    assert {row.adapter for row in spans[0]} == {"client-000"}
-    assert {row.adapter for row in spans[1]} == {"client-003"}
-    assert len(spans[0]) == pytest.approx(2400, rel=0.1)
-    assert len(spans[1]) == pytest.approx(600, rel=0.3)
-    assert len(spans[2]) == pytest.approx(1200, rel=0.15)
-    assert Counter(row.prompt_tokens for row in spans[0])[10] == pytest.approx(1200, rel=0.15)
-    assert {(row.prompt_tokens, row.output_tokens) for row in spans[1]} == {(1, 9)}
-    assert Counter(row.output_tokens for row in spans[2])[8] == pytest.approx(900, rel=0.15)
-
-
-def test_servegen_from_a_tar_file_later_on_and_faster(tmp_path):
-    trace = disk.servegen(tmp_path)
-    path = tmp_path / "data.tar.xz"
-    with tarfile.open(path, "w:xz") as archive:
-        archive.add(trace["path"], "servegen/m")
-    packed = servegen({"path": path})
-    assert list(packed.rows()) == list(servegen(trace).rows())
-    later = list(servegen(trace, start=900.0, rate_scale=2.0).rows())
-    assert 0 <= later[0].arrival < 5 and later[-1].arrival < 900
-    assert len(later) == pytest.approx(2 * (300 + 1200), rel=0.15)
-
-
-def test_one_servegen_trace_feeds_all_parts(tmp_path):
-    trace = disk.servegen(tmp_path)
-    fields = {
-        "seed": 4,
-        "arrivals": {"process": "replay", "trace": trace},
-        "popularity": {"kind": "trace", "mode": "replay", "trace": trace},
-        "lengths": {"kind": "trace", "mode": "replay", "trace": trace},
-    }
-    want = list(servegen(trace).rows(seed=4))
-    found = list(WorkloadSpec.parse(fields))
-    assert [request[2:5] for request in found] == [row[1:4] for row in want]
-    assert [each.arrival for each in found] == pytest.approx([row.arrival - want[0].arrival for row in want], abs=1e-8)
 
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -223,8 +170,6 @@ def test_wrong_functions(tmp_path):
 def test_wrong_lora_traces(tmp_path):
     with pytest.raises(TraceError, match=r"sequence\.csv:3: row is '4'; it is before"):
         rows(LoraSequence, disk.lora_sequence(tmp_path, "row,lora_ids\n5,\n4,L1\n"))
-    with pytest.raises(TraceError, match=r"requests\.csv:2: gmt_create is 'soon'"):
-        rows(LoraRequests, disk.lora_requests(tmp_path, "gmt_create\nsoon\n"))
 
 
 GOOD = disk.MOONCAKE[0]
@@ -253,54 +198,6 @@ def test_wrong_json(tmp_path):
         rows(Mooncake, {"format": "mooncake", "path": path})
 
 
-def test_wrong_servegen(tmp_path):
-    trace = disk.servegen(tmp_path)
-    folder = Path(trace["path"])
-    cases = {
-        "chunk-0-trace.csv": (
-            ("0,1,1,Gamma,1\n", r"chunk-0-trace\.csv:1: row is .*it has 5 fields, not 6"),
-            ("0,1,1,Pareto,1,1\n", r"pattern is 'Pareto'; it must be empty or one of Gamma, Weibull"),
-            ("0,1,1,Gamma,0,1\n", "shape is '0'; it must be above 0"),
-            ("0,-1,1,Gamma,1,1\n", "rate is '-1'"),
-            ("600,1,1,Gamma,1,1\n0,1,1,Gamma,1,1\n", r"trace\.csv:2: start is '0'; it is before"),
-        ),
-        "chunk-3-dataset.json": (
-            ("{", r"chunk-3-dataset\.json:1: not JSON"),
-            ('{"0": {"input_tokens": "{1: 1.0}"}}', "output_tokens of span 0 is None"),
-            ('{"0": {"input_tokens": "print(1)", "output_tokens": "{}"}}', "input_tokens of span 0 is 'print"),
-            ('{"0": {"input_tokens": "{1: -1.0}", "output_tokens": "{}"}}', "probabilities, as a string"),
-        ),
-    }
-    for name, wrong in cases.items():
-        right = (folder / name).read_text()
-        for text, message in wrong:
-            (folder / name).write_text(text)
-            with pytest.raises(TraceError, match=message):
-                list(servegen(trace).rows())
-        (folder / name).write_text(right)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(TraceError, match=r"no pair of chunk-N-trace\.csv"):
-        list(servegen({"path": tmp_path / "empty"}).rows())
-    (tmp_path / "no.tar").write_text("no archive")
-    with pytest.raises(TraceError, match=r"no\.tar: not readable"):
-        list(servegen({"path": tmp_path / "no.tar"}).rows())
-
-
-def test_wrong_requests(tmp_path):
-    path = tmp_path / "requests.jsonl"
-    good = '{"arrival":0.5,"adapter":null,"prompt_tokens":3,"output_tokens":4}\n'
-    for line, message in (
-        ('{"arrival":0.5}', "no field 'adapter'"),
-        (good.replace("null", "7"), "adapter is 7; it must be a name, or null"),
-        (good.replace("}", ',"colour":1}'), "colour is 1; no such field"),
-        (good.replace("}", ',"hash_ids":[1]}'), "hash_block_tokens is None"),
-        (good + good.replace("0.5", "0.4"), r"jsonl:2: arrival is 0\.4; it is before"),
-    ):
-        path.write_text(line)
-        with pytest.raises(TraceError, match=message):
-            list(read(path))
-
-
 def test_reading_holds_a_row_at_a_time(tmp_path, monkeypatch):
     """The first rows of an endless file can be had."""
 
@@ -315,12 +212,6 @@ def test_reading_holds_a_row_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr("chorus.perf.workload.traces.text.open_text", lambda path: Endless())
     source = AzureLLM(format="azure_llm", path=tmp_path)
     assert len(list(itertools.islice(source.rows(), 1000))) == 1000
-
-
-def test_jsonl_is_a_source(tmp_path):
-    path = tmp_path / "r.jsonl"
-    path.write_text('{"arrival":0.5,"adapter":"a","prompt_tokens":3,"output_tokens":4,"rank":8,"slo":"fast"}\n')
-    assert rows(Jsonl, {"format": "jsonl", "path": path})[0][:6] == (0.5, "a", 3, 4, 8, "fast")
 
 
 CSV = """when,model,in,out,rank,customer,note
@@ -378,29 +269,33 @@ def test_wrong_csv_is_told(tmp_path, text, names, message):
 
 
 def test_ranks_of_a_trace_are_its_adapters(tmp_path):
-    path = tmp_path / "r.jsonl"
-    line = '{"arrival":%d,"adapter":"%s","prompt_tokens":3,"output_tokens":4%s}\n'
-    path.write_text(line % (0, "a", ',"rank":8') + line % (1, "b", "") + line % (2, "a", ""))
-    assert [each.rank for each in WorkloadSpec.parse({"trace": {"format": "jsonl", "path": str(path)}})] == [8, None, 8]
+    path = tmp_path / "r.csv"
+    head, line = "arrival,adapter,prompt_tokens,output_tokens,rank\n", "{},{},3,4,{}\n".format
+    workload = {"trace": {"format": "csv", "path": str(path)}}
+    path.write_text(head + line(0, "a", 8) + line(1, "b", "") + line(2, "a", ""))
+    assert [each.rank for each in WorkloadSpec.parse(workload)] == [8, None, 8]
     for rank in (16, 0):
-        path.write_text(line % (0, "a", ',"rank":8') + line % (1, "a", f',"rank":{rank}'))
+        path.write_text(head + line(0, "a", 8) + line(1, "a", rank))
         with pytest.raises(TraceError, match=r"adapter 'a' has rank .*; give each adapter one rank, of at least 1"):
-            list(WorkloadSpec.parse({"trace": {"format": "jsonl", "path": str(path)}}))
+            list(WorkloadSpec.parse(workload))
 
 
 def test_a_replayed_trace_tells_who_asks(tmp_path):
-    path = tmp_path / "r.jsonl"
-    line = '{"arrival":%s,"adapter":"a","prompt_tokens":3,"output_tokens":4%s}\n'
-    tags = ',"slo":"fast","tenant":"t1","session":"s1"'
-    path.write_text(line % (0, tags) + line % (1, ',"tenant":"t2"') + line % (2, ""))
-    trace = {"format": "jsonl", "path": str(path)}
+    path = tmp_path / "r.csv"
+    head = "arrival,adapter,prompt_tokens,output_tokens,slo,tenant,session\n"
+    path.write_text(f"{head}0,a,3,4,fast,t1,s1\n1,a,3,4,,t2,\n2,a,3,4,,,\n")
+    trace = {"format": "csv", "path": str(path)}
     fields = {
         "arrivals": {"process": "replay", "trace": trace},
         "popularity": {"kind": "trace", "mode": "replay", "trace": trace},
         "lengths": {"kind": "trace", "mode": "replay", "trace": trace},
     }
     found = list(WorkloadSpec.parse(fields))
-    assert found == list(read(path))
+    assert [(each.arrival, each.adapter, each.prompt_tokens) for each in found] == [
+        (0, "a", 3),
+        (1, "a", 3),
+        (2, "a", 3),
+    ]
     assert [(each.slo, each.tenant, each.session) for each in found] == [
         ("fast", "t1", "s1"), (None, "t2", None), (None, None, None),
     ]  # fmt: skip

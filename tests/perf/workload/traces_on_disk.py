@@ -22,11 +22,6 @@ o123456789abcdef,a1,f0123456789abcdef,http,2,0,1
 o123456789abcdef,a1,ffffffffffffffff,timer,0,0,0
 p123456789abcdef,a2,eeeeeeeeeeeeeeee,queue,1,3,0
 """
-LORA_REQUESTS = """gmt_create,predict_type,num_lora
-2024-01-01 10:00:00,TXT_2_IMG,0
-2024-01-01 10:00:00,TXT_2_IMG,1
-2024-01-01 10:01:30,IMG_2_IMG,2
-"""
 LORA_ARGS = """predict_type,exec_time_seconds,prompt_length,checkpoint_model_version_id,lora_args
 e8,22.0,54.0,0a,
 e8,18.0,54.0,0a,"[{'modelVersionId': '7999', 'scale': 1.0}]"
@@ -44,15 +39,6 @@ MOONCAKE = [
     {"timestamp": 250, "input_length": 1300, "output_length": 4, "hash_ids": [0, 1, 2]},
     {"timestamp": 1000, "input_length": 10, "output_length": 9, "hash_ids": [3]},
 ]
-SERVEGEN_TRACE = {
-    0: "0,4.0,1.0,Gamma,1.0,0.25\n600,0,0,,0,0\n1200,2.0,1.0,Gamma,1.0,0.5\n",
-    3: "0,1.0,2.0,Weibull,0.6,0.7\n600,1.0,2.0,Weibull,0.6,0.7\n1200,0,0,,0,0\n",
-    5: "0,9.0,1.0,Gamma,1.0,0.1\n600,0,0,,0,0\n1200,0,0,,0,0\n",
-}
-SERVEGEN_TOKENS = {
-    0: {"0": ["{10: 0.5, 20: 0.5}", "{5: 1.0}"], "1200": ["{30: 1.0}", "{7: 0.25, 8: 0.75}"]},
-    3: {"0": ["{}", "{}"], "600": ["{0: 1.0}", "{9: 1.0}"]},
-}
 
 
 def azure_llm(folder: Path, text: str = AZURE_LLM) -> dict[str, Any]:
@@ -67,10 +53,6 @@ def azure_functions_2019(folder: Path, text: str = AZURE_FUNCTIONS_2019) -> dict
     return _file(folder, "azure_functions_2019", "invocations.csv", text)
 
 
-def lora_requests(folder: Path, text: str = LORA_REQUESTS) -> dict[str, Any]:
-    return _file(folder, "lora_requests", "requests.csv", text)
-
-
 def lora_sequence(folder: Path, text: str = LORA_SEQUENCE) -> dict[str, Any]:
     return _file(folder, "lora_sequence", "sequence.csv", text)
 
@@ -78,19 +60,6 @@ def lora_sequence(folder: Path, text: str = LORA_SEQUENCE) -> dict[str, Any]:
 def mooncake(folder: Path, rows: list[Any] | None = None) -> dict[str, Any]:
     lines = [json.dumps(row) + "\n" for row in (MOONCAKE if rows is None else rows)]
     return _file(folder, "mooncake", "mooncake.jsonl", "".join(lines))
-
-
-def servegen(folder: Path) -> dict[str, Any]:
-    data = folder / "servegen"
-    data.mkdir()
-    for number, text in SERVEGEN_TRACE.items():
-        (data / f"chunk-{number}-trace.csv").write_text(text)
-    for number, spans in SERVEGEN_TOKENS.items():
-        fields = {
-            start: dict(zip(("input_tokens", "output_tokens"), laws, strict=True)) for start, laws in spans.items()
-        }
-        (data / f"chunk-{number}-dataset.json").write_text(json.dumps(fields))
-    return {"format": "servegen", "path": str(data)}
 
 
 def _file(folder: Path, form: str, name: str, text: str) -> dict[str, Any]:
