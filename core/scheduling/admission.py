@@ -98,17 +98,6 @@ class Admission:
             elif not self._find_room(request, draft):
                 return
 
-    def would_admit(self, draft: Draft) -> bool:
-        """True if `admit` would admit a request, or might preempt another for it."""
-        for request, blocks, _ in self._candidates(draft):
-            if self._has_room(request, blocks, draft) or draft.may_begin(request.account):
-                return True
-            if self._beyond_shares(request, draft):
-                return True
-            if not self._find_room(request, draft):
-                return False
-        return False
-
     def _candidates(self, draft: Draft) -> Iterator[tuple[Request, list[Block], int]]:
         """Yield the requests that may begin if they get pages, each with its cached prefix and its tokens of the
         budget. After each, the caller begins or passes over it.

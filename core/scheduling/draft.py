@@ -186,10 +186,10 @@ class Draft:
     now: float
     only: Collection[Adapter | None] | None = None
     all_decode: bool = False
+    is_ahead: bool = False
     counts: dict[Request, int] = field(default_factory=dict)
     cut: list[Request] = field(default_factory=list)
     was_short: bool = False
-    is_ahead: bool = False
     begun: set[Request] = field(default_factory=set)
     admitted: dict[Request, int] = field(default_factory=dict)
     num_rows: int = 0
@@ -395,8 +395,7 @@ class Draft:
             return None
         taking, only = self.begun.union(self.taking), self.only
         for request in reversed(self.running):
-            may_run = request.coming is None and (only is None or request.adapter in only)
-            if may_run and request not in taking and request.account != account:
+            if may_compute(request, only) and request not in taking and request.account != account:
                 return request
         return None
 
@@ -442,6 +441,11 @@ class Draft:
             givers = [account for account, own in rows.items() if own > 1 and own > new[account]]
             self._giver = (max(givers, key=lambda each: (self._served_of(each), rows[each]), default=None),)
         return self._giver[0]
+
+
+def may_compute(request: Request, only: Collection[Adapter | None] | None) -> bool:
+    """True unless a running request's KV is still being copied back, or its adapter is none of `only` (None: all)."""
+    return request.coming is None and (only is None or request.adapter in only)
 
 
 def _split(sharing: Sequence[Request]) -> tuple[list[Request], Sequence[Request]]:

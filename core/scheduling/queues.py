@@ -267,31 +267,6 @@ def plan_step(step_id: int, groups: Groups, counts: Mapping[Request, int], bucke
     return StepPlan(step_id, prefills + decodes, adapters, bucket)
 
 
-def follow(plan: StepPlan, running: Running, staying: Sequence[Request], buckets: DecodeBuckets) -> StepPlan | None:
-    """Return the plan of a step in which `staying` go on from the tokens of `plan`, a decode step that is under way;
-    None when one of them has no row there. Their rows are moved on.
-
-    staying: the running requests, or some of them. Undone by `take_back`.
-    """
-    last = running.plan
-    if last is not None and last.rows is plan.rows and len(staying) == len(plan.rows):
-        rows = plan.rows
-        ahead = StepPlan(plan.step_id + 1, rows, plan.adapters, plan.bucket, sources=range(len(rows)))
-    else:
-        places = {id(row): place for place, row in enumerate(plan.rows)}
-        if not all(id(request.row) in places for request in staying):
-            return None
-        is_whole = len(staying) == len(running)
-        groups = running.by_adapter() if is_whole else group_by_adapter(staying)
-        ahead = plan_step(plan.step_id + 1, groups, {}, buckets)
-        ahead.sources = [places[id(row)] for row in ahead.rows]
-        running.plan = ahead if is_whole else None
-    for row in ahead.rows:
-        row.start += 1
-        row.tokens = PENDING
-    return ahead
-
-
 @contextmanager
 def as_if_done(plan: StepPlan, find: Callable[[ScheduledRow], Request | None]) -> Iterator[dict[Request, int]]:
     """Have the requests of a plan that is under way as they will be behind it, with `PENDING` for the token that they
@@ -316,20 +291,24 @@ def as_if_done(plan: StepPlan, find: Callable[[ScheduledRow], Request | None]) -
             request.token_ids.pop()
 
 
-def go_on(plan: StepPlan, ahead: StepPlan, places: Mapping[str, int]) -> None:
-    """Have the rows of `ahead` go on from the tokens that `plan`, which is under way, draws at `places`."""
-    sources = ahead.sources = [places.get(row.request_id, -1) for row in ahead.rows]
+def go_on(plan: StepPlan, ahead: StepPlan, sources: Sequence[int]) -> None:
+    """Have the rows of `ahead` go on from the tokens that `plan`, which is under way, draws. sources: of `StepPlan`."""
+    ahead.sources = sources
     for row, place in zip(ahead.rows, sources, strict=True):
         if place >= 0:
-            row.start, row.tokens = plan.rows[place].kv_len, PENDING
+            before = plan.rows[place]
+            row.start, row.tokens = before.start + len(before.tokens), PENDING
 
 
-def take_back(ahead: StepPlan) -> None:
-    """Put the rows of a plan of `follow` or `go_on` back to where they were: the step before it is to run again."""
+def take_back(ahead: StepPlan, find: Callable[[ScheduledRow], Request | None]) -> None:
+    """Put the rows of a plan of `go_on` back to where they were: the step before it is to run again. find: as above."""
     for row in ahead.rows:
         if row.tokens is PENDING:
             row.start -= 1
             row.tokens = row.token_ids[row.start :]
+        request = find(row)
+        if request is not None and request.row is row and row.start > request.num_computed_tokens:
+            request.row = None  # its prompt is still to be computed
 
 
 def _new_row(request: Request, count: int) -> ScheduledRow:
