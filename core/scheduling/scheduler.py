@@ -80,9 +80,8 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """True while a request is in progress, or pages wait for the end of a copy."""
-        if self._requests or self.lifecycle.failed:
-            return True
-        return bool(self._memory.swapped.copies or self._store.loads.under_way)
+        copies = self._memory.swapped.copies or self._store.loads.under_way
+        return bool(self._requests or self.lifecycle.failed or copies)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -104,10 +103,9 @@ class Scheduler:
     def abort(self, request_id: str) -> bool:
         """End a request and free its pages; False when it is unknown or done."""
         request = self._requests.get(request_id)
-        if request is None:
-            return False
-        self.lifecycle.finish(request, FinishReason.ABORT)
-        return True
+        if request is not None:
+            self.lifecycle.finish(request, FinishReason.ABORT)
+        return request is not None
 
     def end_users(self, adapters: Collection[Adapter], error: str, failure: LoadFailure) -> int:
         """End every request that holds one of `adapters`, with an error; return their number."""
@@ -187,7 +185,7 @@ class Scheduler:
             self._take_waiting(draft)
         plan = None
         if not (is_ahead and (draft.was_short or self._loading)):
-            plan = self._plan(step_id, draft.counts | draft.admitted, draft.all_decode)
+            plan = self._plan(step_id, draft.counts, draft.all_decode)
         if plan is None:
             self._shares.take_back()
         return plan
@@ -269,9 +267,7 @@ class Scheduler:
     def leaves_account_out(self, only: Collection[Adapter | None]) -> bool:
         """True if a tenant has requests, but no running one of `only`, while another tenant has requests, too."""
         accounts = self.running.accounts.keys() | self.waiting.accounts
-        if len(accounts) < 2:
-            return False
-        return len(accounts) > len({request.account for request in self.running if request.adapter in only})
+        return len(accounts) > max(1, len({each.account for each in self.running if each.adapter in only}))
 
     def count_beginning(self) -> int:
         """Return how many waiting requests memory has room for: the pages left after the running requests' expected
@@ -346,8 +342,8 @@ class Scheduler:
         sharing: list[Request] = running
         if running.calls:
             sharing = self._shares.choose(running, self.waiting, is_ahead=is_ahead) or running
-        elif self._shares.dealt:
-            self._shares.forget()
+        else:
+            self._shares.dealt.clear()
         if only is not None or self._memory.arriving or ending:
             sharing = [each for each in sharing if may_compute(each, only) and each not in ending]
         if len(sharing) <= self._limits.max_num_seqs:
