@@ -26,6 +26,9 @@ DOUBT_SECONDS = 10.0
 once their adapter has been read.
 """
 
+MOST_SHORT = 2
+"""Tenants that may lack pages in a step before its admission ends. Chosen."""
+
 _MOST_GROUPS = 32
 """Adapters of a tenant searched for one to read, longest requested first."""
 
@@ -64,7 +67,7 @@ class Admission:
                 turns.pass_over()
             for group in chain.from_iterable(zip_longest(*lines)):
                 if group is not None and group.adapter is not None and not group.adapter.pages:
-                    yield group.head
+                    yield next(iter(group))
         yield from self._waiting
 
     def release_held(self) -> None:
@@ -72,8 +75,7 @@ class Admission:
 
         Needed only while a request waits or an adapter is late.
         """
-        if self._prefills:
-            self._prefills.release_followers()
+        self._prefills.release_followers()
         if self.late:
             self.late = {adapter for adapter in self.late if adapter.requests and not is_read(self._store, adapter)}
 
@@ -98,17 +100,6 @@ class Admission:
             elif not self._find_room(request, draft):
                 return
 
-    def would_admit(self, draft: Draft) -> bool:
-        """True if `admit` would admit a request, or might preempt another for it."""
-        for request, blocks, _ in self._candidates(draft):
-            if self._has_room(request, blocks, draft) or draft.may_begin(request.account):
-                return True
-            if self._beyond_shares(request, draft):
-                return True
-            if not self._find_room(request, draft):
-                return False
-        return False
-
     def _candidates(self, draft: Draft) -> Iterator[tuple[Request, list[Block], int]]:
         """Yield the requests that may begin if they get pages, each with its cached prefix and its tokens of the
         budget. After each, the caller begins or passes over it.
@@ -116,7 +107,7 @@ class Admission:
         if draft.budget <= 0 or (place := self._place(draft)) is None:
             return
         if self._pages.taker in self._waiting:
-            draft.held |= self._pages.givers(draft.now) & draft.running.accounts.keys()  # each tenant keeps a request
+            draft.givers = self._pages.givers(draft.now)
         self._open(draft, place)
         while (request := self._next(draft)) is not None:
             blocks = self._memory.match(request)
@@ -131,10 +122,10 @@ class Admission:
 
     def _next(self, draft: Draft) -> Request | None:
         """Return the next request with a slot, tokens, its adapter and a share of the pages; None if there is none."""
-        while draft.budget > 0 and (request := draft.next()) is not None:
+        while draft.budget > 0 and draft.num_short <= MOST_SHORT and (request := draft.order.next()) is not None:
             place = self._place(draft)
-            if place is None or draft.has_row_of_call(place, request):
-                return None
+            if place is None or (place is draft.place is Place.CALL and request.call in draft.running.calls):
+                return None  # its call has a row
             if place is not draft.place:
                 self._open(draft, place)
             elif not self._may_join(request, draft):
@@ -147,7 +138,7 @@ class Admission:
         """True unless pages are short, and its tenant would go beyond its share of them, is not owed a turn, and is
         passed over.
         """
-        if not draft.num_short or _is_owed(request, draft):
+        if not draft.num_short or draft.is_owed(request.account):
             return True
         if self._pages.allow(request, draft.running, self._growth(draft)):
             return True
@@ -181,7 +172,7 @@ class Admission:
             return not self._memory.swapped.frees_pages  # if so, the pages are free only after the copy
         if draft.running or self._store.loads.under_way:
             draft.pass_over_tenant(request.account)
-            return not _is_owed(request, draft)
+            return not draft.is_owed(request.account)
         message = "the arena has too few pages left beside pinned adapters; unpin some"
         self._lifecycle.end(request, message, LoadFailure.NO_ROOM)
         draft.order.go_on()
@@ -199,7 +190,7 @@ class Admission:
         if victims := self._beyond_shares(request, draft):
             self._pages.record_victims(request, victims, draft.now)
             return victims
-        return [victim] if may_begin and _is_owed(request, draft) and (victim := draft.last()) is not None else []
+        return [victim] if may_begin and draft.is_owed(account) and (victim := draft.last()) is not None else []
 
     def _beyond_shares(self, request: Request, draft: Draft) -> list[Request]:
         """Return the requests to preempt for one that lacks pages within its tenant's share."""
@@ -212,14 +203,13 @@ class Admission:
         draft.place = place
         draft.order = QueueOrder(
             self._waiting, self._lifecycle.service.restart_turns(), self._store, draft.overdue_before,
-            partial(self._may_come, draft, doubts) if is_limited else None, place is Place.CALL, draft.is_candidate,
+            partial(self._may_come, draft) if is_limited else None, place is Place.CALL, draft.is_candidate,
         )  # fmt: skip
 
-    def _may_come(self, draft: Draft, doubts: bool, adapter: Adapter | None, head: Request | None) -> bool:
+    def _may_come(self, draft: Draft, adapter: Adapter | None, head: Request | None) -> bool:
         """True if an adapter, or the base model, may join the step.
 
-        doubts: no estimate of a read is trusted. head: a tenant's first request that waits for it; an overdue head gets
-        a slot reserved.
+        head: a tenant's first request that waits for it; an overdue head gets a slot reserved.
         """
         if draft.only is not None and adapter not in draft.only:
             return False
@@ -227,20 +217,15 @@ class Admission:
             return True
         if draft.is_barred(adapter):
             if head is not None and head.arrival_time < draft.overdue_before and is_read(self._store, adapter):
-                draft.reserve(head)
+                draft.reserved_from = min(draft.reserved_from, head.place)
             return False
-        if adapter in self.late or (doubts and not adapter.pages):
-            return is_read(self._store, adapter)
-        return True
+        is_doubted = adapter in self.late or (not adapter.pages and draft.now < self._doubt_until)
+        return not is_doubted or is_read(self._store, adapter)
 
     def _may_join(self, request: Request, draft: Draft) -> bool:
         """True unless a request must wait for its adapter or for a free adapter slot in the step."""
         adapter = request.adapter
-        if adapter is not None and draft.is_barred(adapter):
-            if draft.order.is_overdue():
-                draft.reserve(request)
-            return False
-        if draft.is_reserved(request):
+        if not self._may_come(draft, adapter, request) or draft.is_reserved(request):
             return False
         if adapter is None or (adapter.pages and adapter.transfer is None):
             return True
@@ -324,9 +309,6 @@ class SharedPrefills:
                 for request in reversed(self._followers.pop(leader, ())):
                     self._waiting.release(request)
 
-    def __bool__(self) -> bool:
-        return bool(self._leaders)
-
     def _leads(self, leader: Request) -> bool:
         known = leader.num_known_blocks * self._memory.block_tokens
         return leader.is_running and leader.caching and known < self._shareable(leader)
@@ -344,11 +326,6 @@ class SharedPrefills:
 def _same_prompt(one: Request, other: Request) -> bool:
     count = one.num_prompt_tokens
     return count == other.num_prompt_tokens and one.token_ids[:count] == other.token_ids[:count]
-
-
-def _is_owed(candidate: Request, draft: Draft) -> bool:
-    """True if the last candidate's tenant is overdue for a turn and has no running request."""
-    return candidate.account not in draft.running.accounts and draft.order.is_late()
 
 
 def is_loading(request: Request) -> bool:

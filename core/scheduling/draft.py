@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -15,14 +15,11 @@ from ..config import EngineConfig
 from ..requests.request import Request
 from .lifecycle import Lifecycle
 from .output_lengths import Growth
-from .queues import Group, Running, WaitingQueue
+from .queues import Group, Running, WaitingQueue, num_missing
 from .service import Service, SomeTurns, Turns
 from .shares import max_min_level
 
 OVERDUE, RESIDENT, COMING = range(3)
-
-MOST_SHORT = 2
-"""Tenants that may lack pages in a step before its admission ends. Chosen."""
 
 MANY = 64
 """With at least this many waiting tenants, first look for the tenants with an eligible request. Chosen."""
@@ -61,7 +58,7 @@ class QueueOrder:
         every tenant is eligible.
         """
         self._waiting = waiting
-        self._turns: Turns | SomeTurns = turns
+        self.turns: Turns | SomeTurns = turns
         self._store = store
         self._overdue_before = overdue_before
         self._may_run = may_run
@@ -74,57 +71,43 @@ class QueueOrder:
         if may_run is not None and not any(may_run(adapter, None) for adapter in self._near):
             self._near = {}  # no request can begin, and none needs an adapter slot reserved
         self._entries: dict[str, list[Entry]] = {}  # of tenants that have come to the top
-        self._account = ""  # of the last candidate
+        self._top: list[Entry] = []  # of the last candidate's tenant
         if len(waiting.accounts) >= MANY and (few := self._few()) is not None:
-            self._turns = SomeTurns(turns, waiting, few)
+            self.turns = SomeTurns(turns, waiting, few)
 
     def next(self) -> Request | None:
         """Return the next candidate; the same request until it has left its group, or its group is skipped."""
-        while (account := self._turns.top()) is not None:
+        while (account := self.turns.top()) is not None:
             if self._may_begin is None or self._may_begin(account):
                 entries = self._entries.get(account)
                 if entries is None:
                     entries = self._entries[account] = self._open(self._waiting.accounts.get(account, {}))
                 if entries:
-                    self._account = account
-                    return self._head(entries[0][3])
-            self._turns.pass_over()
+                    self._top = entries
+                    return next(iter(self._line(entries[0][3])))
+            self.turns.pass_over()
         return None
-
-    def is_overdue(self) -> bool:
-        """True if the last candidate has been overtaken for long enough."""
-        return self._top()[0][0] == OVERDUE
-
-    def is_late(self) -> bool:
-        """True if the last candidate's tenant is overdue for a turn."""
-        return self._turns.is_late
 
     def go_on(self) -> None:
         """Go on to the next candidate, after the last one has left its group."""
-        entries = self._top()
+        entries = self._top
         _, _, kind, group = entries[0]
-        if group.firsts or (group.more and not self._only_firsts):
-            heapq.heapreplace(entries, self._entry(kind, self._head(group), group))
+        if line := self._line(group):
+            heapq.heapreplace(entries, self._entry(kind, next(iter(line)), group))
         else:
             self.pass_over()
 
     def pass_over(self) -> None:
         """Drop the last candidate's group from this step."""
-        heapq.heappop(self._top())
-
-    def _top(self) -> list[Entry]:
-        return self._entries[self._account]
+        heapq.heappop(self._top)
 
     def _open(self, groups: dict[Adapter | None, Group]) -> list[Entry]:
         """Return a tenant's eligible groups, as a heap."""
-        only_firsts = self._only_firsts
         entries: list[Entry] = []
         for adapter in self._near.keys() & groups.keys():
             group = groups[adapter]
-            if only_firsts and not group.firsts:
-                continue
-            head = self._head(group)
-            if self._may_run is None or self._may_run(adapter, head):
+            head = next(iter(self._line(group)), None)
+            if head is not None and (self._may_run is None or self._may_run(adapter, head)):
                 entries.append(self._entry(self._near[adapter], head, group))
         heapq.heapify(entries)
         return entries
@@ -138,8 +121,8 @@ class QueueOrder:
                 return None
         return set(found)
 
-    def _head(self, group: Group) -> Request:
-        return next(iter(group.firsts)) if self._only_firsts or not group.more else group.head
+    def _line(self, group: Group) -> Mapping[Request, None]:
+        return group.firsts if self._only_firsts else group
 
     def _entry(self, kind: int, head: Request, group: Group) -> Entry:
         """Return a heap entry; queue positions differ, so that groups are never compared."""
@@ -163,19 +146,20 @@ class Draft:
     of each. cut: prompts cut short by their tenant's share of the tokens. was_short: a running request lacked pages.
     is_ahead: of a step behind one that is under way: nothing is preempted, and `was_short` is True where it would be.
 
-    Of admission: `begun` requests; `admitted`: tokens of each with a row. num_rows, budget: rows taken, tokens left.
-    place, order: the kind of slot that the next request may take, and the candidates for it. growth: pages that
-    `running` is expected to grow by; None until counted. held: tenants that may begin no more requests: one lacked
-    pages, or pages were taken from them (they would take these back). num_short: how often a request lacked pages; from
-    the first on, tenants begin nothing beyond their share of the pages.
+    Of admission: `begun` requests, whose tokens are among `counts`. num_rows, budget: rows taken, tokens left. place,
+    order: the kind of slot that the next request may take, and the candidates for it. growth: pages that `running` is
+    expected to grow by; None until counted. held: tenants that may begin no more requests: one lacked pages, or one was
+    preempted (it would take them back). givers: tenants that gave pages in an earlier step, which the taker waits for;
+    they begin nothing unless owed a turn. num_short: how often a request lacked pages; from the first on, tenants begin
+    nothing beyond their share of the pages.
 
     With every slot taken, a tenant may still begin a request if it has no row, or if its served cost is below that of
     the giver: the tenant with the highest served cost among tenants with two or more rows. The giver's newest decoding
     request is paused. A tenant with a paused request begins no new one.
 
     A step has at most `max_adapters_per_step` adapters. An overdue request that waits for a free adapter slot reserves
-    it: requests behind it in the queue may neither add an adapter nor take the last slot. The adapter slot of a request
-    that is preempted for a waiting one is free from the next step on.
+    it: requests behind it in the queue (`reserved_from`) may neither add an adapter nor take the last slot. The adapter
+    slot of a request that is preempted for a waiting one is free from the next step on.
     """
 
     _limits: EngineConfig
@@ -186,12 +170,11 @@ class Draft:
     now: float
     only: Collection[Adapter | None] | None = None
     all_decode: bool = False
+    is_ahead: bool = False
     counts: dict[Request, int] = field(default_factory=dict)
     cut: list[Request] = field(default_factory=list)
     was_short: bool = False
-    is_ahead: bool = False
     begun: set[Request] = field(default_factory=set)
-    admitted: dict[Request, int] = field(default_factory=dict)
     num_rows: int = 0
     budget: int = 0
     place: Place = field(init=False)
@@ -199,9 +182,10 @@ class Draft:
     growth: Growth | None = None
     num_short: int = 0
     held: set[str] = field(default_factory=set)
+    givers: Set[str] = frozenset()
+    reserved_from: float = math.inf
     overdue_before: float = 0.0
     _adapters: set[Adapter] = field(default_factory=set)
-    _reserved: float = math.inf  # queue position of the first request with a reserved slot
     _rows: dict[str, int] = field(default_factory=dict)  # number of rows by tenant, with admitted requests
     _new_rows: Counter[str] = field(default_factory=Counter)  # of these, rows of admitted requests
     _served: dict[str, float] = field(default_factory=dict)  # cost of tenants, as of this step
@@ -225,8 +209,8 @@ class Draft:
                 break
             if not request.is_running:  # preempted for an earlier request
                 continue
-            count = wanted = min(self.budget, _missing(request))
-            if shares is not None and _missing(request) > 1:
+            count = wanted = min(self.budget, num_missing(request))
+            if shares is not None and num_missing(request) > 1:
                 count = min(wanted, shares[request.account])
                 shares[request.account] -= count
             if count < wanted:
@@ -261,7 +245,7 @@ class Draft:
         """
         wanted: Counter[str] = Counter()
         for request in prompts:
-            wanted[request.account] += _missing(request)
+            wanted[request.account] += num_missing(request)
         here = wanted if len(self.running) < self._limits.max_num_seqs else self.running.accounts
         newcomer = next((account for account in waiting if account not in here), None)
         if len(wanted) + (newcomer is not None) < 2 or not self._limits.chunked_prefill:
@@ -272,13 +256,13 @@ class Draft:
 
     def add_to_chunks(self) -> None:
         """Give prompts that were cut short the tokens left over, as far as there are rows and pages."""
-        counts, admitted, limits = self.counts, self.admitted, self._limits
-        budget = limits.max_num_batched_tokens - sum(counts.values()) - sum(admitted.values())
+        counts, limits = self.counts, self._limits
+        budget = limits.max_num_batched_tokens - sum(counts.values())
         for request in self.cut:
             count = counts.get(request, 0)
-            if not request.is_running or (not count and len(counts) + len(admitted) >= limits.max_num_seqs):
+            if not request.is_running or (not count and len(counts) >= limits.max_num_seqs):
                 continue
-            more = min(budget, _missing(request) - count)
+            more = min(budget, num_missing(request) - count)
             end = request.num_computed_tokens + count + more
             if more > 0 and (request.room >= end or self._lifecycle.memory.grow(request, end)):
                 counts[request] = count + more
@@ -286,10 +270,9 @@ class Draft:
 
     def yield_rows(self) -> None:
         """Take the rows of running requests that don't keep theirs beside the admitted ones."""
-        counts, admitted = self.counts, self.admitted
-        taking = [r for r in self.running if r.coming is None and (self.all_decode or r in counts or r in admitted)]
-        dealt = self._service.deal(taking, admitted)
-        self.counts = {request: counts.get(request, 1) for request in dealt if request not in admitted}
+        counts = self.counts
+        taking = [each for each in self.running if each.coming is None and (self.all_decode or each in counts)]
+        self.counts = {each: counts.get(each, 1) for each in self._service.deal(taking, self.begun)}
         self.all_decode = False
 
     # -- waiting requests
@@ -309,10 +292,6 @@ class Draft:
         all_running = len(self.taking) == len(running)
         self._rows = dict(running.accounts if all_running else Counter([request.account for request in self.taking]))
 
-    def next(self) -> Request | None:
-        """Return the next candidate; None if there is none, or too many have lacked pages."""
-        return self.order.next() if self.num_short <= MOST_SHORT else None
-
     def begin(self, request: Request, count: int, length: int) -> None:
         """Add an admitted request with `count` tokens (0: it has no row yet), and charge its tenant for it.
 
@@ -328,7 +307,7 @@ class Draft:
             self._adapters.add(request.adapter)
         self.num_rows += 1
         if count:
-            self.admitted[request] = count
+            self.counts[request] = count
             self.budget -= count
             self._new_rows[account] += 1
         self._change(account, bool(count))
@@ -342,21 +321,12 @@ class Draft:
         most, adapters = self._limits.max_adapters_per_step, self._adapters
         return most is not None and adapter not in adapters and len(adapters) >= most
 
-    def reserve(self, request: Request) -> None:
-        """Reserve a slot for an overdue request with a barred adapter."""
-        self._reserved = min(self._reserved, request.place)
-
     def is_reserved(self, request: Request) -> bool:
         """True if a request would take the slot reserved for an earlier one."""
-        if self._reserved >= request.place:
-            return False
-        return request.adapter is not None or len(self.running) >= self._limits.max_num_seqs - 1
+        is_last = len(self.running) >= self._limits.max_num_seqs - 1
+        return self.reserved_from < request.place and (is_last or request.adapter is not None)
 
     # -- rows and pages of others
-
-    def has_row_of_call(self, place: Place, request: Request) -> bool:
-        """True if a request may only take the row of a call without a running answer, and its call has one."""
-        return place is self.place is Place.CALL and request.call in self.running.calls
 
     def is_open_to(self, waiting: Set[str]) -> bool:
         """True if one of the waiting tenants may begin a request although every slot is taken."""
@@ -368,8 +338,14 @@ class Draft:
         return len(running) > 1 and any(map(self.may_begin, running.keys() & waiting))
 
     def is_candidate(self, account: str) -> bool:
-        """True if a tenant may begin a request in a slot of the present kind."""
-        return account not in self.held and (self.place is not Place.ACCOUNT or self.may_begin(account))
+        """True if a tenant, the first in turn, may begin a request in a slot of the present kind."""
+        if account in self.held or (account in self.givers and not self.is_owed(account)):
+            return False
+        return self.place is not Place.ACCOUNT or self.may_begin(account)
+
+    def is_owed(self, account: str) -> bool:
+        """True if a tenant, the first in turn, is overdue for it and has no running request."""
+        return self.order.turns.is_late and account not in self.running.accounts
 
     def may_begin(self, account: str) -> bool:
         """True if a tenant may begin a request although every slot is taken: another can give it a row."""
@@ -395,8 +371,7 @@ class Draft:
             return None
         taking, only = self.begun.union(self.taking), self.only
         for request in reversed(self.running):
-            may_run = request.coming is None and (only is None or request.adapter in only)
-            if may_run and request not in taking and request.account != account:
+            if may_compute(request, only) and request not in taking and request.account != account:
                 return request
         return None
 
@@ -444,12 +419,12 @@ class Draft:
         return self._giver[0]
 
 
+def may_compute(request: Request, only: Collection[Adapter | None] | None) -> bool:
+    """True unless a running request's KV is still being copied back, or its adapter is none of `only` (None: all)."""
+    return request.coming is None and (only is None or request.adapter in only)
+
+
 def _split(sharing: Sequence[Request]) -> tuple[list[Request], Sequence[Request]]:
     """Return the requests with a prompt to compute, and the requests that decode."""
     prompts = [each for each in sharing if len(each.token_ids) - each.num_computed_tokens > 1]
-    return prompts, [each for each in sharing if _missing(each) == 1] if prompts else sharing
-
-
-def _missing(request: Request) -> int:
-    """Return the number of known tokens that have no KV yet."""
-    return len(request.token_ids) - request.num_computed_tokens
+    return prompts, [each for each in sharing if num_missing(each) == 1] if prompts else sharing

@@ -25,19 +25,21 @@ logger = logging.getLogger(__name__)
 _MOST_LOOKED_AT = 512
 
 
+@dataclass(eq=False)
 class LoadAhead:
     """Reads and loads adapters of the first waiting requests: `lookahead` from disk, `prefetch` into the arena.
 
     Requests that wait for a slow read are not counted, so that no request waits behind them. A broken adapter raises
     nothing here: its requests get the error when they are about to start.
+
+    refused: failed to load ahead. unfit: not read, because the arena could not hold them.
     """
 
-    def __init__(self, limits: EngineConfig, store: AdapterStore, memory: RequestMemory) -> None:
-        self._limits = limits
-        self._store = store
-        self._memory = memory
-        self._refused: WeakSet[Adapter] = WeakSet()  # failed to load ahead
-        self._unfit: set[Adapter] = set()  # not read, because the arena could not hold them
+    _limits: EngineConfig
+    _store: AdapterStore
+    _memory: RequestMemory
+    _refused: WeakSet[Adapter] = field(default_factory=WeakSet)
+    _unfit: set[Adapter] = field(default_factory=set)
 
     def hopeless(self, waiting: Iterable[Request]) -> list[tuple[Request, BaseException]]:
         """Return waiting requests for adapters that can't be loaded, with the error; a failed read is reported once."""
@@ -97,17 +99,14 @@ class LoadAhead:
                 continue
             if not self._memory.make_spare_room(adapter.num_pages, wanted):
                 return
-            self._load(adapter)
+            try:
+                self._store.prefetch(adapter)
+            except ExecutorLost:
+                raise
+            except Exception as error:
+                logger.error("loading %r ahead failed: %s", adapter, error)
+                self._refused.add(adapter)
             wanted += adapter.num_pages if adapter.is_idle else 0
-
-    def _load(self, adapter: Adapter) -> None:
-        try:
-            self._store.prefetch(adapter)
-        except ExecutorLost:
-            raise
-        except Exception as error:
-            logger.error("loading %r ahead failed: %s", adapter, error)
-            self._refused.add(adapter)
 
 
 @dataclass(slots=True)

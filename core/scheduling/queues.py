@@ -25,12 +25,17 @@ def group_by_adapter(requests: Iterable[Request]) -> Groups:
     return groups
 
 
+def num_missing(request: Request) -> int:
+    """Return the number of known tokens that have no KV yet."""
+    return len(request.token_ids) - request.num_computed_tokens
+
+
 class Running(list[Request]):
     """Running requests in order of admission; only `append` and `remove` change it, which also maintain the rest."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._groups: Groups | None = {}
+        self._groups: Groups | None = None
         self.calls: dict[str, dict[Request, None]] = {}
         """Requests of calls with n > 1, by call; `StepShares` reorders both levels to take turns."""
         self.lone: dict[Request, None] = {}
@@ -48,15 +53,13 @@ class Running(list[Request]):
 
     def append(self, request: Request) -> None:
         list.append(self, request)
-        self.plan = self.dealt = None
+        self.plan = self.dealt = self._groups = None
         self.accounts[request.account] = self.accounts.get(request.account, 0) + 1
-        if self._groups is not None:
-            self._groups.setdefault(request.adapter, []).append(request)
         (self.calls.setdefault(request.call, {}) if request.call else self.lone)[request] = None
 
     def remove(self, request: Request) -> None:
         list.remove(self, request)
-        self.plan = self.dealt = None
+        self.plan = self.dealt = self._groups = None
         self.accounts[request.account] -= 1
         if not self.accounts[request.account]:
             del self.accounts[request.account]
@@ -64,15 +67,6 @@ class Running(list[Request]):
         del members[request]
         if request.call and not members:
             del self.calls[request.call]
-        if self._groups is None:
-            return
-        group = self._groups[request.adapter]
-        if len(group) == 1:
-            del self._groups[request.adapter]
-        elif group[0] is request:
-            self._groups = None  # the order of the groups may change: they are rebuilt when asked for
-        else:
-            group.remove(request)
 
     def by_adapter(self) -> Groups:
         """Return the requests grouped by adapter; callers must not change it."""
@@ -85,36 +79,13 @@ class Running(list[Request]):
         return {adapter: len(group) for adapter, group in self.by_adapter().items()}
 
 
-class Group:
-    """Waiting requests of one tenant for one adapter, in order."""
-
-    __slots__ = ("adapter", "firsts", "more")
+class Group(OrderedDict[Request, None]):
+    """Waiting requests of one tenant for one adapter, in order; `firsts` has the first answer of each call."""
 
     def __init__(self, adapter: Adapter | None) -> None:
+        super().__init__()
         self.adapter = adapter
-        self.firsts: OrderedDict[Request, None] = OrderedDict()  # the first answer of each call
-        self.more: OrderedDict[Request, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self.firsts) + len(self.more)
-
-    def __contains__(self, request: Request) -> bool:
-        return request in self.line(request)
-
-    def line(self, request: Request) -> OrderedDict[Request, None]:
-        """Return the line that a request belongs to: first answers of calls, or further answers."""
-        return self.more if request.is_further else self.firsts
-
-    @property
-    def head(self) -> Request:
-        """The request that comes first."""
-        if not self.more:
-            return next(iter(self.firsts))
-        further = next(iter(self.more))
-        if not self.firsts:
-            return further
-        first = next(iter(self.firsts))
-        return first if first.place < further.place else further
+        self.firsts: OrderedDict[Request, None] = OrderedDict()
 
 
 class WaitingQueue(OrderedDict[Request, None]):
@@ -150,7 +121,8 @@ class WaitingQueue(OrderedDict[Request, None]):
         self._count(request)
         request.is_further = request.call != "" and request.call == self._last_call
         self._last_call = request.call
-        self._group(request).line(request)[request] = None
+        for line in self._lines(request):
+            line[request] = None
 
     def append_first(self, request: Request) -> None:
         """Add a request that has run before: ahead of all new requests, in order of arrival among such requests."""
@@ -160,7 +132,7 @@ class WaitingQueue(OrderedDict[Request, None]):
             request.place -= _BEFORE_ALL
         _insert(self, request)
         self._count(request)
-        _insert(self._group(request).line(request), request)
+        self._rejoin(request)
 
     def remove(self, request: Request) -> None:
         del self[request]
@@ -182,7 +154,7 @@ class WaitingQueue(OrderedDict[Request, None]):
         """Make a held-back request a candidate again, at its position in its group, unless it has left the queue."""
         if request in self._held:
             del self._held[request]
-            _insert(self._group(request).line(request), request)
+            self._rejoin(request)
 
     def take_new_accounts(self) -> list[str]:
         """Return the tenants that have become waiting since the last call, in order of arrival."""
@@ -208,7 +180,12 @@ class WaitingQueue(OrderedDict[Request, None]):
     def _count(self, request: Request) -> None:
         self.num_of[request.adapter] = self.num_of.get(request.adapter, 0) + 1
 
-    def _group(self, request: Request) -> Group:
+    def _rejoin(self, request: Request) -> None:
+        for line in self._lines(request):
+            _insert(line, request)
+
+    def _lines(self, request: Request) -> Sequence[OrderedDict[Request, None]]:
+        """Return a request's group, made if there is none, and the group's line of first answers if it is one."""
         groups = self.accounts.get(request.account)
         if groups is None:
             groups = self.accounts[request.account] = {}
@@ -217,12 +194,13 @@ class WaitingQueue(OrderedDict[Request, None]):
         if group is None:
             group = groups[request.adapter] = Group(request.adapter)
             self.by_adapter.setdefault(request.adapter, {})[request.account] = None
-        return group
+        return (group,) if request.is_further else (group, group.firsts)
 
     def _leave_group(self, request: Request) -> None:
         groups = self.accounts[request.account]
         group = groups[request.adapter]
-        del group.line(request)[request]
+        del group[request]
+        group.firsts.pop(request, None)
         if not group:
             del groups[request.adapter]
             accounts = self.by_adapter[request.adapter]
@@ -267,31 +245,6 @@ def plan_step(step_id: int, groups: Groups, counts: Mapping[Request, int], bucke
     return StepPlan(step_id, prefills + decodes, adapters, bucket)
 
 
-def follow(plan: StepPlan, running: Running, staying: Sequence[Request], buckets: DecodeBuckets) -> StepPlan | None:
-    """Return the plan of a step in which `staying` go on from the tokens of `plan`, a decode step that is under way;
-    None when one of them has no row there. Their rows are moved on.
-
-    staying: the running requests, or some of them. Undone by `take_back`.
-    """
-    last = running.plan
-    if last is not None and last.rows is plan.rows and len(staying) == len(plan.rows):
-        rows = plan.rows
-        ahead = StepPlan(plan.step_id + 1, rows, plan.adapters, plan.bucket, sources=range(len(rows)))
-    else:
-        places = {id(row): place for place, row in enumerate(plan.rows)}
-        if not all(id(request.row) in places for request in staying):
-            return None
-        is_whole = len(staying) == len(running)
-        groups = running.by_adapter() if is_whole else group_by_adapter(staying)
-        ahead = plan_step(plan.step_id + 1, groups, {}, buckets)
-        ahead.sources = [places[id(row)] for row in ahead.rows]
-        running.plan = ahead if is_whole else None
-    for row in ahead.rows:
-        row.start += 1
-        row.tokens = PENDING
-    return ahead
-
-
 @contextmanager
 def as_if_done(plan: StepPlan, find: Callable[[ScheduledRow], Request | None]) -> Iterator[dict[Request, int]]:
     """Have the requests of a plan that is under way as they will be behind it, with `PENDING` for the token that they
@@ -316,20 +269,24 @@ def as_if_done(plan: StepPlan, find: Callable[[ScheduledRow], Request | None]) -
             request.token_ids.pop()
 
 
-def go_on(plan: StepPlan, ahead: StepPlan, places: Mapping[str, int]) -> None:
-    """Have the rows of `ahead` go on from the tokens that `plan`, which is under way, draws at `places`."""
-    sources = ahead.sources = [places.get(row.request_id, -1) for row in ahead.rows]
+def go_on(plan: StepPlan, ahead: StepPlan, sources: Sequence[int]) -> None:
+    """Have the rows of `ahead` go on from the tokens that `plan`, which is under way, draws. sources: of `StepPlan`."""
+    ahead.sources = sources
     for row, place in zip(ahead.rows, sources, strict=True):
         if place >= 0:
-            row.start, row.tokens = plan.rows[place].kv_len, PENDING
+            before = plan.rows[place]
+            row.start, row.tokens = before.start + len(before.tokens), PENDING
 
 
-def take_back(ahead: StepPlan) -> None:
-    """Put the rows of a plan of `follow` or `go_on` back to where they were: the step before it is to run again."""
+def take_back(ahead: StepPlan, find: Callable[[ScheduledRow], Request | None]) -> None:
+    """Put the rows of a plan of `go_on` back to where they were: the step before it is to run again. find: as above."""
     for row in ahead.rows:
         if row.tokens is PENDING:
             row.start -= 1
             row.tokens = row.token_ids[row.start :]
+        request = find(row)
+        if request is not None and request.row is row and row.start > request.num_computed_tokens:
+            request.row = None  # its prompt is still to be computed
 
 
 def _new_row(request: Request, count: int) -> ScheduledRow:

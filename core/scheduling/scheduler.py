@@ -22,11 +22,11 @@ from ..engine_stats import STEP_SIZES, AccountStats
 from ..requests.request import Request, RequestState
 from ..requests.types import NOT_FINITE, FinishReason, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
 from .admission import Admission, is_loading
-from .draft import Draft
+from .draft import Draft, may_compute
 from .lifecycle import Lifecycle, load_error
 from .load_ahead import LoadAhead, LoadPolicy
 from .output_lengths import Growth
-from .queues import Groups, Running, WaitingQueue, as_if_done, follow, go_on, group_by_adapter, plan_step, take_back
+from .queues import Running, WaitingQueue, as_if_done, go_on, group_by_adapter, plan_step, take_back
 from .request_memory import RequestMemory
 from .service import QueuePolicy, Service, TokenCounters
 from .step_shares import StepShares
@@ -102,10 +102,9 @@ class Scheduler:
     def abort(self, request_id: str) -> bool:
         """End a request and free its pages; False when it is unknown or done."""
         request = self._requests.get(request_id)
-        if request is None:
-            return False
-        self.lifecycle.finish(request, FinishReason.ABORT)
-        return True
+        if request is not None:
+            self.lifecycle.finish(request, FinishReason.ABORT)
+        return request is not None
 
     def end_users(self, adapters: Collection[Adapter], error: str, failure: LoadFailure) -> int:
         """End every request that holds one of `adapters`, with an error; return their number."""
@@ -124,121 +123,90 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None when nothing can run. Its rows' block tables already cover their new tokens."""
         self._finish_ended()
-        candidates = self._candidates()
-        all_decode = candidates is self.running and self._grow_decodes()
-        if all_decode and not self.waiting:
-            return self._plan({}, True)
-        draft = self._draft(candidates, all_decode)
-        if not all_decode:
-            self._take_running(draft, candidates)
-        if self.waiting:
-            self._take_waiting(draft)
-        plan = self._plan(draft.counts | draft.admitted, draft.all_decode)
-        if plan is not None or self.only is None:
-            return plan
-        self._shares.take_back()
-        self.only = None
-        return Scheduler.schedule(self)  # not a subclass's: it has had its part in this step
-
-    def _draft(self, taking: Sequence[Request], all_decode: bool) -> Draft:
-        running, now = self.running, self._clock()
-        return Draft(self._limits, self._service, self.lifecycle, running, taking, now, self.only, all_decode)
-
-    def _take_running(self, draft: Draft, candidates: Sequence[Request]) -> None:
-        """Take running requests; a subclass may leave some out."""
-        draft.take_running(candidates, self.waiting.accounts)
-
-    def _plan(self, counts: dict[Request, int], all_decode: bool) -> StepPlan | None:
-        """Return the plan of a step of `counts` and, if `all_decode`, of all other running requests; None if empty."""
-        last = self.running.plan if all_decode else None
-        if last is not None:
-            return StepPlan(self.num_steps + 1, last.rows, last.adapters, last.bucket)
-        groups = self.running.by_adapter() if all_decode else group_by_adapter(counts)
-        if not groups:
-            return None
-        plan = self._plan_rows(self.num_steps + 1, groups, counts)
-        self.running.plan = plan if all_decode and not counts else None
-        return plan
-
-    def _plan_rows(self, step_id: int, groups: Groups, counts: dict[Request, int]) -> StepPlan:
-        plan = plan_step(step_id, groups, counts, self._buckets)
-        if self.running.calls and plan.bucket is None and any(each.row is None and not each.call for each in counts):
-            self._shares.ignore()
+        plan = self._plan_next(self.num_steps + 1, self._candidates())
+        if plan is None and self.only is not None:
+            self.only = None
+            plan = self._plan_next(self.num_steps + 1, self._candidates())
         return plan
 
     def foresee(self, plan: StepPlan) -> StepPlan | None:
         """Plan the step after `plan`, which is under way, before its tokens are known; None if the step depends on
-        more than these, or if `plan` has results that must be read first.
+        more than these, if `plan` has results that must be read first, or if a request would be preempted for the step.
 
         A request that hits EOS leaves a stale row, which `update` drops; one that reaches `max_length` is left out.
+        Requests that begin are running ones either way. `take_back` undoes the rest.
         """
-        running, memory = self.running, self._memory
+        memory = self._memory
         if self.only is not None or self._loading or memory.arriving or memory.swapped.copies:
             return None
-        if self._store.loads.under_way:
-            self._finish_loads()
-        is_queued = bool(self.waiting or self._admission.late)
-        if is_queued:
-            self._admission.release_held()
-        if plan.bucket is None or running.calls or len(running) > self._limits.max_num_seqs:
-            return self._draft_behind(plan)
-        return self._move_on(plan, is_queued)
-
-    def _move_on(self, plan: StepPlan, is_queued: bool) -> StepPlan | None:
-        """The step after a step of decoding in which all running requests have rows: where all go on to decode and no
-        waiting request could join them, its own rows a token later; else see `_draft_behind`.
-        """
-        running = self.running
-        staying = [request for request in running if request.num_computed_tokens + 2 < request.max_length]
-        if len(staying) < len(running):
-            if not {id(request.row) for request in running} <= {id(row) for row in plan.rows}:  # one was paused
-                return self._draft_behind(plan)
-            if not staying or self.waiting:  # a successor should not wait a step more
-                return None
-        if is_queued and not self._keep_waiting(running):
-            return self._draft_behind(plan)
-        short = [request for request in staying if request.room <= request.num_computed_tokens + 1]
-        if short and not self._memory.grow_each(short):
-            return None
-        return follow(plan, running, staying, self._buckets) or self._draft_behind(plan)
-
-    def _keep_waiting(self, running: Running) -> bool:
-        """True if no waiting request could join the next step; then read and load adapters ahead for the queue."""
-        self._fail_hopeless()
-        draft = self._draft(running, True)
-        draft.begin_admission()
-        if self._admission.would_admit(draft):
-            return False
-        self._read_ahead()
-        return True
-
-    def _draft_behind(self, plan: StepPlan) -> StepPlan | None:
-        """Draft the step after `plan`, which is under way; None if a request would be preempted for it, or if it would
-        wait for an adapter.
-
-        Requests that begin are running ones either way. Undone by `take_back`.
-        """
+        self._finish_ended()
+        if self._goes_on(plan):
+            ahead = StepPlan(plan.step_id + 1, plan.rows, plan.adapters, plan.bucket)
+            go_on(plan, ahead, range(len(plan.rows)))
+            return ahead
         if plan.bucket is None and any(row.scores_prompt for row in plan.rows):  # from what the next step overwrites
             return None
         with as_if_done(plan, self._find) as drawn:
             ends = [each for each in drawn if len(each.token_ids) >= each.max_length]
             if ends and self.waiting:  # a successor should not wait a step more
                 return None
-            candidates = self._candidates(ends, is_ahead=True)
-            draft = self._draft(candidates, False)
-            draft.is_ahead = True
-            self._take_running(draft, candidates)
-            if self.waiting:
-                self._take_waiting(draft)
-            counts = draft.counts | draft.admitted
-            if draft.was_short or self._loading or not counts:
-                self._shares.take_back()
-                return None
-            ahead = self._plan_rows(plan.step_id + 1, group_by_adapter(counts), counts)
+            ahead = self._plan_next(plan.step_id + 1, self._candidates(ends, is_ahead=True), is_ahead=True)
             places = {request.id: place for request, place in drawn.items()}
-        self.running.plan = None
-        go_on(plan, ahead, places)
+        if ahead is not None:
+            go_on(plan, ahead, [places.get(row.request_id, -1) for row in ahead.rows])
         return ahead
+
+    def _goes_on(self, plan: StepPlan) -> bool:
+        """True if all running requests decode in `plan`, which is under way, and in the step after it, too, for which
+        they have pages now, and no request waits.
+        """
+        running, last = self.running, self.running.plan
+        if self.waiting or running.calls or last is None or last.rows is not plan.rows:
+            return False
+        ends = [request for request in running if request.num_computed_tokens + 2 >= request.max_length]
+        return not ends and self._grow_decodes(1)
+
+    def _plan_next(self, step_id: int, candidates: Sequence[Request], *, is_ahead: bool = False) -> StepPlan | None:
+        """Plan a step of running requests, the `candidates`, and of waiting ones; None if nothing can run.
+
+        is_ahead: the step before it is under way. None also if a request would be preempted, or wait for its adapter.
+        """
+        all_decode = candidates is self.running and self._grow_decodes()
+        if all_decode and not self.waiting:
+            return self._plan(step_id, {}, True)
+        draft = Draft(
+            self._limits, self._service, self.lifecycle, self.running, candidates, self._clock(), self.only, all_decode,
+            is_ahead,
+        )  # fmt: skip
+        if not all_decode:
+            self._take_running(draft, candidates)
+        if self.waiting:
+            self._take_waiting(draft)
+        plan = None
+        if not (is_ahead and (draft.was_short or self._loading)):
+            plan = self._plan(step_id, draft.counts, draft.all_decode)
+        if plan is None:
+            self._shares.take_back()
+        return plan
+
+    def _take_running(self, draft: Draft, candidates: Sequence[Request]) -> None:
+        """Take running requests; a subclass may leave some out."""
+        draft.take_running(candidates, self.waiting.accounts)
+
+    def _plan(self, step_id: int, counts: dict[Request, int], all_decode: bool) -> StepPlan | None:
+        """Return the plan of a step of `counts` and, if `all_decode`, of all other running requests; None if empty."""
+        running = self.running
+        last = running.plan if all_decode else None
+        if last is not None:
+            return StepPlan(step_id, last.rows, last.adapters, last.bucket)
+        groups = running.by_adapter() if all_decode else group_by_adapter(counts)
+        if not groups:
+            return None
+        plan = plan_step(step_id, groups, counts, self._buckets)
+        running.plan = plan if all_decode and not counts else None
+        if running.calls and plan.bucket is None and any(each.row is None and not each.call for each in counts):
+            self._shares.ignore()
+        return plan
 
     def _find(self, row: ScheduledRow) -> Request | None:
         """Return the request of a row; None if it has ended, or was preempted, since the row was planned."""
@@ -250,11 +218,8 @@ class Scheduler:
     def take_back(self, ahead: StepPlan) -> None:
         """Put the rows of a plan of `foresee` back to where they were: the step before it is to run again."""
         self._shares.take_back()
-        take_back(ahead)
-        for row in ahead.rows:
-            request = self._find(row)
-            if request is not None and request.row is row and row.start > request.num_computed_tokens:
-                request.row = None  # its prompt is still to be computed
+        self.running.plan = None
+        take_back(ahead, self._find)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """Apply a step's result: append sampled tokens, end requests that are done, return the new outputs.
@@ -301,9 +266,7 @@ class Scheduler:
     def leaves_account_out(self, only: Collection[Adapter | None]) -> bool:
         """True if a tenant has requests, but no running one of `only`, while another tenant has requests, too."""
         accounts = self.running.accounts.keys() | self.waiting.accounts
-        if len(accounts) < 2:
-            return False
-        return len(accounts) > len({request.account for request in self.running if request.adapter in only})
+        return len(accounts) > max(1, len({each.account for each in self.running if each.adapter in only}))
 
     def count_beginning(self) -> int:
         """Return how many waiting requests memory has room for: the pages left after the running requests' expected
@@ -379,12 +342,10 @@ class Scheduler:
         sharing: list[Request] = running
         if running.calls:
             sharing = self._shares.choose(running, self.waiting, is_ahead=is_ahead) or running
-        elif self._shares.dealt:
-            self._shares.forget()
-        if only is not None or self._memory.arriving:
-            sharing = [each for each in sharing if each.coming is None and (only is None or each.adapter in only)]
-        if ending:
-            sharing = [each for each in sharing if each not in ending]
+        else:
+            self._shares.dealt.clear()
+        if only is not None or self._memory.arriving or ending:
+            sharing = [each for each in sharing if may_compute(each, only) and each not in ending]
         if len(sharing) <= self._limits.max_num_seqs:
             return sharing
         if sharing is not running:
@@ -393,17 +354,17 @@ class Scheduler:
             running.dealt = self._service.deal(running)
         return running.dealt
 
-    def _grow_decodes(self) -> bool:
+    def _grow_decodes(self, ahead: int = 0) -> bool:
         """Fast path: True if every running request decodes one token and has a page for it.
 
-        False, and nothing done, if any must prefill, or if tokens or pages run short.
+        False, and nothing done, if any must prefill, or if tokens or pages run short. ahead: steps under way before it.
         """
         running = self.running
         if len(running) > self._max_tokens or self._memory.arriving:
             return False
         if running.plan is None and not self._all_decode():
             return False
-        short = [request for request in running if request.room <= request.num_computed_tokens]
+        short = [request for request in running if request.room <= request.num_computed_tokens + ahead]
         return not short or self._memory.grow_each(short)
 
     def _all_decode(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from ..config import EngineConfig
 from ..requests.request import Request
-from .queues import Running, WaitingQueue
+from .queues import Running, WaitingQueue, num_missing
 
 PROMPT_COST, OUTPUT_COST = 1.0, 2.0
 """Cost of a prompt token and of a generated one, VTC's w_p and w_q: a decode step computes one token with the weights
@@ -260,20 +260,18 @@ class SomeTurns:
         self._turns = turns
         self._waiting = waiting
         self._line = Line({account: turns.rank(account) for account in accounts})
-        self._last = ""  # returned by `top`: only its rank may have changed since
         self.is_late = False
 
     def top(self) -> str | None:
         """Return the next tenant; None if all have been skipped."""
         line = self._line
         while (account := line.top()) is not None:
-            rank = self._turns.rank(account) if account == self._last else line.keys[account]
             if account not in self._waiting.accounts:
                 line.drop(account)
-            elif rank != line.keys[account]:  # it was charged for its turn
+            elif (rank := self._turns.rank(account)) != line.keys[account]:  # it was charged for its turn
                 line.put(account, rank)
             else:
-                self._last, self.is_late = account, not rank[0]
+                self.is_late = not rank[0]
                 break
         return account
 
@@ -357,7 +355,7 @@ class Service:
         served = self._of_each(requests)
         counts: Counter[str] = Counter()
         keys: dict[Request, tuple[bool, bool, float, int]] = {}
-        for request in sorted(requests, key=lambda each: (each not in begun, _decodes(each))):
+        for request in sorted(requests, key=lambda each: (each not in begun, num_missing(each) == 1)):
             account = request.account
             keys[request] = request not in begun, counts[account] > 0, served[account], counts[account]
             counts[account] += 1
@@ -389,7 +387,3 @@ class Service:
     def _lately(self, account: str, now: float) -> float:
         cost, then = self._ended.get(account, (0.0, now))
         return cost * math.exp((then - now) / WINDOW_SECONDS)
-
-
-def _decodes(request: Request) -> bool:
-    return request.num_tokens - request.num_computed_tokens == 1

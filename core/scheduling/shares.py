@@ -61,7 +61,7 @@ class PageShares:
         self._taken_at = self._next_taking = -math.inf
 
     def givers(self, now: float) -> set[str]:
-        """Return the tenants that must begin nothing yet: while `taker` waits, for the pages taken from them."""
+        """Return the tenants that begin nothing yet, unless owed a turn: `taker` waits for their pages."""
         return self._givers if now < self._taken_at + self._patience else set()
 
     def allow(self, request: Request, running: Running, growth: Growth) -> bool:

@@ -67,7 +67,7 @@ class StepShares:
         if not larger:
             self._without.clear()
             self._num_with = NUM_SAMPLES * WINDOW
-            self.forget()
+            self.dealt.clear()
             return None if len(running) <= free else self._deal(running, 0, max(1, free - len(running.lone)))
         self._settle(is_ahead)
         places = max(1, free - (len(running) - larger))
@@ -90,10 +90,6 @@ class StepShares:
         """The step chosen last is not run."""
         if self.dealt:
             self.dealt.pop()
-
-    def forget(self) -> None:
-        """Ignore the time of all steps that are not accounted for."""
-        self.dealt.clear()
 
     def _settle(self, is_ahead: bool) -> None:
         """Account for the steps that have ended, all but one under way, with equal parts of the time since `_began`."""

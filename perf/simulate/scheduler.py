@@ -230,12 +230,12 @@ class SimScheduler(Scheduler):
             candidates = [request for request in candidates if request in oldest]
         super()._take_running(draft, candidates)
 
-    def _grow_decodes(self) -> bool:
+    def _grow_decodes(self, ahead: int = 0) -> bool:
         most = self._admission.most_rows
         if most is not None and len(self.running) > most:
             self._num_decoding, self._all_drew = 0, False
             return False
-        all_decode = super()._grow_decodes()
+        all_decode = super()._grow_decodes(ahead)
         self._num_decoding = len(self.running) if all_decode and self._all_drew else 0
         self._all_drew = False  # until the step's result is known, should it ever be
         return all_decode

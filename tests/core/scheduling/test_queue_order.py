@@ -122,7 +122,7 @@ def test_an_account_that_has_waited_too_long_has_a_turn_whatever_it_was_given():
     found = []
     while (request := candidates.next()) is not None:
         found.append(int(request.id))
-        assert candidates.is_late() == (len(found) <= 2)
+        assert candidates.turns.is_late == (len(found) <= 2)
         queue.remove(request)
         candidates.go_on()
         turns.record_turn(request.account, 104.5, 7)
@@ -252,15 +252,12 @@ def test_the_queue_is_that_of_its_changes(changes):
         assert list(queue) == model
         assert len(queue) == len(model)
         groups = [group for groups in queue.accounts.values() for group in groups.values()]
-        shown = [request for group in groups for request in (*group.firsts, *group.more)]
-        lines = [line for group in groups for line in (group.firsts, group.more)]
+        shown = [request for group in groups for request in group]
+        lines = [line for group in groups for line in (group, group.firsts)]
         assert all(list(line) == [it for it in model if it in line] for line in lines)
         assert sorted(map(id, shown)) == sorted(id(request) for request in model if request not in held)
         assert all(groups)
-        for group in groups:
-            lines = [list(group.firsts), list(group.more)]
-            assert group.head is min((line[0] for line in lines if line), key=lambda request: request.place)
-            assert len(group) == len(lines[0]) + len(lines[1])
+        assert all(list(group.firsts) == [it for it in group if not it.is_further] for group in groups)
         assert queue.has_firsts() == any(not request.is_further for request in shown)
 
 
@@ -423,9 +420,9 @@ def test_only_those_who_can_run_are_looked_at_and_the_order_is_the_same(data):
             patch.setattr(step_draft, "MANY", many)
             patch.setattr(step_draft, "SHARE", 0)
             candidates = QueueOrder(queue, turns, FakeStore(), 5.0)
-        assert isinstance(candidates._turns, SomeTurns) == (many < 99 and bool(tiers))  # noqa: SLF001
+        assert isinstance(candidates.turns, SomeTurns) == (many < 99 and bool(tiers))
         while (request := candidates.next()) is not None:
-            found.append((request.id, candidates.is_late()))
+            found.append((request.id, candidates.turns.is_late))
             if int(request.id) in skipped:
                 candidates.pass_over()
                 continue

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from concurrent.futures import Future
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -16,8 +17,10 @@ from chorus.core.requests.request import Request, RequestState
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.requests.types import FinishReason
 from chorus.core.scheduling.admission import DOUBT_SECONDS
+from chorus.core.scheduling.draft import Draft, Place
 from chorus.core.scheduling.output_lengths import OutputLengths
 from chorus.core.scheduling.overload import Overloaded
+from chorus.core.scheduling.queues import Running
 from chorus.core.scheduling.service import TokenCounters
 from chorus.core.scheduling.shares import max_min_level
 from chorus.memory.adapters.adapter import Tier
@@ -551,6 +554,20 @@ def test_pages_of_an_aborted_request_come_back_without_another_request():
     house.clock.advance(1.0)
     house.drain()
     assert house.engine.stats().num_kv_pages == 0
+
+
+@pytest.mark.parametrize(
+    ("is_late", "runs", "begins"), [(True, False, True), (False, False, False), (True, True, False)]
+)
+def test_a_tenant_that_gave_pages_begins_before_the_taker_only_if_owed_a_turn(is_late, runs, begins):
+    running = Running()
+    if runs:
+        running.append(Request("0", [1], SamplingParams(), account="giver"))
+    draft = Draft(None, None, None, running, [], 0.0)
+    draft.place, draft.order = Place.SEAT, SimpleNamespace(turns=SimpleNamespace(is_late=is_late))
+    draft.givers = {"giver"}
+    assert draft.is_candidate("giver") == begins
+    assert draft.is_candidate("another")
 
 
 def test_accounts_are_told_with_their_requests():
