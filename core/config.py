@@ -115,10 +115,11 @@ class EngineConfig(BaseModel):
     )
     small_gemm: Literal["auto", "on", "fused", "off"] = Field(
         default="auto",
-        description="on a GPU: the kernel of products with the base weights in decode steps of up to 16 rows. auto: "
+        description="on a GPU: the kernel of products with the base weights in decode steps of up to 64 rows. auto: "
         "ours or cuBLAS's, product by product and batch size by batch size, whichever takes the device less time at "
-        "the start, with adapters and without; on: our kernel; fused: our kernel with adapters expanded in it; off: "
-        "cuBLAS. With on or fused a row's products have the same bits in each of these batch sizes and at every start",
+        "the start, with adapters and without; on: our kernel; fused: our kernel, with adapters expanded in it up to "
+        "32 rows; off: cuBLAS. With on or fused a row's products have the same bits in all batch sizes up to 16, and "
+        "in all from there to 64, at every start",
     )
     max_lora_rank: int = Field(
         default=256, ge=1, le=256, description="largest rank of an adapter on a GPU; its tables are made for it once"

@@ -1,4 +1,4 @@
-"""Schedule of a product of few rows with a weight: by the weight's shape alone, never by the number of rows."""
+"""Schedule of a product of few rows with a weight: by the weight's shape and the tile that holds the rows."""
 
 from __future__ import annotations
 
@@ -7,26 +7,49 @@ from dataclasses import dataclass
 
 from .sgmv_schedule import ExpandShape
 
-#: Most rows of a product: the rows of a matrix instruction's tile, which a launch computes in any case.
-MAX_ROWS = 16
+#: Rows of a launch's tile, which it computes in any case: of one matrix instruction of a warp, and of a warp group's
+#: (`wgmma`).
+TILE_ROWS = 16, 64
+
+#: Most rows of a product.
+MAX_ROWS = TILE_ROWS[-1]
+
+#: Most rows of a product behind which adapters are expanded. A program loads rank-rows for `_TILES` rows before the
+#: product, and for the others behind it, group after group, each of which waits for three loads: with 64 rows for
+#: longer than launches of their own take.
+MAX_EXPANDED_ROWS = 32
+
+#: Rows whose adapters are expanded at once. 32 would take all registers that there are.
+_TILES = 16
 
 #: Outputs from which on programs of 32 columns are as many as a large GPU's multiprocessors (4096 / 32 = 128, and an
 #: H100 has 132). Chosen from the shapes, not measured. Below, programs have 16: each reads all of x.
 _WIDE = 4096
+
+#: The same of programs of 128 columns. A tile of 64 rows has twice as many columns at least, or programs would read x,
+#: from the second-level cache, for longer than the weight.
+_WIDEST = 16384
+
+#: Bytes of weights that a program fetches before the launch before it has ended: 25 MB on an H100 that is full of
+#: programs, half of its second-level cache.
+_FETCHED_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class GemmSchedule:
     """Sizes of a launch, all compile-time constants of the kernel.
 
-    block_n: columns of weights that a program reads. block_k: inputs that a warp multiplies with at once. splits: parts
-    of the sum over the inputs, one for each warp of a program. stages: blocks of inputs under way at once.
+    block_t: rows of the tile. block_n: columns of weights that a program reads. splits: parts of the sum over the
+    inputs, one for each warp of a program, or 1 for a sum by all warps together. block_k: inputs of a part that are
+    multiplied at once. stages: blocks of inputs under way at once.
     """
 
+    block_t: int
     block_n: int
+    splits: int
+    warps: int
+    stages: int
     block_k: int = 64
-    splits: int = 4
-    stages: int = 4
 
     def blocks(self, widths: Sequence[int], *, silu: bool = False) -> int:
         """Programs of a launch over modules of so many columns in its result; each has columns of one module."""
@@ -36,6 +59,11 @@ class GemmSchedule:
         """Columns of the result that a program has; each is of two of the weight's with an activation."""
         return max(16, self.block_n // 2) if silu else self.block_n
 
+    @property
+    def fetched(self) -> int:
+        """Inputs of its columns, in 16 bits, that a program fetches early."""
+        return min(1024, _FETCHED_BYTES // (2 * self.block_n))
+
 
 #: Constants of a launch behind which no adapters are expanded, but for the width of its result.
 _ALONE = dict.fromkeys(
@@ -43,12 +71,27 @@ _ALONE = dict.fromkeys(
 )
 
 
-def gemm_schedule(rows: int) -> GemmSchedule:
-    """The schedule of a weight of `rows` rows, which are outputs.
+def tile_rows(rows: int) -> int:
+    """Rows of the tile that holds up to MAX_ROWS rows."""
+    return next(tile for tile in TILE_ROWS if rows <= tile)
 
-    The sum is cut alike for every weight: part s has inputs 64·s to 64·s + 63 of every 256, in order.
+
+def fewest_rows(rows: int) -> int:
+    """Fewest rows that are held by the tile of `rows` rows; a row's bits are the same among these and more."""
+    return 1 + max(tile for tile in (0, *TILE_ROWS) if tile < rows)
+
+
+def gemm_schedule(outputs: int, rows: int, *, expanded: bool = False) -> GemmSchedule:
+    """The schedule of a weight of `outputs` rows for up to `rows` rows of x. expanded: adapters are behind it, whose
+    rank-rows leave a tile of 64 rows registers for 32 columns.
+
+    The sum of a tile is cut alike for every weight: in one of 16 rows part s has inputs 64·s to 64·s + 63 of every 256,
+    in order; in one of 64 it is one, in order.
     """
-    return GemmSchedule(block_n=32 if rows >= _WIDE else 16)
+    if tile_rows(rows) == TILE_ROWS[0]:
+        return GemmSchedule(block_t=16, block_n=32 if outputs >= _WIDE else 16, splits=4, warps=4, stages=4)
+    block_n = 32 if expanded or outputs < _WIDE else 64 if outputs < _WIDEST else 128
+    return GemmSchedule(block_t=64, block_n=block_n, splits=1, warps=8, stages=3 if block_n > 64 else 4)
 
 
 def gemm_constants(
@@ -57,12 +100,13 @@ def gemm_constants(
 ) -> dict[str, int]:  # fmt: skip
     """Compile-time constants of a launch; d_out: columns of its result, half the weight's rows with `silu`."""
     return {
-        "D_IN": d_in, "D_OUT": d_out, "BLOCK_T": MAX_ROWS, "BLOCK_N": schedule.columns(silu),
-        "BLOCK_K": schedule.block_k, "SPLITS": schedule.splits, "STAGES": schedule.stages, "BIAS": int(bias),
-        "SILU": int(silu), "PDL": 0, **(_ALONE | {"W0": d_out} if shape is None else shape.constants()),
+        "D_IN": d_in, "D_OUT": d_out, "BLOCK_T": schedule.block_t, "BLOCK_N": schedule.columns(silu),
+        "BLOCK_K": schedule.block_k, "SPLITS": schedule.splits, "STAGES": schedule.stages,
+        "FETCHED": schedule.fetched, "TILES": _TILES, "BIAS": int(bias), "SILU": int(silu), "PDL": 0,
+        **(_ALONE | {"W0": d_out} if shape is None else shape.constants()),
     }  # fmt: skip
 
 
 def gemm_options(schedule: GemmSchedule) -> dict[str, int | bool]:
     """Options of a launch; activations round as in `elementwise_triton`, without fusion."""
-    return {"num_warps": schedule.splits, "num_stages": schedule.stages, "enable_fp_fusion": False}
+    return {"num_warps": schedule.warps, "num_stages": schedule.stages, "enable_fp_fusion": False}

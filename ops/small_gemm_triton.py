@@ -2,21 +2,23 @@
 
     y[t] = x[t] @ Wᵀ (+ bias) (+ scale · h[t] @ Bᵀ)        for up to MAX_ROWS rows t, summed in float32
 
-Each warp of a program sums a part of the inputs (split K) for all of the program's columns; the program adds the parts
-in a fixed order. So nothing goes through memory, and there is no second launch and no atomic addition. The parts and
-their order depend only on the weight's shape, and a tile always has MAX_ROWS rows, padded with zeros: a row's bits are
-the same alone, among others, and at any index.
+In a tile of 16 rows each warp of a program sums a part of the inputs (split K) for all of the program's columns, and
+the program adds the parts in a fixed order; in one of 64 rows all warps sum all inputs together. So nothing goes
+through memory, and there is no second launch and no atomic addition. The parts and their order depend only on the tile
+and the weight's shape, and a tile is padded with zeros: within a tile a row's bits are the same alone, among others,
+and at any index.
 
 The rows' adapters may be expanded behind the product, in the same launch: SGMV's shrink comes before it (Punica §4),
 and expand's columns are the program's own. Rank-rows and the partial sums of shrink are on their way while the weight
-is read. TILES tiles of a step are multiplied at once, each by its own rank-rows, whatever they are.
+is read. TILES tiles of a step are multiplied at once, each by its own rank-rows, whatever they are; those of more rows
+follow behind the product, and wait for their loads there.
 
 Import this module lazily: it needs triton.
 """
 
 # A kernel is Triton's language in Python's syntax: its arguments and loops are not what type checkers take them for.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportPossiblyUnboundVariable=false
+# pyright: reportPossiblyUnboundVariable=false, reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -32,10 +34,10 @@ from .launch_triton import Launcher
 from .sgmv_schedule import ExpandShape
 from .sgmv_tables import BEGIN, OFFSETS_B, OFFSETS_WIDTH, PLACE_ROWS, RANK, SCALE, SLAB, SLOT, TILE_WIDTH
 from .sgmv_triton import Shrunk, _find_block, _load_block, _pick
-from .small_gemm_schedule import MAX_ROWS, gemm_constants, gemm_options, gemm_schedule
+from .small_gemm_schedule import MAX_EXPANDED_ROWS, MAX_ROWS, gemm_constants, gemm_options, gemm_schedule, tile_rows
 
-#: Elements of 16 bits in a cache line.
-_LINE = tl.constexpr(64)
+#: Elements of 16 bits in a cache line, and of a row that are fetched at once.
+_LINE, _LINES = tl.constexpr(64), tl.constexpr(256)
 
 _BEGIN, _SLOT, _RANK, _SLAB, _SCALE = (tl.constexpr(at) for at in (BEGIN, SLOT, RANK, SLAB, SCALE))
 _TILE, _B, _OFFSETS, _ROWS = (tl.constexpr(at) for at in (TILE_WIDTH, OFFSETS_B, OFFSETS_WIDTH, PLACE_ROWS))
@@ -50,13 +52,17 @@ def _prefetch(pointers):
 
 
 @triton.jit
-def _sum_parts(total, bias, column, own, dtype: tl.constexpr, BIAS: tl.constexpr):
-    """The parts `[4, rows, columns]` added up, (0 + 1) + (2 + 3) however threads hold them, with the bias, rounded."""
-    rows: tl.constexpr = total.shape[1]
-    columns: tl.constexpr = total.shape[2]
-    even, odd = tl.split(tl.reshape(tl.permute(total, (1, 2, 0)), [rows, columns, 2, 2]))
-    first, second = tl.split(even + odd)
-    value = first + second
+def _finish(total, bias, column, own, dtype: tl.constexpr, BIAS: tl.constexpr):
+    """The sum `[rows, columns]`, of parts `[4, rows, columns]` (0 + 1) + (2 + 3) however threads hold them, with the
+    bias, rounded.
+    """
+    value = total
+    if len(total.shape) > 2:
+        rows: tl.constexpr = total.shape[1]
+        columns: tl.constexpr = total.shape[2]
+        even, odd = tl.split(tl.reshape(tl.permute(total, (1, 2, 0)), [rows, columns, 2, 2]))
+        first, second = tl.split(even + odd)
+        value = first + second
     if BIAS:
         value += tl.load(bias + column, mask=own, other=0.0).to(tl.float32)[None, :]
     return value.to(dtype)
@@ -170,8 +176,8 @@ def multiply_rows(
     y, x, weight, bias, h, arena, tiles, offsets, places, first_elem, pages, tokens, layer, layers, max_pages,
     num_tiles, y_stride, x_stride,
     D_IN: tl.constexpr, D_OUT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
-    MODULES: tl.constexpr, M0: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, FETCHED: tl.constexpr, TILES: tl.constexpr, BIAS: tl.constexpr,
+    SILU: tl.constexpr, MODULES: tl.constexpr, M0: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr,
     W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, PAGE: tl.constexpr, VEC: tl.constexpr,
     BLOCKS: tl.constexpr, PAGES: tl.constexpr, PARTS: tl.constexpr, PART_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -190,6 +196,7 @@ def multiply_rows(
     if PDL:
         cuda.gdc_launch_dependents()
     PERIOD: tl.constexpr = SPLITS * BLOCK_K
+    SUMS: tl.constexpr = (SPLITS, BLOCK_T, BLOCK_N) if SPLITS > 1 else (BLOCK_T, BLOCK_N)
     WIDTH: tl.constexpr = BLOCKS * _ROWS
     block = tl.program_id(0)
     dtype = y.dtype.element_ty
@@ -205,19 +212,17 @@ def multiply_rows(
     column = begin + within
     token = tl.arange(0, BLOCK_T)
     own_token = token < tokens
-    k = tl.arange(0, SPLITS)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-    weights = weight + column.to(tl.int64)[None, :, None] * D_IN
     if PDL:
-        lines = tl.arange(0, PERIOD // _LINE)[None, :] * _LINE
-        rows = weight + tl.minimum(column, D_OUT - 1).to(tl.int64)[:, None] * D_IN
-        for step in tl.static_range(0, min(STAGES * PERIOD, D_IN // _LINE * _LINE), PERIOD):
+        lines = tl.arange(0, _LINES // _LINE)[None, :] * _LINE
+        first = weight + tl.minimum(column, D_OUT - 1).to(tl.int64)[:, None] * D_IN
+        for step in tl.static_range(0, min(FETCHED, D_IN // _LINE * _LINE), _LINES):
             place = tl.minimum(step + lines, D_IN - 1)
-            _prefetch(rows + place)
+            _prefetch(first + place)
             if SILU:
-                _prefetch(rows + place + D_OUT * D_IN)
+                _prefetch(first + place + D_OUT * D_IN)
     if MODULES:
         module = _pick(group, M0, M1, M2)
-        tile = _load_tiles(tiles, 0, num_tiles, BLOCK_T)
+        tile = _load_tiles(tiles, 0, num_tiles, TILES)
         b, own = _load_rank_rows(
             arena, offsets, places, first_elem, pages, layer, layers, max_pages, tile, module, 0, within, width,
             PAGE, VEC, BLOCKS, PAGES,
@@ -233,35 +238,39 @@ def multiply_rows(
         parts = _load_shrunk(h, tile, tokens, group, 0, own, MODULES, WIDTH, PARTS, PART_BLOCK)
         if SILU:
             parts_up = _load_shrunk(h, tile, tokens, 1, 0, own_up, MODULES, WIDTH, PARTS, PART_BLOCK)
-    x_row = token.to(tl.int64)[None, :, None] * x_stride
-    own_row = own_token[None, :, None]
-    total = tl.zeros([SPLITS, BLOCK_T, BLOCK_N], dtype=tl.float32)
+    total = tl.zeros(SUMS, dtype=tl.float32)
     if SILU:
-        total_up = tl.zeros([SPLITS, BLOCK_T, BLOCK_N], dtype=tl.float32)
+        total_up = tl.zeros(SUMS, dtype=tl.float32)
+    k = tl.arange(0, BLOCK_K)[None, :]
+    weights, rows = weight + column.to(tl.int64)[:, None] * D_IN, x + token.to(tl.int64)[:, None] * x_stride
+    w_own, x_own = own_column[:, None], own_token[:, None]
+    if SPLITS > 1:
+        k = tl.expand_dims(k, 0) + tl.arange(0, SPLITS)[:, None, None] * BLOCK_K
+        weights, rows, w_own, x_own = weights[None], rows[None], w_own[None], x_own[None]
     for step in tl.range(0, D_IN, PERIOD, num_stages=STAGES):
-        at = (step + k)[:, None, :]
+        at = step + k
         inside = at < D_IN
-        w_mask = own_column[None, :, None] & inside
+        w_mask = w_own & inside
         w = tl.load(weights + at, mask=w_mask, other=0.0)
-        value = tl.load(x + x_row + at, mask=own_row & inside, other=0.0)
-        total = tl.dot(value, tl.permute(w, (0, 2, 1)), total, input_precision="ieee")
+        value = tl.load(rows + at, mask=x_own & inside, other=0.0)
+        total = tl.dot(value, tl.trans(w), total, input_precision="ieee")
         if SILU:
             w = tl.load(weights + D_OUT * D_IN + at, mask=w_mask, other=0.0)
-            total_up = tl.dot(value, tl.permute(w, (0, 2, 1)), total_up, input_precision="ieee")
-    out = _sum_parts(total, bias, column, own_column, dtype, BIAS)
+            total_up = tl.dot(value, tl.trans(w), total_up, input_precision="ieee")
+    out = _finish(total, bias, column, own_column, dtype, BIAS)
     if MODULES:
         added = _expand(
             parts, b, h, arena, tiles, offsets, places, first_elem, pages, layer, layers, max_pages, num_tiles, tokens,
-            token, tile, group, module, within, width, MODULES, PAGE, VEC, BLOCKS, PAGES, PARTS, PART_BLOCK, BLOCK_T,
+            token, tile, group, module, within, width, MODULES, PAGE, VEC, BLOCKS, PAGES, PARTS, PART_BLOCK, TILES,
         )  # fmt: skip
         out = _add(out, added)
     if SILU:
-        up = _sum_parts(total_up, bias + D_OUT, column, own_column, dtype, BIAS)
+        up = _finish(total_up, bias + D_OUT, column, own_column, dtype, BIAS)
         if MODULES:
             added = _expand(
                 parts_up, b_up, h, arena, tiles, offsets, places, first_elem, pages, layer, layers, max_pages,
                 num_tiles, tokens, token, tile, 1, M1, within, width, MODULES, PAGE, VEC, BLOCKS, PAGES, PARTS,
-                PART_BLOCK, BLOCK_T,
+                PART_BLOCK, TILES,
             )  # fmt: skip
             up = _add(up, added)
         gate = out.to(tl.float32)
@@ -289,15 +298,16 @@ def multiply(
     tokens, d_in = x.shape
     if tokens > MAX_ROWS:
         raise ValueError(f"{tokens} rows; a product of few rows has at most {MAX_ROWS}")
+    if shrunk is not None and tokens > MAX_EXPANDED_ROWS:
+        raise ValueError(f"adapters of {tokens} rows; at most those of {MAX_EXPANDED_ROWS} are expanded in a product")
     if x.stride(1) != 1 or not weight.is_contiguous():
         raise ValueError("rows of x are contiguous, the weight is as a whole")
     y = torch.empty(tokens, len(weight) // 2 if silu else len(weight), dtype=x.dtype, device=x.device)
     if not tokens:
         return y
     shape = None if shrunk is None else shrunk.shape
-    launch, blocks = _launch(
-        len(weight), d_in, bias is not None, silu, shape, dependent_launch.begins_early(x.device)
-    )  # fmt: skip
+    early = dependent_launch.begins_early(x.device)
+    launch, blocks = _launch(len(weight), d_in, tile_rows(tokens), bias is not None, silu, shape, early)
     adapters, free = ((x,) * 7, (0,) * 4) if shrunk is None else (shrunk.tensors, shrunk.free)
     tensors, strides = (y, x, weight, weight if bias is None else bias, *adapters), (y.stride(0), x.stride(0))
     if compile_only:
@@ -309,12 +319,12 @@ def multiply(
 
 @cache
 def _launch(
-    rows: int, d_in: int, bias: bool, silu: bool, shape: ExpandShape | None, early: bool
+    outputs: int, d_in: int, tile: int, bias: bool, silu: bool, shape: ExpandShape | None, early: bool
 ) -> tuple[Launcher, int]:
-    """A launch with a weight of `rows` rows, and its programs."""
-    schedule, d_out = gemm_schedule(rows), rows // 2 if silu else rows
-    if shape is not None and sum(shape.widths) != rows:
-        raise ValueError(f"modules of {shape.widths} columns behind a weight of {rows} rows")
+    """A launch with a weight of `outputs` rows for a tile of `tile` rows, and its programs."""
+    schedule, d_out = gemm_schedule(outputs, tile, expanded=shape is not None), outputs // 2 if silu else outputs
+    if shape is not None and sum(shape.widths) != outputs:
+        raise ValueError(f"modules of {shape.widths} columns behind a weight of {outputs} rows")
     widths = (d_out,) if silu or shape is None else shape.widths
     constants = gemm_constants(schedule, d_in, d_out, bias=bias, silu=silu, shape=shape) | gemm_options(schedule)
     options = {"PDL": 1, **dependent_launch.OPTIONS} if early else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Literal
 import torch
 
 from ...graphs.device import CudaDevice
-from ...ops.small_gemm_schedule import MAX_ROWS
+from ...ops.small_gemm_schedule import MAX_EXPANDED_ROWS, MAX_ROWS, tile_rows
 from ..cpus import available_cpus
 from ..model.batch import ATTN_O, BY_LIBRARY, DOWN, GATE_UP, QKV, Way, Ways
 from ..model.decoder import HEAD, DecoderModel
@@ -25,6 +26,9 @@ SmallGemm = Literal["auto", "on", "fused", "off"]
 
 #: Names of the products for logs, by their place among a step's ways.
 NAMES = {QKV: "qkv", ATTN_O: "o", GATE_UP: "gate and up", DOWN: "down", HEAD: "logits"}
+
+#: Ways of a product in a tile that have been found wrong.
+Refused = set[tuple[int, int, Way]]
 
 #: Data types that our kernel serves, with the largest difference from the library's values as a share of the largest:
 #: two units in the last place.
@@ -54,10 +58,11 @@ def choose_ways(
     if (obstacle := _obstacle(setting, dtype, captures)) is not None:
         logger.info("base products by the library: %s", obstacle)
         return ways
-    compile_ahead(decoder, lora, {group: _asked(setting, group) for group in NAMES})
-    refused: set[tuple[int, Way]] = set()
+    few = [size for size in sizes if size <= MAX_ROWS]
+    compile_ahead(setting, decoder, lora, few)
+    refused: Refused = set()
     with lora.samples():
-        for bucket in (size for size in sizes if size <= MAX_ROWS):
+        for bucket in few:
             launches = lora.sample(bucket)
             chosen, said = [], []
             for group, name in NAMES.items():
@@ -81,42 +86,45 @@ def _obstacle(setting: SmallGemm, dtype: torch.dtype, captures: bool) -> str | N
     return None if find_spec("triton") is not None else "triton is not installed"
 
 
-def _asked(setting: SmallGemm, group: int) -> list[Way]:
-    """Ways of ours that a product is to be tried with."""
-    asked = [Way.SMALL, *([] if group == HEAD else [Way.EXPANDED])]
+def asked_ways(setting: SmallGemm, group: int, rows: int) -> list[Way]:
+    """Ways of ours that a product of so many rows is to be tried with; `fused` beyond MAX_EXPANDED_ROWS is `on`."""
+    asked = [Way.SMALL, *([] if group == HEAD or rows > MAX_EXPANDED_ROWS else [Way.EXPANDED])]
     if setting == "auto":
         return asked
     return asked[-1:] if setting == "fused" else asked[:1]
 
 
-def compile_ahead(decoder: DecoderModel, lora: CudaLoraState, asked: Mapping[int, Sequence[Way]]) -> None:
-    """Compile whatever a step may launch of the ways of each product, with adapters or without, as many kernels at once
-    as there are processors. What fails here fails again where it is tried, and is refused there.
+def compile_ahead(setting: SmallGemm, decoder: DecoderModel, lora: CudaLoraState, buckets: Sequence[int]) -> None:
+    """Compile whatever steps of such buckets may launch of each product's ways, with adapters or without, as many
+    kernels at once as there are processors. What fails here fails again where it is tried, and is refused there.
     """
     from ...ops.launch_triton import compiling  # needs triton
     from ...ops.small_gemm_triton import multiply
 
     layer, launches = decoder.layers[0], lora.bucket(MAX_ROWS)
     biases = layer.qkv_bias, layer.o_bias, layer.gate_up_bias, layer.down_bias, None
+    tiles = {tile_rows(rows): rows for rows in reversed(buckets)}  # the least rows of each, which have all its ways
     with suppress(Exception), compiling(available_cpus()):
-        for group, ways in asked.items():
-            weight, bias, is_gate = decoder.weight(group), biases[group], group == GATE_UP
-            x = torch.zeros(MAX_ROWS, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        for rows, (group, bias) in itertools.product(tiles.values(), enumerate(biases)):
+            weight, is_gate = decoder.weight(group), group == GATE_UP
+            x = torch.zeros(rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
             for silu in {False, is_gate}:  # adapters may be added behind the product, and before the activation
                 multiply(x, weight, bias, silu=silu, compile_only=True)
-            if Way.EXPANDED in ways:
+            if Way.EXPANDED in asked_ways(setting, group, rows):
                 shrunk = launches.shrink(group, x, 0, compile_only=True)
                 multiply(x, weight, bias, silu=is_gate, shrunk=shrunk, compile_only=True)
 
 
-def _choose(setting: SmallGemm, rows: _Rows, device: CudaDevice, refused: set[tuple[int, Way]]) -> tuple[Way, str]:
+def _choose(setting: SmallGemm, rows: _Rows, device: CudaDevice, refused: Refused) -> tuple[Way, str]:
     """Way of a product, and why: the times, if any. refused: what has been found wrong before, and is found now."""
-    group, asked = rows.group, _asked(setting, rows.group)
-    for way in asked:
-        if (group, way) not in refused and (problem := rows.problem(way, device)) is not None:
-            logger.warning("%s of %s is not used: %s", way, NAMES[group], problem)
-            refused.add((group, way))
-    asked = [way for way in asked if (group, way) not in refused]
+    asked = []
+    for way in asked_ways(setting, rows.group, rows.count):
+        key = rows.group, tile_rows(rows.count), way
+        if key not in refused and (problem := rows.problem(way, device)) is not None:
+            logger.warning("%s of %s is not used: %s", way, NAMES[rows.group], problem)
+            refused.add(key)
+        if key not in refused:
+            asked.append(way)
     if setting != "auto" or not asked:
         return (asked or [Way.LIBRARY])[0], ""
     seconds = {
@@ -132,7 +140,7 @@ class _Rows:
     """A product's rows to try ways with, drawn from a seed; all layers' products with them, or one's."""
 
     def __init__(self, decoder: DecoderModel, launches: LoraLaunches, group: int, count: int) -> None:
-        self._decoder, self._launches, self.group = decoder, launches, group
+        self._decoder, self._launches, self.group, self.count = decoder, launches, group, count
         # the logits' weight is one for all layers, and no adapter changes it
         self._layers, self.steps = (decoder.layers[:1], (False,)) if group == HEAD else (decoder.layers, (False, True))
         self.num_layers = len(self._layers)

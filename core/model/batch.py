@@ -250,8 +250,8 @@ class Way(StrEnum):
     """Multiplier of rows with weights.
 
     LIBRARY: cuBLAS on a GPU. SMALL: our kernel, for at most `small_gemm_schedule.MAX_ROWS` rows in 16 bits, with the
-    activation behind the product where there is one. EXPANDED: as SMALL, and adapters are expanded in the same launch,
-    so that the activation stays in it.
+    activation behind the product where there is one. EXPANDED: as SMALL, for at most MAX_EXPANDED_ROWS rows, and
+    adapters are expanded in the same launch, so that the activation stays in it.
     """
 
     LIBRARY = "library"

@@ -3,7 +3,8 @@
 `python -m chorus.perf.bench.estimate`: times, floors and shares are of a run on a GPU that `--results` names,
 launches of a layer are counted now, without one (`launches`). What an idea would bring is arithmetic on both:
 
-* expand in our product (up to 16 rows): launches that go, each at what a LoRA launch takes above its bytes;
+* expand in our product (up to 32 rows): launches that go from LoRA steps alone, each at what a LoRA launch takes above
+  its bytes;
 * our product up to 64 rows: `--edge-us` go for each product of a layer and the logits';
 * persistent SGMV: adapters' bytes at `--share` of the bandwidth instead of what SGMV reaches.
 """
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...ops.small_gemm_schedule import MAX_ROWS
+from ...ops.small_gemm_schedule import MAX_EXPANDED_ROWS
 from ..report.command import parser
 from ..report.table import shown
 from .launches import decode_launches
@@ -24,6 +25,9 @@ from .sizes import SIZES
 
 RESULTS = Path(__file__).parents[1] / "results" / "h100-2026-11-22-e391802" / "result.json"
 _BUCKETS = 1, 8, 16, 32, 64
+
+#: Most rows whose products were ours in that run.
+_MOST_OURS = 16
 
 
 def estimate(sections: dict[str, Any], launches: Sequence[dict[str, Any]], edge_us: float, share: float) -> list[str]:
@@ -45,9 +49,10 @@ def estimate(sections: dict[str, Any], launches: Sequence[dict[str, Any]], edge_
 def _column(
     row: dict[str, Any], layers: int, counts: dict[tuple[str, str], int], reached: float, edge_us: float, share: float
 ) -> dict[str, Any]:
-    few = row["bucket"] <= MAX_ROWS
+    few, expands = row["bucket"] <= _MOST_OURS, row["bucket"] <= MAX_EXPANDED_ROWS
     by = "small" if few else "library"
     base, lora, fused = counts["none", by], counts["each row", by], counts["each row", "fused"]
+    gone = (lora - fused) - (base - counts["none", "small"])
     base_ms, lora_ms, floor, adapters = (
         row[name] for name in ("base_ms", "lora_ms", "base_floor_ms", "adapters_floor_ms")
     )
@@ -56,14 +61,14 @@ def _column(
     return {
         "launches a layer, base": base,
         "launches a layer, LoRA": lora,
-        "with expand in our product": fused if few else None,
+        "with expand in our product": fused if expands else None,
         "base: µs a launch above the floor": (base_ms - floor) / layers / base * 1e3,
         "LoRA: µs a launch more, above the adapters' floor": more * 1e3,
         "base / floor": base_ms / floor,
         "with our product up to 64 rows": None if few else (base_ms - products) / floor,
         "(LoRA less adapters' floor) / base": (lora_ms - adapters) / base_ms,
         "the same, with expand in our product": (
-            (lora_ms - more * layers * (lora - fused) - adapters) / base_ms if few else None
+            (lora_ms - more * layers * gone - adapters) / base_ms if expands else None
         ),
         "with persistent SGMV": None if few else (lora_ms - adapters * (1 / reached - 1 / share + 1)) / base_ms,
     }

@@ -10,12 +10,12 @@ from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...ops import elementwise_schedule, sampling_schedule
+from ...ops import small_gemm_schedule as small
 from ...ops.attention_schedule import attention_constants, attention_options, largest_head
 from ...ops.dependent_launch import LEAST_MAJOR
 from ...ops.sgmv import AdapterRows, Segments
 from ...ops.sgmv_schedule import ExpandShape, Schedule, decode, expand_constants, prefill, shrink_constants
 from ...ops.sgmv_tables import NUM_MODULES, place_pages
-from ...ops.small_gemm_schedule import MAX_ROWS, gemm_constants, gemm_options, gemm_schedule
 from ..bench.sizes import SIZES
 from .cost import (
     Cost,
@@ -107,40 +107,41 @@ ELEMENTWISE = {
 }
 
 
-def _product(d_in: int, d_out: int, *, silu: bool = False, group: str = "", max_rank: int = 0) -> Elementwise:
-    """group, max_rank: of adapters that are expanded in the launch."""
-    schedule, shape = gemm_schedule(d_out * (2 if silu else 1)), None
+def _product(d_in: int, d_out: int, rows: int, *, silu: bool, group: str = "", max_rank: int = 0) -> Elementwise:
+    """rows: that the tile holds. group, max_rank: of adapters that are expanded in the launch."""
+    schedule, shape = small.gemm_schedule(d_out * (2 if silu else 1), rows, expanded=bool(group)), None
     if group:
         pages = place_pages(PAGE_ELEMS, SLAB_ELEMS)
-        shape = ExpandShape.build(decode(MAX_ROWS, max_rank), GROUPS[group][1], d_in, PAGE_ELEMS, 2, max_rank, pages)
+        shape = ExpandShape.build(decode(rows, max_rank), GROUPS[group][1], d_in, PAGE_ELEMS, 2, max_rank, pages)
 
     def cost(tokens: int, itemsize: int) -> Cost:
         plain = product_cost(tokens, d_in, d_out, itemsize, silu=silu)
         return plain if shape is None else plain + expanded_cost(tokens, shape.widths, max_rank, shape.splits, itemsize)
 
     return Elementwise(
-        "multiply_rows", gemm_constants(schedule, d_in, d_out, silu=silu, shape=shape), gemm_options(schedule),
-        ("y", "x", "weight", "bias", "arena"),
+        "multiply_rows", small.gemm_constants(schedule, d_in, d_out, silu=silu, shape=shape),
+        small.gemm_options(schedule), ("y", "x", "weight", "bias", "arena"),
         {"h": "*fp32", **_TABLES, **_PLACES, **_COUNTS, "num_tiles": "i32", **_strides("y", "x")}, cost,
     )  # fmt: skip
 
 
-#: Products of few rows with Llama-3.1-8B's weights. `mlp`: with the activation behind the product. `lora`: with
-#: adapters up to a rank expanded in the launch.
-PRODUCTS = {
-    "base.qkv": _product(4096, 6144),
-    "base.o": _product(4096, 4096),
-    "base.gu": _product(4096, 28672),
-    "base.mlp": _product(4096, 14336, silu=True),
-    "base.down": _product(14336, 4096),
-    "base.head": _product(4096, 128256),
-    "lora16.qkv": _product(4096, 6144, group="qkv", max_rank=16),
-    "lora16.mlp": _product(4096, 14336, silu=True, group="gate_up", max_rank=16),
-    "lora256.qkv": _product(4096, 6144, group="qkv", max_rank=256),
-    "lora256.o": _product(4096, 4096, group="o", max_rank=256),
-    "lora256.mlp": _product(4096, 14336, silu=True, group="gate_up", max_rank=256),
-    "lora256.down": _product(14336, 4096, group="down", max_rank=256),
-}
+def _products(base: str, lora: str, rows: int) -> Iterator[tuple[str, Elementwise]]:
+    """Products alone, and with adapters up to a rank expanded in the launch, by names that begin so."""
+    for name, (d_in, d_out, group) in _PRODUCTS.items():
+        yield f"{base}.{name}", _product(d_in, d_out, rows, silu=name == "mlp")
+        for rank in (16, 256) if name in ("qkv", "mlp") else (256,) if group else ():
+            launch = _product(d_in, d_out, rows, silu=name == "mlp", group=group, max_rank=rank)
+            yield f"{lora}{rank}.{name}", launch
+
+
+#: Inputs, columns and group of products with Llama-3.1-8B's weights. `mlp`: with the activation behind the product.
+_PRODUCTS = {
+    "qkv": (4096, 6144, "qkv"), "o": (4096, 4096, "o"), "gu": (4096, 28672, ""), "mlp": (4096, 14336, "gate_up"),
+    "down": (14336, 4096, "down"), "head": (4096, 128256, ""),
+}  # fmt: skip
+
+#: Products of few rows, in either tile.
+PRODUCTS = dict([*_products("base", "lora", small.TILE_ROWS[0]), *_products("many", "multi", small.TILE_ROWS[-1])])
 
 #: Heads, KV heads and elements of a head: of Llama-3.1-8B, of GPT-2's size, of Phi-3-mini and of the widest heads.
 ATTENTION = {
@@ -359,7 +360,8 @@ def plain_variants() -> Iterator[Variant]:
             yield Variant(launch.kernel, group, dtype, 64)
     for group, launch in PRODUCTS.items():
         for dtype in ("bf16", "fp16"):
-            yield Variant(launch.kernel, group, dtype, MAX_ROWS)
+            most = small.MAX_EXPANDED_ROWS if launch.constants["MODULES"] else small.MAX_ROWS
+            yield Variant(launch.kernel, group, dtype, min(launch.constants["BLOCK_T"], most))
     for group, launch in DRAWS.items():
         yield Variant(launch.kernel, group, "fp32", 64)
 

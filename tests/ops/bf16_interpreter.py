@@ -28,6 +28,22 @@ def mend_bf16() -> None:
     InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast_impl
 
 
+def multiply_row_by_row() -> None:
+    """Have the interpreter's `tl.dot` sum each row alone: in numpy's products of matrices the order of a row's sum may
+    depend on its place. To be called behind `mend_bf16`.
+    """
+    plain_dot = InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+        more = input_precision, max_num_imprecise_acc
+        if a.data.ndim > 2:
+            return plain_dot(self, a, b, d, *more)
+        each, sums = (TensorHandle(value.data[:, None], value.dtype.scalar) for value in (a, d))
+        return TensorHandle(plain_dot(self, each, b, sums, *more).data[:, 0], d.dtype.scalar)
+
+    InterpreterBuilder.create_dot = create_dot
+
+
 def _widened(handle: Any) -> Any:
     if handle.dtype.scalar != tl.bfloat16:
         return handle

@@ -16,7 +16,7 @@ from chorus.ops.elementwise import silu_and_mul
 from chorus.ops.sgmv import AdapterRows, Segments
 from chorus.ops.sgmv_schedule import decode
 from chorus.ops.sgmv_tables import SgmvTables
-from chorus.ops.small_gemm_schedule import MAX_ROWS
+from chorus.ops.small_gemm_schedule import MAX_EXPANDED_ROWS
 
 from ..processes import run_python
 from .test_sgmv_triton import LAYERS, SLAB_ELEMS, Case, _adapters
@@ -56,7 +56,7 @@ class World:
         rows = sum(self.widths)
         self.weight = (torch.randn(rows, self.d_in, generator=generator) / self.d_in**0.5).to(dtype)
         self.bias = torch.randn(rows, generator=generator).to(dtype) if index % 3 else None
-        self.x = torch.randn(MAX_ROWS, self.d_in + 3, generator=generator).to(dtype)[:, : self.d_in]
+        self.x = torch.randn(MAX_EXPANDED_ROWS, self.d_in + 3, generator=generator).to(dtype)[:, : self.d_in]
         self.tables = SgmvTables(
             slots=9, layers=LAYERS, max_pages=1 << 15, max_rank=MAX_RANK, max_tiles=64,
             scratch=SgmvTables.scratch_elems(splits=2, tokens=64, modules=3, max_rank=MAX_RANK), page_elems=page_elems,
@@ -101,14 +101,14 @@ class World:
 
 
 def steps() -> Iterator[tuple[int, list[int]]]:
-    """Rows' adapters of steps of one to all rows: all of them, some, one, none."""
+    """Rows' adapters of steps of one to all rows, which one tile holds or the other: all of them, some, one, none."""
     generator = torch.Generator().manual_seed(5)
     for index in range(20):
-        rows = (1, 2, 5, 8, 16, 3, 13)[index % 7]
+        rows = (1, 17, 5, 32, 16, 3, 25)[index % 7]
         yield index, torch.randint(-1, 3, (rows,), generator=generator).tolist()
-    yield 20, [0] * MAX_ROWS
+    yield 20, [0] * MAX_EXPANDED_ROWS
     yield 21, [-1] * 4
-    yield 22, [2, 1, 2, 2] * 4  # more tiles than rows
+    yield 22, [2, 1, 2, 2] * 8  # more tiles than rows
 
 
 def interpret() -> None:
@@ -130,40 +130,50 @@ def check_values(dtypes: Sequence[torch.dtype], device: str) -> None:
             error = float((got.float() - want.float()).abs().max() / want.float().abs().max())
             assert error <= TOLERANCE[dtype], f"{index} {used} {dtype}, layer {layer}: differs by {error:.1e}"
         tiles.add(len(world.segments(used).rows))
-    assert max(tiles) > MAX_ROWS, "a row's adapter in several parts"
+    assert max(tiles) > MAX_EXPANDED_ROWS, "a row's adapter in several parts"
 
 
 def interpret_companies() -> None:
     """A row's bits are the same alone, elsewhere, beside rows of other ranks, and without adapter as if no row had one;
     what is not finite in an adapter stays with its rows. Run in a process of its own.
     """
-    from .bf16_interpreter import mend_bf16
+    from .bf16_interpreter import mend_bf16, multiply_row_by_row
 
     mend_bf16()
+    multiply_row_by_row()
     check_companies("cpu")
 
 
 def check_companies(device: str) -> None:
+    orders = [6, 5, 4, 3, 2, 1, 0], [3], [2, 2], [0, 1], [1, 4, 6], [*range(7), *[3] * 9]
+    for index in range(len(GROUPS)):
+        _check_company(World(index, torch.bfloat16, device), [0, -1, 1, 2, 0, 2, -1], orders, f"{index}")
+    used = [0, -1, 1, 2, 0, 2, -1] * 3  # in the larger tile, of several times as many rows as are expanded at once
+    every = list(range(len(used)))
+    orders = every[::-1], [3] * 17, [*every[4:]], [*every, *[5] * 11], [1, 4, 6] * 6
+    for index in range(len(GROUPS)):
+        _check_company(World(index, torch.bfloat16, device), used, orders, f"{index} of 21 rows")
+
+
+def _check_company(world: World, used: Sequence[int], orders: Sequence[list[int]], name: str) -> None:
     from chorus.ops.small_gemm_triton import multiply
 
-    for index in range(len(GROUPS)):
-        world = World(index, torch.bfloat16, device)
-        used = [0, -1, 1, 2, 0, 2, -1]
-        x = world.x[: len(used)].contiguous()
-        whole = world.product(used, x)
-        for chosen in ([6, 5, 4, 3, 2, 1, 0], [3], [2, 2], [0, 1], [1, 4, 6], list(range(7)) + [3] * 9):
-            got = world.product([used[row] for row in chosen], x[chosen], more=1)
-            assert torch.equal(got, whole[chosen]), f"{index}: rows {chosen} have other bits"
-        bias = None if world.bias is None else world.bias.to(device)
-        base = multiply(x.to(device), world.weight.to(device), bias, silu=world.silu).cpu()
-        assert torch.equal(base[[1, 6]], whole[[1, 6]]), f"{index}: rows of the base model changed"
-        assert not torch.equal(base[0], whole[0])
-        for rows in world.adapters[2]:
-            world.arena[rows.pages] = (math.nan, math.inf)[index % 2]
-        broken = world.product(used, x)
-        others = [row for row, adapter in enumerate(used) if adapter != 2]
-        assert torch.equal(broken[others], whole[others]), f"{index}: another adapter's rows changed"
-        assert not broken[[3, 5]].isfinite().all()
+    x = world.x[: len(used)].contiguous()
+    whole = world.product(used, x)
+    for chosen in orders:
+        got = world.product([used[row] for row in chosen], x[chosen], more=1)
+        assert torch.equal(got, whole[chosen]), f"{name}: rows {chosen} have other bits"
+    bias = None if world.bias is None else world.bias.to(world.device)
+    base = multiply(x.to(world.device), world.weight.to(world.device), bias, silu=world.silu).cpu()
+    plain = [row for row, adapter in enumerate(used) if adapter < 0]
+    assert torch.equal(base[plain], whole[plain]), f"{name}: rows of the base model changed"
+    assert not torch.equal(base[0], whole[0])
+    for rows in world.adapters[2]:
+        world.arena[rows.pages] = (math.nan, math.inf)[len(world.widths) % 2]
+    broken = world.product(used, x)
+    others = [row for row, adapter in enumerate(used) if adapter != 2]
+    assert torch.equal(broken[others], whole[others]), f"{name}: another adapter's rows changed"
+    assert not broken[[row for row, adapter in enumerate(used) if adapter == 2]].isfinite().all()
 
 
 @needs_triton
@@ -182,7 +192,7 @@ def test_bits_of_a_row_do_not_depend_on_its_company():
 
 
 @needs_triton
-def test_refuses_modules_that_are_not_the_weights():
+def test_refuses_modules_that_are_not_the_weights_and_more_rows_than_are_expanded():
     from chorus.ops.sgmv_schedule import ExpandShape
     from chorus.ops.sgmv_triton import Shrunk
     from chorus.ops.small_gemm_triton import multiply
@@ -190,6 +200,8 @@ def test_refuses_modules_that_are_not_the_weights():
     shape = ExpandShape((0, 1), (16, 8), 1, 64, 2, 16, 1)
     with pytest.raises(ValueError, match=r"modules of \(16, 8\) columns behind a weight of 32 rows"):
         multiply(torch.zeros(2, 8), torch.zeros(32, 8), shrunk=Shrunk(shape, (), ()))
+    with pytest.raises(ValueError, match="adapters of 33 rows; at most those of 32 are expanded"):
+        multiply(torch.zeros(33, 8), torch.zeros(24, 8), shrunk=Shrunk(shape, (), ()))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,12 @@ LARGE = [
     Case(seed=5, rows=16, shape=(4096, 128256), bias=False, silu=False),
     Case(seed=6, rows=3, shape=(3584, 4608), bias=True, silu=False),
     Case(seed=7, rows=5, shape=(896, 1153), bias=True, silu=True, spare=8),
+    Case(seed=8, rows=32, shape=(4096, 6144), bias=False, silu=False),
+    Case(seed=9, rows=64, shape=(4096, 14336), bias=False, silu=True),
+    Case(seed=10, rows=64, shape=(14336, 4096), bias=False, silu=False),
+    Case(seed=11, rows=24, shape=(4096, 128256), bias=False, silu=False),
+    Case(seed=12, rows=48, shape=(3584, 4608), bias=True, silu=False),
+    Case(seed=13, rows=33, shape=(896, 1153), bias=True, silu=True, spare=8),
 ]
 
 
@@ -61,6 +67,16 @@ def test_bits_do_not_depend_on_when_launches_begin():
             found.append(run(case, inputs, "cuda"))
         dependent_launch.allow(True)
         assert torch.equal(*found), case
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+def test_bits_of_a_column_do_not_depend_on_how_many_a_program_has(rows):
+    from chorus.ops import small_gemm_triton
+
+    x, weight = torch.randn(rows, 4096, device="cuda").bfloat16(), torch.randn(16384, 4096, device="cuda").bfloat16()
+    whole = small_gemm_triton.multiply(x, weight)
+    for outputs in (1024, 4096):
+        assert torch.equal(small_gemm_triton.multiply(x, weight[:outputs]), whole[:, :outputs]), outputs
 
 
 def test_captured_launches_follow_their_inputs():

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from chorus.ops.elementwise import silu_and_mul
 from chorus.ops.sgmv_schedule import ExpandShape
-from chorus.ops.small_gemm_schedule import MAX_ROWS, gemm_constants, gemm_schedule
+from chorus.ops.small_gemm_schedule import MAX_ROWS, TILE_ROWS, fewest_rows, gemm_constants, gemm_schedule, tile_rows
 
 from ..processes import run_python
 
@@ -48,7 +48,7 @@ def cases(seed: int, count: int) -> Iterator[Case]:
     for index in range(count):
         draw = torch.randint(0, 1 << 30, (4,), generator=generator).tolist()
         yield Case(
-            draw[0], (1, 2, 5, 8, 16, 3)[draw[1] % 6], SHAPES[index % len(SHAPES)], bool(draw[2] & 1),
+            draw[0], (1, 17, 5, 64, 16, 33, 3, 32, 48)[draw[1] % 9], SHAPES[index % len(SHAPES)], bool(draw[2] & 1),
             bool(index & 1), (0, 3, 16)[draw[3] % 3], (0, -2, 1)[draw[2] % 3],
         )  # fmt: skip
 
@@ -94,11 +94,11 @@ def check(case: Case, dtype: torch.dtype, device: str) -> str:
 
 
 def check_company(case: Case, dtype: torch.dtype, device: str) -> str:
-    """A row's bits alone, elsewhere, among fewer, with the activation behind the launch."""
+    """A row's bits alone, elsewhere, among fewer that the same tile holds, with the activation behind the launch."""
     inputs = Inputs(case, dtype)
     whole = run(case, inputs, device)
-    order = list(range(case.rows))[::-1]
-    for chosen in (order, order[: case.rows // 2 + 1], [order[0]]):
+    order, least = list(range(case.rows))[::-1], fewest_rows(case.rows)
+    for chosen in (order, order[: max(case.rows // 2 + 1, least)], order[:1] * least):
         if not torch.equal(run(case, inputs, device, chosen), whole[chosen]):
             return f"rows {chosen} of {case.rows} have other bits"
     if case.silu:
@@ -167,9 +167,10 @@ def interpret() -> None:
 
 def interpret_companies() -> None:
     """Run in a process of its own."""
-    from .bf16_interpreter import mend_bf16
+    from .bf16_interpreter import mend_bf16, multiply_row_by_row
 
     mend_bf16()
+    multiply_row_by_row()
     for case in cases(2, 16):
         problem = check_company(case, torch.bfloat16, "cpu") or check_broken_row(case, "cpu")
         assert not problem, f"{case}: {problem}"
@@ -192,13 +193,23 @@ def test_bits_of_a_row_do_not_depend_on_its_company():
 
 def test_the_sum_is_cut_by_the_weight_alone():
     """Whatever is joined to a product, its parts and their order are the same."""
-    for rows in (16, 4096, 128256):
-        schedule = gemm_schedule(rows)
-        shape = ExpandShape((0,), (rows,), 16, 1 << 20, 2, 16, 2)
-        joined = itertools.product((False, True), (None, shape))
-        variants = [gemm_constants(schedule, 4096, rows, silu=silu, shape=of) for silu, of in joined]
-        assert len({(each["BLOCK_K"], each["SPLITS"], each["BLOCK_T"]) for each in variants}) == 1
-        assert schedule.splits == 4, "the kernel adds four parts"
+    found: dict[int, set[tuple[int, ...]]] = {}
+    for tokens, outputs in itertools.product((1, 16, 17, 64), (16, 4096, 128256)):
+        shape = ExpandShape((0,), (outputs,), 16, 1 << 20, 2, 16, 2)
+        for silu, of in itertools.product((False, True), (None, shape)):
+            schedule = gemm_schedule(outputs, tokens, expanded=of is not None)
+            each = gemm_constants(schedule, 4096, outputs, silu=silu, shape=of)
+            assert each["BLOCK_T"] == tile_rows(tokens) >= tokens
+            cut = each["BLOCK_K"], each["SPLITS"]
+            found.setdefault(each["BLOCK_T"], set()).add(cut)
+    assert found == {16: {(64, 4)}, 64: {(64, 1)}}, "the kernel adds four parts, or has one"
+
+
+def test_a_tile_holds_the_rows_from_its_fewest_to_its_own():
+    for rows in range(1, MAX_ROWS + 1):
+        assert fewest_rows(rows) <= rows <= tile_rows(rows) in TILE_ROWS
+        assert {tile_rows(each) for each in range(fewest_rows(rows), rows + 1)} == {tile_rows(rows)}
+    assert [fewest_rows(rows) for rows in (1, 16, 17, 64)] == [1, 1, 17, 17]
 
 
 @needs_triton
@@ -210,16 +221,18 @@ def test_compiles_for_a_gpu_that_is_not_there():
         "--compile",
         "sm_90",
         "--only",
-        r"multiply_rows (base\.o|lora256\.(mlp|o))",
+        r"multiply_rows (base\.o|lora256\.(mlp|o)|many\.(o|mlp)|multi256\.mlp)",
         "--workers",
         "1",
     )
     assert result.returncode == 0, result.stdout + result.stderr
     lines = json.loads(result.stdout.splitlines()[-1])["compile"]
-    assert {line["group"] for line in lines} == {"base.o", "lora256.mlp", "lora256.o"}
+    assert {line["group"]: line["matrix"] for line in lines} == {
+        **dict.fromkeys(("base.o", "lora256.mlp", "lora256.o"), "mma.m16n8k16"),
+        **dict.fromkeys(("many.o", "many.mlp"), "wgmma.m64n32k16"), "multi256.mlp": "wgmma.m64n8k16",
+    }  # fmt: skip
     for line in lines:
         assert not line["spill_bytes"]
-        assert line["matrix"] == "mma.m16n8k16"
         assert line["loads_before"] == 0, "weights wait for no load"
 
 
@@ -227,8 +240,9 @@ def rank_rows_loads() -> None:
     """Run in a process of its own: rank-rows of adapters that are expanded in a launch wait for two loads."""
     from chorus.perf.kernels.variants import Variant, job_of
 
-    job = job_of(Variant("multiply_rows", "lora256.o", "bf16", MAX_ROWS), "sm_90")
-    assert replace(job, pointer="arena").compile().loads_before == 2
+    for group, rows in (("lora256.o", 16), ("multi256.o", 32)):
+        job = job_of(Variant("multiply_rows", group, "bf16", rows), "sm_90")
+        assert replace(job, pointer="arena").compile().loads_before == 2, group
 
 
 @needs_triton
@@ -242,8 +256,8 @@ def test_rank_rows_wait_for_two_loads():
 def test_refuses_what_a_tile_does_not_hold():
     from chorus.ops.small_gemm_triton import multiply
 
-    with pytest.raises(ValueError, match=f"17 rows; a product of few rows has at most {MAX_ROWS}"):
-        multiply(torch.zeros(17, 8), torch.zeros(16, 8))
+    with pytest.raises(ValueError, match=f"65 rows; a product of few rows has at most {MAX_ROWS}"):
+        multiply(torch.zeros(65, 8), torch.zeros(16, 8))
     with pytest.raises(ValueError, match="the weight is as a whole"):
         multiply(torch.zeros(2, 8), torch.zeros(16, 16)[:, :8])
 

@@ -9,7 +9,7 @@ import torch
 
 from ....core.model.batch import Way
 from ....core.model.decoder import multiply
-from ....ops.small_gemm_schedule import MAX_ROWS
+from ....ops.small_gemm_schedule import MAX_ROWS, fewest_rows
 from ...kernels.cost import Cost, product_cost
 from ...report.table import Table
 from ..context import Context
@@ -66,10 +66,10 @@ class _Case:
         return float((got - want).abs().max() / want.abs().max())
 
     def changing_rows(self, way: Way) -> list[int]:
-        """Rows that have other bits when computed alone."""
+        """Rows that have other bits when computed alone, by a launch of as many tile rows."""
         x, whole, found = self.x, self.product(way, self.weights[0]), []
         for row in range(len(x)):
-            self.x = x[row : row + 1]
+            self.x = x[row : row + 1].repeat(fewest_rows(len(x)), 1)
             if not torch.equal(self.product(way, self.weights[0])[0], whole[row]):
                 found.append(row)
         self.x = x
@@ -84,7 +84,7 @@ def run(context: Context) -> dict[str, Any]:
         "bandwidth_bytes_per_s": context.bandwidth(), "rows": [],
     }  # fmt: skip
     for name in CASES:
-        for count in context.pick((1, 3), (1, 4, MAX_ROWS), (1, 2, 4, 8, MAX_ROWS)):
+        for count in context.pick((1, 3), (1, 16, 32, MAX_ROWS), (1, 2, 4, 8, 16, 24, 32, 48, MAX_ROWS)):
             with context.row(found, f"product {name}, {count} rows"):
                 found["rows"].append(_measure(context, name, count))
     return found

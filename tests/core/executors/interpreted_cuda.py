@@ -745,6 +745,18 @@ def test_our_products_give_the_references_tokens(drive, tiny, float32_products, 
     assert {bool(plan.adapters) for plan in driver.plans if plan.bucket} == {True, False}
 
 
+def test_our_products_of_more_rows_give_the_references_tokens(drive, tiny, float32_products):
+    """Of rows that the larger tile holds, which are more than are expanded at once."""
+    driver = drive(
+        small_gemm="fused", adapters=["r17-all", "r5-o-down"], max_num_seqs=18, max_num_batched_tokens=40,
+        graph_capture="lazy",
+    )  # fmt: skip
+    names = [("r17-all", None, "r5-o-down")[index % 3] for index in range(18)]
+    check(driver, ask(driver, tiny, *((name, 2, 3 + index % 2) for index, name in enumerate(names))))
+    assert driver.executor.inner.steps.ways[18] == ((Way.EXPANDED,) * 4) + (Way.SMALL,)
+    assert 18 in {plan.bucket for plan in driver.plans}
+
+
 @pytest.mark.parametrize("setting", ["on", "fused"])
 def test_products_of_a_row_are_the_same_with_and_without_adapters_in_the_step(
     drive, tiny, float32_products, monkeypatch, setting

@@ -18,6 +18,7 @@ from chorus.core.executors.base import Executor
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.cuda_memory import OutOfDeviceMemory
+from chorus.core.model.batch import Way
 from chorus.core.model.shadow import MOST_GROWTH
 from chorus.graphs.runner import StepMode
 from chorus.memory.adapters.adapter import Tier
@@ -114,6 +115,31 @@ def test_float32_tokens_equal_the_cpus(drive):
     for index, (adapter, _, want) in enumerate(asked):
         assert answers[str(index)].tokens == want, f"request {index} on {adapter}"
     assert [(step.bucket, step.mode) for step in gpu.executor.inner.captured] == ALL_KEYS
+
+
+@pytest.mark.parametrize("small_gemm", ["on", "fused"])
+def test_products_of_more_rows_in_graphs_equal_those_of_eager_steps(drive, small_gemm):
+    """In the buckets of the larger tile: attention is the kind whose sums no other row changes."""
+    config = {"small_gemm": small_gemm, "attention": "triton", "max_num_seqs": 64, "mixed_graph_tokens": 0}
+    captured, eager = drive("bfloat16", **config), drive("bfloat16", graph_capture="off", **config)
+    for driver in (captured, eager):
+        ways = driver.executor.inner.steps.ways
+        assert {size: set(of) for size, of in ways.items() if size > 16} == {
+            size: {Way.SMALL} if small_gemm == "on" or size > 32 else {Way.SMALL, Way.EXPANDED}
+            for size in (24, 32, 40, 48, 56, 64)
+        }  # fmt: skip
+    asked = list(zip(itertools.cycle(names(captured)), prompts(64, longest=8), strict=False))
+    add_all(captured, asked, 6)
+    add_all(eager, asked, 6)
+    buckets = set()
+    while captured.engine.has_work():
+        captured.step()
+        eager.step()
+        buckets.add(captured.plans[-1].bucket)
+        mine, its = (each.executor.inner.steps.logits[: len(captured.plans[-1].rows)] for each in (captured, eager))
+        assert torch.equal(mine, its), f"bucket {captured.plans[-1].bucket}"
+    assert 64 in buckets
+    assert captured.drain() == eager.drain()
 
 
 @pytest.mark.parametrize("config", [{"small_gemm": "on"}, {"small_gemm": "fused"}, {"small_gemm": "off"},

@@ -13,8 +13,8 @@ triton = pytest.importorskip("triton")
 
 from triton import compiler  # noqa: E402
 
-from chorus.core.executors.cuda_products import NAMES, compile_ahead  # noqa: E402
-from chorus.core.model.batch import Way  # noqa: E402
+from chorus.core.executors.cuda_products import NAMES, asked_ways, compile_ahead  # noqa: E402
+from chorus.core.model.batch import DOWN, Way  # noqa: E402
 from chorus.core.model.config import ModelConfig  # noqa: E402
 from chorus.core.model.decoder import HEAD, DecoderModel  # noqa: E402
 from chorus.core.model.dummy_weights import DummyWeights  # noqa: E402
@@ -32,7 +32,7 @@ CONFIG = ModelConfig(
     tie_word_embeddings=True, qkv_bias=True, o_bias=False, mlp_bias=False, qk_norm=False, dtype="bfloat16",
     bos_token_id=None, eos_token_ids=(),
 )  # fmt: skip
-WAYS = {group: [Way.SMALL, *([] if group == HEAD else [Way.EXPANDED])] for group in NAMES}
+BUCKETS = 1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64
 
 
 @pytest.fixture
@@ -58,18 +58,26 @@ def test_all_variants_are_compiled_ahead_beside_each_other(model):
             return inner(source, *args, **kwargs)
 
         with patch.object(compiler, "compile", compile):
-            compile_ahead(decoder, lora, WAYS)
+            compile_ahead("auto", decoder, lora, BUCKETS)
             assert all(name.startswith("ThreadPoolExecutor") for name in threads), threads
-            assert len(threads) == 10
+            assert len(threads) == 20
             with idle_kernels(), patch.object(compiler, "compile", compile):
-                for rows in (1, 7, 16):
+                for rows in BUCKETS:
                     launch_all(decoder, lora, rows)
-    assert len(threads) == 10, "a product was compiled when it was launched"
+    assert len(threads) == 20, "a product was compiled when it was launched"
+
+
+def test_adapters_are_expanded_in_products_of_fewer_rows():
+    small, expanded = Way.SMALL, Way.EXPANDED
+    found = {setting: [asked_ways(setting, DOWN, rows) for rows in (16, 32, 33, 64)] for setting in ("on", "fused")}
+    assert found == {"on": [[small]] * 4, "fused": [[expanded]] * 2 + [[small]] * 2}
+    assert [asked_ways("auto", DOWN, rows) for rows in (32, 33)] == [[small, expanded], [small]]
+    assert asked_ways("fused", HEAD, 1) == [small]
 
 
 def launch_all(decoder: DecoderModel, lora: CudaLoraState, rows: int) -> None:
     """Every product by every way, in all layers, with adapters and without."""
-    for group, ways in WAYS.items():
+    for group in NAMES:
         x, residual = torch.zeros(2, rows, decoder.weight(group).shape[1], dtype=torch.bfloat16).unbind(0)
-        for way, launches in itertools.product(ways, (None, lora.bucket(rows))):
+        for way, launches in itertools.product(asked_ways("auto", group, rows), (None, lora.bucket(rows))):
             decoder.run_products(group, way, x, residual, decoder.layers, launches)
