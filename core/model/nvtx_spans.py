@@ -19,22 +19,17 @@ logger = logging.getLogger(__name__)
 Span = Callable[[str], AbstractContextManager[Any]]
 
 DOMAIN = "chorus"
-_OFF: AbstractContextManager[None] = nullcontext()
-
-
-def _no_span(name: str) -> AbstractContextManager[Any]:
-    return _OFF
 
 
 def make_span(enabled: bool) -> Span:
     """Return a span factory; a no-op if not `enabled` or, with a warning, if nvtx is not installed."""
     if not enabled:
-        return _no_span
+        return nullcontext
     try:
         nvtx = import_module("nvtx")
     except ImportError:
         logger.warning("CHORUS_NVTX is set, but nvtx is not installed: pip install 'chorus-lora[profile]'")
-        return _no_span
+        return nullcontext
     return lambda name: nvtx.annotate(name, domain=DOMAIN)
 
 
