@@ -19,7 +19,7 @@ MAX_ROWS = TILE_ROWS[-1]
 #: longer than launches of their own take.
 MAX_EXPANDED_ROWS = 32
 
-#: Rows whose adapters are expanded at once. 32 would take all registers that there are.
+#: Rows with adapters that are expanded at once. 32 would take all registers that there are.
 _TILES = 16
 
 #: Outputs from which on programs of 32 columns are as many as a large GPU's multiprocessors (4096 / 32 = 128, and an
@@ -82,8 +82,8 @@ def fewest_rows(rows: int) -> int:
 
 
 def gemm_schedule(outputs: int, rows: int, *, expanded: bool = False) -> GemmSchedule:
-    """The schedule of a weight of `outputs` rows for up to `rows` rows of x. expanded: adapters are behind it, whose
-    rank-rows leave a tile of 64 rows registers for 32 columns.
+    """The schedule of a weight of `outputs` rows for up to `rows` rows of x. expanded: adapters are behind it, and
+    their rank-rows leave a tile of 64 rows registers for 32 columns.
 
     The sum of a tile is cut alike for every weight: in one of 16 rows part s has inputs 64·s to 64·s + 63 of every 256,
     in order; in one of 64 it is one, in order.

@@ -10,8 +10,8 @@ and at any index.
 
 The rows' adapters may be expanded behind the product, in the same launch: SGMV's shrink comes before it (Punica §4),
 and expand's columns are the program's own. Rank-rows and the partial sums of shrink are on their way while the weight
-is read. TILES tiles of a step are multiplied at once, each by its own rank-rows, whatever they are; those of more rows
-follow behind the product, and wait for their loads there.
+is read. TILES tiles of a step are multiplied at once, each by its own rank-rows, whatever they are; the tiles of more
+rows follow behind the product, and wait for their loads there.
 
 Import this module lazily: it needs triton.
 """
