@@ -97,7 +97,9 @@ def test_a_disk_that_fails_is_told_and_nothing_is_lost(client, disk, adapters):
     assert ask(client, "failing-reverse").json()["choices"][0]["text"] == "fedcba"
     assert ask(client, "failing-upper").json()["choices"][0]["text"] == "ABCDEF"
     remove(client, "failing")
-    stats = client.get("/health").json()["stats"]
+    deadline = time.monotonic() + PATIENCE  # statistics are those of the engine's last turn
+    while (stats := client.get("/health").json()["stats"])["num_adapter_pages"] and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert (stats["num_running"], stats["num_waiting"], stats["num_kv_pages"], stats["num_adapter_pages"]) == (0,) * 4
     assert stats["num_free_pages"] + stats["num_cached_pages"] == stats["num_pages"]
 
