@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..cpu import random_model
-from ..cpu.roofline import bound
-from ..cpu.workload import Workload
 from ..report.command import say
+from .random_model import RandomModel
+from .random_model import adapters as random_adapters
 from .sizes import ModelSize, is_smoke
 from .store import ResultStore
 from .timer import Timer
@@ -38,6 +37,7 @@ class Context:
 
     work_dir: where adapters and configurations are written; kept from call to call. save: keeps what a section has
     found so far, whatever becomes of its process. engine: fields of EngineConfig that every engine is started with.
+    beside: what sections `peers` and `levels` compare with, by name.
     """
 
     device: str
@@ -49,6 +49,7 @@ class Context:
     seed: int = 0
     save: Callable[[dict[str, Any]], None] = lambda found: None
     engine: Mapping[str, str] = field(default_factory=dict)
+    beside: Mapping[str, Path] = field(default_factory=dict)
 
     @property
     def smoke(self) -> bool:
@@ -112,8 +113,7 @@ class Context:
         Their files are hard links to the same random weights: read, held and loaded they are adapters of their own, and
         the disk holds them once.
         """
-        workload = Workload(self.size.geometry, ranks=(rank,), dtype=self.dtype_name)
-        (source,) = random_model.adapters(workload, self.work_dir).values()
+        (source,) = random_adapters(RandomModel(self.size.geometry, (rank,), self.dtype_name), self.work_dir).values()
         named = self.work_dir / "named" / self.dtype_name
         made = {name: named / name for name in (f"r{rank}-{index:03d}" for index in range(count))}
         for directory in made.values():
@@ -128,16 +128,15 @@ class Context:
         A decode step reads weights, KV and every adapter once, at the measured bandwidth; a prefill multiplies at the
         measured rate, or reads the weights where that takes longer.
         """
-        workload = Workload(
-            self.size.geometry, requests=requests, prompt_tokens=tokens, output_tokens=2, ranks=ranks or (1,),
-            dtype=self.dtype_name,
-        )  # fmt: skip
         bandwidth, flops = self.bandwidth(), self.limits()["matmul"]["flops_per_s"]
-        base = bound(workload, "base", bandwidth, flops)
-        found = bound(workload, "mixed", bandwidth, flops) if ranks else base
+        geometry, itemsize = self.size.geometry, self.dtype.itemsize
+        prefill_bytes, prefill_flops = geometry.step(itemsize, requests, tokens, 0, ranks)
+        prefill_bytes -= requests * tokens * geometry.kv_elems_per_token * itemsize  # written
+        base_bytes, _ = geometry.step(itemsize, requests, 1, tokens)
+        step_bytes, _ = geometry.step(itemsize, requests, 1, tokens, ranks)
         return Floors(
-            found.prefill_seconds, found.step_bytes / bandwidth, (found.step_bytes - base.step_bytes) / bandwidth,
-            found.prefill_flops, found.step_bytes,
+            max(prefill_flops / flops, prefill_bytes / bandwidth), step_bytes / bandwidth,
+            (step_bytes - base_bytes) / bandwidth, prefill_flops, step_bytes,
         )  # fmt: skip
 
     def stated_floors(self) -> dict[str, Any]:

@@ -46,11 +46,11 @@ from ...core.executors.cuda_steps import CudaSteps
 from ...core.requests.request import Request
 from ...core.requests.sampling_params import SamplingParams
 from ...ops.attention_plan import PlanBuffers
-from ..cpu.rounds import processor
 from ..report.command import conclude, parser
 from ..report.table import Table
 from .idle_engine import GEOMETRY, PacedDevice, StubDevice, idle_engine
 from .launches import decode_launches, launch_table, prompt_launches
+from .machine import processor
 
 _PARTS = ("step", "execute", "pages")
 _SAMPLES = ("exposed", "exposed ahead")

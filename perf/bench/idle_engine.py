@@ -20,8 +20,8 @@ from ...core.model.decoder import DecoderModel
 from ...core.model.lora_state_cuda import CudaLoraState
 from ...graphs.device import CudaDevice
 from ...memory.host.images import InlineReads
-from ..cpu import random_model
-from ..cpu.workload import Geometry, Workload
+from . import random_model
+from .sizes import Geometry
 
 GEOMETRY = Geometry(hidden=64, ffn=64, layers=8, heads=4, kv_heads=1, vocab=320, positions=1 << 16)
 _RANK = 16
@@ -152,11 +152,11 @@ def idle_engine(
     step_tokens: int = 8192,
 ) -> Iterator[Engine]:
     """Engine on a stub device. forward: steps compute, as far as the caller lets them. step_tokens: most of a step."""
-    workload = Workload(GEOMETRY, requests=rows, ranks=(_RANK,) * rows if lora else ())
+    model = random_model.RandomModel(GEOMETRY, (_RANK,) * rows if lora else ())
     pages_per_row = -(-max_len // 16) + 1
     adapter_pages = 64 * rows
     config = EngineConfig(
-        model=random_model.checkpoint(workload, work_dir), device="cuda", max_num_seqs=rows, max_model_len=max_len,
+        model=random_model.checkpoint(model, work_dir), device="cuda", max_num_seqs=rows, max_model_len=max_len,
         max_num_batched_tokens=max(step_tokens, rows), num_pages=2 + rows * pages_per_row + adapter_pages,
         max_lora_rank=_RANK, prefix_cache=False, lookahead=rows, graph_capture="lazy", small_gemm="off",
         async_scheduling=ahead, mixed_graph_tokens=mixed_graph_tokens,
@@ -177,7 +177,7 @@ def idle_engine(
         executor = CudaExecutor(config, device)
         executor.steps.logits[:, 1] = 1.0  # token 1 for every row
         engine = Engine(config, executor, reads=InlineReads())
-        for name, path in random_model.adapters(workload, work_dir).items():
+        for name, path in random_model.adapters(model, work_dir).items():
             engine.store.register(name, path)
         try:
             yield engine

@@ -77,7 +77,9 @@ class LoraCase:
             self.segments.add(begin, begin + length, adapter)
             begin += length
         generator = torch.Generator(arena.device).manual_seed(seed)
-        self.groups = [self._group(name, d_in, modules, generator) for name, (d_in, modules) in size.groups().items()]
+        self.groups = [
+            self._group(name, d_in, modules, generator) for name, (d_in, modules) in size.geometry.groups.items()
+        ]
         # a bucket's grid must do for any split of its tokens, so it is that of an adapter per token
         self.num_tiles = schedule.max_tiles(self.tokens, self.tokens if not schedule.tensor_cores else len(lengths))
         self.tables = SgmvTables(

@@ -91,6 +91,7 @@ class Options(argparse.Namespace):
             self.seed,
             save,
             self.engine_fields,
+            {name: Path(path) for name, path in (each.split("=", 1) for each in self.beside)},
         )
 
 
@@ -107,8 +108,8 @@ def _parser() -> argparse.ArgumentParser:
         default="cuda",
         help="cpu: with the model size tiny a smoke run of the benchmark itself",
     )
-    add("--model-size", type=_size, help=f"{', '.join(SIZES)}, or shapes as of perf.cpu; default: llama-3.1-8b, on a "
-        "CPU tiny")  # fmt: skip
+    add("--model-size", type=_size, help=f"{', '.join(SIZES)}, or a model's folder, for its shapes; default: "
+        "llama-3.1-8b, on a CPU tiny")  # fmt: skip
     add("--sections", nargs="+", choices=tuple(SECTIONS), metavar="NAME",
         help="default: all of this device")  # fmt: skip
     add("--redo", nargs="+", choices=(*SECTIONS, "all"), default=[], metavar="NAME", help="run these again, or all")
@@ -118,6 +119,10 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--engine", type=_field, nargs="+", default=[], metavar="NAME=VALUE",
         help="fields of the engine's configuration, such as dependent_launch=off, to compare with a run without them",
+    )  # fmt: skip
+    add(
+        "--beside", type=_named, nargs="+", default=[], metavar="NAME=PATH",
+        help="what sections peers and levels compare with: vllm=ENV/bin/vllm, llamacpp=TREE, NAME=LIBRARY.so",
     )  # fmt: skip
     add("--seed", type=int, default=0)
     add("--worker", choices=tuple(SECTIONS), help=argparse.SUPPRESS)
@@ -129,6 +134,12 @@ def _size(text: str) -> str:
         size_of(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def _named(text: str) -> str:
+    if "=" not in text or not Path(text.split("=", 1)[1]).exists():
+        raise argparse.ArgumentTypeError(f"{text!r}: NAME=PATH with a path that is there is expected")
     return text
 
 

@@ -1,14 +1,15 @@
-"""The models that the benchmark builds from their configuration alone, with random weights."""
+"""Models that the benchmark makes from their shapes alone, with random weights. Shapes: Llama's architecture."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...memory.pages.layout import MODULES
-from ..cpu.workload import GEOMETRIES, Geometry
+from ...core.model.config import ModelConfig
+from ...memory.pages.layout import MODULES, ModuleDims, PageLayout, module_dims
 
 #: Projections that share an input, so that their LoRA products are one pair of launches.
 GROUPS = {
@@ -20,16 +21,30 @@ GROUPS = {
 
 
 @dataclass(frozen=True)
-class ModelSize:
-    """A Llama-architecture model. rope: fields of config.json that the geometry does not give."""
+class Geometry:
+    """Shapes of a Llama-architecture model with untied embeddings."""
 
-    name: str
-    geometry: Geometry
-    rope: dict[str, Any]
+    hidden: int = 768
+    ffn: int = 2048
+    layers: int = 12
+    heads: int = 12
+    kv_heads: int = 4
+    vocab: int = 32000
+    positions: int = 2048
 
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def dims(self) -> ModuleDims:
+        """(in, out) features by module name."""
+        return module_dims(self.hidden, self.ffn, self.hidden, self.kv_heads * self.head_dim)
+
+    @property
     def groups(self) -> dict[str, tuple[int, tuple[tuple[int, int, int], ...]]]:
         """Per group: inputs, and (module id, first column, width) of its projections side by side."""
-        dims, groups = self.geometry.dims, {}
+        dims, groups = self.dims, {}
         for group, names in GROUPS.items():
             modules, column = [], 0
             for name in names:
@@ -38,14 +53,64 @@ class ModelSize:
             groups[group] = dims[names[0]][0], tuple(modules)
         return groups
 
-    def write_config(self, directory: Path, dtype: str) -> Path:
-        """Make `directory` a checkpoint without weights. Returns it."""
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.json").write_text(
-            json.dumps(self.geometry.config(dtype, eos_token_id=2, **self.rope), indent=1), encoding="utf-8"
-        )
-        return directory
+    @property
+    def layer_params(self) -> int:
+        """Parameters of all layers' projections."""
+        return self.layers * sum(d_in * d_out for d_in, d_out in self.dims.values())
 
+    @property
+    def head_params(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def rank_params(self) -> int:
+        """Parameters that one rank of an adapter on all projections has."""
+        return self.layers * sum(map(sum, self.dims.values()))
+
+    @property
+    def kv_elems_per_token(self) -> int:
+        return self.layers * 2 * self.kv_heads * self.head_dim
+
+    def page_layout(self, itemsize: int, block_tokens: int = 16) -> PageLayout:
+        return PageLayout(self.layers, self.kv_heads, self.head_dim, block_tokens, itemsize)
+
+    def step(self, itemsize: int, rows: int, count: int, before: int, ranks: Iterable[int] = ()) -> tuple[int, int]:
+        """Bytes that a step reads, each once, and its floating-point operations.
+
+        rows: of `count` tokens each, `before` tokens having KV; a row's last token has logits. ranks: of the adapters,
+        which the rows have in turn.
+        """
+        ranks = tuple(ranks)[:rows]
+        of_rows = sum(ranks[row % len(ranks)] for row in range(rows)) if ranks else 0
+        params = self.layer_params + self.head_params + sum(ranks) * self.rank_params
+        num_bytes = itemsize * (params + rows * (before + count) * self.kv_elems_per_token)
+        keys = rows * sum(range(before + 1, before + count + 1))
+        products = count * (rows * self.layer_params + of_rows * self.rank_params) + rows * self.head_params
+        return num_bytes, 2 * products + 4 * self.layers * self.hidden * keys  # scores and values
+
+    def config(self, dtype: str, **more: Any) -> dict[str, Any]:
+        """config.json of the model; more: fields that the shapes don't decide."""
+        return {
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": dtype, "hidden_size": self.hidden,
+            "intermediate_size": self.ffn, "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim, "vocab_size": self.vocab,
+            "max_position_embeddings": self.positions, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+            "tie_word_embeddings": False, "eos_token_id": 2, **more,
+        }  # fmt: skip
+
+    @classmethod
+    def read(cls, directory: Path) -> Geometry:
+        """Shapes of a folder's `config.json`. Raises UnsupportedModel, and ValueError for heads of another width."""
+        its = ModelConfig.read(directory)
+        if its.q_size != its.hidden_size:
+            raise ValueError(f"{directory}: heads must have hidden_size / heads elements, not {its.head_dim}")
+        return cls(
+            its.hidden_size, its.intermediate_size, its.num_layers, its.num_heads, its.num_kv_heads, its.vocab_size,
+            its.max_position_embeddings,
+        )  # fmt: skip
+
+
+_ROPE = {"rope_theta": 10000.0}
 
 _LLAMA3_ROPE = {
     "rope_theta": 500000.0,
@@ -58,20 +123,43 @@ _LLAMA3_ROPE = {
     },
 }
 
+
+@dataclass(frozen=True)
+class ModelSize:
+    """A named geometry. rope: fields of config.json that the geometry does not give."""
+
+    name: str
+    geometry: Geometry
+    rope: dict[str, Any]
+
+    def write_config(self, directory: Path, dtype: str) -> Path:
+        """Make `directory` a checkpoint without weights. Returns it."""
+        directory.mkdir(parents=True, exist_ok=True)
+        config = self.geometry.config(dtype, **self.rope)
+        (directory / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+        return directory
+
+
 TINY = "tiny"
 
-_ROPE = {"rope_theta": 10000.0}
-
+#: Those behind `tiny` are of models in use, `wide` with fewer layers.
 SIZES = {
     "llama-3.1-8b": ModelSize(
         "llama-3.1-8b",
         Geometry(hidden=4096, ffn=14336, layers=32, heads=32, kv_heads=8, vocab=128256, positions=131072),
         _LLAMA3_ROPE,
     ),
-    TINY: ModelSize(
-        TINY, Geometry(hidden=128, ffn=256, layers=2, heads=2, kv_heads=1, vocab=512, positions=2048), _ROPE
-    ),
-    **{name: ModelSize(name, geometry, _ROPE) for name, geometry in GEOMETRIES.items()},
+    **{
+        name: ModelSize(name, geometry, _ROPE)
+        for name, geometry in {
+            TINY: Geometry(hidden=128, ffn=256, layers=2, heads=2, kv_heads=1, vocab=512),
+            "125m": Geometry(),
+            "135m": Geometry(hidden=576, ffn=1536, layers=30, heads=9, kv_heads=3, vocab=49152),
+            "360m": Geometry(hidden=960, ffn=2560, layers=32, heads=15, kv_heads=5),
+            "500m": Geometry(hidden=896, ffn=4864, layers=24, heads=14, kv_heads=2, vocab=151936),
+            "wide": Geometry(hidden=2048, ffn=5632, layers=8, heads=32, kv_heads=4),
+        }.items()
+    },
 }
 
 
@@ -81,7 +169,7 @@ def is_smoke(device: str, size: str) -> bool:
 
 
 def size_of(text: str) -> ModelSize:
-    """A size by name, or of shapes as `Geometry.parse` takes them. Raises ValueError."""
+    """A size by name, or of a model's folder, of which its shapes are taken. Raises ValueError."""
     if text in SIZES:
         return SIZES[text]
-    return ModelSize("".join(char if char.isalnum() else "-" for char in text), Geometry.parse(text), _ROPE)
+    return ModelSize("".join(char if char.isalnum() else "-" for char in text), Geometry.read(Path(text)), _ROPE)

@@ -192,6 +192,14 @@ class Subject:
                 raise Unsettled(f"a step had {info and info.num_tokens} tokens where {rows} rows should decode")
         return found
 
+    def decode_seconds(self, adapters: Sequence[str | None], prompt_tokens: int, steps: int) -> list[float]:
+        """Seconds of each of so many decode steps of new requests, which are given up then."""
+        requests = self.decoding(adapters, prompt_tokens, steps)
+        try:
+            return self.step_seconds(steps, len(adapters))
+        finally:
+            self.clear(requests)
+
     def replay_seconds(self, rows: int, *, lora: bool) -> float:
         """Device seconds of the last decode step, replayed: what is left without the host's work around it.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -22,6 +22,20 @@ class Sample:
     best: float
     count: int
     captured: bool = False
+
+
+def in_turns(work: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """What each gives in each round; every second round backwards, so that what drifts slowly meets all alike."""
+    found: dict[str, list[float]] = {name: [] for name in work}
+    for index in range(rounds):
+        for name in [*work][:: -1 if index % 2 else 1]:
+            found[name].append(work[name]())
+    return found
+
+
+def ratio(seconds: Mapping[str, list[float]], name: str, over: str) -> float:
+    """Median of the ratios within a round."""
+    return median(its / others for its, others in zip(seconds[name], seconds[over], strict=True))
 
 
 class WallTimer:

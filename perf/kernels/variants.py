@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .compiled_triton import Job
 
 #: Llama-3.1-8B: inputs, and (module id, first column, width) of projections that share them.
-GROUPS = SIZES["llama-3.1-8b"].groups()
+GROUPS = SIZES["llama-3.1-8b"].geometry.groups
 PAGE_ELEMS = 1 << 20
 SLAB_ELEMS = sum(d_in + width for d_in, modules in GROUPS.values() for _, _, width in modules)
 

@@ -32,7 +32,7 @@ from ...server.cluster.placer import Wanted
 from ...server.cluster.report import Hello, Report
 from ...server.cluster.router import POLICIES, Estimates
 from ...server.cluster.totals import NOTHING
-from ..cpu.rounds import processor
+from ..bench.machine import processor
 from ..report.command import judge, parser
 from ..report.table import Goal, Table
 

@@ -27,7 +27,7 @@ from ...server.cluster.placement.problem import Problem
 from ...server.cluster.placement.program import Program
 from ...server.cluster.placement.settings import PLANNERS, MigrationSettings
 from ...server.cluster.router import ReplicaState
-from ..cpu.rounds import processor
+from ..bench.machine import processor
 from ..report.command import conclude, parser
 from ..report.table import Table
 from .decision_time import loop_us

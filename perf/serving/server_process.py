@@ -7,24 +7,26 @@ import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from urllib.parse import urlsplit
 
-from ..cpu.rounds import family, need_psutil
+from ..bench.machine import family, need_psutil
 from .errors import LoadError
 
-_LISTENING = re.compile(r"listening on (http\S+)")
+#: As chorus and llama.cpp say it, and vLLM.
+_LISTENING = re.compile(r"(?:listening|API server \d+) on (http\S+)")
 _STOP_SECONDS = 60
 _PR_SET_PDEATHSIG = 1
 
 
 class LaunchedServer:
-    """`chorus serve` in a process of its own: where it listens, and what it takes of the machine."""
+    """A server in a process of its own: where it listens, and what it takes of the machine."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         """Wait until it listens, and go on reading its log, so that it is never held up. Raises LoadError."""
@@ -39,7 +41,7 @@ class LaunchedServer:
                 break
         else:
             text = "".join(self._tail)
-            raise LoadError(f"chorus serve ended with {process.wait()} before it listened:\n{text}")
+            raise LoadError(f"the server ended with {process.wait()} before it listened:\n{text}")
         where = urlsplit(self.url)
         self.address = where.hostname, where.port
 
@@ -81,10 +83,18 @@ def stop(process: subprocess.Popen[str]) -> int:
 def launched(
     flags: Sequence[str], descriptors: int | None = None, command: Sequence[str] = ("serve",)
 ) -> Iterator[LaunchedServer]:
-    """`chorus serve`, or another command, on a free port. It gets SIGTERM when this thread ends, whatever ends that.
-    Raises LoadError if it does not start.
+    """`chorus serve`, or another command, on a free port. descriptors: most that it may have open. See `started`."""
+    words = [sys.executable, "-m", f"{__package__.split('.')[0]}.server", *command, "--port", "0", *flags]
+    with started(words, descriptors=descriptors) as server:
+        yield server
 
-    descriptors: most that it may have open.
+
+@contextmanager
+def started(
+    words: Sequence[str], environment: Mapping[str, str] | None = None, descriptors: int | None = None
+) -> Iterator[LaunchedServer]:
+    """A server by its command. It gets SIGTERM when this thread ends, whatever ends that. Raises LoadError if it does
+    not start.
     """
     libc, parent = ctypes.CDLL(None), os.getpid()
 
@@ -95,12 +105,17 @@ def launched(
         if descriptors is not None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
 
-    words = [sys.executable, "-m", f"{__package__.split('.')[0]}.server", *command, "--port", "0", *flags]
     with subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
-        preexec_fn=prepare,
+        env={**os.environ, **(environment or {})}, preexec_fn=prepare,
     ) as process:  # fmt: skip
         try:
             yield LaunchedServer(process)
         finally:
             stop(process)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

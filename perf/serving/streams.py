@@ -18,7 +18,7 @@ from typing import Any
 Address = tuple[str, int]
 
 _POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n"
-_EVENT = b'data: {"id'
+_EVENT = b"data: {"
 _END = b"data: [DONE]"
 _KEPT = 64  # bytes, more than an event's beginning, or the end, which may be in two parts
 

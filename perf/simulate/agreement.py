@@ -43,9 +43,9 @@ from ...core.requests.request import Request
 from ...core.requests.sampling_params import SamplingParams
 from ...memory.adapters.adapter import Tier
 from ...memory.files.format import WEIGHTS_FILE
-from ..cpu import random_model
-from ..cpu.rounds import FOREIGN_LIMIT, CpuSample
-from ..cpu.workload import Geometry, Workload
+from ..bench import random_model
+from ..bench.machine import FOREIGN_LIMIT, CpuSample
+from ..bench.sizes import Geometry
 from ..report.command import conclude, parser
 from ..report.table import Table
 from ..workload.errors import WorkloadError
@@ -322,7 +322,7 @@ def _workload(arguments: argparse.Namespace) -> list[TraceRequest]:
 
 def _random(work_dir: Path) -> tuple[Path, Path]:
     """A random model and the directory of its adapters; made on first use."""
-    workload = Workload(Geometry())
+    workload = random_model.RandomModel(Geometry())
     made = random_model.adapters(workload, work_dir)
     directory = work_dir / "adapters"
     directory.mkdir(parents=True, exist_ok=True)

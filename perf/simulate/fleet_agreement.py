@@ -31,7 +31,7 @@ from typing import Any
 from ...core.config import EngineConfig
 from ...server.cluster.router import POLICIES
 from ...server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
-from ..cpu.rounds import FOREIGN_LIMIT, CpuSample, processor
+from ..bench.machine import FOREIGN_LIMIT, CpuSample, processor
 from ..report.command import judge, parser, say
 from ..report.table import Goal, Table
 from ..workload.request import TraceRequest

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from tokenizers import Tokenizer
 
 from ...core.config import EngineConfig
-from ..cpu.rounds import CpuSample
+from ..bench.machine import CpuSample
 from ..serving.errors import LoadError
 from ..serving.streams import Stream, send
 from ..workload.request import TraceRequest

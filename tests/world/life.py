@@ -34,12 +34,12 @@ from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.requests.types import StepPlan, StepResult
 from chorus.memory.adapters.adapter import Adapter, Tier
 from chorus.memory.files.format import AdapterFormatError
-from chorus.perf.cpu.slow_link import slow_down
 from chorus.perf.report.command import conclude, parser
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 from chorus.server.demo.skills import BASE, SKILLS, prompt, sample_inputs
 
 from ..attacks.slow_reads import hold_up
+from ..core.executors.slow_link import slow_down
 from .asked import Asked, Told, Violation, promise
 from .books import Books
 from .engine_life import Campaign, EngineLife, Lived, lived

@@ -15,6 +15,7 @@ from ....core.executors.cuda_memory import OutOfDeviceMemory
 from ...report.table import Table
 from ..context import Context
 from ..subject import Subject
+from ..timer import in_turns, ratio
 from .registry import rows_table
 
 RANK = 16
@@ -86,15 +87,17 @@ def _beside(context: Context, subject: Subject, plain: Subject | None, bucket: i
     requests = {
         name: engine.decoding([None] * bucket, _prompt(context), per_round * rounds) for name, engine in engines.items()
     }
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
-    for index in range(rounds):
-        for name in sorted(engines, reverse=bool(index % 2)):
-            seconds[name].append(median(engines[name].step_seconds(per_round, bucket)))
+    seconds = in_turns(
+        {
+            name: lambda engine=engine: median(engine.step_seconds(per_round, bucket))
+            for name, engine in engines.items()
+        },
+        rounds,
+    )
     device = subject.replay_seconds(bucket, lora=False)
     for name, engine in engines.items():
         engine.clear(requests[name])
-    ratios = [base / without for base, without in zip(seconds["base"], seconds["plain"], strict=True)]
-    return _Base(median(seconds["base"]), device, median(seconds["plain"]), median(ratios))
+    return _Base(median(seconds["base"]), device, median(seconds["plain"]), ratio(seconds, "base", "plain"))
 
 
 def _steps(context: Context, subject: Subject, adapters: Sequence[str | None]) -> tuple[float, float]:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
 import httpx
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 
-from ...cpu.rounds import family
 from ...report.table import Table, spread
 from ...serving.server_process import LaunchedServer, launched
 from ...serving.streams import Answered, read_streams
 from ...simulate.over_http import processor_seconds
 from ..context import Context
+from ..machine import family
+from ..random_model import write_tokenizer
 from .mixes import RANK, load
 from .registry import rows_table
 
@@ -37,7 +35,7 @@ def run(context: Context) -> dict[str, Any]:
     adapters = context.adapters(RANK, size["requests"])
     (folder,) = {path.parent for path in adapters.values()}
     model = context.size.write_config(context.work_dir / context.size.name / "http", context.dtype_name)
-    _write_tokenizer(model, context.size.geometry.vocab)
+    write_tokenizer(context.size.geometry.vocab, model)
     mixes = context.store.values("mixes")
     offline = {row["popularity"]: row["tokens_per_s"] for row in mixes["rows"]}
     offline["base"] = mixes.get("base", {}).get("tokens_per_s")
@@ -83,27 +81,22 @@ def _measure(
     server: LaunchedServer, popularity: str, size: dict[str, int], adapters: list[str], vocab: int
 ) -> Answered:
     """Load the server twice, the first time to warm it up; returns what came of the second."""
-    draw = Random(popularity)
-    models = adapters[: size["requests"]]
-    if popularity == "base":
-        models = [httpx.get(f"{server.url}/v1/models", trust_env=False).json()["data"][0]["id"]] * size["requests"]
-    bodies = [
-        {"model": model, "prompt": draw.choices(range(vocab), k=size["prompt_tokens"]), "temperature": 0,
+    draw, models = Random(popularity), [None] * size["requests"] if popularity == "base" else adapters
+    for _ in range(2):  # of other prompts: the server keeps KV of those that it has seen
+        answered = read_streams([server.address], bodies(server.url, models[: size["requests"]], size, draw, vocab))
+    return answered
+
+
+def bodies(
+    url: str, adapters: Sequence[str | None], size: Mapping[str, int], draw: Random, vocab: int
+) -> list[dict[str, Any]]:
+    """Requests with random prompts, one for each of the adapters; None: of the base model."""
+    base = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"][0]["id"]
+    return [
+        {"model": name or base, "prompt": draw.choices(range(3, vocab), k=size["prompt_tokens"]), "temperature": 0,
          "max_tokens": size["output_tokens"], "ignore_eos": True}
-        for model in models
+        for name in adapters
     ]  # fmt: skip
-    read_streams([server.address], bodies)
-    return read_streams([server.address], bodies)
-
-
-def _write_tokenizer(model: Path, vocab: int) -> None:
-    """A word for each token: random weights say any of them."""
-    Tokenizer(WordLevel({f"w{token} ": token for token in range(vocab)}, unk_token="w0 ")).save(
-        str(model / "tokenizer.json")
-    )
-    (model / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0 "}), encoding="utf-8"
-    )
 
 
 def tables(values: dict[str, Any]) -> list[Table]:

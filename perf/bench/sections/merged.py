@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from ...report.table import Table
 from ..context import Context
 from ..subject import Subject, Unsettled
+from ..timer import in_turns, ratio
 from .registry import rows_table
 
 RANK = 16
@@ -48,33 +50,22 @@ def _row(context: Context, subject: Subject, names: list[str], mix: str, kinds: 
     rounds = context.pick(1, 5, 10)
     of = {"m": names[0], "o": names[1], "-": None}
     chosen = [of[kinds[index % len(kinds)]] for index in range(bucket)]
-    seconds: dict[str, list[float]] = {"base": [], "unmerged": [], "merged": []}
     subject.merge(names[0])
-    for index in range(rounds):
-        for variant in sorted(seconds, reverse=bool(index % 2)):
-            if variant == "merged":
-                subject.merge(names[0])
-            else:
-                subject.engine.unmerge()
-            seconds[variant].append(_steps(context, subject, [None] * bucket if variant == "base" else chosen))
-    ratios = {
-        variant: median(its / base for its, base in zip(seconds[variant], seconds["base"], strict=True))
-        for variant in ("unmerged", "merged")
-    }
+
+    def steps(variant: str) -> float:
+        if variant == "merged":
+            subject.merge(names[0])
+        else:
+            subject.engine.unmerge()
+        adapters = [None] * bucket if variant == "base" else chosen
+        return median(subject.decode_seconds(adapters, context.pick(8, 256, 512, cpu=64), context.pick(3, 16, 50)))
+
+    variants = ("base", "unmerged", "merged")
+    seconds = in_turns({variant: partial(steps, variant) for variant in variants}, rounds)
     return {
         "bucket": bucket, "mix": mix, **{f"{name}_ms": median(its) * 1e3 for name, its in seconds.items()},
-        "base_over_unmerged": 1 / ratios["unmerged"], "base_over_merged": 1 / ratios["merged"],
+        **{f"base_over_{variant}": ratio(seconds, "base", variant) for variant in variants[1:]},
     }  # fmt: skip
-
-
-def _steps(context: Context, subject: Subject, adapters: list[str | None]) -> float:
-    """Median seconds of a decode step."""
-    count = context.pick(3, 16, 50)
-    requests = subject.decoding(adapters, context.pick(8, 256, 512, cpu=64), count)
-    try:
-        return median(subject.step_seconds(count, len(adapters)))
-    finally:
-        subject.clear(requests)
 
 
 def _merge(context: Context, subject: Subject, name: str) -> dict[str, Any]:

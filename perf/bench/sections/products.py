@@ -36,7 +36,7 @@ class _Case:
 
     def __init__(self, context: Context, name: str, rows: int) -> None:
         group, self.gate = CASES[name]
-        d_in, modules = context.size.groups()[group]
+        d_in, modules = context.size.geometry.groups[group]
         d_out = sum(width for _, _, width in modules)
         itemsize = context.dtype.itemsize
         self.layers = layers_for(d_in * d_out * itemsize, context.l2_bytes(), 32)

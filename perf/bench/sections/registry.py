@@ -27,12 +27,12 @@ SECTIONS = {
     "swapping": "(m) twice the KV that fits: swapped or computed again",
     "tenants": "(n) a tenant that sends many times its share: the others' time to a first token",
     "ranks": "(o) decode steps of several ranks beside one with as many threads",
-    "assist": "(p) first tokens of adapters that come over a slow link: waited for, streamed, assisted",
-    "handovers": "(q) hand-overs to assistants by shared memory beside sockets, their split beside torch's threads",
+    "peers": "(r) rates over HTTP beside peers' servers, and beside what the machine allows",
+    "levels": "(s) steps at each level of instructions, beside what the machine allows",
 }
 
 _OF_KERNELS = {"equality", "sgmv", "products", "attention"}
-_OF_CPUS = {"modes", "swapping", "tenants", "ranks", "assist", "handovers"}
+_OF_CPUS = {"modes", "swapping", "tenants", "ranks", "peers", "levels"}
 
 
 def sections_of(device: str, smoke: bool) -> dict[str, str]:

@@ -14,9 +14,9 @@ from ....core.model import sampler
 from ....core.requests.grammar import Grammar
 from ....core.requests.sampling_params import SamplingParams
 from ....ops.sampling import Chances, draw_into, pick, sample, sampling_draws, uniform
-from ...cpu import random_model
 from ...report.table import Goal, Table
 from ..context import Context
+from ..random_model import write_tokenizer
 from ..subject import Subject
 from .registry import rows_table
 
@@ -86,7 +86,7 @@ def run(context: Context) -> dict[str, Any]:
                     found["draws"].append(_draw(context, bucket, case, logits))
     size = {"max_seqs": max(buckets), "max_batched": context.pick(64, 8192, 8192)}
     with Subject(context, {}, max_len=context.pick(64, 512, 1024), **size) as subject:
-        random_model.write_tokenizer(context.size.geometry.vocab, subject.model)  # a grammar's
+        write_tokenizer(context.size.geometry.vocab, subject.model)  # a grammar's
         for bucket in buckets:
             with context.row(found, f"steps that draw, {bucket} rows", subject.abort_all):
                 found["steps"].append(_steps(context, subject, bucket))

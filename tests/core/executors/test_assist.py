@@ -15,9 +15,9 @@ from chorus.core.executors.choice import open_executor
 from chorus.core.model.config import UnsupportedModel
 from chorus.graphs.device import DeviceError
 from chorus.ops import native_library
-from chorus.perf.cpu.slow_link import slow_down
 
 from ..test_parity import add_all, check, make_cases
+from .slow_link import slow_down
 from .thread_ranks import ThreadProcess
 
 pytestmark = [

@@ -12,47 +12,54 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .workload import ALL, Workload, target_modules
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, normalizers
+from tokenizers.models import BPE
 
-if TYPE_CHECKING:
-    import torch
+from .sizes import Geometry
 
-VERSION = 1
+VERSION = 2
 _SPECIAL = ("<unk>", "<s>", "</s>")
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
 
-def checkpoint(workload: Workload, work_dir: Path) -> Path:
+@dataclass(frozen=True)
+class RandomModel:
+    """What decides on a model's weights, and on those of an adapter of each of `ranks` on all projections."""
+
+    geometry: Geometry
+    ranks: tuple[int, ...] = (8, 16, 32, 64, 8, 16, 32, 64)
+    dtype: str = "bfloat16"
+    seed: int = 0
+
+
+def checkpoint(model: RandomModel, work_dir: Path) -> Path:
     """Directory of the model; made on first use."""
-    key = _digest(workload.to_json()["geometry"], workload.dtype, workload.seed)
-    return _once(work_dir / f"model-{key}", lambda path: _write_model(workload, path))
+    return _once(work_dir / f"model-{_digest(model)}", lambda path: _write_model(model, path))
 
 
-def adapters(workload: Workload, work_dir: Path) -> dict[str, Path]:
+def adapters(model: RandomModel, work_dir: Path) -> dict[str, Path]:
     """Directory of each adapter by name; made on first use."""
     made = {}
-    for index, (name, rank) in enumerate(zip(workload.adapter_names(), workload.ranks, strict=True)):
-        targets = workload.targets_of(index)
-        parts = [] if targets == ALL else [targets]
-        key = _digest(workload.to_json()["geometry"], workload.dtype, workload.seed, index, rank, *parts)
+    for index, rank in enumerate(model.ranks):
+        name = f"a{index:02d}-r{rank}"
         made[name] = _once(
-            work_dir / f"adapter-{key}" / name,
-            lambda path, index=index, rank=rank: _write_adapter(workload, index, rank, path),
+            work_dir / f"adapter-{_digest(model, index, rank)}" / name,
+            lambda path, index=index, rank=rank: _write_adapter(model, index, rank, path),
         )
     return made
 
 
-def _write_model(workload: Workload, path: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
-
-    shape = workload.geometry
-    dtype = getattr(torch, workload.dtype)
-    generator = torch.Generator().manual_seed(workload.seed)
+def _write_model(model: RandomModel, path: Path) -> None:
+    shape = model.geometry
+    dtype = getattr(torch, model.dtype)
+    generator = torch.Generator().manual_seed(model.seed)
 
     def weight(rows: int, columns: int) -> torch.Tensor:
         return (torch.randn(rows, columns, generator=generator) / math.sqrt(columns)).to(dtype)
@@ -67,29 +74,22 @@ def _write_model(workload: Workload, path: Path) -> None:
     }
     for layer in range(shape.layers):
         at = f"model.layers.{layer}."
-        tensors |= {f"{at}{name}.weight": weight(d_out, d_in) for name, (d_in, d_out) in shape.module_dims.items()}
+        tensors |= {f"{at}{_place(name)}.weight": weight(d_out, d_in) for name, (d_in, d_out) in shape.dims.items()}
         tensors |= {f"{at}{name}_layernorm.weight": norm() for name in ("input", "post_attention")}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    config = shape.config(
-        workload.dtype, rope_theta=10000.0, attention_bias=False, mlp_bias=False, bos_token_id=1, eos_token_id=2
-    )
+    config = shape.config(model.dtype, rope_theta=10000.0, attention_bias=False, mlp_bias=False, bos_token_id=1)
     _write_json(path / "config.json", config)
     write_tokenizer(shape.vocab, path)
 
 
-def _write_adapter(workload: Workload, index: int, rank: int, path: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
-
-    shape = workload.geometry
-    dtype = getattr(torch, workload.dtype)
-    generator = torch.Generator().manual_seed(1 + workload.seed * 1000 + index)
-    modules = target_modules(shape, workload.targets_of(index))
+def _write_adapter(model: RandomModel, index: int, rank: int, path: Path) -> None:
+    shape = model.geometry
+    dtype = getattr(torch, model.dtype)
+    generator = torch.Generator().manual_seed(1 + model.seed * 1000 + index)
     tensors = {}
     for layer in range(shape.layers):
-        for name in modules:
-            d_in, d_out = shape.module_dims[name]
-            at = f"base_model.model.model.layers.{layer}.{name}."
+        for name, (d_in, d_out) in shape.dims.items():
+            at = f"base_model.model.model.layers.{layer}.{_place(name)}."
             a = torch.randn(rank, d_in, generator=generator) / math.sqrt(d_in)
             b = torch.randn(d_out, rank, generator=generator) / math.sqrt(rank)
             tensors |= {f"{at}lora_A.weight": a.to(dtype), f"{at}lora_B.weight": (0.5 * b).to(dtype)}
@@ -97,9 +97,14 @@ def _write_adapter(workload: Workload, index: int, rank: int, path: Path) -> Non
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "random", "r": rank,
         "lora_alpha": rank, "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
-        "target_modules": sorted(name.partition(".")[2] for name in modules),
+        "target_modules": sorted(shape.dims),
     }  # fmt: skip
     _write_json(path / "adapter_config.json", config)
+
+
+def _place(module: str) -> str:
+    """Name of a projection in a layer of the checkpoint."""
+    return f"{'self_attn' if module[0] in 'qkvo' else 'mlp'}.{module}"
 
 
 def write_tokenizer(vocab_size: int, path: Path) -> None:
@@ -109,37 +114,22 @@ def write_tokenizer(vocab_size: int, path: Path) -> None:
         raise ValueError(
             f"a vocabulary of {vocab_size} is too small for a tokenizer; at least {len(pieces)} are needed"
         )
-    merges: list[str] = []
+    merges: list[tuple[str, str]] = []
     longer = [*_ALPHABET]
     while len(pieces) < vocab_size:
         pairs = list(product(longer, _ALPHABET))[: vocab_size - len(pieces)]
-        merges += [f"{left} {right}" for left, right in pairs]
+        merges += pairs
         longer = [left + right for left, right in pairs]
         pieces += longer
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": index, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
-             "normalized": False, "special": True}
-            for index, token in enumerate(_SPECIAL)
-        ],
-        "normalizer": {"type": "Sequence", "normalizers": [
-            {"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
-        ]},
-        "pre_tokenizer": None,
-        "post_processor": None,
-        "decoder": {"type": "Sequence", "decoders": [
-            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"},
-            {"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0},
-        ]},
-        "model": {"type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None,
-                  "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True,
-                  "vocab": {piece: index for index, piece in enumerate(pieces)}, "merges": merges},
-    }  # fmt: skip
-    _write_json(path / "tokenizer.json", tokenizer)
     unk, bos, eos = _SPECIAL
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(BPE(vocab, merges, unk_token=unk, fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([*_SPECIAL])
+    tokenizer.save(str(path / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": unk, "bos_token": bos, "eos_token": eos}
     _write_json(path / "tokenizer_config.json", {**settings, "clean_up_tokenization_spaces": False})
 
@@ -158,8 +148,9 @@ def _once(path: Path, write: Callable[[Path], None]) -> Path:
     return path
 
 
-def _digest(*parts: Any) -> str:
-    return hashlib.sha256(json.dumps([VERSION, *parts], sort_keys=True).encode()).hexdigest()[:12]
+def _digest(model: RandomModel, *parts: Any) -> str:
+    told = [VERSION, asdict(model.geometry), model.dtype, model.seed, *parts]
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -1,6 +1,6 @@
 """Packing of adapters of many ranks beside KV traffic in one page pool: real pool, store, prefix cache; no tensors.
 
-    python -m chorus.perf.cpu.allocator [--cycles 10000] [--occupancy 0.95] [--seed 0]
+    python -m chorus.perf.bench.allocator [--cycles 10000] [--occupancy 0.95] [--seed 0]
 
 Each cycle a request of a random adapter comes, its adapter is loaded (evicting idle ones when room is short), KV grows
 and old requests end, so that the pool stays at the asked occupancy. Every refusal is held against a perfect packer of
@@ -26,13 +26,13 @@ from ...memory.pages.pool import PageKind, PagePool
 from ...memory.pages.prefix import BlockTable, PrefixCache
 from ...memory.pages.shadow import ShadowPages
 from ..report.command import conclude, parser
+from .sizes import SIZES
 from .weightless import WeightlessAdapters
-from .workload import Geometry
 
 RANKS = (4, 8, 16, 32, 64)
 
 #: Llama-3.1-8B in bfloat16.
-LLAMA, ITEMSIZE, BLOCK_TOKENS = Geometry(4096, 14336, 32, heads=32, kv_heads=8), 2, 16
+LLAMA, ITEMSIZE, BLOCK_TOKENS = SIZES["llama-3.1-8b"].geometry, 2, 16
 
 #: Seconds that pass between two looks at the clock: loads take as long in every run, so a seed gives one result.
 _TICK = 1e-3

@@ -2,7 +2,7 @@
 
 Many running and waiting requests over many registered adapters: with every seat taken; in three ways with seats free
 but nothing that may be admitted; and with requests that end and begin in every step. Prints milliseconds, the median
-and the 95th percentile: `python -m chorus.perf.cpu.schedule_time --waiting 10000 --tenants 1000`.
+and the 95th percentile: `python -m chorus.perf.bench.schedule_time --waiting 10000 --tenants 1000`.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import torch
 
-from ...core.executors.adapters import ModelAdapters
-from ...memory.host.image import HostImage, ReadGivenUp
-from ...memory.pages.adapter_layout import AdapterLayout
-from ...memory.transfers.host_copies import HostCopies, HostTransfer
+from chorus.core.executors.adapters import ModelAdapters
+from chorus.memory.host.image import HostImage, ReadGivenUp
+from chorus.memory.pages.adapter_layout import AdapterLayout
+from chorus.memory.transfers.host_copies import HostCopies, HostTransfer
 
 #: Seconds after which a read that brings nothing is no longer followed.
 _MOST_SECONDS = 600.0

@@ -1,0 +1,88 @@
+"""This machine: its processor's name, processor time of processes, and the share of it that others had.
+
+Processor time is Linux's, by psutil: `pip install 'chorus-lora[bench]'`.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from psutil import Process
+
+#: A sample does not count if other processes had more than this share of the machine's processor time.
+FOREIGN_LIMIT = 0.05
+
+
+@dataclass(frozen=True)
+class CpuSample:
+    """Seconds since boot or start: the clock, all busy time of the machine, the time of the watched processes, and the
+    part of the busy time that a hypervisor took.
+    """
+
+    clock: float
+    busy: float
+    own: float
+    stolen: float = 0.0
+
+    @classmethod
+    def take(cls, pids: Iterable[int]) -> CpuSample:
+        psutil = need_psutil()
+        user, nice, system, _, _, irq, softirq, steal = psutil.cpu_times()[:8]  # idle and iowait are left out
+        own = 0.0
+        for process in family(pids):
+            with suppress(psutil.NoSuchProcess):
+                own += sum(process.cpu_times()[:4])  # its children that have ended are in it
+        return cls(time.monotonic(), user + nice + system + irq + softirq + steal, own, steal)
+
+    def foreign_share(self, earlier: CpuSample) -> float:
+        """Share of the machine's time since `earlier` that others had; 0 for spans too short to tell."""
+        return self._share((self.busy - earlier.busy) - (self.own - earlier.own), earlier)
+
+    def stolen_share(self, earlier: CpuSample) -> float:
+        """The part of `foreign_share` that a hypervisor had."""
+        return self._share(self.stolen - earlier.stolen, earlier)
+
+    def speed(self, earlier: CpuSample) -> float:
+        """The part of the busy time since `earlier` that a hypervisor left."""
+        busy = self.busy - earlier.busy
+        return 1 - (self.stolen - earlier.stolen) / busy if busy > 0 else 1.0
+
+    def _share(self, seconds: float, earlier: CpuSample) -> float:
+        capacity = (self.clock - earlier.clock) * (os.cpu_count() or 1)
+        return max(0.0, seconds / capacity) if capacity > 0.2 else 0.0
+
+
+def need_psutil() -> ModuleType:
+    """psutil. Ends the command without it."""
+    try:
+        import psutil
+    except ImportError:
+        raise SystemExit("to see what other processes take needs psutil: pip install 'chorus-lora[bench]'") from None
+    return psutil
+
+
+def family(pids: Iterable[int]) -> set[Process]:
+    """The processes and all their descendants."""
+    psutil, found = need_psutil(), set()
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            found |= {process, *process.children(recursive=True)}
+    return found
+
+
+def processor() -> str:
+    """The processor's name."""
+    for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

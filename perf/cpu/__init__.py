@@ -1,1 +1,0 @@
-"""The CPU engine beside its peers: rates, limits, and parts measured alone."""
