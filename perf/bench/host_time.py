@@ -32,7 +32,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,12 +47,11 @@ from ...core.requests.request import Request
 from ...core.requests.sampling_params import SamplingParams
 from ...ops.attention_plan import PlanBuffers
 from ..report.command import conclude, parser
-from ..report.table import Table
 from .idle_engine import GEOMETRY, PacedDevice, StubDevice, idle_engine
-from .launches import decode_launches, launch_table, prompt_launches
+from .launches import decode_launches, prompt_launches
+from .sections.registry import rows_table
 from .machine import processor
 
-_PARTS = ("step", "execute", "pages")
 _SAMPLES = ("exposed", "exposed ahead")
 
 
@@ -67,8 +66,8 @@ def host_times(
     """Microseconds of each part of a step of `rows` decode rows of `tokens` tokens and more; lora: an adapter each."""
     with idle_engine(rows, tokens + 2 * steps + 8, lora, work_dir, StubDevice(), ahead=False) as engine:
         _begin(engine, rows, tokens, lora, steps)
-        took = {part: [] for part in _PARTS}
-        with _timed(engine, took, clock):
+        parts = {"step": (engine, "step"), "execute": (engine.executor, "execute"), "pages": (PlanBuffers, "write")}
+        with timed(parts, clock) as took:
             for _ in range(steps):
                 engine.step()
         if any(len(times) != steps for times in took.values()):
@@ -108,7 +107,6 @@ def prefill_time(
     """
     from ..kernels.idle_triton import idle_kernels  # needs triton
 
-    times: list[float] = []
     max_len = tokens + 3 * steps + 8
     with (
         idle_kernels(),
@@ -119,15 +117,7 @@ def prefill_time(
     ):  # fmt: skip
         assert isinstance(engine.executor, CudaExecutor)
         computing = engine.executor.steps
-        owner, method = (computing.mixed, "run") if pieces else (computing.decoder, "forward")
-        inner = getattr(owner, method)
-
-        def timed(*args: Any) -> Any:
-            began = clock()
-            result = inner(*args)
-            times.append(clock() - began)
-            return result
-
+        forward = (computing.mixed, "run") if pieces else (computing.decoder, "forward")
         first, *others = sorted(engine.store.names()) if lora else [None] * (decoding + 1)
         params = SamplingParams(max_tokens=3 * steps, temperature=0.0, ignore_eos=True)
         for index, name in enumerate(others):
@@ -135,14 +125,14 @@ def prefill_time(
         while len(engine.scheduler.running) < decoding:
             engine.step()
         skipped = int(pieces)  # the first step captures
-        with patch.object(owner, method, timed):
+        with timed({"forward": forward}, clock) as took:
             for index in range(steps + skipped):
                 once = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
                 engine.add_request(Request(f"p{index}", [1] * tokens, once, first))
                 engine.step()
-    if len(times) != steps + skipped:
-        raise RuntimeError(f"{len(times)} forward passes in {steps + skipped} steps")
-    return min(times[skipped:]) / GEOMETRY.layers * 1e6
+    if len(took["forward"]) != steps + skipped:
+        raise RuntimeError(f"{len(took['forward'])} forward passes in {steps + skipped} steps")
+    return min(took["forward"][skipped:]) / GEOMETRY.layers * 1e6
 
 
 def exposed_prompts(tokens: int, decoding: int, steps: int, work_dir: Path, device_seconds: float) -> dict[str, float]:
@@ -186,21 +176,21 @@ def _begin(engine: Engine, rows: int, tokens: int, lora: bool, steps: int) -> No
 
 
 @contextmanager
-def _timed(engine: Engine, took: dict[str, list[float]], clock: Callable[[], float]) -> Iterator[None]:
+def timed(parts: Mapping[str, tuple[Any, str]], clock: Callable[[], float]) -> Iterator[dict[str, list[float]]]:
+    """Seconds of each call of methods, by part. parts: the owner and the name of each."""
+    took: dict[str, list[float]] = {part: [] for part in parts}
     with ExitStack() as stack:
-        for part, owner, name in (
-            ("step", engine, "step"), ("execute", engine.executor, "execute"), ("pages", PlanBuffers, "write"),
-        ):  # fmt: skip
+        for part, (owner, name) in parts.items():
             inner = getattr(owner, name)
 
-            def timed(*args: Any, inner: Callable = inner, times: list[float] = took[part], **kwargs: Any) -> Any:
+            def call(*args: Any, inner: Callable = inner, times: list[float] = took[part], **kwargs: Any) -> Any:
                 began = clock()
                 result = inner(*args, **kwargs)
                 times.append(clock() - began)
                 return result
 
-            stack.enter_context(patch.object(owner, name, timed))
-        yield
+            stack.enter_context(patch.object(owner, name, call))
+        yield took
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -226,30 +216,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         for pieces in (False, True)
     )
-    prompts = {}
+    title = f"host time of a decode step, µs; exposed beside steps of {args.device_us:g} µs"
+    rows_table(title, {name: name for name in found[0]}, found).show()
+    prompts, launches = {}, []
     if layer:
         prompts = exposed_prompts(args.prompt, args.decoding, args.steps, args.work_dir, args.device_us * 1e-6)
-    columns = *_PARTS, *_SAMPLES
-    table = Table(
-        f"host time of a decode step, µs; exposed beside steps of {args.device_us:g} µs",
-        ["rows", "tokens", "adapters", *columns],
-    )
-    for it in found:
-        its = it["rows"], it["tokens"], it["rows"] if it["lora"] else 0
-        table.add(*its, *(it[column] for column in columns))
-    table.show()
-    if layer:
-        table = Table(f"host time of a layer of a prefill of {args.prompt} tokens, µs", ["launches", *layer])
-        table.add("each", *layer.values())
-        table.add("in pieces", *in_pieces.values())
-        table.show()
+        launches = [*decode_launches(args.work_dir), *prompt_launches(args.work_dir)]
+        rows = [{"launches": "each", **layer}, {"launches": "in pieces", **in_pieces}]
         title = f"exposed host time of a step of {args.prompt} prompt tokens and {args.decoding} decode rows, µs"
-        table = Table(f"{title}, beside {args.device_us:g} µs", list(prompts))
-        table.add(*prompts.values())
-        table.show()
-    launches = [*decode_launches(args.work_dir), *prompt_launches(args.work_dir)] if layer else []
-    if launches:
-        launch_table(launches).show()
+        for title, rows in (
+            (f"host time of a layer of a prefill of {args.prompt} tokens, µs", rows),
+            (f"{title}, beside {args.device_us:g} µs", [prompts]),
+            ("launches of a layer", launches),
+        ):
+            rows_table(title, {name: name for name in rows[0]}, rows).show()
     result = {"cases": found, "layer": layer, "layer in pieces": in_pieces, "prompts": prompts, "launches": launches}
     settings = {"suite": "host_time", "device": processor(), "steps": args.steps, "device_us": args.device_us}
     return conclude({**settings, **result}, ok=True)

@@ -16,7 +16,6 @@ from ...core.model import decoder
 from ...core.model.batch import Way
 from ...core.requests.request import Request
 from ...core.requests.sampling_params import SamplingParams
-from ..report.table import Table
 from .idle_engine import GEOMETRY, StubDevice, Wrapper, idle_engine
 
 #: Ways of a layer's products in a decode step. The logits' are the stand-in library's, which are numbers.
@@ -64,14 +63,6 @@ def prompt_launches(work_dir: Path) -> list[dict[str, Any]]:
                 layer = pieces[1 : 1 + len(pieces) // GEOMETRY.layers] if padded else layers[-1]  # without embedding
                 rows.append(_row(step, adapters, by, layer))
     return rows
-
-
-def launch_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """What `decode_launches` and `prompt_launches` found."""
-    table = Table("launches of a layer", list(rows[0]))
-    for row in rows:
-        table.add(*row.values())
-    return table
 
 
 def _row(step: str, adapters: bool, by: str, launches: Sequence[str]) -> dict[str, Any]:

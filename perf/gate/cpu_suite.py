@@ -17,23 +17,25 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+
 from ...ops import native_library
-from ..bench.host_time import host_times, prefill_time
-from ..contenders.chorus import Contender
-from ..cpu import random_model
-from ..cpu.allocator import Study
-from ..cpu.rounds import processor
-from ..cpu.schedule_time import Load, schedule_times
-from ..cpu.step_overhead import StepTimer
-from ..cpu.workload import Geometry, Job, Workload
+from ..bench.allocator import Study
+from ..bench.context import Context
+from ..bench.host_time import host_times, prefill_time, timed
+from ..bench.machine import processor
+from ..bench.schedule_time import Load, schedule_times
+from ..bench.sizes import Geometry, ModelSize
+from ..bench.store import ResultStore
+from ..bench.subject import Subject
+from ..bench.timer import WallTimer
 from ..report.command import conclude, parser
 from ..report.table import Table
 
 #: Large enough that a step is mostly matrix products, small enough for a runner of two processors.
-WORKLOAD = Workload(
-    Geometry(hidden=512, ffn=1536, layers=4, heads=8, kv_heads=2, vocab=4096, positions=512),
-    requests=8, prompt_tokens=32, output_tokens=24, threads=1,
-)  # fmt: skip
+GEOMETRY = Geometry(hidden=512, ffn=1536, layers=4, heads=8, kv_heads=2, vocab=4096, positions=512)
+_REQUESTS, _PROMPT, _OUTPUT = 8, 32, 24
+_RANKS = (8, 16, 32, 64)  # of the adapters, two of each
 
 _LOAD = Load(running=64, waiting=200, adapters=200)
 _POOL_PAGES, _POOL_ADAPTERS, _POOL_CYCLES = 1024, 40, 150
@@ -41,9 +43,6 @@ _GPU_ROWS, _GPU_TOKENS, _GPU_STEPS, _GPU_PROMPT = 32, 32, 40, 64
 _LOOP = 20_000
 _GEMMS = 40
 _TRIES = 3
-
-#: Stages of a step that are not the model's.
-_AROUND = ("schedule", "prepare", "draw", "update", "other")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -63,16 +62,16 @@ def main(argv: list[str] | None = None) -> int:
 def measure(rounds: int) -> dict[str, Any]:
     """The result that the gate's suite `cpu` is about; needs Triton."""
     began = time.perf_counter()
-    with TemporaryDirectory(prefix="chorus-gate-") as directory:
-        model = random_model.checkpoint(WORKLOAD, Path(directory))
-        adapters = {name: str(path) for name, path in random_model.adapters(WORKLOAD, Path(directory)).items()}
-        contender = Contender()
-        contender.open(Job(WORKLOAD, str(model), adapters, True, {}).to_json())
-        try:
-            _round(contender, Path(directory))  # the first is slower: caches are cold and nothing is compiled
-            found = [_round(contender, Path(directory)) for _ in range(rounds)]
-        finally:
-            contender.close()
+    with TemporaryDirectory(prefix="chorus-gate-") as name:
+        directory = Path(name)
+        size = ModelSize("gate", GEOMETRY, {})
+        context = Context("cpu", size, True, WallTimer(), ResultStore(directory, {}), directory)
+        adapters = {name: path for rank in _RANKS for name, path in context.adapters(rank, 2).items()}
+        limits = {"max_seqs": _REQUESTS, "max_batched": 1024, "max_len": 2 * (_PROMPT + _OUTPUT), "threads": 1}
+        with Subject(context, adapters, inline_reads=True, **limits) as subject:
+            subject.load(list(adapters))
+            _round(subject, directory)  # the first is slower: caches are cold and nothing is compiled
+            found = [_round(subject, directory) for _ in range(rounds)]
     return {
         "suite": "cpu",
         "device": processor(),
@@ -83,16 +82,19 @@ def measure(rounds: int) -> dict[str, Any]:
     }
 
 
-def _round(contender: Contender, work_dir: Path) -> dict[str, float]:
+def _round(subject: Subject, work_dir: Path) -> dict[str, float]:
     """One value of each metric."""
-    base, mixed = _stages(contender, "base"), _stages(contender, "mixed")
+    names: list[str | None] = [*subject.engine.store.names()]
+    base: list[str | None] = [None] * _REQUESTS
+    (forward, around), (_, around_mixed) = _step(subject, base), _step(subject, names)
     loop = _fastest(_loop)
+    one = [name for name in names if name is not None and name.startswith("r32")][:1]
     return {
-        "mixed / base": _ratio(contender, "mixed", "base"),
-        "one / base": _ratio(contender, "one", "base"),
-        "base step / gemm": base["forward"] * 1e-6 / _fastest(_gemm),
-        "around base step / loop": sum(base[stage] for stage in _AROUND) * 1e-6 / loop,
-        "around mixed step / loop": sum(mixed[stage] for stage in _AROUND) * 1e-6 / loop,
+        "mixed / base": _ratio(subject, names, base),
+        "one / base": _ratio(subject, one * _REQUESTS, base),
+        "base step / gemm": forward / _fastest(_gemm),
+        "around base step / loop": around / loop,
+        "around mixed step / loop": around_mixed / loop,
         "schedule / loop": schedule_times(_LOAD, 8, time.process_time, min)["slowest"] / loop,
         "memory / loop": _fastest(_memory) / loop,
         **{f"{name} / loop": seconds / loop for name, seconds in gpu_host_seconds(work_dir).items()},
@@ -110,27 +112,40 @@ def gpu_host_seconds(work_dir: Path) -> dict[str, float]:
     return {**found, "GPU prefill layer": layer * 1e-6}
 
 
-def _stages(contender: Contender, case: str) -> dict[str, float]:
-    """Microseconds of processor time per stage of a decode step."""
-    with StepTimer(contender.engine, time.process_time) as timer:
-        contender.run(case)
-    return timer.summary(WORKLOAD.requests, min)
+def _step(subject: Subject, adapters: list[str | None]) -> tuple[float, float]:
+    """Processor seconds of a decode step: within the model's forward pass, and around it; the least of some steps."""
+    requests = subject.decoding(adapters, _PROMPT, _OUTPUT)
+    parts = {"step": (subject.engine, "step"), "forward": (subject.executor.decoder, "forward")}
+    with timed(parts, time.process_time) as took:
+        subject.step_seconds(_OUTPUT, len(adapters))
+    subject.clear(requests)
+    around = (step - forward for step, forward in zip(took["step"], took["forward"], strict=True))
+    return min(took["forward"]), min(around)
 
 
-def _ratio(contender: Contender, case: str, other: str) -> float:
-    """Processor time of `case` over that of `other`, in the order A B B A: what drifts slowly cancels out."""
-    seconds = [_seconds(lambda name=name: contender.run(name)) for name in (case, other, other, case)]
+def _ratio(subject: Subject, adapters: list[str | None], others: list[str | None]) -> float:
+    """Processor time of whole answers over that of others', in the order A B B A: what drifts slowly cancels out."""
+    seconds = [_answers(subject, each) for each in (adapters, others, others, adapters)]
     return min(seconds[0], seconds[3]) / min(seconds[1], seconds[2])
 
 
-def _fastest(work: Callable[[], Any]) -> float:
-    return min(_seconds(work) for _ in range(_TRIES))
-
-
-def _seconds(work: Callable[[], Any]) -> float:
+def _answers(subject: Subject, adapters: list[str | None]) -> float:
+    """Processor seconds of a request for each."""
+    requests = [subject.request(_PROMPT, _OUTPUT, name) for name in adapters]
     began = time.process_time()
-    work()
+    for request in requests:
+        subject.engine.add_request(request)
+    subject.finish()
     return time.process_time() - began
+
+
+def _fastest(work: Callable[[], Any]) -> float:
+    seconds = []
+    for _ in range(_TRIES):
+        began = time.process_time()
+        work()
+        seconds.append(time.process_time() - began)
+    return min(seconds)
 
 
 def _loop() -> int:
@@ -146,11 +161,8 @@ def _loop() -> int:
 
 def _gemm() -> None:
     """Products of a step's shape, by torch."""
-    import torch
-
-    shape = WORKLOAD.geometry
-    weight = torch.ones(shape.ffn, shape.hidden, dtype=getattr(torch, WORKLOAD.dtype))
-    rows = torch.ones(WORKLOAD.requests, shape.hidden, dtype=weight.dtype)
+    weight = torch.ones(GEOMETRY.ffn, GEOMETRY.hidden, dtype=torch.bfloat16)
+    rows = torch.ones(_REQUESTS, GEOMETRY.hidden, dtype=weight.dtype)
     for _ in range(_GEMMS):
         torch.nn.functional.linear(rows, weight)
 
