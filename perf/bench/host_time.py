@@ -49,8 +49,8 @@ from ...ops.attention_plan import PlanBuffers
 from ..report.command import conclude, parser
 from .idle_engine import GEOMETRY, PacedDevice, StubDevice, idle_engine
 from .launches import decode_launches, prompt_launches
-from .sections.registry import rows_table
 from .machine import processor
+from .sections.registry import rows_table
 
 _SAMPLES = ("exposed", "exposed ahead")
 
@@ -222,11 +222,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if layer:
         prompts = exposed_prompts(args.prompt, args.decoding, args.steps, args.work_dir, args.device_us * 1e-6)
         launches = [*decode_launches(args.work_dir), *prompt_launches(args.work_dir)]
-        rows = [{"launches": "each", **layer}, {"launches": "in pieces", **in_pieces}]
-        title = f"exposed host time of a step of {args.prompt} prompt tokens and {args.decoding} decode rows, µs"
+        layers = [{"launches": "each", **layer}, {"launches": "in pieces", **in_pieces}]
+        size = f"{args.prompt} prompt tokens and {args.decoding} decode rows"
         for title, rows in (
-            (f"host time of a layer of a prefill of {args.prompt} tokens, µs", rows),
-            (f"{title}, beside {args.device_us:g} µs", [prompts]),
+            (f"host time of a layer of a prefill of {args.prompt} tokens, µs", layers),
+            (f"exposed host time of a step of {size}, µs, beside {args.device_us:g} µs", [prompts]),
             ("launches of a layer", launches),
         ):
             rows_table(title, {name: name for name in rows[0]}, rows).show()

@@ -1,8 +1,8 @@
 """Time of `schedule()` under load, with a fake executor in place of tensors.
 
-Many running and waiting requests over many registered adapters: with every seat taken; in three ways with seats free
-but nothing that may be admitted; and with requests that end and begin in every step. Prints milliseconds, the median
-and the 95th percentile: `python -m chorus.perf.bench.schedule_time --waiting 10000 --tenants 1000`.
+Many running and waiting requests over many registered adapters: with every seat taken, and in three ways with seats
+free but nothing that may be admitted. Prints milliseconds, the median and the 95th percentile:
+`python -m chorus.perf.bench.schedule_time --waiting 10000 --tenants 1000`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,8 @@ _RANK = 16
 _PROMPT = 128
 
 #: full: every seat is taken. pages: no waiting request fits into the pages that the running ones leave. limit: the
-#: number of adapters per step is used up. reads: every waiting adapter is still to be read, and no read ends. turnover:
-#: some requests end and others begin in every step.
-STATES = ("full", "pages", "limit", "reads", "turnover")
-
-# Of the state of that name:
-_MOST_TOKENS = 64  # of a request, from 1 on
-_STEP_SECONDS = 0.02
+#: number of adapters per step is used up. reads: every waiting adapter is still to be read, and no read ends.
+STATES = ("full", "pages", "limit", "reads")
 
 
 @dataclass(frozen=True)
@@ -57,36 +52,30 @@ def schedule_times(
     clock: Callable[[], float] = time.perf_counter,
     pick: Callable[[Sequence[float]], float] = median,
 ) -> dict[str, float]:
-    """Seconds of one `schedule()` call per state, and of the slowest one in which nothing begins.
+    """Seconds of one `schedule()` call per state, and of the slowest one.
 
     pick: which of the samples stands for all.
     """
     found = {state: pick(_measure(state, load, samples, clock)) for state in STATES}
-    return {**found, "slowest": max(found[state] for state in STATES if state != "turnover")}
+    return {**found, "slowest": max(found.values())}
 
 
 def _measure(state: str, load: Load, samples: int, clock: Callable[[], float]) -> list[float]:
     engine, executor = _busy_engine(state, load, samples)
-    scheduler, is_still = engine.scheduler, state != "turnover"
+    scheduler = engine.scheduler
     waiting = 0
-    while is_still and waiting != len(scheduler.waiting):  # tenants with fewer seats than others begin more
+    while waiting != len(scheduler.waiting):  # tenants with fewer seats than others begin more
         waiting = len(scheduler.waiting)
         engine.step()
-    if not is_still:
-        for _ in range(_MOST_TOKENS):  # until all requests that began in one step have ended
-            engine.step()
-        _add_waiting(engine, state, load, samples, load.running + load.waiting)
-        waiting = len(scheduler.waiting)
     took = []
-    while len(took) < samples or (not is_still and len(scheduler.waiting) == waiting):  # until one begins
+    for _ in range(samples):
         began = clock()
         plan = scheduler.schedule()
         took.append(clock() - began)
-        if plan is None:
-            raise RuntimeError(f"{state}: all requests have ended; more than {load.waiting} must wait")
+        if plan is None or len(plan.rows) < load.running or len(scheduler.waiting) != waiting:
+            rows = 0 if plan is None else len(plan.rows)
+            raise RuntimeError(f"{state}: {rows} rows ran and {len(scheduler.waiting)} of {load.waiting} requests wait")
         scheduler.update(plan, executor.execute(plan))
-        if is_still and (len(plan.rows) < load.running or len(scheduler.waiting) != waiting):
-            raise RuntimeError(f"{state}: {len(plan.rows)} rows ran and {len(scheduler.waiting)} requests wait")
     engine.close()
     return took
 
@@ -100,22 +89,20 @@ def _busy_engine(state: str, load: Load, samples: int) -> tuple[Engine, FakeExec
     num_bytes = executor.layout.page_bytes * executor.adapters.layout(executor.adapters.inspect(_path(0))).num_pages
     config = EngineConfig(
         model=Path("none"),
-        max_num_seqs=load.running if state in ("full", "turnover") else load.running + 64,
+        max_num_seqs=load.running if state == "full" else load.running + 64,
         max_num_batched_tokens=load.running * _PROMPT,
         max_adapters_per_step=load.running if state == "limit" else None,
         host_cache_bytes=128 * num_bytes,
         num_pages=executor.num_pages,
         max_waiting=None,
     )
-    seconds = _STEP_SECONDS if state == "turnover" else 0.0
-    engine = Engine(config, executor, clock=lambda: 1.0 + seconds * executor.num_steps, reads=reads)
+    engine = Engine(config, executor, clock=lambda: 1.0, reads=reads)
     for index in range(load.adapters):
         engine.store.register(f"a{index}", _path(index))
-    steps = None if state == "turnover" else samples
     for index in range(load.running):
-        engine.add_request(_request(index, index % load.adapters, _PROMPT, steps, index % load.tenants))
+        engine.add_request(_request(index, index % load.adapters, _PROMPT, samples, index % load.tenants))
     engine.step()
-    while len(engine.scheduler.running) < load.running and state != "turnover":
+    while len(engine.scheduler.running) < load.running:
         engine.step()
     reads.stopped = state == "reads"
     if reads.stopped:
@@ -126,23 +113,22 @@ def _busy_engine(state: str, load: Load, samples: int) -> tuple[Engine, FakeExec
 
 def _add_waiting(engine: Engine, state: str, load: Load, samples: int, first: int) -> None:
     """Add requests, numbered from `first` on, until `load.waiting` wait; of adapters that none of the first is for."""
-    used, steps = min(load.running, load.adapters), None if state == "turnover" else samples
+    used = min(load.running, load.adapters)
     fresh = load.adapters - used if state != "pages" else 0
     available = engine.reclaimer.available
     for index in range(load.waiting - len(engine.scheduler.waiting)):
         adapter = used + index % fresh if fresh else index % used
         prompt = 16 * available + 1 if state == "pages" and index == 0 else _PROMPT
-        engine.add_request(_request(first + index, adapter, prompt, steps, index % load.tenants))
+        engine.add_request(_request(first + index, adapter, prompt, samples, index % load.tenants))
 
 
 def _path(index: int) -> Path:
     return Path(f"a{index}-{_RANK}")
 
 
-def _request(index: int, adapter: int, prompt_tokens: int, steps: int | None, tenant: int) -> Request:
-    """steps: that none of the requests ends in; None: they end after a few tokens."""
-    most = 1 + 37 * index % _MOST_TOKENS if steps is None else _max_tokens(steps)
-    params = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True)
+def _request(index: int, adapter: int, prompt_tokens: int, steps: int, tenant: int) -> Request:
+    """steps: that none of the requests ends in."""
+    params = SamplingParams(max_tokens=_max_tokens(steps), temperature=0.0, ignore_eos=True)
     return Request(f"r{index}", [1] * prompt_tokens, params, f"a{adapter}", tenant=f"t{tenant}")
 
 
@@ -160,10 +146,8 @@ class FakeExecutor:
         self.num_pages = num_pages
         self.adapters = WeightlessAdapters(_DIMS, self.layout)
         self.shadow = self.swaps = self.start = None
-        self.num_steps = 0
 
     def execute(self, plan: StepPlan) -> StepResult:
-        self.num_steps += 1
         return StepResult(tokens={row.request_id: 1 for row in plan.rows if row.samples})
 
     def close(self) -> None:

@@ -23,10 +23,10 @@ from pathlib import Path
 from ..report.command import conclude, parser
 from .variants import SHARED_LIMIT, compile_all, plain_variants, variants
 
-_COLUMNS = "{:6} {:22} {:9} {:5} {:>6} {:>4} {:>4} {:>6} {:>6} {:17} {:>4} {:>5} {:>4} {:>6} {:>8} {:>8}"
+_COLUMNS = "{:6} {:22} {:9} {:5} {:>6} {:>4} {:>4} {:>6} {:>6} {:17} {:>4} {:>5} {:>4} {:>6}"
 _TITLES = (
     "arch", "kernel", "group", "dtype", "tokens", "rank", "regs", "spills", "shared", "matrix", "wide", "loads", "bars",
-    "KiB/SM", "MB", "MFLOP",
+    "KiB/SM",
 )  # fmt: skip
 
 
@@ -52,7 +52,6 @@ def main(argv: list[str] | None = None) -> int:
                 line.arch, variant.kernel, variant.group, variant.dtype, variant.tokens, variant.max_rank or "-",
                 line.registers, line.spill_bytes, line.shared_bytes, line.matrix or "-", line.wide_loads,
                 line.loads_before if variant.pointer else "-", line.barriers, line.bytes_in_flight >> 10,
-                f"{line.cost.bytes / 1e6:.1f}", f"{line.cost.flops / 1e6:.0f}",
             )
         )  # fmt: skip
     failures = [f"{line.arch} {line.variant}: {problem}" for line in lines for problem in line.problems()]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...ops.sgmv import Segments
 
-_F32, _INT32, _INT64 = 4, 4, 8
+_F32, _INT32 = 4, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,29 +58,6 @@ def expand_cost(
     return Cost(moved, flops)
 
 
-def norm_cost(tokens: int, width: int, itemsize: int, add: bool) -> Cost:
-    """bytes: x read and y written, with `add` the residual read and written too, and the weight.
-    flops: 4 per element (square, sum, scale, weight), 5 with `add`.
-    """
-    return Cost(((4 if add else 2) * tokens + 1) * width * itemsize, (5 if add else 4) * tokens * width)
-
-
-def silu_cost(tokens: int, ffn: int, itemsize: int) -> Cost:
-    """bytes: gate and up read, the product written. flops: 5 per element of it, an exponential and a division among
-    them.
-    """
-    return Cost(3 * tokens * ffn * itemsize, 5 * tokens * ffn)
-
-
-def rotary_cost(tokens: int, num_heads: int, kv_heads: int, head_dim: int, itemsize: int, norm: bool) -> Cost:
-    """bytes: q, k and v read and written, half a row of cos and of sin and three int64 a token; the norms' weights.
-    flops: 3 per element of q and k, 7 with norms.
-    """
-    rotated = (num_heads + kv_heads) * head_dim
-    moved = tokens * (2 * (rotated + kv_heads * head_dim) * itemsize + head_dim * itemsize + 3 * _INT64)
-    return Cost(moved + (2 * head_dim * itemsize if norm else 0), (7 if norm else 3) * tokens * rotated)
-
-
 def attention_cost(
     lens: Sequence[int], num_heads: int, kv_heads: int, head_dim: int, block_tokens: int, itemsize: int
 ) -> Cost:
@@ -101,18 +78,3 @@ def product_cost(tokens: int, d_in: int, d_out: int, itemsize: int, *, silu: boo
     rows = 2 * d_out if silu else d_out
     moved = rows * d_in + tokens * (d_in + d_out)
     return Cost(moved * itemsize, 2 * tokens * rows * d_in + 5 * silu * tokens * d_out)
-
-
-def expanded_cost(tokens: int, widths: Sequence[int], rank: int, splits: int, itemsize: int) -> Cost:
-    """What an adapter of `rank` per token adds to a product in its launch. bytes: Bᵀ, and the partial sums, once.
-    flops: 2 per element of Bᵀ.
-    """
-    moved = rank * (sum(widths) * itemsize + splits * len(widths) * _F32)
-    return Cost(tokens * moved, 2 * tokens * rank * sum(widths))
-
-
-def draw_cost(draws: int, vocab: int, *, exponentials: bool) -> Cost:
-    """bytes: each row of logits, float32, once. flops: a comparison per logit; with `exponentials` a difference, a
-    product, a sum and some 30 operations of float64 more.
-    """
-    return Cost(draws * vocab * _F32, draws * vocab * (34 if exponentials else 1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -13,22 +13,9 @@ from ...ops import elementwise_schedule, sampling_schedule
 from ...ops import small_gemm_schedule as small
 from ...ops.attention_schedule import attention_constants, attention_options, largest_head
 from ...ops.dependent_launch import LEAST_MAJOR
-from ...ops.sgmv import AdapterRows, Segments
 from ...ops.sgmv_schedule import ExpandShape, Schedule, decode, expand_constants, prefill, shrink_constants
-from ...ops.sgmv_tables import NUM_MODULES, place_pages
+from ...ops.sgmv_tables import place_pages
 from ..bench.sizes import SIZES
-from .cost import (
-    Cost,
-    attention_cost,
-    draw_cost,
-    expand_cost,
-    expanded_cost,
-    norm_cost,
-    product_cost,
-    rotary_cost,
-    shrink_cost,
-    silu_cost,
-)
 
 if TYPE_CHECKING:
     from .compiled_triton import Job
@@ -53,17 +40,13 @@ _COUNTS = {"layer": "i32", "layers": "i32", "max_pages": "i32", "tokens": "i32"}
 
 
 class Elementwise(NamedTuple):
-    """A launch that reads no adapter. own: arguments that point to the variant's dtype; others: with their types.
-
-    cost: of a number of tokens at an itemsize.
-    """
+    """A launch that reads no adapter. own: arguments that point to the variant's dtype; others: with their types."""
 
     kernel: str
     constants: dict[str, int]
     options: dict[str, int | bool]
     own: tuple[str, ...]
     others: dict[str, str]
-    cost: Callable[[int, int], Cost]
 
 
 def _strides(*names: str) -> dict[str, str]:
@@ -74,7 +57,6 @@ def _norm(hidden: int, add: bool) -> Elementwise:
     return Elementwise(
         "rms_norm_rows", elementwise_schedule.norm_constants(hidden, add), elementwise_schedule.norm_options(hidden),
         ("y", "x", "residual", "weight"), {"eps": "fp32", **_strides("x", "y", "residual")},
-        lambda tokens, itemsize: norm_cost(tokens, hidden, itemsize, add),
     )  # fmt: skip
 
 
@@ -82,7 +64,6 @@ def _silu(ffn: int) -> Elementwise:
     return Elementwise(
         "silu_and_mul_rows", elementwise_schedule.silu_constants(ffn), elementwise_schedule.silu_options(),
         ("y", "gate_up"), _strides("gate_up", "y"),
-        lambda tokens, itemsize: silu_cost(tokens, ffn, itemsize),
     )  # fmt: skip
 
 
@@ -93,7 +74,6 @@ def _rotary(heads: int, kv_heads: int, head_dim: int, norm: bool) -> Elementwise
         ("q", "k_cache", "v_cache", "qkv", "cos", "sin", "q_norm", "k_norm"),
         {**dict.fromkeys(("rows", "page", "offset"), "*i64"), "eps": "fp32",
          **_strides("qkv", "table", "page", "token", "head")},
-        lambda tokens, itemsize: rotary_cost(tokens, heads, kv_heads, head_dim, itemsize, norm),
     )  # fmt: skip
 
 
@@ -114,14 +94,10 @@ def _product(d_in: int, d_out: int, rows: int, *, silu: bool, group: str = "", m
         pages = place_pages(PAGE_ELEMS, SLAB_ELEMS)
         shape = ExpandShape.build(decode(rows, max_rank), GROUPS[group][1], d_in, PAGE_ELEMS, 2, max_rank, pages)
 
-    def cost(tokens: int, itemsize: int) -> Cost:
-        plain = product_cost(tokens, d_in, d_out, itemsize, silu=silu)
-        return plain if shape is None else plain + expanded_cost(tokens, shape.widths, max_rank, shape.splits, itemsize)
-
     return Elementwise(
         "multiply_rows", small.gemm_constants(schedule, d_in, d_out, silu=silu, shape=shape),
         small.gemm_options(schedule), ("y", "x", "weight", "bias", "arena"),
-        {"h": "*fp32", **_TABLES, **_PLACES, **_COUNTS, "num_tiles": "i32", **_strides("y", "x")}, cost,
+        {"h": "*fp32", **_TABLES, **_PLACES, **_COUNTS, "num_tiles": "i32", **_strides("y", "x")},
     )  # fmt: skip
 
 
@@ -148,8 +124,7 @@ ATTENTION = {
     "heads.128": (32, 8, 128), "heads.64": (8, 8, 64), "heads.96": (32, 8, 96), "heads.256": (16, 4, 256),
 }  # fmt: skip
 
-#: Tokens of a row that decode attention is counted for, and of a page.
-_CONTEXT, _BLOCK_TOKENS = 1024, 16
+_BLOCK_TOKENS = 16  # of a page
 
 
 def _attention(heads: int, kv_heads: int, head_dim: int, itemsize: int) -> Elementwise:
@@ -160,7 +135,6 @@ def _attention(heads: int, kv_heads: int, head_dim: int, itemsize: int) -> Eleme
         {**dict.fromkeys(("indptr", "last_page_len", "indices", "arrived"), "*i32"),
          **dict.fromkeys(("values", "tops", "totals"), "*fp32"), "scale": "fp32", "least": "i32",
          **_strides("page", "token", "head")},
-        lambda tokens, itemsize: attention_cost([_CONTEXT] * tokens, *shape, itemsize),
     )  # fmt: skip
 
 
@@ -169,28 +143,15 @@ _PEAKS = {"peaks": "*fp32", "lows": "*fp32"}
 _SUMS = {"sums": "*fp64"}
 
 
-def _draw(
-    kernel: str, constants: dict[str, int], options: dict[str, int | bool], others: dict[str, str], vocab: int,
-    *, exponentials: bool,
-) -> Elementwise:  # fmt: skip
-    return Elementwise(
-        kernel, constants, options, (), {**others, **_PEAKS, **_DRAWN},
-        lambda draws, itemsize: draw_cost(draws, vocab, exponentials=exponentials),
-    )  # fmt: skip
-
-
 def _draws(vocab: int) -> dict[str, Elementwise]:
     its = sampling_schedule
+    read = {**_PEAKS, **_DRAWN}
+    drawn = {**_SUMS, "tokens": "*i64", "lists": "*i32", "columns": "i32", **read}
     return {
-        "peaks": _draw("find_peaks", its.peak_constants(vocab), its.peak_options(), {}, vocab, exponentials=False),
-        "weights": _draw(
-            "weigh_blocks", its.weigh_constants(vocab), its.weigh_options(), _SUMS, vocab, exponentials=True
-        ),
-        "tokens": _draw(
-            "pick_tokens", its.pick_constants(vocab), its.pick_options(),
-            {**_SUMS, "tokens": "*i64", "lists": "*i32", "columns": "i32"}, vocab, exponentials=True,
-        ),
-    }  # fmt: skip
+        "peaks": Elementwise("find_peaks", its.peak_constants(vocab), its.peak_options(), (), read),
+        "weights": Elementwise("weigh_blocks", its.weigh_constants(vocab), its.weigh_options(), (), {**_SUMS, **read}),
+        "tokens": Elementwise("pick_tokens", its.pick_constants(vocab), its.pick_options(), (), drawn),
+    }
 
 
 #: Launches that draw tokens from float32 logits of Llama-3.1-8B's vocabulary.
@@ -276,22 +237,6 @@ class Variant:
         items = (self.constants().items(), self.options().items(), self.signature().items())
         return self.kernel, *(tuple(sorted(each)) for each in items)
 
-    def cost(self) -> Cost:
-        """Of a full bucket of the largest rank: an adapter per token, or with tensor cores one for all tokens."""
-        itemsize = ITEMSIZE[self.dtype]
-        if (launch := self.launch) is not None:
-            return launch.cost(self.tokens, itemsize)
-        d_in, modules = GROUPS[self.group]
-        offsets = [0] * NUM_MODULES
-        segments = Segments()
-        step = self.tokens if self.tensor_cores else 1
-        for begin in range(0, self.tokens, step):
-            segments.add(begin, begin + step, AdapterRows((), self.max_rank, 1.0, 0, offsets, offsets, (0,)))
-        splits = self.schedule().splits(d_in)
-        if self.kernel.startswith("shrink"):
-            return shrink_cost(segments, 0, modules, d_in, splits, itemsize)
-        return expand_cost(segments, 0, modules, splits, itemsize)
-
 
 @dataclass(frozen=True, slots=True)
 class Line:
@@ -308,7 +253,6 @@ class Line:
     barriers: int
     bytes_in_flight: int
     is_early: bool
-    cost: Cost
 
     def problems(self) -> Iterator[str]:
         if self.spill_bytes:
@@ -326,11 +270,7 @@ class Line:
 
     def as_dict(self) -> dict[str, Any]:
         values = asdict(self)
-        return {
-            **values.pop("variant"),
-            **{f"cost_{key}": value for key, value in values.pop("cost").items()},
-            **values,
-        }
+        return values.pop("variant") | values
 
 
 def variants() -> Iterator[Variant]:
@@ -406,7 +346,7 @@ def compile_all(
             raise ValueError(f"{arch} {variant}: known as {known[key]}, but compiled it is {fields}")
     for key in known.keys() - keys.values():
         del known[key]
-    return [Line(variant, arch, **known[keys[arch, variant.launched]], cost=variant.cost()) for variant, arch in wanted]
+    return [Line(variant, arch, **known[keys[arch, variant.launched]]) for variant, arch in wanted]
 
 
 def widest(chosen: Sequence[Variant]) -> list[Variant]:
