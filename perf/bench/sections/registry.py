@@ -14,7 +14,7 @@ SECTIONS = {
     "limits": "(a) bandwidth and arithmetic of the device",
     "equality": "(g) graph replay against eager steps, bit for bit",
     "decode": "(c) decode steps against their byte floor",
-    "sgmv": "(b) SGMV beside other ways",
+    "sgmv": "(b) SGMV against the bandwidth",
     "products": "(h) products of few rows, ours beside cuBLAS",
     "attention": "(j) decode attention alone, ours beside FlashInfer's",
     "sampling": "(k) draws, alone and in decode steps",
@@ -23,7 +23,6 @@ SECTIONS = {
     "prefill": "(d) prefill against its floor",
     "mixes": "(f) output tokens per second, end to end",
     "http": "(i) output tokens per second over HTTP",
-    "modes": "(l) a policy of modes beside the two fixed ones, by skewness",
     "swapping": "(m) twice the KV that fits: swapped or computed again",
     "tenants": "(n) a tenant that sends many times its share: the others' time to a first token",
     "ranks": "(o) decode steps of several ranks beside one with as many threads",
@@ -32,7 +31,7 @@ SECTIONS = {
 }
 
 _OF_KERNELS = {"equality", "sgmv", "products", "attention"}
-_OF_CPUS = {"modes", "swapping", "tenants", "ranks", "peers", "levels"}
+_OF_CPUS = {"swapping", "tenants", "ranks", "peers", "levels"}
 
 
 def sections_of(device: str, smoke: bool) -> dict[str, str]:

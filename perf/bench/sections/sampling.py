@@ -1,23 +1,23 @@
-"""Draws: the kernels beside the torch path, alone and in decode steps, beside greedy steps."""
+"""Draws, alone, with the tokens of the torch path, and in decode steps beside greedy ones."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 
-from ....core.model import sampler
 from ....core.requests.grammar import Grammar
 from ....core.requests.sampling_params import SamplingParams
-from ....ops.sampling import Chances, draw_into, pick, sample, sampling_draws, uniform
+from ....ops.sampling import Chances, draw_into, sample, sampling_draws, uniform
 from ...report.table import Goal, Table
 from ..context import Context
 from ..random_model import write_tokenizer
 from ..subject import Subject
+from ..timer import in_turns, ratio
 from .registry import rows_table
 
 
@@ -73,9 +73,8 @@ def run(context: Context) -> dict[str, Any]:
     buckets = context.pick((1, 2), (1, 16, 64), (1, 16, 64, 128, 256), cpu=(8,))
     found: dict[str, Any] = {
         "method": context.timer.method,
-        "timed": "draw: calls with their uploads, back to back; device: the launches alone, captured; torch: the torch "
-        "path as it was on GPUs, looking at all logits for top_p. Steps: engine steps by the host clock, medians of "
-        "rounds in turn",
+        "timed": "draw: calls with their uploads, back to back; device: the launches alone, captured. Steps: engine "
+        "steps by the host clock, medians of rounds in turn",
         "draws": [],
         "steps": [],
     }
@@ -106,10 +105,7 @@ def _draw(context: Context, rows: int, case: str, logits: str) -> dict[str, Any]
     chances = [Chances(u=uniform(context.seed, row), **CASES[case].params) for row in range(rows)]
     tokens = torch.zeros(2, rows, dtype=torch.long, device=context.device)
     time = context.timer.time
-    seconds = {
-        "draw": time(lambda: draw_into(tokens, values, range(rows), chances), capture=False).seconds,
-        "torch": time(lambda: sample(values, chances, vocab), capture=False).seconds,
-    }
+    seconds = {"draw": time(lambda: draw_into(tokens, values, range(rows), chances), capture=False).seconds}
     draw_into(tokens, values, range(rows), chances)
     same = (tokens[0] == sample(values, chances, vocab)).sum().item()
     if not context.smoke:
@@ -124,36 +120,23 @@ def _draw(context: Context, rows: int, case: str, logits: str) -> dict[str, Any]
     }  # fmt: skip
 
 
-def _torch_draw(tokens: torch.Tensor, logits: torch.Tensor, rows: Sequence[int], chances: Sequence[Chances]) -> None:
-    """`draw_into` by the torch path."""
-    drawn = sample(pick(logits, rows), chances, logits.shape[1])
-    tokens[:, : len(rows)] = drawn  # all rows of the step draw
-
-
 def _steps(context: Context, subject: Subject, bucket: int) -> dict[str, Any]:
-    """Rates, and of each way its share of that beside which it is measured, in turns: greedy's, mostly.
-
-    A GPU's draws are timed by the torch path, too.
-    """
+    """Rates, and of each way its share of that beside which it is measured, in turns: greedy's, mostly."""
     rounds, count = context.pick(1, 4, 8, cpu=10), context.pick(2, 12, 40, cpu=16)
-    cases = {name: (way, draw_into) for name, way in {"greedy": Way({}), **CASES}.items()}
-    if _draws_alone(context):
-        cases |= {f"{name}_torch": (way, _torch_draw) for name, way in CASES.items()}
-    if context.device == "cpu":
-        cases |= {name: (way, draw_into) for name, way in MORE.items()}
+    cases = {"greedy": Way({}), **CASES, **(MORE if context.device == "cpu" else {})}
     seconds: dict[str, list[float]] = {name: [] for name in cases}
-    ratios: dict[str, list[float]] = {f"{name}_over_{way.over}": [] for name, (way, _) in cases.items() if way.params}
-    for index in range(rounds):
-        for name, over in (key.split("_over_") for key in ratios):
-            for each in (name, over) if index % 2 else (over, name):
-                way, draw = cases[each]
-                with patch.object(sampler, "draw_into", draw):
-                    seconds[each].append(_median(context, subject, bucket, count, way))
-            ratios[f"{name}_over_{over}"].append(seconds[over][-1] / seconds[name][-1])
+    ratios: dict[str, float] = {}
+    for name, way in cases.items():
+        if name != "greedy":
+            pair = {each: partial(_median, context, subject, bucket, count, cases[each]) for each in (name, way.over)}
+            taken = in_turns(pair, rounds)
+            ratios[f"{name}_over_{way.over}"] = ratio(taken, way.over, name)
+            for each, its in taken.items():
+                seconds[each] += its
     return {
         "bucket": bucket,
         **{f"{name}_tokens_per_s": bucket / median(its) for name, its in seconds.items()},
-        **{key: median(its) for key, its in ratios.items()},
+        **ratios,
     }
 
 
@@ -185,15 +168,13 @@ def goals(values: dict[str, Any]) -> list[Goal]:
 def tables(values: dict[str, Any]) -> list[Table]:
     draws = {
         "rows": "bucket", "case": "case", "logits": "logits", "device µs": lambda row: row.get("device_us"),
-        "draw µs": "draw_us", "torch µs": "torch_us", "same tokens": "same_tokens",
+        "draw µs": "draw_us", "same tokens": "same_tokens",
     }  # fmt: skip
-    steps = Table("(k) decode steps that draw", ["rows", "sampling", "tokens/s", "of greedy", "by torch, of greedy"])
+    steps = Table("(k) decode steps that draw", ["rows", "sampling", "tokens/s", "of greedy"])
     for row in values["steps"]:
-        steps.add(row["bucket"], "greedy", row["greedy_tokens_per_s"], 1.0, None)
+        steps.add(row["bucket"], "greedy", row["greedy_tokens_per_s"], 1.0)
         for name, way in {**CASES, **MORE}.items():
             if (rate := row.get(f"{name}_tokens_per_s")) is not None:
                 label = name if way.over == "greedy" else f"{name}, of {way.over}"
-                steps.add(
-                    row["bucket"], label, rate, row[f"{name}_over_{way.over}"], row.get(f"{name}_torch_over_greedy")
-                )
+                steps.add(row["bucket"], label, rate, row[f"{name}_over_{way.over}"])
     return [*([rows_table("(k) draws alone, top_p 0.9", draws, values["draws"])] if values["draws"] else []), steps]

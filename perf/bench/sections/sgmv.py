@@ -11,7 +11,6 @@ from ...report.table import Table
 from ..context import Context
 from ..lora_case import ArenaPages, LoraCase, layer_bytes, layers_for, num_pages
 from ..popularity import POPULARITIES, segment_lengths
-from ..rivals import RIVALS
 from .registry import rows_table
 
 #: Adapters of a case by its name: all of one rank, or these in turn.
@@ -61,7 +60,7 @@ def cells(context: Context) -> Iterator[Cell]:
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Microseconds per layer (all seven projections, and per group of them), shares, and other ways beside them."""
+    """Microseconds per layer (all seven projections, and per group of them), and shares."""
     cache = context.l2_bytes()
     grid = list(cells(context))
     itemsize = context.dtype.itemsize
@@ -80,10 +79,7 @@ def run(context: Context) -> dict[str, Any]:
                 context.size, arena, cell.lengths, cell.adapter_ranks(), _layers(context, cell),
                 decode(cell.tokens, MAX_RANK), MAX_RANK, context.seed,
             )  # fmt: skip
-            row = _measure(context, cell, case)
-            found["cells"].append(row)
-            row["rivals"] = {}  # one that fails leaves ours
-            row["rivals"] = _rivals(context, cell, case)
+            found["cells"].append(_measure(context, cell, case))
             if (
                 cell.popularity == "distinct"
                 and cell.tokens >= context.pick(3, 1, 1)
@@ -122,21 +118,6 @@ def _checked(context: Context, name: str, case: LoraCase) -> float:
     return error
 
 
-def _rivals(context: Context, cell: Cell, case: LoraCase) -> dict[str, Any]:
-    """Microseconds per layer of the other ways, where this kind of run asks for them."""
-    if cell.tokens not in context.pick((3,), (1, 8, 32, 64), BATCHES):
-        return {}
-    if cell.ranks not in context.pick(("mixed",), ("16", "mixed"), tuple(RANKS)):
-        return {}
-    times = {}
-    for name, make in RIVALS.items():
-        rival = make(case)
-        sample = context.timer.time(rival.run)
-        times[name] = {"us": sample.seconds / case.layers * 1e6, "captured": sample.captured}
-        del rival
-    return times
-
-
 def _prefill(context: Context, arena: ArenaPages, found: dict[str, Any]) -> None:
     """Long segments on tensor cores: time against both floors, bytes and arithmetic."""
     itemsize = context.dtype.itemsize
@@ -171,11 +152,6 @@ def tables(values: dict[str, Any]) -> list[Table]:
         for shape in dict.fromkeys((row["popularity"], row["ranks"]) for row in cells):
             rows = (by_cell.get((*shape, tokens)) for tokens in batches)
             found[-1].add(*shape, *(row and scale * row[key] for row in rows))
-    rivals = Table("(b) beside other ways, µs", ["popularity", "rank", "batch", "sgmv", *RIVALS])
-    for row in cells:
-        if row["rivals"]:
-            others = (row["rivals"].get(name, {}).get("us") for name in RIVALS)
-            rivals.add(row["popularity"], row["ranks"], row["tokens"], row["us"], *others)
     groups = {
         "group": "group", "rank": "ranks", "batch": "tokens", "µs": "us", "MB": lambda row: row["bytes"] / 1e6,
         "%": lambda row: 100 * row["share"],
@@ -185,4 +161,4 @@ def tables(values: dict[str, Any]) -> list[Table]:
         "% of floor": lambda row: 100 * row["share"],
     }  # fmt: skip
     by_group = rows_table("(b) SGMV by group, distinct adapters", groups, values["groups"])
-    return [*found, rivals, by_group, rows_table("(b) SGMV of prefill", prefill, values["prefill"])]
+    return [*found, by_group, rows_table("(b) SGMV of prefill", prefill, values["prefill"])]

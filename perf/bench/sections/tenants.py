@@ -14,7 +14,6 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
-from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,35 +59,25 @@ Round = dict[str, Served]
 """Runs of one machine, one after another, by name."""
 
 
-class Runs:
-    """The runs of some rounds that have one name."""
-
-    def __init__(self, rounds: Sequence[Round], name: str) -> None:
-        self._runs = [each[name] for each in rounds]
-
-    def p99(self) -> float:
-        """99th percentile of the times to the first token of all tenants but the first."""
-        others = [times for run in self._runs for tenant, times in run.ttft.items() if tenant]
-        return float(np.percentile(list(itertools.chain.from_iterable(others)), 99))
-
-    def worst(self) -> float:
-        """The largest median of any tenant but the first."""
-        tenants = [tenant for tenant in self._runs[0].ttft if tenant]
-        times = [[each for run in self._runs for each in run.ttft[tenant]] for tenant in tenants]
-        return max(median(each) for each in times if each)
-
-    def tokens_per_second(self) -> float:
-        return sum(run.tokens for run in self._runs) / sum(run.seconds for run in self._runs)
+def p99(rounds: Sequence[Round], name: str) -> float:
+    """99th percentile of the times to the first token of all tenants but the first, in all runs of a name."""
+    others = [times for each in rounds for tenant, times in each[name].ttft.items() if tenant]
+    return float(np.percentile(list(itertools.chain.from_iterable(others)), 99))
 
 
-def slower(rounds: Sequence[Round], than: str) -> float:
-    """Return the others' p99 beside a flood, in turns, as a multiple of that in other runs."""
-    return Runs(rounds, "turns").p99() / Runs(rounds, than).p99()
+def rate(rounds: Sequence[Round], name: str) -> float:
+    """Tokens per second of all runs of a name."""
+    return sum(each[name].tokens for each in rounds) / sum(each[name].seconds for each in rounds)
+
+
+def slower(rounds: Sequence[Round]) -> float:
+    """Return the others' p99 beside a flood, in turns, as a multiple of that when all send their share."""
+    return p99(rounds, "turns") / p99(rounds, "calm")
 
 
 def throughput(rounds: Sequence[Round]) -> float:
     """Return the tokens per second of turns over the tokens per second of first come, first served."""
-    return Runs(rounds, "turns").tokens_per_second() / Runs(rounds, "first come").tokens_per_second()
+    return rate(rounds, "turns") / rate(rounds, "first come")
 
 
 def spread(rounds: Sequence[Round], value: Callable[[Sequence[Round]], float]) -> tuple[float, float]:
@@ -193,21 +182,18 @@ def run(context: Context) -> dict[str, Any]:
             rounds.append(made)
             found["capacity"].append(capacity)
             found |= _findings(rounds)
-            say(f"p99 of TTFT {slower([made], 'calm'):.2f} of calm's, tokens {throughput([made]):.3f} of first come's")
+            say(f"p99 of TTFT {slower([made]):.2f} of calm's, tokens {throughput([made]):.3f} of first come's")
     return found
 
 
 def _findings(rounds: list[Round]) -> dict[str, Any]:
-    runs = {name: Runs(rounds, name) for name in ("alone", "calm", *ORDERS)}
     return {
         "rows": [
-            {"run": name, "ttft_p99_ms": each.p99() * 1e3, "worst_ms": each.worst() * 1e3,
-             "tokens_per_s": each.tokens_per_second()}
-            for name, each in runs.items()
+            {"run": name, "ttft_p99_ms": p99(rounds, name) * 1e3, "tokens_per_s": rate(rounds, name)}
+            for name in ("alone", "calm", *ORDERS)
         ],
-        "slower": slower(rounds, "calm"), "slower_range": spread(rounds, lambda some: slower(some, "calm")),
-        "slower_by_round": [slower([each], "calm") for each in rounds],
-        "slower_than_alone": slower(rounds, "alone"),
+        "slower": slower(rounds), "slower_range": spread(rounds, slower),
+        "slower_by_round": [slower([each]) for each in rounds],
         "throughput": throughput(rounds), "throughput_range": spread(rounds, throughput),
     }  # fmt: skip
 
@@ -220,5 +206,5 @@ def goals(values: dict[str, Any]) -> list[Goal]:
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    columns = {"": "run", "p99 of TTFT, ms": "ttft_p99_ms", "worst median, ms": "worst_ms", "tokens/s": "tokens_per_s"}
+    columns = {"": "run", "p99 of TTFT, ms": "ttft_p99_ms", "tokens/s": "tokens_per_s"}
     return [rows_table("(n) tenants at their share beside one that floods", columns, values["rows"])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chorus.perf.bench.sections.tenants import Runs, Served, slower
+from chorus.perf.bench.sections.tenants import Served, p99, rate, slower
 
 
 def test_rounds_of_a_flood_are_taken_together():
@@ -15,9 +15,7 @@ def test_rounds_of_a_flood_are_taken_together():
         {"turns": Served({0: own, 1: quick + slow}, 90, 1.0), "calm": calm},
         {"turns": Served({0: own, 1: quick}, 110, 1.0), "calm": calm},
     ]
-    turns = Runs(rounds, "turns")
-    assert Runs(rounds, "calm").p99() == pytest.approx(0.1)
-    assert slower(rounds[:1], "calm") == pytest.approx(11.2)  # between the two longest of 50
-    assert 1 < slower(rounds, "calm") < 1.5  # half as far from the longest of 99
-    assert turns.worst() == pytest.approx(0.1)
-    assert turns.tokens_per_second() == 100
+    assert p99(rounds, "calm") == pytest.approx(0.1)
+    assert slower(rounds[:1]) == pytest.approx(11.2)  # between the two longest of 50
+    assert 1 < slower(rounds) < 1.5  # half as far from the longest of 99
+    assert rate(rounds, "turns") == 100
