@@ -14,7 +14,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ...memory.adapters.adapter import Adapter
@@ -52,7 +52,6 @@ class Outcome:
     kv_waste: float = 0.0
     waste: float = 0.0
     seconds: float = 0.0
-    samples: list[tuple[float, float, float, float]] = field(default_factory=list, repr=False)
 
 
 @dataclass(eq=False)
@@ -87,14 +86,14 @@ class Study:
 
     def run(self, cycles: int, occupancy: float) -> Outcome:
         outcome = Outcome(cycles)
-        start = time.perf_counter()
+        start, samples = time.perf_counter(), []
         for cycle in range(cycles):
             while self._in_use() > occupancy * self._pool.num_usable and self._live:
                 self._end(self._random.randrange(len(self._live)))
             self._begin(outcome)
             for live in self._random.sample(self._live, min(8, len(self._live))):
                 self._grow(live, self._random.randrange(1, 64), outcome)
-            outcome.samples.append(self._measure())
+            samples.append(self._measure())
             if cycle % 100 == 0:
                 self._pool.check_integrity(self._holders())
         while self._live:
@@ -104,7 +103,7 @@ class Study:
         if self._pool.num_free != self._pool.num_usable:
             raise AssertionError(f"{self._pool.num_usable - self._pool.num_free} pages were lost")
         outcome.loads, outcome.evictions = self._store.num_loads, self._store.num_evictions
-        columns = list(zip(*outcome.samples[cycles // 10 :], strict=True))  # the first tenth fills the pool
+        columns = list(zip(*samples[cycles // 10 :], strict=True))  # the first tenth fills the pool
         means = [sum(column) / len(column) for column in columns]
         outcome.occupancy, outcome.adapter_waste, outcome.kv_waste, outcome.waste = means
         outcome.seconds = time.perf_counter() - start
@@ -187,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = command.parse_args(argv)
     study = Study(arguments.pages, arguments.adapters, arguments.seed)
     outcome = study.run(arguments.cycles, arguments.occupancy)
-    result = {name: value for name, value in vars(outcome).items() if name != "samples"}
+    result = vars(outcome)
     for name, value in result.items():
         print(f"{name:20s} {value:.4f}" if isinstance(value, float) else f"{name:20s} {value}")
     return conclude(result, not outcome.avoidable_refusals)

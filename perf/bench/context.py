@@ -139,15 +139,6 @@ class Context:
             (step_bytes - base_bytes) / bandwidth, prefill_flops, step_bytes,
         )  # fmt: skip
 
-    def stated_floors(self) -> dict[str, Any]:
-        """Inputs of the floors, for the result file."""
-        return {
-            "bandwidth_bytes_per_s": self.bandwidth(),
-            "matmul_flops_per_s": self.limits()["matmul"]["flops_per_s"],
-            "decode": "bytes of weights, KV and adapters, each once, at the bandwidth",
-            "prefill": "FLOP at the matmul rate, or the bytes of the weights where that takes longer",
-        }
-
 
 def _link(source: Path, target: Path) -> None:
     """Make `target` another name of `source`, or a copy where the file system has no links."""

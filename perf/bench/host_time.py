@@ -7,18 +7,13 @@ nothing, so what is left is what the host does between them. Microseconds, the f
 * `execute`: what of it is the executor's, from the plan to the tokens,
 * `pages`: what of that writes the page lists for FlashInfer,
 
-of the base model and with an adapter per row. And beside a device with steps of `--device-us` each, the median of
-
-* `exposed`: the time between two steps for which the device waits for the host,
-* `exposed ahead`: the same with steps launched ahead (`async_scheduling`).
+of the base model and with an adapter per row.
 
 And of a step that prefills `--prompt` tokens, of the base model, with an adapter, and with decode rows of others behind
 it (`mixed`); left out where triton is not installed:
 
 * `layer`: one layer's launches;
-* `layer in pieces`: the same where what lies between two layers' attentions is captured;
-
-and `exposed` and `exposed ahead` of steps of a long prompt with decode rows behind it, in pieces, of the base model.
+* `layer in pieces`: the same where what lies between two layers' attentions is captured.
 
 And how many launches a layer is, by kind: of decode steps with products by the library, by our kernel (`small`) or by
 ours with the norms in it (`fused`), and of prompts, launched one by one or in captured pieces; left out likewise.
@@ -36,23 +31,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
 from typing import Any
 from unittest.mock import patch
 
 from ...core.engine import Engine
 from ...core.executors.cuda import CudaExecutor
-from ...core.executors.cuda_steps import CudaSteps
 from ...core.requests.request import Request
 from ...core.requests.sampling_params import SamplingParams
 from ...ops.attention_plan import PlanBuffers
 from ..report.command import conclude, parser
-from .idle_engine import GEOMETRY, PacedDevice, StubDevice, idle_engine
+from .idle_engine import GEOMETRY, StubDevice, idle_engine
 from .launches import decode_launches, prompt_launches
 from .machine import processor
 from .sections.registry import rows_table
-
-_SAMPLES = ("exposed", "exposed ahead")
 
 
 def host_times(
@@ -73,22 +64,6 @@ def host_times(
         if any(len(times) != steps for times in took.values()):
             raise RuntimeError(f"not every step was one of {rows} decode rows: {[len(it) for it in took.values()]}")
     return {part: min(times) * 1e6 for part, times in took.items()}
-
-
-def exposed_times(
-    rows: int, tokens: int, lora: bool, steps: int, work_dir: Path, device_seconds: float
-) -> dict[str, float]:
-    """Median microseconds for which a device waits for the host before a step like the steps of `host_times`."""
-    found = {}
-    for name, ahead in zip(_SAMPLES, (False, True), strict=True):
-        device = PacedDevice(device_seconds)
-        with idle_engine(rows, tokens + 2 * steps + 8, lora, work_dir, device, ahead=ahead) as engine:
-            _begin(engine, rows, tokens, lora, steps)
-            device.gaps.clear()
-            for _ in range(steps):
-                engine.step()
-            found[name] = median(device.gaps) * 1e6
-    return found
 
 
 def prefill_time(
@@ -135,35 +110,6 @@ def prefill_time(
     return min(took["forward"][skipped:]) / GEOMETRY.layers * 1e6
 
 
-def exposed_prompts(tokens: int, decoding: int, steps: int, work_dir: Path, device_seconds: float) -> dict[str, float]:
-    """Median microseconds for which a device waits for the host in a step of a long prompt's next `tokens` tokens and
-    `decoding` decode rows, in captured pieces that take `device_seconds` together.
-    """
-    from ..kernels.idle_triton import idle_kernels  # needs triton
-
-    found, pieces, together = {}, GEOMETRY.layers + 1, tokens + decoding
-    for name, ahead in zip(_SAMPLES, (False, True), strict=True):
-        device = PacedDevice(device_seconds / pieces)
-        with (
-            idle_kernels(),
-            patch.object(CudaSteps, "_pick", lambda self, logits, out: out.fill_(1)),
-            idle_engine(
-                decoding + 1, tokens * (steps + 4), False, work_dir, device, ahead=ahead, forward=True,
-                mixed_graph_tokens=together, step_tokens=together,
-            ) as engine,
-        ):  # fmt: skip
-            _begin(engine, decoding, 1, False, steps)
-            engine.add_request(Request("prompt", [1] * (tokens * (steps + 3)), SamplingParams(max_tokens=1)))
-            for _ in range(2):
-                engine.step()
-            device.gaps.clear()
-            for _ in range(steps):
-                engine.step()
-            whole = zip(*[iter(device.gaps)] * pieces, strict=True)  # all pieces of a step, or an error
-            found[name] = median(map(sum, whole)) * 1e6
-    return found
-
-
 def _begin(engine: Engine, rows: int, tokens: int, lora: bool, steps: int) -> None:
     """Add the requests and run steps until all of them decode."""
     params = SamplingParams(max_tokens=2 * steps + 4, temperature=0.0, ignore_eos=True)
@@ -198,7 +144,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64])
     command.add_argument("--tokens", type=int, nargs="+", default=[512], help="that each row has")
     command.add_argument("--steps", type=int, default=100, help="of which the fastest counts")
-    command.add_argument("--device-us", type=float, default=1000.0, help="that a step takes on the device")
     command.add_argument("--prompt", type=int, default=64, help="tokens that a step prefills")
     command.add_argument("--decoding", type=int, default=8, help="decode rows of a mixed step")
     command.add_argument("--work-dir", type=Path, default=Path(tempfile.gettempdir()) / "chorus-host-time")
@@ -206,8 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = []
     for tokens, rows, lora in itertools.product(args.tokens, args.rows, (False, True)):
         case = rows, tokens, lora, args.steps, args.work_dir
-        times = {**host_times(*case), **exposed_times(*case, args.device_us * 1e-6)}
-        found.append({"rows": rows, "tokens": tokens, "lora": lora, **times})
+        found.append({"rows": rows, "tokens": tokens, "lora": lora, **host_times(*case)})
     cases = ("base", 0, False), ("adapter", 0, True), ("mixed", args.decoding, True)
     layer, in_pieces = (
         {
@@ -216,22 +160,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         for pieces in (False, True)
     )
-    title = f"host time of a decode step, µs; exposed beside steps of {args.device_us:g} µs"
-    rows_table(title, {name: name for name in found[0]}, found).show()
-    prompts, launches = {}, []
+    rows_table("host time of a decode step, µs", {name: name for name in found[0]}, found).show()
+    launches: list[dict[str, Any]] = []
     if layer:
-        prompts = exposed_prompts(args.prompt, args.decoding, args.steps, args.work_dir, args.device_us * 1e-6)
         launches = [*decode_launches(args.work_dir), *prompt_launches(args.work_dir)]
         layers = [{"launches": "each", **layer}, {"launches": "in pieces", **in_pieces}]
-        size = f"{args.prompt} prompt tokens and {args.decoding} decode rows"
         for title, rows in (
             (f"host time of a layer of a prefill of {args.prompt} tokens, µs", layers),
-            (f"exposed host time of a step of {size}, µs, beside {args.device_us:g} µs", [prompts]),
             ("launches of a layer", launches),
         ):
             rows_table(title, {name: name for name in rows[0]}, rows).show()
-    result = {"cases": found, "layer": layer, "layer in pieces": in_pieces, "prompts": prompts, "launches": launches}
-    settings = {"suite": "host_time", "device": processor(), "steps": args.steps, "device_us": args.device_us}
+    result = {"cases": found, "layer": layer, "layer in pieces": in_pieces, "launches": launches}
+    settings = {"suite": "host_time", "device": processor(), "steps": args.steps}
     return conclude({**settings, **result}, ok=True)
 
 

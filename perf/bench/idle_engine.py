@@ -1,8 +1,7 @@
-"""An engine on a GPU that is not there: its device does nothing, or replays steps of a given time beside the host."""
+"""An engine on a GPU that is not there: its device does nothing."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -68,54 +67,6 @@ class StubDevice(CudaDevice):
         return None
 
     def release(self) -> None: ...
-
-
-class PacedDevice(StubDevice):
-    """A device that replays one step behind the other, each for so many seconds, beside the host.
-
-    gaps: seconds in which it had nothing to do, before each replay but the first.
-    """
-
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.perf_counter) -> None:
-        super().__init__()
-        self.gaps: list[float] = []
-        self._seconds = seconds
-        self._clock = clock
-        self._busy_until: float | None = None
-
-    def event(self) -> Any:
-        return _PacedEvent(self)
-
-    def capture(self, work: Callable[[], object]) -> Callable[[], None]:
-        work()
-        return self._replay
-
-    @property
-    def done_at(self) -> float:
-        """Time at which all that it was given so far is done."""
-        return self._busy_until or 0.0
-
-    def wait(self, until: float) -> None:
-        while self._clock() < until:
-            pass
-
-    def _replay(self) -> None:
-        now = self._clock()
-        if self._busy_until is not None:
-            self.gaps.append(max(0.0, now - self._busy_until))
-        self._busy_until = max(now, self.done_at) + self._seconds
-
-
-class _PacedEvent:
-    def __init__(self, device: PacedDevice) -> None:
-        self._device = device
-        self._at = 0.0
-
-    def record(self) -> None:
-        self._at = self._device.done_at
-
-    def synchronize(self) -> None:
-        self._device.wait(self._at)
 
 
 def _nothing(*_: Any, **__: Any) -> None: ...

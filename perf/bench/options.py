@@ -13,7 +13,7 @@ from ...core.config import EngineConfig
 from .. import bench
 from ..report.command import parser
 from .sections.registry import SECTIONS, sections_of
-from .sizes import SIZES, TINY, is_smoke, size_of
+from .sizes import SIZES, TINY, is_smoke
 from .store import ResultStore
 
 if TYPE_CHECKING:
@@ -81,17 +81,10 @@ class Options(argparse.Namespace):
         timer = WallTimer(1 if self.smoke else 5)
         if self.device == "cuda":
             timer = CudaTimer(0.05 if self.quick else 0.3)
+        beside = {name: Path(path) for name, path in (each.split("=", 1) for each in self.beside)}
+        size, fields = SIZES[self.model_size], self.engine_fields
         return Context(
-            self.device,
-            size_of(self.model_size),
-            self.quick,
-            timer,
-            self.store(),
-            self.work_dir,
-            self.seed,
-            save,
-            self.engine_fields,
-            {name: Path(path) for name, path in (each.split("=", 1) for each in self.beside)},
+            self.device, size, self.quick, timer, self.store(), self.work_dir, self.seed, save, fields, beside
         )
 
 
@@ -102,16 +95,10 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--quick", action="store_true", help="few cases: at most 8 minutes")
     how.add_argument("--full", action="store_true", help="all cases")
     add("--out", type=Path, required=True, help="folder of the result files")
-    add(
-        "--device",
-        choices=("cuda", "cpu"),
-        default="cuda",
-        help="cpu: with the model size tiny a smoke run of the benchmark itself",
-    )
-    add("--model-size", type=_size, help=f"{', '.join(SIZES)}, or a model's folder, for its shapes; default: "
-        "llama-3.1-8b, on a CPU tiny")  # fmt: skip
-    add("--sections", nargs="+", choices=tuple(SECTIONS), metavar="NAME",
-        help="default: all of this device")  # fmt: skip
+    what = "cpu: with the model size tiny a smoke run of the benchmark itself"
+    add("--device", choices=("cuda", "cpu"), default="cuda", help=what)
+    add("--model-size", choices=tuple(SIZES), help="default: llama-3.1-8b, on a CPU tiny")
+    add("--sections", nargs="+", choices=tuple(SECTIONS), metavar="NAME", help="default: all of this device")
     add("--redo", nargs="+", choices=(*SECTIONS, "all"), default=[], metavar="NAME", help="run these again, or all")
     add("--work-dir", type=Path, help="where adapters are written; default: work in the folder of the results")
     add("--budget", type=float, metavar="SECONDS", help="time for all; default: 480 with --quick, else no limit")
@@ -127,14 +114,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0)
     add("--worker", choices=tuple(SECTIONS), help=argparse.SUPPRESS)
     return command
-
-
-def _size(text: str) -> str:
-    try:
-        size_of(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text
 
 
 def _named(text: str) -> str:

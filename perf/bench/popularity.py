@@ -9,10 +9,6 @@ POPULARITIES = ("distinct", "uniform", "zipf-1.5", "identical")
 
 def segment_lengths(popularity: str, requests: int) -> list[int]:
     """Number of `requests` that each adapter has, most popular first, dealt out as workloads of that name do."""
-    if requests < 1:
-        raise ValueError(f"requests is {requests}; at least 1 is needed")
-    if popularity not in POPULARITIES:
-        raise ValueError(f"popularity is {popularity!r}; one of {', '.join(POPULARITIES)}")
     law = {"uniform": Uniform(kind="uniform"), "zipf-1.5": Zipf(kind="zipf", alpha=1.5)}.get(popularity)
     if law is None:
         return [requests] if popularity == "identical" else [1] * requests

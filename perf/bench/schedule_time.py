@@ -1,7 +1,7 @@
 """Time of `schedule()` under load, with a fake executor in place of tensors.
 
 Many running and waiting requests over many registered adapters: with every seat taken, and in three ways with seats
-free but nothing that may be admitted. Prints milliseconds, the median and the 95th percentile:
+free but nothing that may be admitted. Prints milliseconds, the median:
 `python -m chorus.perf.bench.schedule_time --waiting 10000 --tenants 1000`.
 """
 
@@ -180,16 +180,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--steps", type=int, default=50, help="that are measured")
     args = command.parse_args(argv)
     load = Load(args.running, args.waiting, args.adapters, args.tenants)
-    picked = {"ms": median, "p95": _p95}
-    found = {name: schedule_times(load, args.steps, time.thread_time, pick) for name, pick in picked.items()}
-    times = {name: {state: round(1000 * took, 4) for state, took in of.items()} for name, of in found.items()}
-    for state, took in times["ms"].items():
-        print(f"{state:8} {took:8.4f} ms   p95 {times['p95'][state]:8.4f} ms")
-    return conclude({**vars(args), **times}, ok=True)
-
-
-def _p95(seconds: Sequence[float]) -> float:
-    return sorted(seconds)[int(0.95 * len(seconds))]
+    times = schedule_times(load, args.steps, time.thread_time)
+    for state, seconds in times.items():
+        print(f"{state:8} {1e3 * seconds:8.4f} ms")
+    return conclude({**vars(args), "ms": {state: 1e3 * seconds for state, seconds in times.items()}}, ok=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...core.model.config import ModelConfig
 from ...memory.pages.layout import MODULES, ModuleDims, PageLayout, module_dims
 
 #: Projections that share an input, so that their LoRA products are one pair of launches.
@@ -98,17 +97,6 @@ class Geometry:
             "tie_word_embeddings": False, "eos_token_id": 2, **more,
         }  # fmt: skip
 
-    @classmethod
-    def read(cls, directory: Path) -> Geometry:
-        """Shapes of a folder's `config.json`. Raises UnsupportedModel, and ValueError for heads of another width."""
-        its = ModelConfig.read(directory)
-        if its.q_size != its.hidden_size:
-            raise ValueError(f"{directory}: heads must have hidden_size / heads elements, not {its.head_dim}")
-        return cls(
-            its.hidden_size, its.intermediate_size, its.num_layers, its.num_heads, its.num_kv_heads, its.vocab_size,
-            its.max_position_embeddings,
-        )  # fmt: skip
-
 
 _ROPE = {"rope_theta": 10000.0}
 
@@ -166,10 +154,3 @@ SIZES = {
 def is_smoke(device: str, size: str) -> bool:
     """True for a run that tries the benchmark itself: a model that is too small to measure anything, on a CPU."""
     return device == "cpu" and size == TINY
-
-
-def size_of(text: str) -> ModelSize:
-    """A size by name, or of a model's folder, of which its shapes are taken. Raises ValueError."""
-    if text in SIZES:
-        return SIZES[text]
-    return ModelSize("".join(char if char.isalnum() else "-" for char in text), Geometry.read(Path(text)), _ROPE)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -192,9 +192,11 @@ class Subject:
                 raise Unsettled(f"a step had {info and info.num_tokens} tokens where {rows} rows should decode")
         return found
 
-    def decode_seconds(self, adapters: Sequence[str | None], prompt_tokens: int, steps: int) -> list[float]:
+    def decode_seconds(
+        self, adapters: Sequence[str | None], prompt_tokens: int, steps: int, **params: Any
+    ) -> list[float]:
         """Seconds of each of so many decode steps of new requests, which are given up then."""
-        requests = self.decoding(adapters, prompt_tokens, steps)
+        requests = self.decoding(adapters, prompt_tokens, steps, **params)
         try:
             return self.step_seconds(steps, len(adapters))
         finally:
@@ -270,26 +272,6 @@ class Subject:
         """Pages that resident adapters have."""
         store = self.engine.store
         return sorted(page for name in store.names() for page in store.get(name).pages)
-
-    @contextmanager
-    def waiting_loads(self) -> Iterator[None]:
-        """The way of engines that load before they compute: a transfer is over when `place` returns."""
-        backend = self.executor.adapters
-        inner, advance = backend.place, getattr(backend, "advance", lambda: None)
-
-        def place(*arguments: Any) -> Any:
-            transfer = inner(*arguments)
-            while transfer is not None and not (transfer.is_done() or transfer.has_failed()):
-                time.sleep(0)
-                advance()
-            self._context.timer.synchronize()
-            return transfer
-
-        backend.place = place
-        try:
-            yield
-        finally:
-            del backend.place
 
     @property
     def executor(self) -> Any:

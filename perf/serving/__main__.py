@@ -136,7 +136,7 @@ def _plan(args: argparse.Namespace, served: _Served, requests: Sequence[TraceReq
         raise LoadError("--prompts skills needs the built-in model, and only adapters named after its skills")
     if args.prompts == "skills" or (args.prompts == "auto" and skilled and args.workload is None):
         return list(with_questions(requests, served.base, Questions(args.seed), chat=chat))
-    prompts = find_prompts(served.card, args.tokenizer, args.seed, as_text=chat)
+    prompts = find_prompts(served.card, args.seed, as_text=chat)
     limit = served.card.get("max_model_len")
     return list(with_prompts(requests, served.base, prompts, limit, chat=chat, plain=args.plain))
 

@@ -40,8 +40,6 @@ def parse(argv: list[str] | None, spec: ModuleSpec, doc: str) -> argparse.Namesp
     add("--seed", type=int, default=0, help="of the prompts")
     add("--prompts", choices=("auto", "skills", "random"), default="auto",
         help="skills: questions with exact answers, as with auto where the built-in model is served")  # fmt: skip
-    add("--tokenizer", type=Path, metavar="DIR",
-        help="source of the prompts' tokens; default: the served model's if here, else words")  # fmt: skip
 
     add = command.add_argument_group("run").add_argument
     add("--warm-up", type=int, default=3, metavar="N", help="requests to the base model before measuring")

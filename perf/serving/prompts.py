@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from ..workload.request import TraceRequest
 from ..workload.seeds import hashed_uniform
-from .errors import LoadError
 
 #: Tokens that a chat template or a re-encoded text may add to a prompt.
 _SLACK = 24
@@ -43,22 +43,6 @@ class TokenPrompts:
         self._decode = decode
         self.exact = decode is None
 
-    @classmethod
-    def read(cls, path: Path, seed: int, *, as_text: bool) -> TokenPrompts:
-        """From a tokenizer.json or a directory that holds one. Raises LoadError."""
-        from tokenizers import Tokenizer
-
-        file = path / "tokenizer.json" if path.is_dir() else path
-        try:
-            backend = Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises nothing more special
-            raise LoadError(
-                f"--tokenizer {path} can't be read ({error}); give a directory with a tokenizer.json"
-            ) from None
-        special = {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
-        ids = sorted(set(backend.get_vocab().values()) - special)
-        return cls(ids, seed, backend.decode if as_text else None)
-
     def make(self, request: TraceRequest) -> str | list[int]:
         ids = [self._ids[index] for index in _indices(request, len(self._ids), self._seed)]
         return ids if self._decode is None else self._decode(ids)
@@ -69,14 +53,15 @@ def word_prompts(seed: int) -> TokenPrompts:
     return TokenPrompts(range(len(_WORDS)), seed, lambda ids: " ".join(_WORDS[index] for index in ids))
 
 
-def find_prompts(card: Mapping[str, Any], tokenizer: Path | None, seed: int, *, as_text: bool) -> TokenPrompts:
-    """By the tokenizer that is named, else that of the served model where it lies on this machine, else words."""
-    if tokenizer is not None:
-        return TokenPrompts.read(tokenizer, seed, as_text=as_text)
+def find_prompts(card: Mapping[str, Any], seed: int, *, as_text: bool) -> TokenPrompts:
+    """Tokens of the served model where it lies on this machine, else words."""
     root = Path(str(card.get("root") or card["id"]))
-    if _is_model(root):
-        return TokenPrompts.read(root, seed, as_text=as_text)
-    return word_prompts(seed)
+    if not _is_model(root):
+        return word_prompts(seed)
+    tokenizer = Tokenizer.from_file(str(root / "tokenizer.json"))
+    special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    ids = sorted(set(tokenizer.get_vocab().values()) - special)
+    return TokenPrompts(ids, seed, tokenizer.decode if as_text else None)
 
 
 def shorten(request: TraceRequest, limit: int | None, *, exact: bool) -> TraceRequest:

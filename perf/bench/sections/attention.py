@@ -93,7 +93,6 @@ def run(context: Context) -> dict[str, Any]:
     """Microseconds per layer, and bytes over the time as a share of the measured bandwidth."""
     found: dict[str, Any] = {
         "method": context.timer.method,
-        "cache": f"a call goes through layers of at least 4 times the L2 cache's {context.l2_bytes()} bytes",
         "bandwidth_bytes_per_s": context.bandwidth(), "absent": {}, "rows": [],
     }  # fmt: skip
     for tokens in context.pick((40,), (256, 1024, 4096), (256, 1024, 4096, 16384)):
@@ -137,11 +136,8 @@ def _measure(context: Context, rows: int, tokens: int, absent: dict[str, str]) -
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    columns: dict[str, str | Callable[[Any], Any]] = {"tokens": "tokens", "rows": "count"}
+    columns = {"tokens": "tokens", "rows": "count"}
     for name in BACKENDS:
-        columns |= {
-            f"{name} µs": lambda row, name=name: row.get(f"{name}_us"),
-            f"% {name}": lambda row, name=name: 100 * row[f"{name}_share"] if f"{name}_share" in row else None,
-        }
-    columns["ours/FlashInfer"] = lambda row: row.get("over_flashinfer")
-    return [rows_table("(j) decode attention of a layer, % of measured bandwidth", columns, values["rows"])]
+        columns |= {f"{name} µs": f"{name}_us", f"share, {name}": f"{name}_share"}
+    columns["ours/FlashInfer"] = "over_flashinfer"
+    return [rows_table("(j) decode attention of a layer, share of measured bandwidth", columns, values["rows"])]

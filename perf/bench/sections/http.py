@@ -11,22 +11,13 @@ import httpx
 from ...report.table import Table, spread
 from ...serving.server_process import LaunchedServer, launched
 from ...serving.streams import Answered, read_streams
-from ...simulate.over_http import processor_seconds
 from ..context import Context
-from ..machine import family
 from ..random_model import write_tokenizer
 from .mixes import RANK, load
 from .registry import rows_table
 
 #: Popularities of the requests' adapters; "base": no adapters.
 POPULARITIES = ("base", "distinct")
-
-#: Ways to serve on a CPU → the command. The first has its engine in the process that serves HTTP.
-WAYS = {
-    "one process": ("serve",),
-    "1 front": ("cluster", "up", "--replicas", "1", "--fronts", "1"),
-    "2 fronts": ("cluster", "up", "--replicas", "1", "--fronts", "2"),
-}
 
 
 def run(context: Context) -> dict[str, Any]:
@@ -45,7 +36,7 @@ def run(context: Context) -> dict[str, Any]:
         flags += ["--cpu-kernels", "torch", "--threads", "1"]
     for name, value in context.engine.items():
         flags += [f"--{name.replace('_', '-')}", value]
-    found: dict[str, Any] = {**size, "rank": RANK, "timed": "by the client, from the first byte sent", "rows": []}
+    found: dict[str, Any] = {**size, "rank": RANK, "rows": []}
     vocab = context.size.geometry.vocab
     with launched(flags) as server:
         for popularity in POPULARITIES:
@@ -58,23 +49,7 @@ def run(context: Context) -> dict[str, Any]:
                      "over_offline": None if beside is None else rate / beside,
                      "ttft_ms": 1e3 * ttft["p50"], "itl_ms": 1e3 * itl["p50"], "itl_p99_ms": 1e3 * itl["p99"]}
                 )  # fmt: skip
-    for name, command in WAYS.items() if context.device == "cpu" and not context.smoke else ():
-        with context.row(found, f"HTTP, {name}"), launched(flags, command=command) as server:
-            found.setdefault("ways", []).append({"way": name, **_processors(server, size, vocab)})
     return found
-
-
-def _processors(server: LaunchedServer, size: dict[str, int], vocab: int) -> dict[str, float]:
-    """Rate of base requests, and microseconds of processors for a token: all processes, and the busiest of them, which
-    bounds the rate where processors are plenty.
-    """
-    pids = [process.pid for process in family([server.pid])]
-    before = [*map(processor_seconds, pids)]
-    answered = _measure(server, "base", size, [], vocab)
-    spent = [seconds - at for seconds, at in zip(map(processor_seconds, pids), before, strict=True)]
-    tokens = size["requests"] * size["output_tokens"]
-    micros = [1e6 * each / (2 * tokens) for each in spent]  # it was loaded twice
-    return {"tokens_per_s": tokens / answered.seconds, "us_a_token": sum(micros), "busiest_us_a_token": max(micros)}
 
 
 def _measure(
@@ -109,6 +84,4 @@ def tables(values: dict[str, Any]) -> list[Table]:
         f"(i) over HTTP, output tokens/s: {values['requests']} requests of {values['prompt_tokens']} + "
         f"{values['output_tokens']} tokens at once"
     )
-    ways = {"served by": "way", "tokens/s": "tokens_per_s", "µs a token": "us_a_token", "busiest": "busiest_us_a_token"}
-    fronts = [rows_table("(i) processors' time by process", ways, values["ways"])] if "ways" in values else []
-    return [rows_table(title, columns, values["rows"]), *fronts]
+    return [rows_table(title, columns, values["rows"])]

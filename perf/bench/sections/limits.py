@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -83,16 +83,28 @@ def _host_to_device(context: Context, rate: Callable[..., dict]) -> dict[str, An
 
 
 def _matmul(context: Context, rate: Callable[..., dict]) -> dict[str, Any]:
-    """In bf16; on a CPU in float32 where that is faster, as without instructions for bf16."""
-    size = context.pick(64, 8192, 8192, cpu=512)
+    """In bf16, of large squares; on a CPU of the products of a layer, one after the other, and in float32 where that is
+    faster, as without instructions for bf16.
+    """
+    shapes, dtypes = [(8192, 8192, 8192)], [torch.bfloat16]
+    if context.device == "cpu":
+        groups, dtypes = context.size.geometry.groups.values(), [torch.bfloat16, torch.float32]
+        shapes = [(context.pick(8, 0, 0, cpu=1024), d_in, sum(width for *_, width in all_)) for d_in, all_ in groups]
     found = []
-    for dtype in (torch.bfloat16, torch.float32)[: 1 if context.device == "cuda" else 2]:
-        a, b = (torch.randn(size, size, device=context.device).to(dtype) for _ in range(2))
-        counted = f"2 · {size}³, {str(dtype).removeprefix('torch.')}, random data"
-        out = torch.empty_like(a)
-        work = partial(torch.matmul, a, b, out=out)
-        found.append(rate(counted, 2 * size**3, work, unit="flops_per_s"))
-    return {"matmul": {**max(found, key=lambda each: each["flops_per_s"]), "size": size}}
+    for dtype in dtypes:
+        operands = [
+            [torch.randn(*shape, device=context.device).to(dtype) for shape in ((rows, d_in), (d_in, d_out))]
+            for rows, d_in, d_out in shapes
+        ]
+        outs = [a.new_empty(len(a), b.shape[1]) for a, b in operands]
+
+        def work(operands: list = operands, outs: list = outs) -> None:
+            for (a, b), out in zip(operands, outs, strict=True):
+                torch.matmul(a, b, out=out)
+
+        counted = f"2 · rows, inputs, outputs of {shapes}, {str(dtype).removeprefix('torch.')}, random data"
+        found.append(rate(counted, 2 * sum(map(math.prod, shapes)), work, unit="flops_per_s"))
+    return {"matmul": max(found, key=lambda each: each["flops_per_s"])}
 
 
 def tables(values: dict[str, Any]) -> list[Table]:

@@ -23,11 +23,7 @@ def run(context: Context) -> dict[str, Any]:
     """Milliseconds of whole engine steps, in turns: base, the mix unmerged, the mix with its adapter in the weights."""
     buckets = context.pick((2,), (8, 32, 64), (1, 8, 16, 32, 64), cpu=(8,))
     most = max(buckets)
-    found: dict[str, Any] = {
-        "timed": "engine steps by the host clock, median over rounds of the medians of a round",
-        "rows": [],
-        "merges": [],
-    }
+    found: dict[str, Any] = {"rows": [], "merges": []}
     size = {"max_seqs": most, "max_batched": context.pick(64, 8192, 8192), "max_len": context.pick(64, 512, 1024)}
     adapters: dict[str, Path] = {}
     for rank, count in context.pick({RANK: 2}, {RANK: 3}, {RANK: 3}, cpu={32: 1, 8: 1, 16: 1, 64: 1}).items():

@@ -26,12 +26,7 @@ def run(context: Context) -> dict[str, Any]:
     requests, seats, prompt, output = load(context).values()
     adapters = context.adapters(RANK, requests)
     names = list(adapters)
-    found: dict[str, Any] = {
-        **load(context),
-        "rank": RANK,
-        "timed": "from the first request's coming to the last token, by the host clock; prefill and loads included",
-        "rows": [],
-    }
+    found: dict[str, Any] = {**load(context), "rank": RANK, "rows": []}
     size = {"max_seqs": seats, "max_batched": context.pick(64, 8192, 8192), "max_len": prompt + output + 16}
     with Subject(context, adapters, graph_capture="ahead", **size) as subject:  # cold runs come once
         with context.row(found, "end to end, base", subject.abort_all):

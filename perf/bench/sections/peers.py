@@ -30,6 +30,7 @@ from ..context import Context
 from ..machine import FOREIGN_LIMIT, CpuSample, family
 from ..random_model import RandomModel, checkpoint
 from .http import bodies
+from .registry import rows_table
 
 REQUESTS = 8
 RANKS = (8, 16, 32, 64)
@@ -40,7 +41,7 @@ CASES: dict[str, tuple[bool, Sequence[int | None]]] = {
     "plain": (False, [None]), "base": (True, [None]), "mixed": (True, range(REQUESTS)), "one": (True, [4]),
 }  # fmt: skip
 
-_RATES = {"output tok/s": "rate", "prefill tok/s": "prefill_rate", "decode tok/s": "decode_rate"}
+_RATES = {"output": "rate", "prefill": "prefill_rate", "decode": "decode_rate"}
 _BATCH = 1024
 _SETTLE_SECONDS = 0.5  # until the threads of a server that was measured have stopped spinning
 
@@ -51,15 +52,9 @@ class Load:
 
     model: Path
     files: dict[str, Path]
-    prompt: int
-    output: int
+    room: int
     dtype: str
     threads: int
-    work_dir: Path
-
-    @property
-    def room(self) -> int:
-        return self.prompt + self.output + 16
 
 
 @dataclass(frozen=True)
@@ -120,7 +115,7 @@ def llamacpp(load: Load, path: Path, lora: bool, stack: ExitStack) -> Served:
 def _converted(load: Load, tree: Path, script: str, path: Path, *arguments: str | Path) -> Path:
     """A model or an adapter in llama.cpp's format, by its own scripts; made on first use."""
     kind = {"bfloat16": "bf16", "float32": "f32"}[load.dtype]
-    target = load.work_dir / "gguf" / f"{path.name}.{kind}.gguf"
+    target = load.model.parent / "gguf" / f"{path.name}.{kind}.gguf"
     if not target.is_file():
         target.parent.mkdir(exist_ok=True)
         draft = target.with_name(f".draft-{target.name}")
@@ -140,7 +135,7 @@ def run(context: Context) -> dict[str, Any]:
     found: dict[str, Any] = {**size, "ranks": RANKS, "limits": {}, "rows": []}
     files = {name: path for rank in RANKS for name, path in context.adapters(rank, 2).items()}
     model = checkpoint(RandomModel(context.size.geometry, dtype=context.dtype_name), context.work_dir)
-    load = Load(model, files, prompt, output, context.dtype_name, torch.get_num_threads(), context.work_dir)
+    load = Load(model, files, prompt + output + 16, context.dtype_name, torch.get_num_threads())
     for case, (_, chosen) in CASES.items():
         ranks = [rank for rank in RANKS for _ in range(2)]
         found["limits"][case] = _limit(context, size, [ranks[index] for index in chosen if index is not None])
@@ -240,16 +235,11 @@ def goals(values: dict[str, Any]) -> list[Goal]:
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    rows = {(row["case"], row["peer"]): row for row in values["rows"]}
-    peers = list(dict.fromkeys(row["peer"] for row in values["rows"]))
-    size = f"{values['requests']} requests of {values['prompt_tokens']} + {values['output_tokens']} tokens"
-    found = []
+    columns: dict[str, Any] = {"case": "case", "server": "peer", "quiet samples": "quiet"}
     for title, rate in _RATES.items():
-        table = Table(f"(r) {title} over HTTP, {size}", ["case", *peers, "limit", "% of limit", "quiet samples"])
-        for case, limit in values["limits"].items():
-            its = [rows.get((case, peer), {}) for peer in peers]
-            own = rows.get((case, "chorus"), {}).get(rate)
-            quiet = " ".join(f"{row['quiet']}/{row['samples']}" for row in its if row)
-            table.add(case, *(row.get(rate) for row in its), limit[rate], own and 100 * own / limit[rate], quiet)
-        found.append(table)
-    return found
+        columns |= {
+            title: rate,
+            f"{title} / limit": lambda row, rate=rate: row[rate] / values["limits"][row["case"]][rate],
+        }
+    size = f"{values['requests']} requests of {values['prompt_tokens']} + {values['output_tokens']} tokens"
+    return [rows_table(f"(r) tokens/s over HTTP, {size}", columns, values["rows"])]

@@ -25,13 +25,12 @@ SECTIONS = {
     "http": "(i) output tokens per second over HTTP",
     "swapping": "(m) twice the KV that fits: swapped or computed again",
     "tenants": "(n) a tenant that sends many times its share: the others' time to a first token",
-    "ranks": "(o) decode steps of several ranks beside one with as many threads",
     "peers": "(r) rates over HTTP beside peers' servers, and beside what the machine allows",
     "levels": "(s) steps at each level of instructions, beside what the machine allows",
 }
 
 _OF_KERNELS = {"equality", "sgmv", "products", "attention"}
-_OF_CPUS = {"swapping", "tenants", "ranks", "peers", "levels"}
+_OF_CPUS = {"swapping", "tenants", "peers", "levels"}
 
 
 def sections_of(device: str, smoke: bool) -> dict[str, str]:
@@ -41,10 +40,10 @@ def sections_of(device: str, smoke: bool) -> dict[str, str]:
 
 
 def rows_table(title: str, columns: Mapping[str, str | Callable[[Any], Any]], rows: Iterable[Any]) -> Table:
-    """A table of rows. columns: of each title the key of its cells, or a function of the row."""
+    """A table of rows. columns: of each title the key of its cells, which a row may lack, or a function of the row."""
     table = Table(title, list(columns))
     for row in rows:
-        table.add(*(row[cell] if isinstance(cell, str) else cell(row) for cell in columns.values()))
+        table.add(*(row.get(cell) if isinstance(cell, str) else cell(row) for cell in columns.values()))
     return table
 
 

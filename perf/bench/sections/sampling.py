@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ....core.requests.grammar import Grammar
-from ....core.requests.sampling_params import SamplingParams
 from ....ops.sampling import Chances, draw_into, sample, sampling_draws, uniform
 from ...report.table import Goal, Table
 from ..context import Context
@@ -22,16 +21,11 @@ from .registry import rows_table
 
 
 class Way(NamedTuple):
-    """Parameters of a step's rows.
-
-    least: share of the tokens/s of `over` that it must have on a CPU. one: one row alone has them, the others are
-    greedy.
-    """
+    """Parameters of a step's rows. least: share of the tokens/s of `over` that it must have on a CPU."""
 
     params: Mapping[str, Any]
     least: float = 0.0
     over: str = "greedy"
-    one: bool = False
 
 
 #: An answer that goes on for as long as it is measured.
@@ -59,8 +53,6 @@ MORE = {
     "penalties": Way({**_HOT, "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5}, 0.8),
     "20 logprobs": Way({"logprobs": 20}, 0.8),
     "200 bad words": Way({"bad_words": tuple((token, token + 1) for token in range(300, 500))}),
-    "one temperature": Way(_HOT, 0.95, one=True),
-    "one top_p": Way({**_HOT, "top_p": 0.9}, 0.9, one=True),
     "grammar": Way({**_HOT, "grammar": Grammar("json_schema", json.dumps(_SCHEMA))}, 1 / 1.1, "temperature"),
 }
 
@@ -71,13 +63,7 @@ SPREADS = {"flat": 1.3, "peaked": 4.0}
 def run(context: Context) -> dict[str, Any]:
     """Microseconds of draws alone, and rates of whole engine steps with draws, beside greedy steps."""
     buckets = context.pick((1, 2), (1, 16, 64), (1, 16, 64, 128, 256), cpu=(8,))
-    found: dict[str, Any] = {
-        "method": context.timer.method,
-        "timed": "draw: calls with their uploads, back to back; device: the launches alone, captured. Steps: engine "
-        "steps by the host clock, medians of rounds in turn",
-        "draws": [],
-        "steps": [],
-    }
+    found: dict[str, Any] = {"method": context.timer.method, "draws": [], "steps": []}
     for bucket in buckets if _draws_alone(context) else ():
         for case in CASES:
             for logits in SPREADS:
@@ -142,15 +128,7 @@ def _steps(context: Context, subject: Subject, bucket: int) -> dict[str, Any]:
 
 def _median(context: Context, subject: Subject, bucket: int, count: int, way: Way) -> float:
     """Median seconds of a decode step."""
-    requests = subject.decoding([None] * bucket, context.pick(8, 256, 512, cpu=32), count, **way.params)
-    for request in requests[1:] if way.one else ():
-        assert request.row is not None
-        limit = request.params.max_tokens
-        request.params = request.row.params = SamplingParams(max_tokens=limit, temperature=0.0, ignore_eos=True)
-    try:
-        return median(subject.step_seconds(count, bucket))
-    finally:
-        subject.clear(requests)
+    return median(subject.decode_seconds([None] * bucket, context.pick(8, 256, 512, cpu=32), count, **way.params))
 
 
 def goals(values: dict[str, Any]) -> list[Goal]:
@@ -167,7 +145,7 @@ def goals(values: dict[str, Any]) -> list[Goal]:
 
 def tables(values: dict[str, Any]) -> list[Table]:
     draws = {
-        "rows": "bucket", "case": "case", "logits": "logits", "device µs": lambda row: row.get("device_us"),
+        "rows": "bucket", "case": "case", "logits": "logits", "device µs": "device_us",
         "draw µs": "draw_us", "same tokens": "same_tokens",
     }  # fmt: skip
     steps = Table("(k) decode steps that draw", ["rows", "sampling", "tokens/s", "of greedy"])

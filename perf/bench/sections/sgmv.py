@@ -61,7 +61,6 @@ def cells(context: Context) -> Iterator[Cell]:
 
 def run(context: Context) -> dict[str, Any]:
     """Microseconds per layer (all seven projections, and per group of them), and shares."""
-    cache = context.l2_bytes()
     grid = list(cells(context))
     itemsize = context.dtype.itemsize
     pages = max(num_pages(context.size, cell.adapter_ranks(), _layers(context, cell), itemsize) for cell in grid)
@@ -69,8 +68,6 @@ def run(context: Context) -> dict[str, Any]:
     arena = ArenaPages(context.size, context.dtype, context.device, pages, context.seed)
     found: dict[str, Any] = {
         "method": context.timer.method,
-        "cache": f"a call goes through layers whose rank-rows are at least 4 times the L2 cache's {cache} bytes",
-        "per": "one layer, all seven projections, unless a group is named", "max_rank": MAX_RANK,
         "bandwidth_bytes_per_s": context.bandwidth(), "cells": [], "groups": [], "prefill": [],
     }  # fmt: skip
     for cell in grid:

@@ -32,8 +32,7 @@ def run(context: Context) -> dict[str, Any]:
     """Tokens per second until the last request has ended, of each setting in turns; every second has the adapter."""
     requests, prompt, output = context.pick((4, 16, 640), (12, 256, 1024), (12, 256, 1024))
     found: dict[str, Any] = {
-        "requests": requests, "prompt_tokens": prompt, "output_tokens": output, "times": TIMES,
-        "timed": "from a cold start to the last token, by the host clock; ratios are medians over rounds", "rows": [],
+        "requests": requests, "prompt_tokens": prompt, "output_tokens": output, "times": TIMES, "rows": [],
     }  # fmt: skip
     rounds: list[dict[str, dict[str, Any]]] = []
     for index in range(context.pick(1, 2, 4)):

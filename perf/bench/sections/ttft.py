@@ -1,21 +1,19 @@
-"""Time to first token with the adapter on the device, on the host and on disk; loads streamed and waited for."""
+"""Time to first token with the adapter on the device, on the host and on disk."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from functools import partial
 from statistics import median
 from typing import Any
 
 from ...report.table import Table
 from ..context import Context
 from ..subject import Subject
+from ..timer import in_turns
 from .registry import rows_table
 
 RANKS = (16, 64)
-
-#: stream: a prefill waits for each layer when it reaches it. wait: a load is over before its prefill begins.
-LOADINGS = ("stream", "wait")
 
 
 def run(context: Context) -> dict[str, Any]:
@@ -23,12 +21,7 @@ def run(context: Context) -> dict[str, Any]:
     lengths = context.pick((8,), (128, 512, 2048), (64, 128, 256, 512, 1024, 2048, 4096), cpu=(128,))
     repeats = context.pick(1, 5, 15)
     running = context.pick(1, 8, 32, cpu=7)
-    found: dict[str, Any] = {
-        "timed": "from a request's coming to its first token, by the host clock, median; the engine is idle",
-        "cold": "host: the image is in pinned memory; disk: the file is to be read, from the page cache",
-        "running": running,
-        "rows": [],
-    }
+    found: dict[str, Any] = {"running": running, "rows": []}
     for rank in RANKS if not context.smoke else (8, 16):
         adapters = context.adapters(rank, 1)
         (name,) = adapters
@@ -44,29 +37,27 @@ def run(context: Context) -> dict[str, Any]:
             subject.load([name])
             for tokens in lengths:
                 with context.row(found, f"{case}, {tokens} tokens", subject.abort_all):
-                    found["rows"] += _rows(subject, name, rank, tokens, repeats, running)
+                    found["rows"].append(_row(subject, name, rank, tokens, repeats, running))
     return found
 
 
-def _rows(subject: Subject, name: str, rank: int, tokens: int, repeats: int, running: int) -> list[dict[str, Any]]:
+def _row(subject: Subject, name: str, rank: int, tokens: int, repeats: int, running: int) -> dict[str, Any]:
+    """A prefill waits for each layer of an adapter that comes when it reaches it."""
     starts = {"warm": lambda name: None, "host": subject.to_host, "disk": subject.to_disk}
+
+    def first_token(prepare: Callable[[str], object]) -> float:
+        prepare(name)
+        return subject.first_token_seconds(tokens, name)
+
     subject.first_token_seconds(tokens, name)
-    rows = []
-    for loading in LOADINGS:
-        seconds: dict[str, list[float]] = {start: [] for start in starts}
-        with subject.waiting_loads() if loading == "wait" else nullcontext():
-            for _ in range(repeats):  # in turn, so that what drifts slowly meets all alike
-                for start, prepare in starts.items():
-                    prepare(name)
-                    seconds[start].append(subject.first_token_seconds(tokens, name))
-            stalls = {start: _stall(subject, running, tokens, starts[start], name) for start in ("warm", "host")}
-        warm, host, disk = (median(found) for found in seconds.values())
-        rows.append(
-            {"rank": rank, "prompt_tokens": tokens, "loading": loading, "warm_ms": warm * 1e3, "cold_ms": host * 1e3,
-             "disk_ms": disk * 1e3, "cold_over_warm": host / warm, "disk_over_warm": disk / warm,
-             "warm_stall_ms": stalls["warm"] * 1e3, "cold_stall_ms": stalls["host"] * 1e3}
-        )  # fmt: skip
-    return rows
+    seconds = in_turns({start: partial(first_token, prepare) for start, prepare in starts.items()}, repeats)
+    stalls = {start: _stall(subject, running, tokens, starts[start], name) for start in ("warm", "host")}
+    warm, host, disk = map(median, seconds.values())
+    return {
+        "rank": rank, "prompt_tokens": tokens, "loading": "stream", "warm_ms": warm * 1e3, "cold_ms": host * 1e3,
+        "disk_ms": disk * 1e3, "cold_over_warm": host / warm, "disk_over_warm": disk / warm,
+        "warm_stall_ms": stalls["warm"] * 1e3, "cold_stall_ms": stalls["host"] * 1e3,
+    }  # fmt: skip
 
 
 def _stall(subject: Subject, running: int, tokens: int, prepare: Callable[[str], None], name: str) -> float:
@@ -80,7 +71,7 @@ def _stall(subject: Subject, running: int, tokens: int, prepare: Callable[[str],
 
 def tables(values: dict[str, Any]) -> list[Table]:
     columns = {
-        "rank": "rank", "prompt": "prompt_tokens", "loading": "loading", "warm": "warm_ms", "cold (host)": "cold_ms",
+        "rank": "rank", "prompt": "prompt_tokens", "warm": "warm_ms", "cold (host)": "cold_ms",
         "cold/warm": "cold_over_warm", "disk": "disk_ms", "disk/warm": "disk_over_warm",
         "stall warm": "warm_stall_ms", "stall cold": "cold_stall_ms",
     }  # fmt: skip
