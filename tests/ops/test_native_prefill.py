@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -13,8 +11,8 @@ from chorus.core.model.batch import LoraState, StepBatch
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.pages.layout import MODULES
 from chorus.ops.sgmv import AdapterRows
-from chorus.perf.cpu import random_model
-from chorus.perf.cpu.workload import Geometry, tiny
+from chorus.perf.bench import random_model
+from chorus.perf.bench.sizes import Geometry
 
 pytestmark = [pytest.mark.native, pytest.mark.pairs]
 
@@ -33,7 +31,7 @@ class Rows:
     """Sequences over one executor: each computes its tokens in chunks, with or without company and an adapter."""
 
     def __init__(self, shape: Geometry, dtype: str, threads: int, work_dir) -> None:
-        model = random_model.checkpoint(replace(tiny(), geometry=shape, dtype="bfloat16"), work_dir)
+        model = random_model.checkpoint(random_model.RandomModel(shape), work_dir)
         config = EngineConfig(
             model=model, dtype=dtype, cpu_kernels="native", threads=threads, num_pages=PAGES, block_tokens=BLOCK,
             max_num_seqs=8,

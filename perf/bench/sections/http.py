@@ -41,7 +41,7 @@ def run(context: Context) -> dict[str, Any]:
     with launched(flags) as server:
         for popularity in POPULARITIES:
             with context.row(found, f"HTTP, {popularity}"):
-                answered = _measure(server, popularity, size, list(adapters), vocab)
+                answered = measure(server, popularity, size, list(adapters), vocab)
                 rate, beside = size["requests"] * size["output_tokens"] / answered.seconds, offline.get(popularity)
                 ttft, itl = spread(answered.firsts) or {}, spread(answered.gaps) or {}
                 found["rows"].append(
@@ -52,9 +52,7 @@ def run(context: Context) -> dict[str, Any]:
     return found
 
 
-def _measure(
-    server: LaunchedServer, popularity: str, size: dict[str, int], adapters: list[str], vocab: int
-) -> Answered:
+def measure(server: LaunchedServer, popularity: str, size: dict[str, int], adapters: list[str], vocab: int) -> Answered:
     """Load the server twice, the first time to warm it up; returns what came of the second."""
     draw, models = Random(popularity), [None] * size["requests"] if popularity == "base" else adapters
     for _ in range(2):  # of other prompts: the server keeps KV of those that it has seen

@@ -96,13 +96,13 @@ def vllm(load: Load, path: Path, lora: bool, stack: ExitStack) -> Served:
 
 def llamacpp(load: Load, path: Path, lora: bool, stack: ExitStack) -> Served:
     flags = [
-        path / "build" / "bin" / "llama-server", "-m", _converted(load, path, "convert_hf_to_gguf.py", load.model),
+        path / "build" / "bin" / "llama-server", "-m", converted(load, path, "convert_hf_to_gguf.py", load.model),
         "--host", "127.0.0.1", "--port", free_port(), "-np", REQUESTS, "-c", REQUESTS * (load.room + 64), "-t",
         load.threads, "-tb", load.threads, "-b", _BATCH, "-ub", _BATCH, "--no-cache-prompt",
     ]  # fmt: skip
     if lora:
         script = "convert_lora_to_gguf.py"
-        files = [_converted(load, path, script, file, "--base", load.model) for file in load.files.values()]
+        files = [converted(load, path, script, file, "--base", load.model) for file in load.files.values()]
         flags += ["--lora", ",".join(map(str, files)), "--lora-init-without-apply"]
 
     def more(index: int | None) -> dict[str, Any]:  # an empty list would apply them all
@@ -112,7 +112,7 @@ def llamacpp(load: Load, path: Path, lora: bool, stack: ExitStack) -> Served:
     return Served(stack.enter_context(started([*map(str, flags)])), more)
 
 
-def _converted(load: Load, tree: Path, script: str, path: Path, *arguments: str | Path) -> Path:
+def converted(load: Load, tree: Path, script: str, path: Path, *arguments: str | Path) -> Path:
     """A model or an adapter in llama.cpp's format, by its own scripts; made on first use."""
     kind = {"bfloat16": "bf16", "float32": "f32"}[load.dtype]
     target = load.model.parent / "gguf" / f"{path.name}.{kind}.gguf"
@@ -150,14 +150,14 @@ def run(context: Context) -> dict[str, Any]:
                         served.signal(suspend=True)
                         servers[name, lora] = served
         samples: dict[tuple[str, str], list[tuple[dict[str, float], float]]] = {}
-        for index in range(context.pick(1, 4, 8)):  # the first is not counted
+        for index in range(context.pick(2, 4, 8)):  # the first is not counted
             for case, name in _turns(servers, index):
                 with context.row(found, f"round {index}, {case} of {name}"):
                     lora, chosen = CASES[case]
                     sample = _measure(context, load, servers[name, lora], chosen, f"{index} {case}", size)
                     kept = samples.setdefault((case, name), [])
                     kept[:] = [*(kept if index > 1 else ()), sample]
-                    found["rows"] = [_row(*key, its) for key, its in samples.items()]
+                    found["rows"] = [row(*key, its) for key, its in samples.items()]
     return found
 
 
@@ -203,7 +203,7 @@ def _measure(
     return _rates(size, max(answered.firsts), answered.seconds), foreign
 
 
-def _row(case: str, peer: str, samples: list[tuple[dict[str, float], float]]) -> dict[str, Any]:
+def row(case: str, peer: str, samples: list[tuple[dict[str, float], float]]) -> dict[str, Any]:
     quiet = [rates for rates, foreign in samples if foreign <= FOREIGN_LIMIT]
     counted = quiet or [rates for rates, _ in samples]
     return {

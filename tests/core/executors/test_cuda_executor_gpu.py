@@ -24,8 +24,8 @@ from chorus.graphs.runner import StepMode
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.host.images import InlineReads, Reads, ThreadReads
 from chorus.ops import native_library
-from chorus.perf.cpu.random_model import adapters, checkpoint
-from chorus.perf.cpu.workload import Geometry, Workload
+from chorus.perf.bench.random_model import RandomModel, adapters, checkpoint
+from chorus.perf.bench.sizes import Geometry
 
 from ...conftest import MIN_MARGIN
 from ..conftest import Answer, Driver, RecordingExecutor, ticking
@@ -46,8 +46,8 @@ def files(tmp_path_factory) -> Callable[[str], tuple[Path, dict[str, Path]]]:
     root = tmp_path_factory.mktemp("random")
 
     def make(dtype: str) -> tuple[Path, dict[str, Path]]:
-        workload = Workload(GEOMETRY, ranks=RANKS, dtype=dtype, seed=11)
-        return checkpoint(workload, root), adapters(workload, root)
+        model = RandomModel(GEOMETRY, ranks=RANKS, dtype=dtype, seed=11)
+        return checkpoint(model, root), adapters(model, root)
 
     return make
 

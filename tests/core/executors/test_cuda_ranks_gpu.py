@@ -13,8 +13,8 @@ from chorus.core.engine import Engine
 from chorus.core.executors.choice import completed, open_executor
 from chorus.memory.host.images import InlineReads
 from chorus.memory.transfers.transfer import ExecutorLost
-from chorus.perf.cpu.random_model import adapters, checkpoint
-from chorus.perf.cpu.workload import Geometry, Workload
+from chorus.perf.bench.random_model import RandomModel, adapters, checkpoint
+from chorus.perf.bench.sizes import Geometry
 
 from ..conftest import Answer, Driver, RecordingExecutor, ticking
 
@@ -27,8 +27,8 @@ RANKS = (8, 33)
 @pytest.fixture
 def drive(tmp_path) -> Iterator[Callable[..., Driver]]:
     """`drive(size, **config)`: a float32 engine on so many GPUs with an adapter of each rank."""
-    workload = Workload(GEOMETRY, ranks=RANKS, dtype="float32", seed=11)
-    model, paths = checkpoint(workload, tmp_path), adapters(workload, tmp_path)
+    random = RandomModel(GEOMETRY, ranks=RANKS, dtype="float32", seed=11)
+    model, paths = checkpoint(random, tmp_path), adapters(random, tmp_path)
     engines: list[Engine] = []
 
     def make(size: int, **config) -> Driver:

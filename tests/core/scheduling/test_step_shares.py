@@ -17,7 +17,7 @@ from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.requests.types import StepResult
 from chorus.core.scheduling.queues import Running, WaitingQueue
 from chorus.core.scheduling.step_shares import LONGEST_STEP, MAX_DEBT, NUM_SAMPLES, SHARE, StepShares
-from chorus.perf.cpu.schedule_time import FakeExecutor
+from chorus.perf.bench.schedule_time import FakeExecutor
 
 MAX_ROWS = 64
 

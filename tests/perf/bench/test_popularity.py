@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,10 +30,3 @@ def test_shapes():
     assert segment_lengths("identical", 3) == [3]
     # 1, 1, 2, 3, 5, 7, 11, 17, then the 17 that are left: each 1.5 times the one before, rounded down
     assert segment_lengths("zipf-1.5", 64) == [17, 17, 11, 7, 5, 3, 2, 1, 1]
-
-
-def test_an_unknown_one_is_named():
-    with pytest.raises(ValueError, match="popularity is 'pareto'; one of distinct"):
-        segment_lengths("pareto", 4)
-    with pytest.raises(ValueError, match="requests is 0"):
-        segment_lengths("distinct", 0)

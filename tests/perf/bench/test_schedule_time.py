@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from chorus.perf.cpu.schedule_time import STATES, Load, schedule_times
+from chorus.perf.bench import schedule_time
+from chorus.perf.bench.schedule_time import STATES, Load, schedule_times
 
 
 @pytest.mark.parametrize("load", [Load(32, 60, 100, 20), Load(8, 60, 4, 20)])
@@ -16,6 +17,7 @@ def test_every_state_is_reached_in_one_step(load):
     assert found == {**dict.fromkeys(STATES, 1), "slowest": 1}
 
 
-def test_a_queue_that_ends_too_soon_is_refused():
-    with pytest.raises(RuntimeError, match="turnover: all requests have ended"):
-        schedule_times(Load(8, 1, 100, 1), 60)
+def test_requests_that_end_while_they_are_measured_are_an_error(monkeypatch):
+    monkeypatch.setattr(schedule_time, "_max_tokens", lambda steps: 3)
+    with pytest.raises(RuntimeError, match=r"full: \d+ rows ran and \d+ of 9 requests wait"):
+        schedule_times(Load(8, 9, 100, 1), 60)

@@ -10,7 +10,7 @@ from chorus.core.model.weights import tensor_shapes
 from chorus.memory.pages.layout import MODULES
 from chorus.ops.sgmv_schedule import decode
 from chorus.perf.bench.lora_case import ArenaPages, LoraCase, layer_bytes, layers_for, num_pages
-from chorus.perf.bench.sizes import SIZES
+from chorus.perf.bench.sizes import SIZES, Geometry
 from chorus.perf.kernels.variants import GROUPS
 
 LLAMA, TINY = SIZES["llama-3.1-8b"], SIZES["tiny"]
@@ -35,8 +35,8 @@ def test_llama_is_llama(tmp_path):
 
 
 def test_groups_are_those_of_the_kernels():
-    assert LLAMA.groups() == {name: (d_in, tuple(modules)) for name, (d_in, modules) in GROUPS.items()}
-    assert sorted(module for _, modules in LLAMA.groups().values() for module, _, _ in modules) == list(
+    assert LLAMA.geometry.groups == {name: (d_in, tuple(modules)) for name, (d_in, modules) in GROUPS.items()}
+    assert sorted(module for _, modules in LLAMA.geometry.groups.values() for module, _, _ in modules) == list(
         range(len(MODULES))
     )
 
@@ -77,3 +77,18 @@ def test_a_layers_cost_is_that_of_its_groups():
     assert whole.bytes == sum(case.cost([group]).bytes for group in case.groups)
     assert whole.flops == 2 * (1 * 4 + 2 * 8) * sum(d_in + d_out for d_in, d_out in TINY.geometry.dims.values())
     assert whole.bytes > layer_bytes(TINY, [4, 8], 4)
+
+
+def test_a_step_counts_bytes_and_work():
+    """Requests with 3 tokens each: a decode step reads all once, a prefill multiplies with all."""
+    shape = Geometry(hidden=4, ffn=6, layers=1, heads=2, kv_heads=1, vocab=10)
+    layer, head, per_rank = 4 * 4 + 2 * (4 * 2) + 4 * 4 + 3 * (4 * 6), 40, 8 + 6 + 6 + 8 + 3 * 10
+    kv = 2 * (3 + 1) * 2 * 2  # requests · length · K and V · width
+    base, mixed, one = (shape.step(2, 2, 1, 3, ranks)[0] for ranks in ((), (1, 3, 5), (3,)))
+    assert base == 2 * (layer + head + kv)
+    assert mixed == base + 2 * per_rank * 4, "of the adapters only what two rows have"
+    assert one == base + 2 * per_rank * 3
+    base, mixed, one = (shape.step(2, 2, 3, 0, ranks)[1] for ranks in ((), (1, 3), (3,)))
+    assert base == 2 * 3 * 2 * layer + 2 * (2 * head + 4 * 4 * 6)
+    assert mixed == base + 3 * 2 * per_rank * 4
+    assert one == base + 3 * 2 * per_rank * 6

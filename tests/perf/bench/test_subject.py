@@ -99,28 +99,3 @@ def test_a_request_that_fails_is_an_error(subject, monkeypatch):
     monkeypatch.setattr(subject.engine, "step", lambda: [output])
     with pytest.raises(RuntimeError, match="request q0: boom"):
         subject.step()
-
-
-def test_a_load_is_waited_for_whole():
-    """`place` comes back when the transfer is over, having driven it; afterwards it is as it was."""
-    left = [3]
-
-    def advance() -> None:
-        left[0] -= 1
-
-    transfer = SimpleNamespace(is_done=lambda: left[0] <= 0, has_failed=lambda: False)
-
-    class Backend:
-        def place(self, image, layout, pages):
-            return transfer
-
-    backend = Backend()
-    backend.advance = advance
-    timer = SimpleNamespace(synchronize=lambda: None)
-    subject = SimpleNamespace(executor=SimpleNamespace(adapters=backend), _context=SimpleNamespace(timer=timer))
-    with Subject.waiting_loads(subject):
-        assert backend.place(None, None, []) is transfer
-        assert left == [0]
-    left[0] = 2
-    assert backend.place(None, None, []) is transfer
-    assert left == [2]

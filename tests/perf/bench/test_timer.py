@@ -7,7 +7,7 @@ from itertools import accumulate
 import pytest
 import torch
 
-from chorus.perf.bench.timer import CudaTimer, WallTimer
+from chorus.perf.bench.timer import CudaTimer, WallTimer, in_turns, ratio
 
 from ...graphs.fake_graphs import fake_graphs
 
@@ -86,3 +86,17 @@ def test_a_capture_follows_one_that_failed(cuda):
     with pytest.raises(ZeroDivisionError):
         timer.time(work)
     assert timer.time(lambda: None).captured
+
+
+def test_turns_go_back_every_second_round():
+    log = []
+    values = {"a": iter([1.0, 3.0, 8.0]), "b": iter([2.0, 2.0, 4.0])}
+
+    def work(name):
+        log.append(name)
+        return next(values[name])
+
+    found = in_turns({name: lambda name=name: work(name) for name in values}, 3)
+    assert "".join(log) == "abbaab"
+    assert found == {"a": [1.0, 3.0, 8.0], "b": [2.0, 2.0, 4.0]}
+    assert ratio(found, "a", "b") == 1.5, "of 0.5, 1.5 and 2"

@@ -324,7 +324,7 @@ def test_every_suite_is_well_formed_and_its_baselines_are_whole():
 
 
 def test_the_allocator_gives_its_baseline_again(tmp_path, capsys, monkeypatch):
-    from chorus.perf.cpu import allocator
+    from chorus.perf.bench import allocator
 
     shutil.copy(gate.BASELINES / "allocator.toml", tmp_path)
     results = []

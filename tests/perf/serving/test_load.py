@@ -134,7 +134,6 @@ def test_a_workload_file_is_served_by_the_adapters_there_are(scripted, capsys, t
         (setting("arrivals.rate=-1"), "arrivals.rate is -1"),
         (setting("popularity.kind=pareto"), "popularity.kind is 'pareto'; use one of"),
         (("--workload", "/nowhere.toml"), "/nowhere.toml"),
-        (("--tokenizer", "/nowhere"), "--tokenizer /nowhere can't be read"),
     ],
 )
 def test_what_is_asked_wrongly_is_said(scripted, capsys, argv, message):

@@ -15,7 +15,7 @@ from chorus.core.requests.sampling_params import SamplingParams
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.host.images import InlineReads
 from chorus.memory.pages.pool import PageKind
-from chorus.perf.cpu.schedule_time import FakeExecutor
+from chorus.perf.bench.schedule_time import FakeExecutor
 from chorus.server.engine.picture import Phase, Picture
 
 

@@ -1,0 +1,28 @@
+"""Processor time of this process, of others, and of a hypervisor."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from chorus.perf.bench.machine import CpuSample, family
+
+
+def test_a_family_is_a_process_and_its_descendants():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        assert {os.getpid(), child.pid} <= {process.pid for process in family([os.getpid()])}
+        child.communicate(b"\n")
+
+
+def test_a_hypervisor_takes_a_part_of_the_busy_time():
+    """Ten seconds, of which something was to be done for four: the watched processes had two, the hypervisor one."""
+    before = CpuSample(clock=100.0, busy=50.0, own=20.0, stolen=3.0)
+    after = CpuSample(clock=110.0, busy=54.0, own=22.0, stolen=4.0)
+    capacity = 10.0 * os.cpu_count()
+    assert after.foreign_share(before) == pytest.approx(2 / capacity)
+    assert after.stolen_share(before) == pytest.approx(1 / capacity)
+    assert after.speed(before) == pytest.approx(3 / 4)
+    assert before.speed(before) == 1.0
