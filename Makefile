@@ -67,7 +67,7 @@ studies:
 
 timed: ## with nothing beside it
 	mkdir -p $(RESULTS)
-	python -m chorus.perf.cpu.allocator > $(RESULTS)/allocator
+	python -m chorus.perf.bench.allocator > $(RESULTS)/allocator
 	python -m chorus.perf.gate.cpu_suite > $(RESULTS)/cpu
 	python -m chorus.perf.bench.host_time --rows 1 32 --steps 40 > $(RESULTS)/host_time
 	python -m chorus.perf.serving.decision_time --policies least-delay --decisions 400 --limit 500 > $(RESULTS)/decision_time
@@ -97,5 +97,5 @@ levels: $(addprefix level-,$(LEVELS))
 
 rest: studies lives types plain levels kernels check ## what .ci/run does after README's commands, two at a time
 
-bench: ## beside the peers that are installed
-	python -m chorus.perf.cpu
+bench: ## beside what the machine allows, and peers: BESIDE="--beside vllm=ENV/bin/vllm llamacpp=TREE"
+	python -m chorus.perf.bench --quick --device cpu --model-size 125m --out build/bench --sections limits peers $(BESIDE)
