@@ -40,7 +40,7 @@ _PRODUCTS = 4_000_000  # in registers: some milliseconds
 
 def run(context: Context) -> dict[str, Any]:
     """Milliseconds of whole engine steps, the shortest, and the share of them that the machine's limit would take."""
-    prompt, steps, rounds = context.pick((8, 2, 1), (128, 16, 6), (128, 16, 30))
+    prompt, steps, rounds = context.pick((8, 2, 1), (128, 16, 4), (128, 16, 20))
     threads = context.pick(1, torch.get_num_threads(), torch.get_num_threads())
     adapters = {name: path for rank in RANKS for name, path in context.adapters(rank, 2).items()}
     builds = {name: path for name, path in context.beside.items() if path.suffix == ".so"}
@@ -50,12 +50,15 @@ def run(context: Context) -> dict[str, Any]:
         engines: dict[str, Subject] = {}
         for name in (*native_library.levels()[: context.pick(1, None, None)], *builds):
             with _used(name, builds.get(name)):
-                found["rates"][name] = _rates(context, threads)
                 engine = Subject(context, adapters, inline_reads=True, cpu_kernels="native", **size)
             engines[name] = stack.enter_context(engine)
             engine.load(list(adapters))
         for case, (rows, is_prefill, ranks) in CASES.items():
             with context.row(found, case):
+                for name in engines:  # in turns with the steps
+                    with _used(name, builds.get(name)):
+                        now = _rates(context, threads)
+                    found["rates"][name] = {what: max(now[what], found["rates"].get(name, now)[what]) for what in now}
                 chosen = list(adapters) if ranks else [None] * rows
                 step = _prefill if is_prefill else _decode
                 work = {name: partial(step, each, chosen, prompt, steps) for name, each in engines.items()}
@@ -89,9 +92,9 @@ def _rates(context: Context, threads: int) -> dict[str, float]:
     """Bytes and operations per second, the best of a few."""
     library, num_bytes = native.library(), context.pick(1 << 20, 512 << 20, 512 << 20)
     memory = hugepages.zeros((num_bytes,), torch.uint8).fill_(1)
-    reads = [library.chorus_read_rate(threads, memory.data_ptr(), num_bytes) for _ in range(context.pick(1, 9, 9))]
+    reads = [library.chorus_read_rate(threads, memory.data_ptr(), num_bytes) for _ in range(context.pick(1, 4, 4))]
     itemsize = context.dtype.itemsize
-    products = [library.chorus_product_rate(threads, itemsize, _PRODUCTS) for _ in range(context.pick(1, 9, 9))]
+    products = [library.chorus_product_rate(threads, itemsize, _PRODUCTS) for _ in range(context.pick(1, 4, 4))]
     return {"read": max(reads), "products": max(products)}
 
 
