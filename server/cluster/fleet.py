@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .ledger import OpenRequest, Placements
@@ -28,22 +28,19 @@ class Fleet(Placements):
 
     # --- candidates ---
 
-    def candidates(
-        self, request: OpenRequest, path: Path | None, refused_by: Collection[str]
-    ) -> tuple[Sequence[Link], Replicas]:
+    def candidates(self, request: OpenRequest) -> tuple[Sequence[Link], Replicas]:
         """Replicas that may take a request: they have its adapter and are, if it has tokens, of the kind of these.
 
-        All replicas are sent the adapter to load, so that any of them can go on with its requests. path: of the
-        adapter. refused_by: names of replicas that have refused the request.
+        All replicas are sent the adapter to load, so that any of them can go on with its requests.
         """
         content, kind = request.content_hash, request.kind if request.num_output_tokens else None
         found = self._candidates.get(content)
         if found is None:
-            found = self._candidates[content] = self._find(content, path)
-        if kind is None and not refused_by:
+            found = self._candidates[content] = self._find(content, request.path)
+        if kind is None and not request.refused_by:
             return found
         links = [
-            link for link in found[0] if (kind is None or link.identity == kind) and link.name not in refused_by
+            link for link in found[0] if (kind is None or link.identity == kind) and link.name not in request.refused_by
         ]  # fmt: skip
         return found if len(links) == len(found[0]) else (links, self._view(links))
 

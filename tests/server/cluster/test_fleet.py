@@ -73,7 +73,7 @@ def test_what_is_kept_up_to_date_is_what_a_recount_finds(moves):
                 ledger.receive(request.id, request.life, [7], last=act == "end")
                 if act == "end":
                     asked.remove(request)
-    _, replicas = fleet.candidates(ledger.add(record("last")), None, ())
+    _, replicas = fleet.candidates(ledger.add(record("last")))
     for link in fleet.links:
         expected = ReplicaState(8, name=link.name)
         for request in ledger.at(link.name):
@@ -95,5 +95,5 @@ def test_replicas_that_may_take_all_adapters_are_one_view_though_no_request_was_
     fleet, ledger = made_fleet()
     for link in fleet.links:
         link.loaded.update(("h0", "h1"))
-    first, second = (fleet.candidates(ledger.add(record(n, f"h{n}")), None, ())[1] for n in range(2))
+    first, second = (fleet.candidates(ledger.add(record(n, f"h{n}")))[1] for n in range(2))
     assert first is second
