@@ -1,19 +1,67 @@
-"""What a front's metrics tell of its adapters, from the reports of its replicas."""
+"""What a front tells of its cluster: sums over replicas, metrics, and where adapters are."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, fields
+from itertools import zip_longest
 from operator import itemgetter
+from typing import Any
 
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from ...core.engine_stats import METRICS, AccountStats, EngineStats
 from ...memory.adapters.adapter import Tier
 from ...memory.files.error import AdapterFormatError, LoadFailure
 from ..engine.engine_view import MAX_TIER_SERIES, AdapterView, EngineView
 from ..engine.picture import AdapterRow, Phase, Picture, ReplicaRow
-from . import totals
 from .catalog import Catalog
+from .dispatcher import Dispatcher
 from .ledger import OpenRequest
 from .link import Link
+
+_LATEST = ("last_step", "mode", "merged_adapter")
+_NAMES = tuple(one.name for one in fields(EngineStats))
+NOTHING = EngineStats()
+
+
+def total(stats: Iterable[EngineStats]) -> EngineStats:
+    """The sum, as of one engine."""
+    result: dict[str, Any] = asdict(NOTHING)
+    for one in stats:
+        for name in _NAMES:
+            value = getattr(one, name)
+            if name in _LATEST:
+                result[name] = value if value is not None else result[name]
+            elif name in METRICS and METRICS[name].largest:
+                result[name] = max(result[name], value)
+            elif isinstance(value, tuple):
+                result[name] = tuple(map(sum, zip_longest(result[name], value, fillvalue=0)))
+            else:
+                result[name] += value
+    return EngineStats(**result)
+
+
+def counted(stats: EngineStats) -> EngineStats:
+    """What a replica that is gone has counted up: the sum over replicas must not fall."""
+    grown = {name: getattr(stats, name) for name, metric in METRICS.items() if metric.grows}
+    return EngineStats(**grown, step_sizes=stats.step_sizes)
+
+
+def accounts(links: Iterable[Link]) -> list[AccountStats]:
+    """Tenants, or adapters, with requests in progress on any replica, by number of requests, most first."""
+    found: dict[str, AccountStats] = {}
+    for link in links:
+        for one in link.report.accounts if link.report is not None else ():
+            before = found.get(one.name, AccountStats(one.name, 0, 0, 0.0))
+            found[one.name] = AccountStats(
+                one.name, before.num_running + one.num_running, before.num_waiting + one.num_waiting,
+                before.standing + one.standing,
+            )  # fmt: skip
+    return sorted(found.values(), key=lambda one: one.num_running + one.num_waiting, reverse=True)
+
 
 _NEAREST = (Tier.DEVICE, Tier.LOADING, Tier.HOST, Tier.FAILED)
 
@@ -72,7 +120,7 @@ def view_of(links: Sequence[Link], catalog: Catalog) -> EngineView:
         max_adapters=sum(hello.max_adapters for hello in hellos),
         block_tokens=hellos[0].block_tokens if hellos else 0,
         num_quarantined=len(catalog.quarantine),
-        accounts=totals.accounts(links),
+        accounts=accounts(links),
     )
 
 
@@ -117,3 +165,45 @@ def picture_of(links: Sequence[Link], catalog: Catalog, requests: Iterable[OpenR
         for link in links
     ]
     return Picture(rows, phases, replicas=replicas)
+
+
+class ClusterCollector(Collector):
+    """Reads the dispatcher's counts when asked; any thread may."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        dispatcher, ledger = self._dispatcher, self._dispatcher.ledger
+        up = sum(link.takes_requests for link in dispatcher.links)
+        yield GaugeMetricFamily("chorus_replicas", "Replicas that there are to be", dispatcher.num_replicas)
+        yield GaugeMetricFamily("chorus_replicas_up", "Replicas that take requests", up)
+        yield GaugeMetricFamily(
+            "chorus_scale_hint", "1: one more replica is needed; -1: one could be given back", dispatcher.scale.value
+        )
+        yield GaugeMetricFamily("chorus_front_waiting", "Requests that wait at the front", ledger.num_waiting)
+        yield CounterMetricFamily(
+            "chorus_replica_deaths",
+            "Connections to replicas that ended, but for replicas that were to",
+            dispatcher.num_deaths,
+        )
+        yield CounterMetricFamily(
+            "chorus_requests_moved", "Times that a request went on at another replica", ledger.num_moves
+        )
+        yield CounterMetricFamily(
+            "chorus_stale_rows", "Rows of a request's earlier places, which were dropped", ledger.num_stale
+        )
+        at = GaugeMetricFamily("chorus_replica_requests", "Open requests at a replica", labels=("replica",))
+        for link in dispatcher.links:
+            at.add_metric((link.name,), ledger.num_at(link.name))
+        yield at
+        costs = GaugeMetricFamily(
+            "chorus_replica_cost_seconds", "What replicas have learned that a step takes, on average", labels=("term",)
+        )
+        told = dispatcher.reported_costs()
+        for term in told[0] if told else ():
+            costs.add_metric((term,), sum(one[term] for one in told) / len(told))
+        yield costs

@@ -31,11 +31,20 @@ from ..engine.picture import Picture
 from ..engine.subscribers import Subscribers
 from ..errors import EngineUnavailable
 from ..executors import DaemonPool, PoolFull
-from . import totals
 from .address import Address
 from .catalog import Catalog, Cluster, Entry, done, failed
-from .cluster_metrics import ClusterCollector
-from .cluster_view import is_pinned, overflowing, picture_of, pin_failure, tier_of, view_of
+from .cluster_view import (
+    NOTHING,
+    ClusterCollector,
+    counted,
+    is_pinned,
+    overflowing,
+    picture_of,
+    pin_failure,
+    tier_of,
+    total,
+    view_of,
+)
 from .dispatcher import Dispatcher
 from .link import Link
 from .registered_catalog import RegisteredCatalog
@@ -105,7 +114,7 @@ class ClusterWorker:
         self._base_names = names_of(settings.model, settings.base_name)
         self._hashes = DaemonPool("cluster-hash", HASH_THREADS, MAX_HASHES)
         self._change = threading.Condition()
-        self._gone = totals.NOTHING
+        self._gone = NOTHING
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="chorus-cluster", daemon=True)
         self._tasks: list[asyncio.Task[None]] = []
@@ -204,8 +213,8 @@ class ClusterWorker:
     @property
     def stats(self) -> EngineStats:
         """The sum over the replicas; requests that wait at the front count as waiting."""
-        here = totals.total([self._gone, *(link.stats for link in self.links if link.stats is not None)])
-        return totals.with_waiting(here, self.dispatcher.ledger.num_waiting)
+        here = total([self._gone, *(link.stats for link in self.links if link.stats is not None)])
+        return replace(here, num_waiting=here.num_waiting + self.dispatcher.ledger.num_waiting)
 
     @property
     def healthy(self) -> bool:
@@ -286,7 +295,7 @@ class ClusterWorker:
 
     def on_down(self, link: Link, *, stuck: bool) -> None:
         if link.stats is not None:
-            self._gone = totals.total((self._gone, totals.counted(link.stats)))
+            self._gone = total((self._gone, counted(link.stats)))
         if not self._stopping:  # else the link ends with the cluster, and no replica has died
             self.dispatcher.on_down(link, stuck=stuck)
 

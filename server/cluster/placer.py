@@ -6,7 +6,7 @@ tokens, or the policy has it wait; later ones then wait behind it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...memory.files.error import LoadFailure

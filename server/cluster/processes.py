@@ -18,9 +18,8 @@ from .child import STOP_SECONDS, Child
 from .directory import ClusterDirectory
 from .listener import Listener
 from .plan import Plan
-from .reconnect import LAST_RETRY_SECONDS
-from .replica_settings import ReplicaSettings
-from .stream import read_secret
+from .replica_process import ReplicaSettings
+from .stream import LAST_RETRY_SECONDS, read_secret
 
 if TYPE_CHECKING:
     from ..settings import Settings

@@ -10,6 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import BaseModel, ConfigDict
+
+from ...core.config import EngineConfig
 from ..engine.worker import EngineWorker
 from ..start.checks import LaunchError
 from ..start.launch import take_short_turns
@@ -17,12 +20,35 @@ from .address import Listening
 from .child import end_with_parent
 from .listener import Listener
 from .replica import Replica
-from .replica_settings import ReplicaSettings
 from .report import Hello
 
 if TYPE_CHECKING:
     from ...core.config import EngineConfig
     from ...core.engine import Engine
+    from ..settings import Settings
+
+
+class ReplicaSettings(BaseModel):
+    """engine: without adapters; fronts name the adapters to load. roots: directories below which adapters must lie."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    engine: EngineConfig
+    roots: list[Path]
+    grace_seconds: float
+    log_level: str
+
+    @classmethod
+    def of(cls, settings: Settings) -> ReplicaSettings:
+        """The replica's part of a server's settings; paths are made absolute."""
+        config = settings.engine_config()
+        return cls(
+            engine=config.model_copy(update={"adapters": None, "model": config.model.absolute()}),
+            roots=[place.resolve() for place in settings.adapter_places],
+            grace_seconds=settings.grace_seconds,
+            log_level=settings.log_level,
+        )
+
 
 log = logging.getLogger(__name__)
 

@@ -23,11 +23,10 @@ from .child import end_with_parent
 from .cluster_worker import ClusterWorker
 from .directory import ClusterDirectory
 from .link import Link
-from .mover import Mover
 from .placement.plan import NEED_HIGHS, has_highs
 from .placement.settings import MigrationSettings
 from .plan import Plan
-from .preloader import Preloader
+from .planned import Mover, Preloader
 from .processes import Processes
 from .router import POLICIES, Estimates
 from .router.scale import SteadyHint

@@ -7,11 +7,10 @@ from types import SimpleNamespace
 
 from chorus.memory.adapters.adapter import Tier
 from chorus.server.cluster.address import UnixSocket
-from chorus.server.cluster.cluster_view import picture_of
+from chorus.server.cluster.cluster_view import NOTHING, picture_of
 from chorus.server.cluster.ledger import Ledger
 from chorus.server.cluster.link import Link
 from chorus.server.cluster.report import Report
-from chorus.server.cluster.totals import NOTHING
 from chorus.server.engine.picture import Phase
 
 

@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 
 from chorus.core.executors.base import ModelInfo
 from chorus.server.cluster.address import UnixSocket
+from chorus.server.cluster.cluster_view import NOTHING
 from chorus.server.cluster.fleet import Fleet
-from chorus.server.cluster.identity import Identity
 from chorus.server.cluster.ledger import Ledger
 from chorus.server.cluster.link import Link
-from chorus.server.cluster.report import Hello, Report
+from chorus.server.cluster.report import Hello, Identity, Report
 from chorus.server.cluster.router import ReplicaState
-from chorus.server.cluster.totals import NOTHING
 
 HELLO = Hello(Identity("model", "float32", "avx512", "1"), ModelInfo(300, 512, (2,)), 8, 8, 16, 1)
 COUNT = 3
