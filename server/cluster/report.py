@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
 from ...core.engine_stats import AccountStats, EngineStats
 from ...core.executors.base import ModelInfo
 from ...core.model.config import ModelConfig
-from ...core.requests.types import StepInfo
-from ...graphs.runner import StepMode
 from ..version import VERSION
 from .wire import Malformed
 
@@ -26,25 +27,43 @@ SAMPLES = 64
 SAMPLE_BYTES = 256 << 10
 
 
+class Told:
+    """What one process tells another of itself, as plain data for a frame."""
+
+    __slots__ = ()
+
+    def to_wire(self) -> dict[str, Any]:
+        return _adapter(type(self)).dump_python(self, mode="json")
+
+    @classmethod
+    def from_wire(cls, data: Any) -> Self:
+        """Malformed for what `to_wire` does not give."""
+        try:
+            return _adapter(cls).validate_python(data)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            at = ".".join(map(str, first["loc"]))
+            raise Malformed(f"a replica's {cls.__name__.lower()} can't be read: {at}: {first['msg']}") from None
+
+
+_adapter = cache(TypeAdapter)
+
+_Model = Annotated[
+    ModelInfo,
+    PlainValidator(lambda told: ModelInfo(*_adapter(tuple[int, int, tuple[int, ...]]).validate_python(told))),
+    PlainSerializer(lambda model: (model.vocab_size, model.max_model_len, model.eos_token_ids)),
+]
+"""Without the model's grammars, which a front has no use for."""
+
+
 @dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(Told):
     """What a replica computes with. model: hash of its files. level: of the kernels. version: Chorus's."""
 
     model: str
     dtype: str
     level: str
-    version: str = VERSION
-
-    def to_wire(self) -> dict[str, str]:
-        return asdict(self)
-
-    @classmethod
-    def from_wire(cls, data: Any) -> Identity:
-        """Malformed for what `to_wire` does not give."""
-        try:
-            return cls(*(str(data[name]) for name in ("model", "dtype", "level", "version")))
-        except (TypeError, KeyError, IndexError) as error:
-            raise Malformed(f"a replica's identity can't be read: {error!r}") from None
+    version: str
 
 
 def identity_of(engine: Engine) -> Identity:
@@ -52,7 +71,7 @@ def identity_of(engine: Engine) -> Identity:
     config = engine.config
     model = model_hash(config.model, dummy=config.load_format == "dummy")
     dtype = ModelConfig.read(config.model).dtype if config.dtype == "auto" else config.dtype
-    return Identity(model, dtype, _level(config.cpu_kernels, config.device))
+    return Identity(model, dtype, _level(config.cpu_kernels, config.device), VERSION)
 
 
 def _level(cpu_kernels: str, device: str) -> str:
@@ -84,11 +103,11 @@ def model_hash(directory: Path, *, dummy: bool = False) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(Told):
     """A replica's first words."""
 
     identity: Identity
-    model: ModelInfo
+    model: _Model
     max_num_seqs: int
     max_adapters: int
     block_tokens: int
@@ -100,28 +119,9 @@ class Hello:
         most = config.max_adapters_per_step or config.max_num_seqs
         return cls(identity_of(engine), engine.model, config.max_num_seqs, most, engine.block_tokens, pid)
 
-    def to_wire(self) -> dict[str, Any]:
-        return {
-            "identity": self.identity.to_wire(),
-            "model": [self.model.vocab_size, self.model.max_model_len, list(self.model.eos_token_ids)],
-            "max_num_seqs": self.max_num_seqs, "max_adapters": self.max_adapters, "block_tokens": self.block_tokens,
-            "pid": self.pid,
-        }  # fmt: skip
-
-    @classmethod
-    def from_wire(cls, data: Any) -> Hello:
-        """Malformed for what `to_wire` does not give."""
-        try:
-            vocab, length, ends = data["model"]
-            model = ModelInfo(int(vocab), int(length), tuple(map(int, ends)))
-            counts = (int(data[name]) for name in ("max_num_seqs", "max_adapters", "block_tokens", "pid"))
-            return cls(Identity.from_wire(data["identity"]), model, *counts)
-        except (TypeError, ValueError, KeyError) as error:
-            raise Malformed(f"a replica's hello can't be read: {error!r}") from None
-
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Report(Told):
     """A replica at one moment.
 
     num_yours: requests of the front that it is sent to. tiers: of adapters that are not only on disk, by content hash.
@@ -138,28 +138,3 @@ class Report:
     accounts: list[AccountStats] = field(default_factory=list)
     overflowing: list[str] = field(default_factory=list)
     costs: dict[str, float] = field(default_factory=dict)
-
-    def to_wire(self) -> dict[str, Any]:
-        stats = {name: getattr(self.stats, name) for name in _STATS}
-        stats["last_step"] = None if self.stats.last_step is None else list(self.stats.last_step)
-        stats["mode"] = self.stats.mode.value
-        accounts = [[one.name, one.num_running, one.num_waiting, one.standing] for one in self.accounts]
-        plain = {name: getattr(self, name) for name in _PLAIN}
-        return {"stats": stats, "accounts": accounts, **plain}
-
-    @classmethod
-    def from_wire(cls, data: Any) -> Report:
-        """Malformed for what `to_wire` does not give."""
-        try:
-            stats = {name: data["stats"][name] for name in _STATS}
-            stats["last_step"] = None if stats["last_step"] is None else StepInfo(*stats["last_step"])
-            stats["mode"] = StepMode(stats["mode"])
-            stats["step_sizes"] = tuple(map(int, stats["step_sizes"]))
-            accounts = [AccountStats(*one) for one in data["accounts"]]
-            return cls(EngineStats(**stats), accounts=accounts, **{name: data[name] for name in _PLAIN})
-        except (TypeError, ValueError, KeyError) as error:
-            raise Malformed(f"a replica's report can't be read: {error!r}") from None
-
-
-_STATS = [one.name for one in fields(EngineStats)]
-_PLAIN = [one.name for one in fields(Report) if one.name not in ("stats", "accounts")]
