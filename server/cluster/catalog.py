@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...core.quarantine import Quarantined
 from ...core.requests.sampling_params import AdapterPaused, InvalidRequest, NotServed
-from ...memory.adapters.adapter import check_name
+from ...memory.adapters.adapter import Tier, check_name
 from ...memory.adapters.store import UnknownAdapter
 from ...memory.adapters.versions import VersionNames, split_version, versioned
 from ...memory.files.error import LoadFailure
@@ -61,7 +61,7 @@ class Cluster:
     is_pinned: Callable[[str | None], bool]
     pin_failure: Callable[[str], AdapterFormatError | None]
     learn: Callable[[Entry], Future[bool]]
-    tier_of: Callable[[str | None], str]
+    tier_of: Callable[[str | None], Tier]
     overflowing: Callable[[], set[str]]
     stats: Callable[[], EngineStats]
     num_users: Callable[[str], Future[int]] = lambda name: done(0)
@@ -166,7 +166,7 @@ class Catalog:
         return done(AdapterListing(states, list(self.quarantine.values()), self._cluster.stats()))
 
     def state(self, name: str) -> Future[AdapterState]:
-        return self._try(lambda: self._state(name, self._get(name)))
+        return self._try(lambda: self.state_of(name, self._get(name)))
 
     def put(
         self,
@@ -186,14 +186,14 @@ class Catalog:
                 if label and self._entries.find(versioned(name, label)) is not None:
                     raise FileExistsError(versioned(name, label))
                 entry = self.register(name, manifest, label=label, keep=keep)
-                return self._state(entry.name, entry), replaced
+                return self.state_of(entry.name, entry), replaced
 
         return self._try(put)
 
     def versions(self, name: str) -> Future[list[AdapterState]]:
         with self._lock:
             names = [*([name] if name in self._entries else ()), *self._entries.kept(name)]
-            return done([self._state(each, self._get(each)) for each in names])
+            return done([self.state_of(each, self._get(each)) for each in names])
 
     def pause(self, name: str, *, paused: bool) -> Future[None]:
         def pause() -> None:
@@ -225,7 +225,7 @@ class Catalog:
         try:
             with self._lock:
                 entry = self.unregister(name)
-                state = self._state(entry.name, entry)
+                state = self.state_of(entry.name, entry)
                 for alias in self._entries.kept(name):
                     self.unregister(alias)
                 self.paused.discard(name)
@@ -333,9 +333,9 @@ class Catalog:
             self._cluster.retire(content)
 
     def _states(self, registered: Iterable[tuple[str, Entry]]) -> list[AdapterState]:
-        return [self._state(*each) for each in sorted(registered, key=itemgetter(0))]
+        return [self.state_of(*each) for each in sorted(registered, key=itemgetter(0))]
 
-    def _state(self, name: str, entry: Entry) -> AdapterState:
+    def state_of(self, name: str, entry: Entry) -> AdapterState:
         content = entry.manifest.content_hash
         pinned = entry.pinned and self._cluster.is_pinned(content)
         paused = split_version(name)[0] in self.paused or name in self.paused

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from ...core.engine_stats import METRICS, AccountStats, EngineStats
 from ...memory.adapters.adapter import Tier
 from ...memory.files.error import AdapterFormatError, LoadFailure
-from ..engine.engine_view import MAX_TIER_SERIES, AdapterView, EngineView
+from ..engine.engine_view import MAX_TIER_SERIES, EngineView
 from ..engine.picture import AdapterRow, Phase, Picture, ReplicaRow
 from .catalog import Catalog
 from .dispatcher import Dispatcher
@@ -66,12 +66,12 @@ def accounts(links: Iterable[Link]) -> list[AccountStats]:
 _NEAREST = (Tier.DEVICE, Tier.LOADING, Tier.HOST, Tier.FAILED)
 
 
-def tier_of(links: Sequence[Link], content_hash: str | None) -> str:
+def tier_of(links: Sequence[Link], content_hash: str | None) -> Tier:
     """Tier of a content at the replica that has it nearest."""
     if content_hash is None:
-        return Tier.DISK.value
+        return Tier.DISK
     tiers = {link.report.tiers.get(content_hash) for link in links if link.report is not None}
-    return next((tier.value for tier in _NEAREST if tier.value in tiers), Tier.DISK.value)
+    return next((tier for tier in _NEAREST if tier.value in tiers), Tier.DISK)
 
 
 def is_pinned(links: Sequence[Link], content_hash: str | None) -> bool:
@@ -108,12 +108,7 @@ def view_of(links: Sequence[Link], catalog: Catalog) -> EngineView:
     counts[Tier.DISK] += len(registered) - len(near)
     return EngineView(
         registered=registered,
-        adapters=[
-            AdapterView(
-                name, tier, one.manifest.rank, one.pinned and is_pinned(links, one.manifest.content_hash), None, None
-            )
-            for name, tier, one in near[:MAX_TIER_SERIES]
-        ],
+        adapters=[catalog.state_of(name, one) for name, _, one in near[:MAX_TIER_SERIES]],
         tier_counts={tier.value: counts[tier] for tier in Tier},
         running=sorted({name for report in reports for name in report.running}),
         waiting=sorted({name for report in reports for name in report.waiting}),
@@ -125,14 +120,9 @@ def view_of(links: Sequence[Link], catalog: Catalog) -> EngineView:
 
 
 def _nearest_tiers(links: Sequence[Link]) -> dict[str, Tier]:
-    """Of each content the tier that is nearest to steps, on any replica."""
-    nearest: dict[str, Tier] = {}
-    for tiers in (link.report.tiers for link in links if link.report is not None):
-        for content, text in tiers.items():
-            tier, known = Tier(text), nearest.get(content, Tier.FAILED)
-            if tier in _NEAREST and _NEAREST.index(tier) <= _NEAREST.index(known):
-                nearest[content] = tier
-    return nearest
+    """Of each content that a replica has near the tier that is nearest to steps."""
+    reported = {content for link in links if link.report is not None for content in link.report.tiers}
+    return {content: tier_of(links, content) for content in reported}
 
 
 def picture_of(links: Sequence[Link], catalog: Catalog, requests: Iterable[OpenRequest]) -> Picture:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ...core.requests.types import RequestOutput
+from .engine_view import AdapterListing, AdapterState, EngineView
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
@@ -20,44 +20,11 @@ if TYPE_CHECKING:
     from ...core.requests.request import Request
     from ...memory.files.format import AdapterManifest
     from ...memory.host.image import HostImage
-    from .engine_view import EngineView
     from .picture import Picture
 
 OnOutput = Callable[[RequestOutput], None]
 
 SHUTTING_DOWN = "the server is shutting down"
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterState:
-    """A snapshot of a version of an adapter: of the newest, or under the name `name@version` of an earlier one.
-
-    version: its number within this process. label: the version as clients see it. references: its running requests.
-    """
-
-    name: str
-    version: int
-    manifest: AdapterManifest
-    tier: str
-    pages: int
-    references: int
-    pinned: bool
-    credit: float | None = None
-    label: str = ""
-    paused: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterListing:
-    """Snapshots of all served adapters, and the quarantined adapters.
-
-    adapters: makes theirs, sorted by name, as they are when it is called; on any thread but the engine's, which
-    thousands of them would hold up.
-    """
-
-    adapters: Callable[[], list[AdapterState]]
-    quarantined: list[Quarantined]
-    stats: EngineStats
 
 
 class AdapterBook(Protocol):

@@ -171,24 +171,11 @@ class EngineAdapters:
 
 
 def _state(engine: Engine, name: str) -> AdapterState:
-    return _state_of(engine, name, engine.store.get(name))
-
-
-def _state_of(engine: Engine, name: str, adapter: Adapter) -> AdapterState:
-    """The state of a registered version. It looks at one attribute or entry after another, so that no step has to wait
-    for it where it runs on another thread than the engine's.
-    """
-    store = engine.store
-    pinned = store.is_pinned(adapter)
-    credit = None if engine.modes is None else engine.modes.credit(adapter)
-    return AdapterState(
-        name, adapter.version, adapter.manifest, store.tier(adapter).value, len(adapter.pages),
-        adapter.references - pinned, pinned, credit, adapter.label, adapter.name in engine.adapters.paused,
-    )  # fmt: skip
+    return AdapterState.of(engine, name, engine.store.get(name))
 
 
 def _states(engine: Engine, registered: Iterable[tuple[str, Adapter]]) -> list[AdapterState]:
-    return [_state_of(engine, *each) for each in sorted(registered, key=itemgetter(0))]
+    return [AdapterState.of(engine, *each) for each in sorted(registered, key=itemgetter(0))]
 
 
 def _pin_again(name: str, engine: Engine) -> None:

@@ -1,9 +1,9 @@
-"""What /metrics shows of an engine beside its counters: a snapshot, taken between two steps."""
+"""Snapshots of an engine's adapters, and of what /metrics shows beside its counters."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,8 +13,10 @@ from .metric_families import label
 
 if TYPE_CHECKING:
     from ...core.engine import Engine
-    from ...core.engine_stats import AccountStats
+    from ...core.engine_stats import AccountStats, EngineStats
+    from ...core.quarantine import Quarantined
     from ...memory.adapters.adapter import Adapter
+    from ...memory.files.format import AdapterManifest
 
 MAX_TIER_SERIES = 1000
 """Most adapters with a series of their own; resident ones come first."""
@@ -23,23 +25,52 @@ _SHOWN = (Tier.DEVICE, Tier.LOADING, Tier.HOST)
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterView:
-    """An adapter that is not only on disk. load_seconds: how long its latest load took; None while unknown.
+class AdapterState:
+    """A snapshot of a version of an adapter: of the newest, or under the name `name@version` of an earlier one.
 
-    credit: for having given way to others; None where the policy of modes keeps none.
+    version: its number within this process. label: the version as clients see it. references: its running requests.
+    credit: for having given way to others; None where the policy of modes keeps none. load_seconds: of its latest load;
+    None while unknown.
     """
 
     name: str
+    version: int
+    manifest: AdapterManifest
     tier: Tier
-    rank: int
+    pages: int
+    references: int
     pinned: bool
-    load_seconds: float | None
-    credit: float | None
+    credit: float | None = None
+    label: str = ""
+    paused: bool = False
+    load_seconds: float | None = None
 
     @classmethod
-    def of(cls, engine: Engine, name: str, adapter: Adapter, tier: Tier) -> AdapterView:
+    def of(cls, engine: Engine, name: str, adapter: Adapter) -> AdapterState:
+        """The state of a registered version. It looks at one attribute or entry after another, so that no step has to
+        wait for it where it runs on another thread than the engine's.
+        """
+        store = engine.store
+        pinned = store.is_pinned(adapter)
         credit = None if engine.modes is None else engine.modes.credit(adapter)
-        return cls(name, tier, adapter.rank, engine.store.is_pinned(adapter), adapter.load_seconds, credit)
+        return cls(
+            name, adapter.version, adapter.manifest, store.tier(adapter), len(adapter.pages),
+            adapter.references - pinned, pinned, credit, adapter.label, adapter.name in engine.adapters.paused,
+            adapter.load_seconds,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterListing:
+    """Snapshots of all served adapters, and the quarantined adapters.
+
+    adapters: makes theirs, sorted by name, as they are when it is called; on any thread but the engine's, which
+    thousands of them would hold up.
+    """
+
+    adapters: Callable[[], list[AdapterState]]
+    quarantined: list[Quarantined]
+    stats: EngineStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +85,7 @@ class EngineView:
     """
 
     registered: Sequence[tuple[str, HasLabel]] = ()
-    adapters: list[AdapterView] = field(default_factory=list)
+    adapters: list[AdapterState] = field(default_factory=list)
     tier_counts: dict[str, int] = field(default_factory=dict)
     num_loadable: int = 0
     running: list[str] = field(default_factory=list)
@@ -75,7 +106,7 @@ class EngineView:
         running, waiting = engine.adapter_load()
         return cls(
             registered=store.registered(),
-            adapters=[AdapterView.of(engine, *each) for each in shown[:MAX_TIER_SERIES]],
+            adapters=[AdapterState.of(engine, name, adapter) for name, adapter, _ in shown[:MAX_TIER_SERIES]],
             block_tokens=engine.block_tokens,
             tier_counts={tier.value: counts[tier] for tier in Tier},
             num_loadable=store.num_loadable,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from chorus.core.requests.sampling_params import AdapterPaused, InvalidRequest, NotServed
+from chorus.memory.adapters.adapter import Tier
 from chorus.memory.adapters.store import UnknownAdapter
 from chorus.memory.files.error import LoadFailure
 from chorus.memory.files.format import AdapterFormatError, AdapterManifest, AdapterPart
@@ -34,7 +35,7 @@ class Front:
         self.pins, self.failure = {}, None
         cluster = Cluster(
             self.end_users, self.retired.append, self.revived.append, lambda pins: setattr(self, "pins", pins),
-            lambda content: content in self.pins, lambda _: self.failure, lambda _: done(False), lambda _: "disk",
+            lambda content: content in self.pins, lambda _: self.failure, lambda _: done(False), lambda _: Tier.DISK,
             set, lambda: None,
         )  # fmt: skip
         self.catalog = RegisteredCatalog(cluster, self.check)
