@@ -25,7 +25,8 @@ from ...memory.files.format import STEM
 from ...memory.host.limited_threads import NoThreadLeft
 from ..access.grants import NOWHERE
 from ..engine.adapter_loads import AdapterLoads, LoadTimedOut
-from ..engine.backend import AdapterState, Backend
+from ..engine.backend import Backend
+from ..engine.engine_view import AdapterState
 from ..engine.sourced_adapters import SourcedAdapters
 from ..errors import DISK_FAULTS, ApiError, Body, clipped, read_body, validated
 from ..executors import DaemonPool, PoolFull

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,7 +17,8 @@ from ...memory.adapters.adapter import Tier, check_name
 from ...memory.adapters.store import UnknownAdapter
 from ...memory.adapters.versions import VersionNames, split_version, versioned
 from ...memory.files.error import LoadFailure
-from ..engine.backend import AdapterListing, AdapterState
+from ..engine.adapter_book import AdapterBook, AdapterNames, is_current
+from ..engine.engine_view import AdapterState
 
 if TYPE_CHECKING:
     from ...core.engine_stats import EngineStats
@@ -68,10 +67,8 @@ class Cluster:
     paths: Callable[[], Future[set[Path]]] = lambda: done(set())
 
 
-class Catalog:
-    """An `AdapterBook` of a cluster. It has `register`, `unregister` and `in`, as a store has, for the start."""
-
-    has_registry = False
+class Catalog(AdapterBook):
+    """The book of a cluster, and its own `AdapterNames`."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -88,6 +85,7 @@ class Catalog:
         self,
         name: str,
         manifest: AdapterManifest,
+        image: HostImage | None = None,
         *,
         label: str | None = None,
         keep: int | None = 1,
@@ -95,7 +93,8 @@ class Catalog:
     ) -> Entry:
         """Make a manifest the adapter of a name, for requests to come. AdapterFormatError for what is no name.
 
-        label, keep: as of `AdapterStore.register`; a name may itself be a version's. pinned: None for as before.
+        image: left out, as the replicas read it. label, keep: as of `AdapterStore.register`; a name may itself be a
+        version's. pinned: None for as before.
         """
         check_name(name)
         plain, own = split_version(name)
@@ -103,7 +102,7 @@ class Catalog:
             number = next(self._versions)
             while label is None and versioned(name, str(number)) in self._entries:
                 number = next(self._versions)
-            before = self._get(name) if name in self._entries else None
+            before = self.get(name) if name in self._entries else None
             if pinned is None:
                 pinned = before is not None and before.pinned
             if before is not None and before.pinned:  # what is kept of it is not pinned
@@ -121,7 +120,7 @@ class Catalog:
 
     def unregister(self, name: str) -> Entry:
         with self._lock:
-            entry = self._get(name)
+            entry = self.get(name)
             if name not in self._entries:
                 raise UnknownAdapter(f"{name!r} is the newest version of {entry.name!r}; remove that")
             self._entries.pop(name)
@@ -155,53 +154,40 @@ class Catalog:
             raise NotServed("model", f"adapter {name!r} is not served: {aside.reason}")
         raise InvalidRequest("model", f"adapter {name!r} is not registered")
 
+    def get(self, name: str) -> Entry:
+        """What a name means, paused or not. UnknownAdapter."""
+        entry = self._entries.find(name)
+        if entry is None:
+            raise UnknownAdapter(f"adapter {name!r} is not registered")
+        return entry
+
+    def kept(self, name: str) -> list[str]:
+        return self._entries.kept(name)
+
+    def has_version(self, name: str, label: str) -> bool:
+        return self._entries.find(versioned(name, label)) is not None
+
+    def learn(self, name: str, manifest: AdapterManifest) -> None:
+        entry = replace(self.get(name), manifest=manifest)
+        self._entries.put(name, entry, None)
+        if entry.pinned:
+            self._tell_pins()
+
+    def stats(self) -> EngineStats:
+        return self._cluster.stats()
+
     def names_of(self, content_hash: str) -> list[str]:
         with self._lock:
             return [one.name for one in self._entries.values() if one.manifest.content_hash == content_hash]
 
     # --- AdapterBook ---
 
-    def listing(self) -> Future[AdapterListing]:
-        states = partial(self._states, self.registered())
-        return done(AdapterListing(states, list(self.quarantine.values()), self._cluster.stats()))
-
-    def state(self, name: str) -> Future[AdapterState]:
-        return self._try(lambda: self.state_of(name, self._get(name)))
-
-    def put(
-        self,
-        name: str,
-        manifest: AdapterManifest,
-        image: HostImage | None,
-        *,
-        replace: bool,
-        label: str | None = None,
-        keep: int | None = 1,
-    ) -> Future[tuple[AdapterState, bool]]:
-        def put() -> tuple[AdapterState, bool]:
+    def _ask(self, function: Callable[[AdapterNames], T]) -> Future[T]:
+        try:
             with self._lock:
-                replaced = name in self._entries
-                if replaced and not replace:
-                    raise FileExistsError(name)
-                if label and self._entries.find(versioned(name, label)) is not None:
-                    raise FileExistsError(versioned(name, label))
-                entry = self.register(name, manifest, label=label, keep=keep)
-                return self.state_of(entry.name, entry), replaced
-
-        return self._try(put)
-
-    def versions(self, name: str) -> Future[list[AdapterState]]:
-        with self._lock:
-            names = [*([name] if name in self._entries else ()), *self._entries.kept(name)]
-            return done([self.state_of(each, self._get(each)) for each in names])
-
-    def pause(self, name: str, *, paused: bool) -> Future[None]:
-        def pause() -> None:
-            with self._lock:
-                self._get(name)
-                (self.paused.add if paused else self.paused.discard)(name)
-
-        return self._try(pause)
+                return done(function(self))
+        except (UnknownAdapter, FileExistsError, ValueError) as error:
+            return failed(error)
 
     def num_requests(self, name: str) -> Future[int]:
         return self._cluster.num_users(name)
@@ -240,7 +226,7 @@ class Catalog:
     def pin(self, name: str) -> Future[bool]:
         """True once all replicas keep it resident; False: ask again. One that can't has it unpinned everywhere."""
         try:
-            entry = self._get(name)
+            entry = self.get(name)
         except UnknownAdapter as error:
             return failed(error)
         if name in self._entries.kept(entry.name):
@@ -257,50 +243,20 @@ class Catalog:
 
     def unpin(self, name: str) -> Future[Any]:
         try:
-            return self._set_pinned(self._get(name), pinned=False)
+            return self._set_pinned(self.get(name), pinned=False)
         except UnknownAdapter as error:
             return failed(error)
-
-    def unhashed(self) -> Future[list[AdapterState]]:
-        unhashed = [each for each in self.registered() if each[1].manifest.content_hash is None]
-        return done(self._states(unhashed))
-
-    def quarantined(self) -> Future[list[Quarantined]]:
-        with self._lock:
-            return done(list(self.quarantine.values()))
-
-    def note(self, name: str, version: int, manifest: AdapterManifest) -> Future[bool]:
-        with self._lock:
-            if name not in self._entries or (entry := self._get(name)).version != version:
-                return done(False)
-            self._entries.put(name, replace(entry, manifest=manifest), None)
-            if entry.pinned:
-                self._tell_pins()
-            return done(True)
 
     def overflowing(self) -> Future[list[AdapterState]]:
         contents = self._cluster.overflowing()
         found = [each for each in self.registered() if each[1].manifest.content_hash in contents] if contents else []
-        return done(self._states(found))
+        return done([self.state_of(*each) for each in found])
 
     def set_aside(self, one: Quarantined, version: int, *, in_use: bool) -> Future[bool]:
         with self._lock:
-            if one.name in self._entries and self._get(one.name).version == version:
+            if is_current(self, one.name, version):
                 self.unregister(one.name)
                 self.quarantine[one.name] = one
-        return done(True)
-
-    def keep_aside(self, one: Quarantined) -> Future[None]:
-        with self._lock:
-            if one.name in self.quarantine:
-                self.quarantine[one.name] = one
-        return done(None)
-
-    def release(self, name: str, manifest: AdapterManifest, image: HostImage | None) -> Future[bool]:
-        with self._lock:
-            if self.quarantine.pop(name, None) is None or name in self._entries:
-                return done(False)
-            self.register(name, manifest)
         return done(True)
 
     # --- common ---
@@ -320,20 +276,11 @@ class Catalog:
             self._pins = pins
             self._cluster.pin(pins)
 
-    def _get(self, name: str) -> Entry:
-        entry = self._entries.find(name)
-        if entry is None:
-            raise UnknownAdapter(f"adapter {name!r} is not registered")
-        return entry
-
     def _left(self, entry: Entry) -> None:
         """A version is no name's any more; its content may still be another's."""
         content = entry.manifest.content_hash
         if content is not None and not self.names_of(content):
             self._cluster.retire(content)
-
-    def _states(self, registered: Iterable[tuple[str, Entry]]) -> list[AdapterState]:
-        return [self.state_of(*each) for each in sorted(registered, key=itemgetter(0))]
 
     def state_of(self, name: str, entry: Entry) -> AdapterState:
         content = entry.manifest.content_hash
@@ -343,13 +290,6 @@ class Catalog:
             name, entry.version, entry.manifest, self._cluster.tier_of(content), 0, 0, pinned,
             label=entry.label, paused=paused,
         )  # fmt: skip
-
-    @staticmethod
-    def _try(function: Callable[[], T]) -> Future[T]:
-        try:
-            return done(function())
-        except (UnknownAdapter, FileExistsError, ValueError) as error:
-            return failed(error)
 
 
 def done(result: T) -> Future[T]:

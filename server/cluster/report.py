@@ -47,10 +47,11 @@ class Told:
 
 
 _adapter = cache(TypeAdapter)
+_MODEL: TypeAdapter[tuple[int, int, tuple[int, ...]]] = TypeAdapter(tuple[int, int, tuple[int, ...]])
 
 _Model = Annotated[
     ModelInfo,
-    PlainValidator(lambda told: ModelInfo(*_adapter(tuple[int, int, tuple[int, ...]]).validate_python(told))),
+    PlainValidator(lambda told: ModelInfo(*_MODEL.validate_python(told))),
     PlainSerializer(lambda model: (model.vocab_size, model.max_model_len, model.eos_token_ids)),
 ]
 """Without the model's grammars, which a front has no use for."""

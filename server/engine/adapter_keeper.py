@@ -19,8 +19,9 @@ from ...memory.files.identity import with_content
 from ...memory.host.image import HostImage
 from ...memory.host.limited_threads import LimitedThreads, NoAnswer, NoThreadLeft
 from ..errors import EngineUnavailable
-from .backend import AdapterState, Backend
+from .backend import Backend
 from .engine_adapters import MOST_OVERFLOWS
+from .engine_view import AdapterState
 
 if TYPE_CHECKING:
     from ...memory.files.format import AdapterManifest

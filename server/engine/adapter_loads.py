@@ -19,7 +19,8 @@ from ...memory.host.limited_threads import LimitedThreads
 from ...memory.host.reads import SLOW_SECONDS
 from ..executors import DaemonPool
 from .adapter_keeper import AdapterKeeper
-from .backend import AdapterState, Backend
+from .backend import Backend
+from .engine_view import AdapterState
 
 if TYPE_CHECKING:
     from ...memory.files.format import AdapterManifest

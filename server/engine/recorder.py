@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ...core.requests.request import Request
-    from .backend import AdapterBook
+    from .adapter_book import AdapterBook
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from ..stores.cache import Cache
 from ..stores.download import download
 from ..stores.errors import CacheFull, NotInStore, StoreAway, StoreError, StoreRefused
 from ..stores.rules import Location
+from .adapter_book import AdapterBook
 from .adapter_loads import AdapterLoads, LoadTimedOut
-from .backend import AdapterBook
 
 log = logging.getLogger(__name__)
 
