@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, TypeVar
 from ...core.quarantine import Quarantined, Stamp, is_as_registered, report, stamp_of
 from ...memory.files.error import AdapterFormatError
 from ...memory.files.identity import with_content
+from ...memory.host.daemon_pool import DaemonPool, NoAnswer, PoolFull, ask_for_short_slices
 from ...memory.host.image import HostImage
-from ...memory.host.limited_threads import LimitedThreads, NoAnswer, NoThreadLeft
 from ..errors import EngineUnavailable
 from .backend import Backend
 from .engine_adapters import MOST_OVERFLOWS
@@ -37,6 +37,9 @@ TURN_SECONDS = 2.0
 HASH_SHARE = 1 / 8
 """Largest share of the time spent reading adapters for their hashes."""
 
+
+MAX_STUCK = 4
+"""Looks, and as many hashes, that may hang before further ones are left out."""
 
 BATCH = 64
 """Quarantined directories that one thread looks at; where one hangs, the rest of the batch waits with it."""
@@ -61,7 +64,8 @@ class AdapterKeeper:
         self._book = worker.adapters
         self._places = tuple(place.resolve() for place in places)
         self._seconds = seconds
-        self._threads = LimitedThreads("adapter-keeper", 4)
+        self._threads = DaemonPool("adapter-keeper", MAX_STUCK, 0, initializer=ask_for_short_slices)
+        self._hashers = DaemonPool("adapter-hash", MAX_STUCK, 0, initializer=_stand_back)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="adapter-keeper", daemon=True)
         self._stamps: dict[str, Stamp] = {}  # of quarantined adapters, as of the last turn
@@ -75,19 +79,23 @@ class AdapterKeeper:
         self._stopped.set()
 
     def _run(self) -> None:
-        while not self._stopped.wait(TURN_SECONDS):
-            try:
-                self._try_again()
-                self._set_aside_overflowing()
-                self._hash_some()
-                if self._sweep is not None:
-                    self._beside(self._sweep)
-            except EngineUnavailable as error:
-                if self._worker.failure is not None:
-                    return
-                log.debug("adapters are looked after later: %s", error)  # a stall ends, or the server does
-            except Exception:  # whatever a stranger's files brought about must not end what looks after all others
-                log.exception("looking after the adapters failed; it goes on")
+        with self._threads, self._hashers:
+            while not self._stopped.wait(TURN_SECONDS):
+                try:
+                    self._turn()
+                except EngineUnavailable as error:
+                    if self._worker.failure is not None:
+                        return
+                    log.debug("adapters are looked after later: %s", error)  # a stall ends, or the server does
+                except Exception:  # whatever a stranger's files brought about must not end what looks after all others
+                    log.exception("looking after the adapters failed; it goes on")
+
+    def _turn(self) -> None:
+        self._try_again()
+        self._set_aside_overflowing()
+        self._hash_some()
+        if self._sweep is not None:
+            self._beside(self._sweep)
 
     # -- quarantine
 
@@ -127,7 +135,7 @@ class AdapterKeeper:
                 return
             start = time.monotonic()
             try:
-                known = self._beside(partial(self._look, manifest))
+                known = self._beside(partial(self._look, manifest), self._hashers)
             except AdapterFormatError as error:
                 self._give_up(name, version, manifest, error)
             else:
@@ -139,8 +147,6 @@ class AdapterKeeper:
 
     def _look(self, manifest: AdapterManifest) -> AdapterManifest:
         """Check the weights, unless a load did, and hash them."""
-        with suppress(OSError, AttributeError):  # where a thread can't be put behind the others, it is as they are
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         if manifest.no_effect is None:
             self._worker.check_weights(manifest)
         return with_content(manifest)
@@ -177,13 +183,20 @@ class AdapterKeeper:
 
     # -- common
 
-    def _beside(self, function: Callable[[], T]) -> T | None:
+    def _beside(self, function: Callable[[], T], threads: DaemonPool | None = None) -> T | None:
         """The result; None when it takes too long."""
         try:
-            return self._threads.run(function, self._seconds)
-        except (NoAnswer, NoThreadLeft) as error:
+            return (threads or self._threads).wait_for(function, self._seconds)
+        except (NoAnswer, PoolFull) as error:
             log.warning("adapters can't be read: %s", error)
             return None
+
+
+def _stand_back() -> None:
+    """Have a thread run behind all others."""
+    ask_for_short_slices()
+    with suppress(OSError, AttributeError):  # where a thread can't be put behind the others, it is as they are
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def _stamps_of(quarantined: list[Quarantined]) -> list[Stamp]:
