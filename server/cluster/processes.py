@@ -111,10 +111,10 @@ class Processes:
             self.stop()
             raise
 
-    def start_fronts(self, count: int, flags: Sequence[str]) -> None:
+    def start_fronts(self, count: int) -> None:
         for index in range(count):
             where = ["--directory", str(self.directory.path), "--index", str(index)]
-            self.fronts.append(Child(f"front f{index}", ["cluster", "front", *where, *flags]))
+            self.fronts.append(Child(f"front f{index}", ["cluster", "front", *where]))
             self.fronts[-1].start()
 
     @property

@@ -89,16 +89,10 @@ class RegisteredCatalog(Catalog):
         return self._soon(self._put_version(name, manifest, replace=replace, label=label, keep=keep or 1))
 
     def pause(self, name: str, *, paused: bool) -> Future[None]:
-        state = self.state(name)
-        if state.exception() is not None:
-            return failed(UnknownAdapter(f"adapter {name!r} is not registered"))
-        return self._soon(self._pause(state.result(), paused=paused))
+        return self._soon(self._pause(name, paused=paused))
 
     def remove(self, name: str, *, force: bool) -> Future[tuple[AdapterState, int]]:
-        state = self.state(name)
-        if state.exception() is not None:
-            return failed(UnknownAdapter(f"adapter {name!r} is not registered"))
-        return self._soon(self._remove(name, state.result(), force=force))
+        return self._soon(self._remove(name, force=force))
 
     async def adopt(self, name: str, now: Registered | None) -> None:
         """Act on a change that the registry has sent. No request begins with the name's old content from then on."""
@@ -180,15 +174,17 @@ class RegisteredCatalog(Catalog):
             self._checked.pop(content, None)
         return self.state(name).result(), existed
 
-    async def _pause(self, state: AdapterState, *, paused: bool) -> None:
-        await self._put(state.name, await self._hashed(state.manifest), label=state.label, paused=paused)
+    async def _pause(self, name: str, *, paused: bool) -> None:
+        entry = self.get(name)
+        await self._put(name, await self._hashed(entry.manifest), label=entry.label, paused=paused)
 
-    async def _remove(self, name: str, state: AdapterState, *, force: bool) -> tuple[AdapterState, int]:
-        client = self._known_client
+    async def _remove(self, name: str, *, force: bool) -> tuple[AdapterState, int]:
+        client, entry = self._known_client, self.get(name)
+        state = self.state_of(name, entry)
         try:
             if name not in client.copy.entries:  # of the start: other fronts have it, too, and must learn of this
-                await self._put(name, await self._hashed(state.manifest), label=state.label)
-            for each in [*self._entries.kept(name), name]:
+                await self._put(name, await self._hashed(entry.manifest), label=entry.label)
+            for each in [*self.kept(name), name]:
                 await client.remove(each)
         except RegistryRefusal as refusal:
             if refusal.reason != UNKNOWN:
