@@ -1,10 +1,15 @@
-"""The thread pools of one server."""
+"""The threads of one server: pools, and what is done again and again."""
 
 from __future__ import annotations
 
+import logging
+import threading
+
 from ..memory.host.daemon_pool import DaemonPool, PoolFull
 
-__all__ = ["DaemonPool", "Executors", "PoolFull"]
+__all__ = ["DaemonPool", "Executors", "PoolFull", "Repeating"]
+
+log = logging.getLogger(__name__)
 
 
 class Executors:
@@ -23,3 +28,36 @@ class Executors:
     def shutdown(self) -> None:
         for pool in (self.text, self.stop, self.scrapes, self.page):
             pool.shutdown()
+
+
+class Repeating:
+    """Does something every so many seconds on a daemon thread, from `start` to `stop`, and once more at the end."""
+
+    def __init__(self, name: str, seconds: float, stop_seconds: float = 0.0) -> None:
+        """stop_seconds: that `stop` waits for the end at most."""
+        self._seconds, self._stop_seconds = seconds, stop_seconds
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"chorus-{name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> bool:
+        """Have it end; True if it has."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(self._stop_seconds)
+        return not self._thread.is_alive()
+
+    def _turn(self) -> None:
+        """What is done; an error of it is logged, and it is done again all the same."""
+        raise NotImplementedError
+
+    def _run(self) -> None:
+        ends = False
+        while not ends:
+            ends = self._stopping.wait(self._seconds)
+            try:
+                self._turn()
+            except Exception:
+                log.exception("%s failed; it goes on", self._thread.name)
