@@ -47,8 +47,9 @@ BATCH = 64
 
 
 class AdapterKeeper(Repeating):
-    """Looks after adapters beside the engine, from `start` to `stop`, which waits for nothing. Disk reads run on threads
-    of their own, and are abandoned after `seconds`.
+    """Looks after adapters beside the engine, from `start` to `stop`, which waits for nothing.
+
+    Disk reads run on threads of their own, and are abandoned after `seconds`.
 
     places: directories that must contain the files of an adapter that is tried again.
     """
