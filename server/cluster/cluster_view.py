@@ -15,8 +15,7 @@ from prometheus_client.registry import Collector
 from ...core.engine_stats import METRICS, AccountStats, EngineStats
 from ...memory.adapters.adapter import Tier
 from ...memory.files.error import AdapterFormatError, LoadFailure
-from ..engine.engine_view import MAX_TIER_SERIES, EngineView
-from ..engine.picture import AdapterRow, Phase, Picture, ReplicaRow
+from ..engine.engine_view import MAX_TIER_SERIES, AdapterRow, EngineView, Phase, Picture, ReplicaRow
 from .catalog import Catalog
 from .dispatcher import Dispatcher
 from .ledger import OpenRequest

@@ -26,8 +26,7 @@ from ...memory.files.error import AdapterFormatError, LoadFailure
 from ...memory.files.format import AdapterManifest, inspect_adapter
 from ...memory.files.identity import with_content
 from ..engine.backend import SHUTTING_DOWN, OnOutput
-from ..engine.engine_view import EngineView
-from ..engine.picture import Picture
+from ..engine.engine_view import EngineView, Picture
 from ..engine.subscribers import Subscribers
 from ..errors import EngineUnavailable
 from ..executors import DaemonPool, PoolFull

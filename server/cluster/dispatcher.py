@@ -22,10 +22,10 @@ from .ledger import Ledger, OpenRequest
 from .link import Link
 from .placer import Placer
 from .replica import BROKEN, DRAINING, MALFORMED
+from .report import mean_costs
 from .router import Estimates, Policy
 from .router.scale import SteadyHint, scale_hint
 from .rows import from_row, read_step
-from .step_costs import mean_costs
 from .wire import Frame, Malformed
 
 log = logging.getLogger(__name__)
@@ -284,7 +284,7 @@ class Dispatcher:
             self.placer.place_waiting()
 
     def reported_costs(self) -> list[dict[str, float]]:
-        """Costs of steps and transfers (`step_costs`), of each replica that has reported some."""
+        """Costs of steps and transfers (`LearnedCosts`), of each replica that has reported some."""
         return [link.report.costs for link in self.links if link.report is not None and link.report.costs]
 
     def look(self) -> None:

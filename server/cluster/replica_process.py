@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from ...core.config import EngineConfig
 from ..engine.worker import EngineWorker
 from ..start.checks import LaunchError
-from ..start.launch import take_short_turns
+from ..start.launch import build_engine, take_short_turns
 from .address import Listening
 from .child import end_with_parent
 from .listener import Listener
@@ -24,7 +24,6 @@ from .report import Hello
 
 if TYPE_CHECKING:
     from ...core.config import EngineConfig
-    from ...core.engine import Engine
     from ..settings import Settings
 
 
@@ -68,7 +67,7 @@ def run(listener: Listener, settings_file: Path) -> int:
         address, secret = listener.address, listener.secret
     except (OSError, ValueError) as error:
         raise LaunchError(str(error)) from None
-    worker = EngineWorker(lambda: _build_engine(settings.engine))
+    worker = EngineWorker(lambda: build_engine(settings.engine))
     try:
         worker.start()
     except Exception as error:
@@ -79,12 +78,6 @@ def run(listener: Listener, settings_file: Path) -> int:
         return asyncio.run(_serve(worker, address, secret, settings, listener.tell))
     finally:
         worker.stop()
-
-
-def _build_engine(config: EngineConfig) -> Engine:
-    from ...core.engine import Engine  # imports torch, which takes a while
-
-    return Engine.from_config(config)
 
 
 async def _serve(

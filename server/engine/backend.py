@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ...core.requests.request import Request
     from ...memory.files.format import AdapterManifest
     from ...memory.host.image import HostImage
-    from .picture import Picture
+    from .engine_view import Picture
 
 OnOutput = Callable[[RequestOutput], None]
 

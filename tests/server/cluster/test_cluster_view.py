@@ -11,7 +11,7 @@ from chorus.server.cluster.cluster_view import NOTHING, picture_of
 from chorus.server.cluster.ledger import Ledger
 from chorus.server.cluster.link import Link
 from chorus.server.cluster.report import Report
-from chorus.server.engine.picture import Phase
+from chorus.server.engine.engine_view import Phase
 
 
 def entry(name, content):
