@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...core.quarantine import Quarantined
 from ...core.requests.sampling_params import AdapterPaused, InvalidRequest, NotServed
-from ...memory.adapters.adapter import Tier, check_name
+from ...memory.adapters.adapter import check_name
 from ...memory.adapters.store import UnknownAdapter
 from ...memory.adapters.versions import VersionNames, split_version, versioned
 from ...memory.files.error import LoadFailure
@@ -22,9 +22,10 @@ from ..engine.engine_view import AdapterState
 
 if TYPE_CHECKING:
     from ...core.engine_stats import EngineStats
-    from ...memory.files.error import AdapterFormatError
     from ...memory.files.format import AdapterManifest
     from ...memory.host.image import HostImage
+    from .dispatcher import Dispatcher
+    from .fleet import Fleet
 
 T = TypeVar("T")
 
@@ -44,27 +45,26 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What the catalog asks of the replicas; any thread may call it.
+    """Replicas, as the catalog asks for them; any thread may.
 
-    end_users: ends the requests of a name and returns how many. retire, revive: a content is no name's any more, or
-    one's again. pin: replicas keep these contents resident, by path, and no others. is_pinned: whether all of them do;
-    pin_failure: why one can't. learn: hashes an entry beside the event loop and notes it; False then. tier_of: where a
-    content's bytes are, on whichever replica has them nearest. overflowing: contents to set aside. num_users: requests
-    in progress of a name. paths: directories of the adapters of requests in progress.
+    soon, call: have the dispatcher's loop call a function; `call` tells the result, or `otherwise` once the loop has
+    ended. learn: hashes an entry beside the loop and notes it; False then.
     """
 
-    end_users: Callable[[str], Future[int]]
-    retire: Callable[[str], None]
-    revive: Callable[[str], None]
-    pin: Callable[[Mapping[str, Path]], None]
-    is_pinned: Callable[[str | None], bool]
-    pin_failure: Callable[[str], AdapterFormatError | None]
+    dispatcher: Dispatcher
+    soon: Callable[..., None]
+    call: Callable[..., Future[Any]]
     learn: Callable[[Entry], Future[bool]]
-    tier_of: Callable[[str | None], Tier]
-    overflowing: Callable[[], set[str]]
     stats: Callable[[], EngineStats]
-    num_users: Callable[[str], Future[int]] = lambda name: done(0)
-    paths: Callable[[], Future[set[Path]]] = lambda: done(set())
+
+    @property
+    def fleet(self) -> Fleet:
+        return self.dispatcher.fleet
+
+    def end_users(self, name: str) -> Future[int]:
+        """End the requests of a name; how many there were."""
+        reason = f"adapter {name!r} was removed"
+        return self.call(self.dispatcher.end_users, name, reason, LoadFailure.REMOVED, otherwise=0)
 
 
 class Catalog(AdapterBook):
@@ -115,7 +115,7 @@ class Catalog(AdapterBook):
             for one in gone:
                 self._left(one)
             if manifest.content_hash is not None:
-                self._cluster.revive(manifest.content_hash)
+                self._cluster.soon(self._cluster.dispatcher.revive, manifest.content_hash)
         return entry
 
     def unregister(self, name: str) -> Entry:
@@ -190,7 +190,7 @@ class Catalog(AdapterBook):
             return failed(error)
 
     def num_requests(self, name: str) -> Future[int]:
-        return self._cluster.num_users(name)
+        return self._cluster.call(lambda: len(self._cluster.dispatcher.users(name)), otherwise=0)
 
     def paths_in_use(self) -> Future[set[Path]]:
         def with_ours(theirs: Future[set[Path]]) -> None:
@@ -199,7 +199,7 @@ class Catalog(AdapterBook):
         with self._lock:  # a request either has its path among the others by now, or has none of what is not here
             ours = {one.manifest.path for one in self._entries.values()}
             result: Future[set[Path]] = Future()
-            self._cluster.paths().add_done_callback(with_ours)
+            self._cluster.call(self._cluster.dispatcher.paths, otherwise=set()).add_done_callback(with_ours)
         return result
 
     def count_from(self, number: int) -> Future[None]:
@@ -236,8 +236,8 @@ class Catalog(AdapterBook):
             return self._cluster.learn(entry)
         if not entry.pinned:
             return self._set_pinned(entry, pinned=True)
-        if (error := self._cluster.pin_failure(content)) is None:
-            return done(self._cluster.is_pinned(content))
+        if (error := self._cluster.fleet.pin_failure(content)) is None:
+            return done(self._cluster.fleet.is_pinned(content))
         self._set_pinned(entry, pinned=False)
         return failed(InvalidRequest("pin", str(error)) if error.failure is LoadFailure.NO_ROOM else error)
 
@@ -248,7 +248,7 @@ class Catalog(AdapterBook):
             return failed(error)
 
     def overflowing(self) -> Future[list[AdapterState]]:
-        contents = self._cluster.overflowing()
+        contents = self._cluster.fleet.overflowing()
         found = [each for each in self.registered() if each[1].manifest.content_hash in contents] if contents else []
         return done([self.state_of(*each) for each in found])
 
@@ -274,20 +274,20 @@ class Catalog(AdapterBook):
         pins = {one.content_hash: one.path for one in pinned if one.content_hash is not None}
         if pins != self._pins:
             self._pins = pins
-            self._cluster.pin(pins)
+            self._cluster.soon(self._cluster.fleet.pin, pins)
 
     def _left(self, entry: Entry) -> None:
         """A version is no name's any more; its content may still be another's."""
         content = entry.manifest.content_hash
         if content is not None and not self.names_of(content):
-            self._cluster.retire(content)
+            self._cluster.soon(self._cluster.dispatcher.retire, content)
 
     def state_of(self, name: str, entry: Entry) -> AdapterState:
         content = entry.manifest.content_hash
-        pinned = entry.pinned and self._cluster.is_pinned(content)
+        pinned = entry.pinned and self._cluster.fleet.is_pinned(content)
         paused = split_version(name)[0] in self.paused or name in self.paused
         return AdapterState(
-            name, entry.version, entry.manifest, self._cluster.tier_of(content), 0, 0, pinned,
+            name, entry.version, entry.manifest, self._cluster.fleet.tier_of(content), 0, 0, pinned,
             label=entry.label, paused=paused,
         )  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, fields
 from itertools import zip_longest
 from operator import itemgetter
@@ -14,10 +14,10 @@ from prometheus_client.registry import Collector
 
 from ...core.engine_stats import METRICS, AccountStats, EngineStats
 from ...memory.adapters.adapter import Tier
-from ...memory.files.error import AdapterFormatError, LoadFailure
 from ..engine.engine_view import MAX_TIER_SERIES, AdapterRow, EngineView, Phase, Picture, ReplicaRow
 from .catalog import Catalog
 from .dispatcher import Dispatcher
+from .fleet import Fleet
 from .ledger import OpenRequest
 from .link import Link
 
@@ -62,43 +62,12 @@ def accounts(links: Iterable[Link]) -> list[AccountStats]:
     return sorted(found.values(), key=lambda one: one.num_running + one.num_waiting, reverse=True)
 
 
-_NEAREST = (Tier.DEVICE, Tier.LOADING, Tier.HOST, Tier.FAILED)
-
-
-def tier_of(links: Sequence[Link], content_hash: str | None) -> Tier:
-    """Tier of a content at the replica that has it nearest."""
-    if content_hash is None:
-        return Tier.DISK
-    tiers = {link.report.tiers.get(content_hash) for link in links if link.report is not None}
-    return next((tier for tier in _NEAREST if tier.value in tiers), Tier.DISK)
-
-
-def is_pinned(links: Sequence[Link], content_hash: str | None) -> bool:
-    """True if every replica that takes requests keeps a content resident."""
-    up = [link for link in links if link.takes_requests]
-    return bool(up) and all(content_hash in link.pinned and link.pinned[content_hash] is None for link in up)
-
-
-def pin_failure(links: Sequence[Link], content_hash: str) -> AdapterFormatError | None:
-    """Why a replica does not keep a content resident that it was told to."""
-    for link in links:
-        if (found := link.failed.get(content_hash) or link.pinned.get(content_hash)) is not None:
-            error = AdapterFormatError(f"replica {link.name}: {found[1]}")
-            error.failure = LoadFailure(found[0])
-            return error
-    return None
-
-
-def overflowing(links: Sequence[Link]) -> set[str]:
-    """Contents with which no request has had finite logits on some replica."""
-    return {one for link in links if link.report is not None for one in link.report.overflowing}
-
-
-def view_of(links: Sequence[Link], catalog: Catalog) -> EngineView:
+def view_of(fleet: Fleet, catalog: Catalog) -> EngineView:
     """A snapshot, as of one engine."""
+    links = fleet.links
     reports = [link.report for link in links if link.report is not None]
     hellos = [link.hello for link in links if link.hello is not None]
-    registered, nearest = catalog.registered(), _nearest_tiers(links)
+    registered, nearest = catalog.registered(), _nearest_tiers(fleet)
     near = [
         (name, nearest[content], one) for name, one in registered if (content := one.manifest.content_hash) in nearest
     ]
@@ -118,18 +87,18 @@ def view_of(links: Sequence[Link], catalog: Catalog) -> EngineView:
     )
 
 
-def _nearest_tiers(links: Sequence[Link]) -> dict[str, Tier]:
+def _nearest_tiers(fleet: Fleet) -> dict[str, Tier]:
     """Of each content that a replica has near the tier that is nearest to steps."""
-    reported = {content for link in links if link.report is not None for content in link.report.tiers}
-    return {content: tier_of(links, content) for content in reported}
+    reported = {content for link in fleet.links if link.report is not None for content in link.report.tiers}
+    return {content: fleet.tier_of(content) for content in reported}
 
 
-def picture_of(links: Sequence[Link], catalog: Catalog, requests: Iterable[OpenRequest]) -> Picture:
+def picture_of(fleet: Fleet, catalog: Catalog, requests: Iterable[OpenRequest]) -> Picture:
     """A snapshot for the operator's page, without pages: which is whose is known to the replicas alone.
 
     requests: open ones. A request counts as running from its first token on.
     """
-    nearest = _nearest_tiers(links)
+    nearest = _nearest_tiers(fleet)
     registered = catalog.registered()
 
     def rows() -> list[AdapterRow]:
@@ -140,7 +109,7 @@ def picture_of(links: Sequence[Link], catalog: Catalog, requests: Iterable[OpenR
                 one.manifest.rank,
                 0,
                 None,
-                one.pinned and is_pinned(links, content),
+                one.pinned and fleet.is_pinned(content),
             )
             for name, one in registered
         ]
@@ -151,7 +120,7 @@ def picture_of(links: Sequence[Link], catalog: Catalog, requests: Iterable[OpenR
     )
     replicas = [
         ReplicaRow(link.name, "draining" if link.draining else "up" if link.is_up else "down", link.stats)
-        for link in links
+        for link in fleet.links
     ]
     return Picture(rows, phases, replicas=replicas)
 

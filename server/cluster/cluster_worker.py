@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,11 +35,7 @@ from .cluster_view import (
     NOTHING,
     ClusterCollector,
     counted,
-    is_pinned,
-    overflowing,
     picture_of,
-    pin_failure,
-    tier_of,
     total,
     view_of,
 )
@@ -99,13 +94,7 @@ class ClusterWorker:
         self.lookers: list[Callable[[], None]] = [self.dispatcher.look]
         """Called every `LOOK_SECONDS` on the loop; to be added to before `start`."""
         self.collector = ClusterCollector(self.dispatcher)
-        cluster = Cluster(
-            self._end_users, partial(self.soon, self.dispatcher.retire), partial(self.soon, self.dispatcher.revive),
-            partial(self.soon, self.dispatcher.fleet.pin), partial(is_pinned, links), partial(pin_failure, links),
-            self._learn, partial(tier_of, links), partial(overflowing, links), lambda: self.stats,
-            lambda name: self._call(lambda: len(self.dispatcher.users(name)), otherwise=0),
-            lambda: self._call(self.dispatcher.paths, otherwise=set()),
-        )  # fmt: skip
+        cluster = Cluster(self.dispatcher, self.soon, self._call, self._learn, lambda: self.stats)
         self._registry = registry
         self.adapters = Catalog(cluster) if registry is None else RegisteredCatalog(cluster, self.check_adapter)
         self._has_copy = registry is None  # of the registry's names
@@ -262,11 +251,13 @@ class ClusterWorker:
         )
 
     def view(self) -> Future[EngineView]:
-        return done(view_of(self.links, self.adapters))
+        return done(view_of(self.dispatcher.fleet, self.adapters))
 
     def picture(self) -> Future[Picture]:
         open_requests = self.dispatcher.ledger.open
-        return self._call(lambda: picture_of(self.links, self.adapters, open_requests()), otherwise=Picture())
+        return self._call(
+            lambda: picture_of(self.dispatcher.fleet, self.adapters, open_requests()), otherwise=Picture()
+        )
 
     def check_adapter(self, path: Path, roots: Sequence[Path] = (), image: HostImage | None = None) -> AdapterManifest:
         """Have the replicas check the weights, too, and keep them under their hash."""
@@ -349,10 +340,6 @@ class ClusterWorker:
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         for request_id in self._subscribers.deliver(outputs):
             self.abort(request_id)
-
-    def _end_users(self, name: str) -> Future[int]:
-        reason = f"adapter {name!r} was removed"
-        return self._call(self.dispatcher.end_users, name, reason, LoadFailure.REMOVED, otherwise=0)
 
     def _load_everywhere(self, content_hash: str, path: Path) -> None:
         """Return once every replica that is up has loaded an adapter, or could not and another one has.
