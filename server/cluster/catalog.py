@@ -182,12 +182,14 @@ class Catalog(AdapterBook):
 
     # --- AdapterBook ---
 
-    def _ask(self, function: Callable[[AdapterNames], T]) -> Future[T]:
+    def _ask(self, function: Callable[[AdapterNames], T | Future[T]]) -> Future[T]:
+        """Answers at once, or with the future that the function gives."""
         try:
             with self._lock:
-                return done(function(self))
+                result = function(self)
         except (UnknownAdapter, FileExistsError, ValueError) as error:
             return failed(error)
+        return result if isinstance(result, Future) else done(result)
 
     def num_requests(self, name: str) -> Future[int]:
         return self._cluster.call(lambda: len(self._cluster.dispatcher.users(name)), otherwise=0)
@@ -208,44 +210,42 @@ class Catalog(AdapterBook):
         return done(None)
 
     def remove(self, name: str, *, force: bool) -> Future[tuple[AdapterState, int]]:
-        try:
-            with self._lock:
-                entry = self.unregister(name)
-                state = self.state_of(entry.name, entry)
-                for alias in self._entries.kept(name):
-                    self.unregister(alias)
-                self.paused.discard(name)
-        except UnknownAdapter as error:
-            return failed(error)
-        if not force:
-            return done((state, 0))
-        result: Future[tuple[AdapterState, int]] = Future()
-        self._cluster.end_users(name).add_done_callback(lambda ended: result.set_result((state, ended.result())))
-        return result
+        def remove(_: AdapterNames) -> tuple[AdapterState, int] | Future[tuple[AdapterState, int]]:
+            entry = self.unregister(name)
+            state = self.state_of(entry.name, entry)
+            for alias in self._entries.kept(name):
+                self.unregister(alias)
+            self.paused.discard(name)
+            if not force:
+                return state, 0
+            result: Future[tuple[AdapterState, int]] = Future()
+            ended = self._cluster.end_users(name)
+            ended.add_done_callback(lambda ended: result.set_result((state, ended.result())))
+            return result
+
+        return self._ask(remove)
 
     def pin(self, name: str) -> Future[bool]:
         """True once all replicas keep it resident; False: ask again. One that can't has it unpinned everywhere."""
-        try:
+
+        def pin(_: AdapterNames) -> bool | Future[bool]:
             entry = self.get(name)
-        except UnknownAdapter as error:
-            return failed(error)
-        if name in self._entries.kept(entry.name):
-            return failed(InvalidRequest("pin", "of an adapter in a cluster the newest version can be pinned alone"))
-        content = entry.manifest.content_hash
-        if content is None:
-            return self._cluster.learn(entry)
-        if not entry.pinned:
-            return self._set_pinned(entry, pinned=True)
-        if (error := self._cluster.fleet.pin_failure(content)) is None:
-            return done(self._cluster.fleet.is_pinned(content))
-        self._set_pinned(entry, pinned=False)
-        return failed(InvalidRequest("pin", str(error)) if error.failure is LoadFailure.NO_ROOM else error)
+            if name in self._entries.kept(entry.name):
+                raise InvalidRequest("pin", "of an adapter in a cluster the newest version can be pinned alone")
+            content = entry.manifest.content_hash
+            if content is None:
+                return self._cluster.learn(entry)
+            if not entry.pinned:
+                return self._set_pinned(entry, pinned=True)
+            if (error := self._cluster.fleet.pin_failure(content)) is None:
+                return self._cluster.fleet.is_pinned(content)
+            self._set_pinned(entry, pinned=False)
+            raise InvalidRequest("pin", str(error)) if error.failure is LoadFailure.NO_ROOM else error
+
+        return self._ask(pin)
 
     def unpin(self, name: str) -> Future[Any]:
-        try:
-            return self._set_pinned(self.get(name), pinned=False)
-        except UnknownAdapter as error:
-            return failed(error)
+        return self._ask(lambda _: self._set_pinned(self.get(name), pinned=False))
 
     def overflowing(self) -> Future[list[AdapterState]]:
         contents = self._cluster.fleet.overflowing()
