@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from ..memory.adapters.adapter import check_name
 from ..memory.files.error import AdapterFormatError, shown
 from ..memory.files.format import CONFIG_FILE, STEM, WEIGHTS_FILE, AdapterManifest, is_adapter_dir
-from ..memory.host.limited_threads import LimitedThreads, NoAnswer, NoThreadLeft
+from ..memory.host.daemon_pool import DaemonPool, NoAnswer, PoolFull, ask_for_short_slices
 
 if TYPE_CHECKING:
     from .config import EngineConfig
@@ -81,28 +81,28 @@ def register_directories(
     """
     strict, seconds = config.strict_adapters, config.adapter_load_seconds
     found = [] if config.adapters is None else adapter_directories(config.adapters)
-    threads = LimitedThreads("adapter-inspect", MAX_STUCK)
     quarantine: dict[str, Quarantined] = {}
-    for given, path in (*((path.name, path) for path in found), *modules):
-        stamp = None
-        try:
-            check_name(given)
-            stamp, manifest = threads.run(partial(_inspect, inspect, path), seconds)
-            _register(store, given, manifest)
-            quarantine.pop(given, None)
-            continue
-        except AdapterFormatError as error:
-            if strict:
-                raise
-            reason = str(error)
-        except (NoAnswer, NoThreadLeft) as error:
-            reason = str(error)
-            if strict:
-                raise AdapterFormatError(f"{shown(str(path))}: {reason}") from None
-        if given in store:
-            store.unregister(given)
-        one = _quarantined(given, path, reason, stamp)
-        quarantine[one.name] = one
+    with DaemonPool("adapter-inspect", MAX_STUCK, 0, initializer=ask_for_short_slices) as threads:
+        for given, path in (*((path.name, path) for path in found), *modules):
+            stamp = None
+            try:
+                check_name(given)
+                stamp, manifest = threads.wait_for(partial(_inspect, inspect, path), seconds)
+                _register(store, given, manifest)
+                quarantine.pop(given, None)
+                continue
+            except AdapterFormatError as error:
+                if strict:
+                    raise
+                reason = str(error)
+            except (NoAnswer, PoolFull) as error:
+                reason = str(error)
+                if strict:
+                    raise AdapterFormatError(f"{shown(str(path))}: {reason}") from None
+            if given in store:
+                store.unregister(given)
+            one = _quarantined(given, path, reason, stamp)
+            quarantine[one.name] = one
     _log(list(quarantine.values()))
     return quarantine
 

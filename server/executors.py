@@ -1,103 +1,15 @@
-"""Thread pools for work that may never end: each kind has its own, and none keeps the process alive.
-
-The standard library's pool joins its threads when the interpreter exits, so one thread that waits for a dead disk would
-keep a server from ending; and a pool that everything shares is lost for everything once one kind of work fills it.
-"""
+"""The threads of one server: pools, and what is done again and again."""
 
 from __future__ import annotations
 
-import asyncio
-import itertools
+import logging
 import threading
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Executor, Future
-from typing import Any, TypeVar
 
-T = TypeVar("T")
+from ..memory.host.daemon_pool import DaemonPool, PoolFull
 
+__all__ = ["DaemonPool", "Executors", "PoolFull", "Repeating"]
 
-class PoolFull(Exception):
-    """All threads of a pool are busy and its queue is full; the same work may be taken later."""
-
-
-class DaemonPool(Executor):
-    """An executor of at most `threads` daemon threads, which are started as they are needed.
-
-    At most `max_waiting` calls wait for a thread; more raise PoolFull.
-    """
-
-    def __init__(self, name: str, threads: int, max_waiting: int = 1024) -> None:
-        self._name = name
-        self._threads = threads
-        self._max_waiting = max_waiting
-        self._numbers = itertools.count(1)
-        self._changed = threading.Condition()
-        self._calls: deque[tuple[Future, Callable[[], Any]]] = deque()
-        self._num_threads = 0
-        self._num_idle = 0
-        self._closed = False
-
-    def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Run `function` on one of the threads. Raises PoolFull."""
-        future: Future[T] = Future()
-        with self._changed:
-            if self._closed:
-                raise RuntimeError(f"the pool {self._name} is closed")
-            if self._num_idle <= len(self._calls) and self._num_threads == self._threads:
-                self._drop_cancelled()
-                if len(self._calls) >= self._max_waiting:
-                    raise PoolFull(f"all {self._threads} threads for {self._name} are busy")
-            self._calls.append((future, lambda: function(*args, **kwargs)))
-            if self._num_idle >= len(self._calls):
-                self._changed.notify()
-            elif self._num_threads < self._threads:
-                self._num_threads += 1
-                name = f"chorus-{self._name}-{next(self._numbers)}"
-                try:
-                    threading.Thread(target=self._run, name=name, daemon=True).start()
-                except RuntimeError:
-                    self._num_threads -= 1
-                    if not self._num_threads:  # no thread is left to run it
-                        self._calls.pop()
-                        raise
-        return future
-
-    async def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-        """The result of a call, awaited on the running loop. Raises PoolFull."""
-        return await asyncio.wrap_future(self.submit(function, *args, **kwargs))
-
-    def shutdown(self, wait: bool = False, *, cancel_futures: bool = True) -> None:
-        """Take no more calls; never waits, whatever `wait` says: a thread may be stuck for ever."""
-        with self._changed:
-            self._closed = True
-            while cancel_futures and self._calls:
-                self._calls.popleft()[0].cancel()
-            self._changed.notify_all()
-
-    def _drop_cancelled(self) -> None:
-        self._calls = deque(call for call in self._calls if not call[0].cancelled())
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._num_idle += 1
-                while not self._calls and not self._closed:
-                    self._changed.wait()
-                self._num_idle -= 1
-                if not self._calls:
-                    self._num_threads -= 1
-                    return
-                future, call = self._calls.popleft()
-            if future.set_running_or_notify_cancel():
-                try:
-                    result = call()
-                except BaseException as error:
-                    future.set_exception(error)
-                else:
-                    future.set_result(result)
-                    del result
-            del future, call  # an idle thread keeps nothing alive
+log = logging.getLogger(__name__)
 
 
 class Executors:
@@ -116,3 +28,36 @@ class Executors:
     def shutdown(self) -> None:
         for pool in (self.text, self.stop, self.scrapes, self.page):
             pool.shutdown()
+
+
+class Repeating:
+    """Does something every so many seconds on a daemon thread, from `start` to `stop`, and once more at the end."""
+
+    def __init__(self, name: str, seconds: float, stop_seconds: float = 0.0) -> None:
+        """stop_seconds: that `stop` waits for the end at most."""
+        self._seconds, self._stop_seconds = seconds, stop_seconds
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"chorus-{name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> bool:
+        """Have it end; True if it has."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(self._stop_seconds)
+        return not self._thread.is_alive()
+
+    def _turn(self) -> None:
+        """What is done; an error of it is logged, and it is done again all the same."""
+        raise NotImplementedError
+
+    def _run(self) -> None:
+        ends = False
+        while not ends:
+            ends = self._stopping.wait(self._seconds)
+            try:
+                self._turn()
+            except Exception:
+                log.exception("%s failed; it goes on", self._thread.name)

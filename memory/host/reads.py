@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import logging
+import math
 import threading
-from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..files.error import AdapterFormatError, LoadFailure
+from .daemon_pool import DaemonPool, ask_for_short_slices
 from .image import HostImage
-from .limited_threads import ask_for_short_slices
-
-logger = logging.getLogger(__name__)
 
 
 class Reads(Protocol):
@@ -63,9 +60,6 @@ class InlineReads(Reads):
         """Nothing is under way."""
 
 
-#: Seconds that a thread without work stays, unless it is the only one.
-IDLE_SECONDS = 10.0
-
 #: Seconds that `shutdown` waits at most for reads that were going well.
 CLOSE_SECONDS = 1.0
 
@@ -73,41 +67,20 @@ CLOSE_SECONDS = 1.0
 class ThreadReads(Reads):
     """Reads in threads of their own, so that the engine's thread never waits for a disk.
 
-    `threads` read at once. A read set aside no longer counts, so that another may begin in its place, up to
-    `most_threads` in all and a quarter of it per group: a directory that hangs keeps no other from being read. Further
-    reads wait. A read that never returns keeps its thread for good. The threads are daemons: neither `shutdown` nor the
-    end of the process waits for one that hangs.
-
-    To start a thread takes milliseconds while other threads compute. So a thread that begins to read starts the thread
-    for the next read; `submit` starts one only if there is none at all.
+    `threads` read at once; see `DaemonPool` for reads that are set aside. A read that never returns keeps its thread
+    for good.
     """
 
     def __init__(self, threads: int = 2, most_threads: int = 64) -> None:
-        self._num_wanted = threads
-        self._most_threads = most_threads
-        self._most_of_group = max(1, most_threads // 4)
-        self._queue: deque[tuple[Future, Callable[[], Any], str]] = deque()
-        self._running: dict[Future, str] = {}  # with their groups
-        self._aside: set[Future] = set()  # of `_running`
-        self._hanging: Counter[str] = Counter()  # number of `_aside` by group
-        self._num_threads = 0
-        self._num_idle = 0
-        self._is_closed = False
-        self._changed = threading.Condition(threading.Lock())
+        self._pool = DaemonPool(
+            "adapter-read", threads, math.inf, most_threads=most_threads, initializer=ask_for_short_slices
+        )
         self._news = threading.Event()  # a read has ended, or `wake` was called
 
     def submit(self, read: Callable[[], Any], group: str = "") -> Future:
         """Run `read` soon. RuntimeError when no thread could be started for it, or after `shutdown`."""
-        future: Future = Future()
-        with self._changed:
-            is_first = self._num_threads == len(self._aside) and self._count_next()
-        if is_first:
-            self._start()
-        with self._changed:
-            if self._is_closed:
-                raise RuntimeError("adapters are read no more: the engine was closed")
-            self._queue.append((future, read, group))
-            self._changed.notify()
+        future = self._pool.submit_to(group, read)
+        future.add_done_callback(lambda _: self._news.set())
         return future
 
     def wait(self, pending: list[Future], timeout: float) -> None:
@@ -123,24 +96,13 @@ class ThreadReads(Reads):
         self._news.set()
 
     def arrange(self, futures: Sequence[Future]) -> None:
-        if len(self._queue) < 2:
-            return
-        places = {future: place for place, future in enumerate(futures)}
-        with self._changed:
-            self._queue = deque(sorted(self._queue, key=lambda job: places.get(job[0], len(places))))
+        self._pool.arrange(futures)
 
     def set_aside(self, future: Future) -> bool:
-        with self._changed:
-            if future not in self._running:
-                return False
-            if future not in self._aside:
-                self._aside.add(future)
-                self._hanging[self._running[future]] += 1
-            self._changed.notify()
-        return True
+        return self._pool.set_aside(future)
 
     def is_full(self, group: str) -> bool:
-        return group != "" and self._hanging[group] >= self._most_of_group
+        return self._pool.is_full(group)
 
     def shutdown(self) -> None:
         """Drop reads that have not begun. Running reads get a moment to end, except reads set aside.
@@ -148,89 +110,8 @@ class ThreadReads(Reads):
         So their threads have released their tensors: a thread that frees a tensor while the interpreter ends would kill
         the process by a signal.
         """
-        with self._changed:
-            self._is_closed = True
-            dropped = [future for future, _, _ in self._queue]
-            self._queue.clear()
-            self._changed.notify_all()
-        for future in dropped:
-            future.cancel()
-        with self._changed:
-            self._changed.wait_for(lambda: self._num_threads <= len(self._aside), CLOSE_SECONDS)
-
-    def _work(self) -> None:
-        ask_for_short_slices()
-        while (job := self._next()) is not None:
-            future, read = job
-            _run(future, read)
-            done = future
-            del job, future, read  # what they hold may not wait for the next
-            with self._changed:
-                group = self._running.pop(done)
-                if done in self._aside:
-                    self._aside.remove(done)
-                    self._hanging[group] -= 1
-                self._num_idle += 1
-                self._changed.notify()  # others of its group may begin
-            self._news.set()
-            del done
-
-    def _next(self) -> tuple[Future, Callable[[], Any]] | None:
-        """Next read, waiting for it; None when the thread is to end. The thread counts as idle meanwhile."""
-        with self._changed:
-            while not self._changed.wait_for(lambda: self._may_begin() or self._is_closed, IDLE_SECONDS):
-                if self._num_idle > 1:
-                    break
-            self._num_idle -= 1
-            if not self._may_begin():
-                self._num_threads -= 1
-                self._changed.notify_all()
-                return None
-            future, read, group = next(job for job in self._queue if not self.is_full(job[2]))
-            self._queue.remove((future, read, group))
-            self._running[future] = group
-            is_last = self._count_next()
-        if is_last:
-            try:
-                self._start()
-            except Exception as error:
-                logger.warning("no thread could be started for the next adapter read: %s", error)
-        return future, read
-
-    def _may_begin(self) -> bool:
-        """True if a thread may come for a read. The caller holds the lock."""
-        if len(self._running) - len(self._aside) >= self._num_wanted:
-            return False
-        return any(not self.is_full(group) for _, _, group in self._queue)
-
-    def _count_next(self) -> bool:
-        """Count one more thread, which the caller is to start, if none is idle and one may be. It holds the lock."""
-        if self._num_idle or self._num_threads == self._most_threads or self._is_closed:
-            return False
-        self._num_threads += 1
-        self._num_idle += 1
-        return True
-
-    def _start(self) -> None:
-        """Start the thread that `_count_next` has counted. The caller does not hold the lock."""
-        try:
-            threading.Thread(target=self._work, name="adapter-read", daemon=True).start()
-        except BaseException:
-            with self._changed:
-                self._num_threads -= 1
-                self._num_idle -= 1
-            raise
-
-
-def _run(future: Future, read: Callable[[], Any]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = read()
-    except BaseException as error:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
+        self._pool.shutdown()
+        self._pool.join(CLOSE_SECONDS)
 
 
 #: Seconds after which a read is slow.

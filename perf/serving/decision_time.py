@@ -22,14 +22,13 @@ import numpy as np
 
 from ...core.executors.base import ModelInfo
 from ...server.cluster.address import UnixSocket
+from ...server.cluster.cluster_view import NOTHING
 from ...server.cluster.dispatcher import Dispatcher
-from ...server.cluster.identity import Identity
 from ...server.cluster.ledger import OpenRequest
 from ...server.cluster.link import Link
 from ...server.cluster.placer import Wanted
-from ...server.cluster.report import Hello, Report
+from ...server.cluster.report import Hello, Identity, Report
 from ...server.cluster.router import POLICIES, Estimates
-from ...server.cluster.totals import NOTHING
 from ..bench.machine import processor
 from ..report.command import judge, parser
 from ..report.table import Goal, Table

@@ -6,8 +6,7 @@ import math
 from dataclasses import replace
 
 from ...core.costs.models import CostModel
-from ...server.cluster.placement.answer_seconds import AnswerSeconds
-from ...server.cluster.placement.migration import Migration, Movable
+from ...server.cluster.placement.migration import AnswerSeconds, Migration, Movable
 from ...server.cluster.placement.plan import plan_moves
 from ...server.cluster.placement.settings import MigrationSettings
 from .adapters import SimAdapters

@@ -8,7 +8,7 @@ from collections import defaultdict
 from math import ceil
 
 from ...server.cluster.router import Estimates, Replicas, Routed
-from ...server.cluster.router.rendezvous import key_of, weights
+from ...server.cluster.router.replicas import key_of, weights
 
 EVERY = 500
 """Requests after which adapters get replicas anew, by what these requests asked for."""

@@ -19,7 +19,7 @@ from ...core.policies import Policies
 from ...server.cluster.placement.plan import NEED_HIGHS, has_highs
 from ...server.cluster.placement.preloading import burst_tolerance
 from ...server.cluster.router import POLICIES, AnswerLengths, Estimates, Policy, Sampled
-from ...server.cluster.router.answer_lengths import GUESS
+from ...server.cluster.router.estimates import GUESS
 from ..workload import WorkloadError, WorkloadSpec
 from ..workload.popularity import FromTrace
 from ..workload.request import TraceRequest

@@ -18,8 +18,8 @@ from starlette.responses import Response
 from ...memory.adapters.store import UnknownAdapter
 from ..access.grants import NOWHERE, Grant
 from ..checkpoints.pull import hub_name
-from ..engine.backend import AdapterState, Backend
-from ..engine.engine_view import EngineView
+from ..engine.backend import Backend
+from ..engine.engine_view import AdapterState, EngineView
 from ..engine.metrics import Metrics, Write, accounts_text
 from ..errors import ApiError, EngineUnavailable, JsonResponse, clipped, no_model
 from ..executors import DaemonPool

@@ -22,10 +22,10 @@ from ...memory.files.content_store import Draft
 from ...memory.files.directory import MAX_PATH_BYTES, NO_GGUF
 from ...memory.files.error import AdapterFormatError, shown
 from ...memory.files.format import STEM
-from ...memory.host.limited_threads import NoThreadLeft
 from ..access.grants import NOWHERE
 from ..engine.adapter_loads import AdapterLoads, LoadTimedOut
-from ..engine.backend import AdapterState, Backend
+from ..engine.backend import Backend
+from ..engine.engine_view import AdapterState
 from ..engine.sourced_adapters import SourcedAdapters
 from ..errors import DISK_FAULTS, ApiError, Body, clipped, read_body, validated
 from ..executors import DaemonPool, PoolFull
@@ -320,7 +320,7 @@ class AdapterApi:
             ) from None
         except LoadTimedOut as error:
             raise ApiError(504, str(error), code="load_timed_out") from None
-        except (PoolFull, NoThreadLeft) as error:
+        except PoolFull as error:
             raise ApiError(503, f"{error}; try again later", code="loads_busy") from None
 
     def _checked_name(self, full_name: str, field: str) -> tuple[str, str]:

@@ -170,7 +170,6 @@ def _cluster_flags(parser: argparse.ArgumentParser) -> None:
     up = commands.add_parser("up", help="start replicas on this machine and serve them over HTTP")
     front = commands.add_parser("front", help="be one of several fronts, which `chorus cluster up` starts")
     plan.add_up_flags(up, _positive)
-    plan.add_front_flags(front, _positive)
     _serve_flags(up)
     up.set_defaults(run_cluster=_cluster_up)
     front.add_argument("--directory", type=Path, required=True, metavar="DIR", help="where the cluster's sockets are")
@@ -206,7 +205,7 @@ def _cluster_front(arguments: argparse.Namespace) -> int:
     from ..cluster.up import front
 
     _log_to_stderr("info")
-    return front(ClusterDirectory(arguments.directory), arguments.index, plan.Plan.of(arguments))
+    return front(ClusterDirectory(arguments.directory), arguments.index)
 
 
 def _cluster_registry(arguments: argparse.Namespace) -> int:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,13 +17,15 @@ from ...memory.adapters.adapter import check_name
 from ...memory.adapters.store import UnknownAdapter
 from ...memory.adapters.versions import VersionNames, split_version, versioned
 from ...memory.files.error import LoadFailure
-from ..engine.backend import AdapterListing, AdapterState
+from ..engine.adapter_book import AdapterBook, AdapterNames, is_current
+from ..engine.engine_view import AdapterState
 
 if TYPE_CHECKING:
     from ...core.engine_stats import EngineStats
-    from ...memory.files.error import AdapterFormatError
     from ...memory.files.format import AdapterManifest
     from ...memory.host.image import HostImage
+    from .dispatcher import Dispatcher
+    from .fleet import Fleet
 
 T = TypeVar("T")
 
@@ -45,33 +45,30 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What the catalog asks of the replicas; any thread may call it.
+    """Replicas, as the catalog asks for them; any thread may.
 
-    end_users: ends the requests of a name and returns how many. retire, revive: a content is no name's any more, or
-    one's again. pin: replicas keep these contents resident, by path, and no others. is_pinned: whether all of them do;
-    pin_failure: why one can't. learn: hashes an entry beside the event loop and notes it; False then. tier_of: where a
-    content's bytes are, on whichever replica has them nearest. overflowing: contents to set aside. num_users: requests
-    in progress of a name. paths: directories of the adapters of requests in progress.
+    soon, call: have the dispatcher's loop call a function; `call` tells the result, or `otherwise` once the loop has
+    ended. learn: hashes an entry beside the loop and notes it; False then.
     """
 
-    end_users: Callable[[str], Future[int]]
-    retire: Callable[[str], None]
-    revive: Callable[[str], None]
-    pin: Callable[[Mapping[str, Path]], None]
-    is_pinned: Callable[[str | None], bool]
-    pin_failure: Callable[[str], AdapterFormatError | None]
+    dispatcher: Dispatcher
+    soon: Callable[..., None]
+    call: Callable[..., Future[Any]]
     learn: Callable[[Entry], Future[bool]]
-    tier_of: Callable[[str | None], str]
-    overflowing: Callable[[], set[str]]
     stats: Callable[[], EngineStats]
-    num_users: Callable[[str], Future[int]] = lambda name: done(0)
-    paths: Callable[[], Future[set[Path]]] = lambda: done(set())
+
+    @property
+    def fleet(self) -> Fleet:
+        return self.dispatcher.fleet
+
+    def end_users(self, name: str) -> Future[int]:
+        """End the requests of a name; how many there were."""
+        reason = f"adapter {name!r} was removed"
+        return self.call(self.dispatcher.end_users, name, reason, LoadFailure.REMOVED, otherwise=0)
 
 
-class Catalog:
-    """An `AdapterBook` of a cluster. It has `register`, `unregister` and `in`, as a store has, for the start."""
-
-    has_registry = False
+class Catalog(AdapterBook):
+    """The book of a cluster, and its own `AdapterNames`."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -88,6 +85,7 @@ class Catalog:
         self,
         name: str,
         manifest: AdapterManifest,
+        image: HostImage | None = None,
         *,
         label: str | None = None,
         keep: int | None = 1,
@@ -95,7 +93,8 @@ class Catalog:
     ) -> Entry:
         """Make a manifest the adapter of a name, for requests to come. AdapterFormatError for what is no name.
 
-        label, keep: as of `AdapterStore.register`; a name may itself be a version's. pinned: None for as before.
+        image: left out, as the replicas read it. label, keep: as of `AdapterStore.register`; a name may itself be a
+        version's. pinned: None for as before.
         """
         check_name(name)
         plain, own = split_version(name)
@@ -103,7 +102,7 @@ class Catalog:
             number = next(self._versions)
             while label is None and versioned(name, str(number)) in self._entries:
                 number = next(self._versions)
-            before = self._get(name) if name in self._entries else None
+            before = self.get(name) if name in self._entries else None
             if pinned is None:
                 pinned = before is not None and before.pinned
             if before is not None and before.pinned:  # what is kept of it is not pinned
@@ -116,12 +115,12 @@ class Catalog:
             for one in gone:
                 self._left(one)
             if manifest.content_hash is not None:
-                self._cluster.revive(manifest.content_hash)
+                self._cluster.soon(self._cluster.dispatcher.revive, manifest.content_hash)
         return entry
 
     def unregister(self, name: str) -> Entry:
         with self._lock:
-            entry = self._get(name)
+            entry = self.get(name)
             if name not in self._entries:
                 raise UnknownAdapter(f"{name!r} is the newest version of {entry.name!r}; remove that")
             self._entries.pop(name)
@@ -155,56 +154,45 @@ class Catalog:
             raise NotServed("model", f"adapter {name!r} is not served: {aside.reason}")
         raise InvalidRequest("model", f"adapter {name!r} is not registered")
 
+    def get(self, name: str) -> Entry:
+        """What a name means, paused or not. UnknownAdapter."""
+        entry = self._entries.find(name)
+        if entry is None:
+            raise UnknownAdapter(f"adapter {name!r} is not registered")
+        return entry
+
+    def kept(self, name: str) -> list[str]:
+        return self._entries.kept(name)
+
+    def has_version(self, name: str, label: str) -> bool:
+        return self._entries.find(versioned(name, label)) is not None
+
+    def learn(self, name: str, manifest: AdapterManifest) -> None:
+        entry = replace(self.get(name), manifest=manifest)
+        self._entries.put(name, entry, None)
+        if entry.pinned:
+            self._tell_pins()
+
+    def stats(self) -> EngineStats:
+        return self._cluster.stats()
+
     def names_of(self, content_hash: str) -> list[str]:
         with self._lock:
             return [one.name for one in self._entries.values() if one.manifest.content_hash == content_hash]
 
     # --- AdapterBook ---
 
-    def listing(self) -> Future[AdapterListing]:
-        states = partial(self._states, self.registered())
-        return done(AdapterListing(states, list(self.quarantine.values()), self._cluster.stats()))
-
-    def state(self, name: str) -> Future[AdapterState]:
-        return self._try(lambda: self._state(name, self._get(name)))
-
-    def put(
-        self,
-        name: str,
-        manifest: AdapterManifest,
-        image: HostImage | None,
-        *,
-        replace: bool,
-        label: str | None = None,
-        keep: int | None = 1,
-    ) -> Future[tuple[AdapterState, bool]]:
-        def put() -> tuple[AdapterState, bool]:
+    def _ask(self, function: Callable[[AdapterNames], T | Future[T]]) -> Future[T]:
+        """Answers at once, or with the future that the function gives."""
+        try:
             with self._lock:
-                replaced = name in self._entries
-                if replaced and not replace:
-                    raise FileExistsError(name)
-                if label and self._entries.find(versioned(name, label)) is not None:
-                    raise FileExistsError(versioned(name, label))
-                entry = self.register(name, manifest, label=label, keep=keep)
-                return self._state(entry.name, entry), replaced
-
-        return self._try(put)
-
-    def versions(self, name: str) -> Future[list[AdapterState]]:
-        with self._lock:
-            names = [*([name] if name in self._entries else ()), *self._entries.kept(name)]
-            return done([self._state(each, self._get(each)) for each in names])
-
-    def pause(self, name: str, *, paused: bool) -> Future[None]:
-        def pause() -> None:
-            with self._lock:
-                self._get(name)
-                (self.paused.add if paused else self.paused.discard)(name)
-
-        return self._try(pause)
+                result = function(self)
+        except (UnknownAdapter, FileExistsError, ValueError) as error:
+            return failed(error)
+        return result if isinstance(result, Future) else done(result)
 
     def num_requests(self, name: str) -> Future[int]:
-        return self._cluster.num_users(name)
+        return self._cluster.call(lambda: len(self._cluster.dispatcher.users(name)), otherwise=0)
 
     def paths_in_use(self) -> Future[set[Path]]:
         def with_ours(theirs: Future[set[Path]]) -> None:
@@ -213,7 +201,7 @@ class Catalog:
         with self._lock:  # a request either has its path among the others by now, or has none of what is not here
             ours = {one.manifest.path for one in self._entries.values()}
             result: Future[set[Path]] = Future()
-            self._cluster.paths().add_done_callback(with_ours)
+            self._cluster.call(self._cluster.dispatcher.paths, otherwise=set()).add_done_callback(with_ours)
         return result
 
     def count_from(self, number: int) -> Future[None]:
@@ -222,85 +210,53 @@ class Catalog:
         return done(None)
 
     def remove(self, name: str, *, force: bool) -> Future[tuple[AdapterState, int]]:
-        try:
-            with self._lock:
-                entry = self.unregister(name)
-                state = self._state(entry.name, entry)
-                for alias in self._entries.kept(name):
-                    self.unregister(alias)
-                self.paused.discard(name)
-        except UnknownAdapter as error:
-            return failed(error)
-        if not force:
-            return done((state, 0))
-        result: Future[tuple[AdapterState, int]] = Future()
-        self._cluster.end_users(name).add_done_callback(lambda ended: result.set_result((state, ended.result())))
-        return result
+        def remove(_: AdapterNames) -> tuple[AdapterState, int] | Future[tuple[AdapterState, int]]:
+            entry = self.unregister(name)
+            state = self.state_of(entry.name, entry)
+            for alias in self._entries.kept(name):
+                self.unregister(alias)
+            self.paused.discard(name)
+            if not force:
+                return state, 0
+            result: Future[tuple[AdapterState, int]] = Future()
+            ended = self._cluster.end_users(name)
+            ended.add_done_callback(lambda ended: result.set_result((state, ended.result())))
+            return result
+
+        return self._ask(remove)
 
     def pin(self, name: str) -> Future[bool]:
         """True once all replicas keep it resident; False: ask again. One that can't has it unpinned everywhere."""
-        try:
-            entry = self._get(name)
-        except UnknownAdapter as error:
-            return failed(error)
-        if name in self._entries.kept(entry.name):
-            return failed(InvalidRequest("pin", "of an adapter in a cluster the newest version can be pinned alone"))
-        content = entry.manifest.content_hash
-        if content is None:
-            return self._cluster.learn(entry)
-        if not entry.pinned:
-            return self._set_pinned(entry, pinned=True)
-        if (error := self._cluster.pin_failure(content)) is None:
-            return done(self._cluster.is_pinned(content))
-        self._set_pinned(entry, pinned=False)
-        return failed(InvalidRequest("pin", str(error)) if error.failure is LoadFailure.NO_ROOM else error)
+
+        def pin(_: AdapterNames) -> bool | Future[bool]:
+            entry = self.get(name)
+            if name in self._entries.kept(entry.name):
+                raise InvalidRequest("pin", "of an adapter in a cluster the newest version can be pinned alone")
+            content = entry.manifest.content_hash
+            if content is None:
+                return self._cluster.learn(entry)
+            if not entry.pinned:
+                return self._set_pinned(entry, pinned=True)
+            if (error := self._cluster.fleet.pin_failure(content)) is None:
+                return self._cluster.fleet.is_pinned(content)
+            self._set_pinned(entry, pinned=False)
+            raise InvalidRequest("pin", str(error)) if error.failure is LoadFailure.NO_ROOM else error
+
+        return self._ask(pin)
 
     def unpin(self, name: str) -> Future[Any]:
-        try:
-            return self._set_pinned(self._get(name), pinned=False)
-        except UnknownAdapter as error:
-            return failed(error)
-
-    def unhashed(self) -> Future[list[AdapterState]]:
-        unhashed = [each for each in self.registered() if each[1].manifest.content_hash is None]
-        return done(self._states(unhashed))
-
-    def quarantined(self) -> Future[list[Quarantined]]:
-        with self._lock:
-            return done(list(self.quarantine.values()))
-
-    def note(self, name: str, version: int, manifest: AdapterManifest) -> Future[bool]:
-        with self._lock:
-            if name not in self._entries or (entry := self._get(name)).version != version:
-                return done(False)
-            self._entries.put(name, replace(entry, manifest=manifest), None)
-            if entry.pinned:
-                self._tell_pins()
-            return done(True)
+        return self._ask(lambda _: self._set_pinned(self.get(name), pinned=False))
 
     def overflowing(self) -> Future[list[AdapterState]]:
-        contents = self._cluster.overflowing()
+        contents = self._cluster.fleet.overflowing()
         found = [each for each in self.registered() if each[1].manifest.content_hash in contents] if contents else []
-        return done(self._states(found))
+        return done([self.state_of(*each) for each in found])
 
     def set_aside(self, one: Quarantined, version: int, *, in_use: bool) -> Future[bool]:
         with self._lock:
-            if one.name in self._entries and self._get(one.name).version == version:
+            if is_current(self, one.name, version):
                 self.unregister(one.name)
                 self.quarantine[one.name] = one
-        return done(True)
-
-    def keep_aside(self, one: Quarantined) -> Future[None]:
-        with self._lock:
-            if one.name in self.quarantine:
-                self.quarantine[one.name] = one
-        return done(None)
-
-    def release(self, name: str, manifest: AdapterManifest, image: HostImage | None) -> Future[bool]:
-        with self._lock:
-            if self.quarantine.pop(name, None) is None or name in self._entries:
-                return done(False)
-            self.register(name, manifest)
         return done(True)
 
     # --- common ---
@@ -318,38 +274,22 @@ class Catalog:
         pins = {one.content_hash: one.path for one in pinned if one.content_hash is not None}
         if pins != self._pins:
             self._pins = pins
-            self._cluster.pin(pins)
-
-    def _get(self, name: str) -> Entry:
-        entry = self._entries.find(name)
-        if entry is None:
-            raise UnknownAdapter(f"adapter {name!r} is not registered")
-        return entry
+            self._cluster.soon(self._cluster.fleet.pin, pins)
 
     def _left(self, entry: Entry) -> None:
         """A version is no name's any more; its content may still be another's."""
         content = entry.manifest.content_hash
         if content is not None and not self.names_of(content):
-            self._cluster.retire(content)
+            self._cluster.soon(self._cluster.dispatcher.retire, content)
 
-    def _states(self, registered: Iterable[tuple[str, Entry]]) -> list[AdapterState]:
-        return [self._state(*each) for each in sorted(registered, key=itemgetter(0))]
-
-    def _state(self, name: str, entry: Entry) -> AdapterState:
+    def state_of(self, name: str, entry: Entry) -> AdapterState:
         content = entry.manifest.content_hash
-        pinned = entry.pinned and self._cluster.is_pinned(content)
+        pinned = entry.pinned and self._cluster.fleet.is_pinned(content)
         paused = split_version(name)[0] in self.paused or name in self.paused
         return AdapterState(
-            name, entry.version, entry.manifest, self._cluster.tier_of(content), 0, 0, pinned,
+            name, entry.version, entry.manifest, self._cluster.fleet.tier_of(content), 0, 0, pinned,
             label=entry.label, paused=paused,
         )  # fmt: skip
-
-    @staticmethod
-    def _try(function: Callable[[], T]) -> Future[T]:
-        try:
-            return done(function())
-        except (UnknownAdapter, FileExistsError, ValueError) as error:
-            return failed(error)
 
 
 def done(result: T) -> Future[T]:

@@ -1,57 +1,73 @@
-"""What a front's metrics tell of its adapters, from the reports of its replicas."""
+"""What a front tells of its cluster: sums over replicas, metrics, and where adapters are."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, fields
+from itertools import zip_longest
 from operator import itemgetter
+from typing import Any
 
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from ...core.engine_stats import METRICS, AccountStats, EngineStats
 from ...memory.adapters.adapter import Tier
-from ...memory.files.error import AdapterFormatError, LoadFailure
-from ..engine.engine_view import MAX_TIER_SERIES, AdapterView, EngineView
-from ..engine.picture import AdapterRow, Phase, Picture, ReplicaRow
-from . import totals
+from ..engine.engine_view import MAX_TIER_SERIES, AdapterRow, EngineView, Phase, Picture, ReplicaRow
 from .catalog import Catalog
+from .dispatcher import Dispatcher
+from .fleet import Fleet
 from .ledger import OpenRequest
 from .link import Link
 
-_NEAREST = (Tier.DEVICE, Tier.LOADING, Tier.HOST, Tier.FAILED)
+_LATEST = ("last_step", "mode", "merged_adapter")
+_NAMES = tuple(one.name for one in fields(EngineStats))
+NOTHING = EngineStats()
 
 
-def tier_of(links: Sequence[Link], content_hash: str | None) -> str:
-    """Tier of a content at the replica that has it nearest."""
-    if content_hash is None:
-        return Tier.DISK.value
-    tiers = {link.report.tiers.get(content_hash) for link in links if link.report is not None}
-    return next((tier.value for tier in _NEAREST if tier.value in tiers), Tier.DISK.value)
+def total(stats: Iterable[EngineStats]) -> EngineStats:
+    """The sum, as of one engine."""
+    result: dict[str, Any] = asdict(NOTHING)
+    for one in stats:
+        for name in _NAMES:
+            value = getattr(one, name)
+            if name in _LATEST:
+                result[name] = value if value is not None else result[name]
+            elif name in METRICS and METRICS[name].largest:
+                result[name] = max(result[name], value)
+            elif isinstance(value, tuple):
+                result[name] = tuple(map(sum, zip_longest(result[name], value, fillvalue=0)))
+            else:
+                result[name] += value
+    return EngineStats(**result)
 
 
-def is_pinned(links: Sequence[Link], content_hash: str | None) -> bool:
-    """True if every replica that takes requests keeps a content resident."""
-    up = [link for link in links if link.takes_requests]
-    return bool(up) and all(content_hash in link.pinned and link.pinned[content_hash] is None for link in up)
+def counted(stats: EngineStats) -> EngineStats:
+    """What a replica that is gone has counted up: the sum over replicas must not fall."""
+    grown = {name: getattr(stats, name) for name, metric in METRICS.items() if metric.grows}
+    return EngineStats(**grown, step_sizes=stats.step_sizes)
 
 
-def pin_failure(links: Sequence[Link], content_hash: str) -> AdapterFormatError | None:
-    """Why a replica does not keep a content resident that it was told to."""
+def accounts(links: Iterable[Link]) -> list[AccountStats]:
+    """Tenants, or adapters, with requests in progress on any replica, by number of requests, most first."""
+    found: dict[str, AccountStats] = {}
     for link in links:
-        if (found := link.failed.get(content_hash) or link.pinned.get(content_hash)) is not None:
-            error = AdapterFormatError(f"replica {link.name}: {found[1]}")
-            error.failure = LoadFailure(found[0])
-            return error
-    return None
+        for one in link.report.accounts if link.report is not None else ():
+            before = found.get(one.name, AccountStats(one.name, 0, 0, 0.0))
+            found[one.name] = AccountStats(
+                one.name, before.num_running + one.num_running, before.num_waiting + one.num_waiting,
+                before.standing + one.standing,
+            )  # fmt: skip
+    return sorted(found.values(), key=lambda one: one.num_running + one.num_waiting, reverse=True)
 
 
-def overflowing(links: Sequence[Link]) -> set[str]:
-    """Contents with which no request has had finite logits on some replica."""
-    return {one for link in links if link.report is not None for one in link.report.overflowing}
-
-
-def view_of(links: Sequence[Link], catalog: Catalog) -> EngineView:
+def view_of(fleet: Fleet, catalog: Catalog) -> EngineView:
     """A snapshot, as of one engine."""
+    links = fleet.links
     reports = [link.report for link in links if link.report is not None]
     hellos = [link.hello for link in links if link.hello is not None]
-    registered, nearest = catalog.registered(), _nearest_tiers(links)
+    registered, nearest = catalog.registered(), _nearest_tiers(fleet)
     near = [
         (name, nearest[content], one) for name, one in registered if (content := one.manifest.content_hash) in nearest
     ]
@@ -60,39 +76,29 @@ def view_of(links: Sequence[Link], catalog: Catalog) -> EngineView:
     counts[Tier.DISK] += len(registered) - len(near)
     return EngineView(
         registered=registered,
-        adapters=[
-            AdapterView(
-                name, tier, one.manifest.rank, one.pinned and is_pinned(links, one.manifest.content_hash), None, None
-            )
-            for name, tier, one in near[:MAX_TIER_SERIES]
-        ],
+        adapters=[catalog.state_of(name, one) for name, _, one in near[:MAX_TIER_SERIES]],
         tier_counts={tier.value: counts[tier] for tier in Tier},
         running=sorted({name for report in reports for name in report.running}),
         waiting=sorted({name for report in reports for name in report.waiting}),
         max_adapters=sum(hello.max_adapters for hello in hellos),
         block_tokens=hellos[0].block_tokens if hellos else 0,
         num_quarantined=len(catalog.quarantine),
-        accounts=totals.accounts(links),
+        accounts=accounts(links),
     )
 
 
-def _nearest_tiers(links: Sequence[Link]) -> dict[str, Tier]:
-    """Of each content the tier that is nearest to steps, on any replica."""
-    nearest: dict[str, Tier] = {}
-    for tiers in (link.report.tiers for link in links if link.report is not None):
-        for content, text in tiers.items():
-            tier, known = Tier(text), nearest.get(content, Tier.FAILED)
-            if tier in _NEAREST and _NEAREST.index(tier) <= _NEAREST.index(known):
-                nearest[content] = tier
-    return nearest
+def _nearest_tiers(fleet: Fleet) -> dict[str, Tier]:
+    """Of each content that a replica has near the tier that is nearest to steps."""
+    reported = {content for link in fleet.links if link.report is not None for content in link.report.tiers}
+    return {content: fleet.tier_of(content) for content in reported}
 
 
-def picture_of(links: Sequence[Link], catalog: Catalog, requests: Iterable[OpenRequest]) -> Picture:
+def picture_of(fleet: Fleet, catalog: Catalog, requests: Iterable[OpenRequest]) -> Picture:
     """A snapshot for the operator's page, without pages: which is whose is known to the replicas alone.
 
     requests: open ones. A request counts as running from its first token on.
     """
-    nearest = _nearest_tiers(links)
+    nearest = _nearest_tiers(fleet)
     registered = catalog.registered()
 
     def rows() -> list[AdapterRow]:
@@ -103,7 +109,7 @@ def picture_of(links: Sequence[Link], catalog: Catalog, requests: Iterable[OpenR
                 one.manifest.rank,
                 0,
                 None,
-                one.pinned and is_pinned(links, content),
+                one.pinned and fleet.is_pinned(content),
             )
             for name, one in registered
         ]
@@ -114,6 +120,48 @@ def picture_of(links: Sequence[Link], catalog: Catalog, requests: Iterable[OpenR
     )
     replicas = [
         ReplicaRow(link.name, "draining" if link.draining else "up" if link.is_up else "down", link.stats)
-        for link in links
+        for link in fleet.links
     ]
     return Picture(rows, phases, replicas=replicas)
+
+
+class ClusterCollector(Collector):
+    """Reads the dispatcher's counts when asked; any thread may."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        dispatcher, ledger = self._dispatcher, self._dispatcher.ledger
+        up = sum(link.takes_requests for link in dispatcher.links)
+        yield GaugeMetricFamily("chorus_replicas", "Replicas that there are to be", dispatcher.num_replicas)
+        yield GaugeMetricFamily("chorus_replicas_up", "Replicas that take requests", up)
+        yield GaugeMetricFamily(
+            "chorus_scale_hint", "1: one more replica is needed; -1: one could be given back", dispatcher.scale.value
+        )
+        yield GaugeMetricFamily("chorus_front_waiting", "Requests that wait at the front", ledger.num_waiting)
+        yield CounterMetricFamily(
+            "chorus_replica_deaths",
+            "Connections to replicas that ended, but for replicas that were to",
+            dispatcher.num_deaths,
+        )
+        yield CounterMetricFamily(
+            "chorus_requests_moved", "Times that a request went on at another replica", ledger.num_moves
+        )
+        yield CounterMetricFamily(
+            "chorus_stale_rows", "Rows of a request's earlier places, which were dropped", ledger.num_stale
+        )
+        at = GaugeMetricFamily("chorus_replica_requests", "Open requests at a replica", labels=("replica",))
+        for link in dispatcher.links:
+            at.add_metric((link.name,), ledger.num_at(link.name))
+        yield at
+        costs = GaugeMetricFamily(
+            "chorus_replica_cost_seconds", "What replicas have learned that a step takes, on average", labels=("term",)
+        )
+        told = dispatcher.reported_costs()
+        for term in told[0] if told else ():
+            costs.add_metric((term,), sum(one[term] for one in told) / len(told))
+        yield costs

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,16 +25,20 @@ from ...memory.files.error import AdapterFormatError, LoadFailure
 from ...memory.files.format import AdapterManifest, inspect_adapter
 from ...memory.files.identity import with_content
 from ..engine.backend import SHUTTING_DOWN, OnOutput
-from ..engine.engine_view import EngineView
-from ..engine.picture import Picture
+from ..engine.engine_view import EngineView, Picture
 from ..engine.subscribers import Subscribers
 from ..errors import EngineUnavailable
 from ..executors import DaemonPool, PoolFull
-from . import totals
 from .address import Address
 from .catalog import Catalog, Cluster, Entry, done, failed
-from .cluster_metrics import ClusterCollector
-from .cluster_view import is_pinned, overflowing, picture_of, pin_failure, tier_of, view_of
+from .cluster_view import (
+    NOTHING,
+    ClusterCollector,
+    counted,
+    picture_of,
+    total,
+    view_of,
+)
 from .dispatcher import Dispatcher
 from .link import Link
 from .registered_catalog import RegisteredCatalog
@@ -91,13 +94,7 @@ class ClusterWorker:
         self.lookers: list[Callable[[], None]] = [self.dispatcher.look]
         """Called every `LOOK_SECONDS` on the loop; to be added to before `start`."""
         self.collector = ClusterCollector(self.dispatcher)
-        cluster = Cluster(
-            self._end_users, partial(self.soon, self.dispatcher.retire), partial(self.soon, self.dispatcher.revive),
-            partial(self.soon, self.dispatcher.fleet.pin), partial(is_pinned, links), partial(pin_failure, links),
-            self._learn, partial(tier_of, links), partial(overflowing, links), lambda: self.stats,
-            lambda name: self._call(lambda: len(self.dispatcher.users(name)), otherwise=0),
-            lambda: self._call(self.dispatcher.paths, otherwise=set()),
-        )  # fmt: skip
+        cluster = Cluster(self.dispatcher, self.soon, self._call, self._learn, lambda: self.stats)
         self._registry = registry
         self.adapters = Catalog(cluster) if registry is None else RegisteredCatalog(cluster, self.check_adapter)
         self._has_copy = registry is None  # of the registry's names
@@ -105,7 +102,7 @@ class ClusterWorker:
         self._base_names = names_of(settings.model, settings.base_name)
         self._hashes = DaemonPool("cluster-hash", HASH_THREADS, MAX_HASHES)
         self._change = threading.Condition()
-        self._gone = totals.NOTHING
+        self._gone = NOTHING
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="chorus-cluster", daemon=True)
         self._tasks: list[asyncio.Task[None]] = []
@@ -204,8 +201,8 @@ class ClusterWorker:
     @property
     def stats(self) -> EngineStats:
         """The sum over the replicas; requests that wait at the front count as waiting."""
-        here = totals.total([self._gone, *(link.stats for link in self.links if link.stats is not None)])
-        return totals.with_waiting(here, self.dispatcher.ledger.num_waiting)
+        here = total([self._gone, *(link.stats for link in self.links if link.stats is not None)])
+        return replace(here, num_waiting=here.num_waiting + self.dispatcher.ledger.num_waiting)
 
     @property
     def healthy(self) -> bool:
@@ -254,11 +251,13 @@ class ClusterWorker:
         )
 
     def view(self) -> Future[EngineView]:
-        return done(view_of(self.links, self.adapters))
+        return done(view_of(self.dispatcher.fleet, self.adapters))
 
     def picture(self) -> Future[Picture]:
         open_requests = self.dispatcher.ledger.open
-        return self._call(lambda: picture_of(self.links, self.adapters, open_requests()), otherwise=Picture())
+        return self._call(
+            lambda: picture_of(self.dispatcher.fleet, self.adapters, open_requests()), otherwise=Picture()
+        )
 
     def check_adapter(self, path: Path, roots: Sequence[Path] = (), image: HostImage | None = None) -> AdapterManifest:
         """Have the replicas check the weights, too, and keep them under their hash."""
@@ -286,7 +285,7 @@ class ClusterWorker:
 
     def on_down(self, link: Link, *, stuck: bool) -> None:
         if link.stats is not None:
-            self._gone = totals.total((self._gone, totals.counted(link.stats)))
+            self._gone = total((self._gone, counted(link.stats)))
         if not self._stopping:  # else the link ends with the cluster, and no replica has died
             self.dispatcher.on_down(link, stuck=stuck)
 
@@ -341,10 +340,6 @@ class ClusterWorker:
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         for request_id in self._subscribers.deliver(outputs):
             self.abort(request_id)
-
-    def _end_users(self, name: str) -> Future[int]:
-        reason = f"adapter {name!r} was removed"
-        return self._call(self.dispatcher.end_users, name, reason, LoadFailure.REMOVED, otherwise=0)
 
     def _load_everywhere(self, content_hash: str, path: Path) -> None:
         """Return once every replica that is up has loaded an adapter, or could not and another one has.

@@ -20,12 +20,12 @@ from ...memory.files.error import LoadFailure
 from .fleet import Fleet
 from .ledger import Ledger, OpenRequest
 from .link import Link
-from .placer import Asked, Placer
+from .placer import Placer
 from .replica import BROKEN, DRAINING, MALFORMED
+from .report import mean_costs
 from .router import Estimates, Policy
 from .router.scale import SteadyHint, scale_hint
 from .rows import from_row, read_step
-from .step_costs import mean_costs
 from .wire import Frame, Malformed
 
 log = logging.getLogger(__name__)
@@ -77,8 +77,7 @@ class Dispatcher:
         self._give_up_seconds = give_up_seconds
         self._clock = clock
         self._estimates = Estimates() if estimates is None else estimates
-        self._asked: dict[str, Asked] = {}
-        self.placer = Placer(self.ledger, self.fleet, policy, self._asked, self._fail, clock)
+        self.placer = Placer(self.ledger, self.fleet, policy, self._fail, clock)
         self._next_prices = 0.0
         self._users: Counter[str] = Counter()  # open requests by content hash
         self._sizes: dict[str, int] = {}  # bytes of their adapters
@@ -101,7 +100,7 @@ class Dispatcher:
         except ValueError as error:
             accepted.set_exception(error)
             return
-        self._asked[request.id] = Asked(path, accepted, arrival, set(), version)
+        request.path, request.version, request.accepted, request.arrival = path, version, accepted, arrival
         if request.content_hash is not None:
             self._users[request.content_hash] += 1
             self._sizes[request.content_hash] = num_bytes
@@ -128,14 +127,11 @@ class Dispatcher:
 
     def users(self, name: str) -> list[OpenRequest]:
         """Open requests of an adapter, or of `name@version` alone."""
-        return [
-            one for one in self._all()
-            if name in (version := self._asked[one.id].version, split_version(version)[0])
-        ]  # fmt: skip
+        return [one for one in self._all() if name in (one.version, split_version(one.version)[0])]
 
     def paths(self) -> set[Path]:
         """Directories of the adapters of open requests."""
-        return {asked.path for asked in self._asked.values() if asked.path is not None}
+        return {one.path for one in self.ledger.open() if one.path is not None}
 
     def end_all(self) -> None:
         """Forget all requests; their replicas abort them."""
@@ -152,7 +148,7 @@ class Dispatcher:
         """Requests at replicas, in order of arrival, with the replicas that each may go on at."""
         links = {link.name: link for link in self.links}
         return [
-            (one, links[one.replica], list(self.placer.candidates(one)[0]))
+            (one, links[one.replica], list(self.fleet.candidates(one)[0]))
             for one in self._all()
             if one.replica is not None
         ]
@@ -162,7 +158,7 @@ class Dispatcher:
         request = self.ledger.get(request_id)
         if request is None or request.replica != source.name:
             return False
-        if target not in self.placer.candidates(request)[0]:
+        if target not in self.fleet.candidates(request)[0]:
             return False
         self.move(request, target)
         return True
@@ -226,13 +222,13 @@ class Dispatcher:
             if request is None:
                 continue
             if request.num_output_tokens <= len(output.token_ids):
-                self._accept(request.id)
+                self._accept(request)
             elif output.prompt_logprobs is not None:  # the client has them
                 output = output._replace(prompt_logprobs=None)
             outputs.append(output)
             if output.finish_reason is not None:
                 ended = True
-                self.on_end(request.content_hash, self._clock() - self._asked[request.id].arrival)
+                self.on_end(request.content_hash, self._clock() - request.arrival)
                 self._forget(request)
         if outputs:
             self._deliver(outputs)
@@ -240,16 +236,15 @@ class Dispatcher:
             self.placer.place_waiting()
 
     def _on_taken(self, request_id: str, life: int) -> None:
-        if self.ledger.note_accepted(request_id, life) is not None:
-            self._accept(request_id)
+        if (request := self.ledger.note_accepted(request_id, life)) is not None:
+            self._accept(request)
 
     def _on_refused(self, link: Link, request_id: str, life: int, reason: str, text: str) -> None:
         request = self.ledger.give_back(request_id, life)
         if request is None:
             return
-        asked = self._asked[request_id]
-        if reason.startswith("field:") and not asked.accepted.done():
-            asked.accepted.set_exception(InvalidRequest(reason.removeprefix("field:"), text))
+        if reason.startswith("field:") and not request.accepted.done():
+            request.accepted.set_exception(InvalidRequest(reason.removeprefix("field:"), text))
             self._forget(request)
             return
         if reason == MALFORMED:
@@ -259,7 +254,7 @@ class Dispatcher:
             link.draining = True
             self.fleet.changed()
         elif reason.startswith("field:"):
-            asked.refused_by.add(link.name)  # in mid-answer it waits for another: never a refusal to the client
+            request.refused_by.add(link.name)  # in mid-answer it waits for another: never a refusal to the client
         elif request.content_hash is not None:
             link.loaded.discard(request.content_hash)
             link.pinned.pop(request.content_hash, None)
@@ -283,13 +278,13 @@ class Dispatcher:
         self.fleet.note_report(link)
         if link.draining:
             for request in list(self.ledger.at(link.name)):
-                if self.placer.candidates(request)[0]:
+                if self.fleet.candidates(request)[0]:
                     self.move(request)
         if self.ledger.num_waiting:
             self.placer.place_waiting()
 
     def reported_costs(self) -> list[dict[str, float]]:
-        """Costs of steps and transfers (`step_costs`), of each replica that has reported some."""
+        """Costs of steps and transfers (`LearnedCosts`), of each replica that has reported some."""
         return [link.report.costs for link in self.links if link.report is not None and link.report.costs]
 
     def look(self) -> None:
@@ -312,7 +307,7 @@ class Dispatcher:
         self.on_hint(self.scale.value, self.num_replicas)
         self.placer.place_waiting()
         for request in self.ledger.waiting():
-            since = self._asked[request.id].stuck_since if request.id in self._asked else None
+            since = request.stuck_since
             if since is not None and now - since > self._give_up_seconds:
                 text = f"no replica could take this request within {self._give_up_seconds:g} s"
                 self._fail(request, text, LoadFailure.UNREADABLE if request.content_hash else None)
@@ -322,22 +317,17 @@ class Dispatcher:
     def _all(self) -> list[OpenRequest]:
         return list(self.ledger.open())
 
-    def _accept(self, request_id: str) -> None:
-        accepted = self._asked[request_id].accepted
-        if not accepted.done():
-            accepted.set_result(None)
+    def _accept(self, request: OpenRequest) -> None:
+        if not request.accepted.done():
+            request.accepted.set_result(None)
 
     def _fail(self, request: OpenRequest, reason: str, failure: LoadFailure | None = None) -> None:
-        if request.id in self._asked:
-            self._accept(request.id)
-            self._forget(request)
+        self._forget(request)
         self._deliver([RequestOutput(request.id, (), FinishReason.ERROR, error=reason, failure=failure)])
 
     def _forget(self, request: OpenRequest) -> None:
         self.ledger.remove(request.id)
-        asked = self._asked.pop(request.id)
-        if not asked.accepted.done():
-            asked.accepted.set_result(None)
+        self._accept(request)
         self.placer.forget(request)
         content = request.content_hash
         if request.num_output_tokens:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ...memory.adapters.adapter import Tier
+from ...memory.files.error import AdapterFormatError, LoadFailure
 from .ledger import OpenRequest, Placements
 from .link import Link
 from .router import Holders, Replicas, ReplicaState
+
+_NEAREST = (Tier.DEVICE, Tier.LOADING, Tier.HOST, Tier.FAILED)
 
 
 class Fleet(Placements):
@@ -28,22 +32,19 @@ class Fleet(Placements):
 
     # --- candidates ---
 
-    def candidates(
-        self, request: OpenRequest, path: Path | None, refused_by: Collection[str]
-    ) -> tuple[Sequence[Link], Replicas]:
+    def candidates(self, request: OpenRequest) -> tuple[Sequence[Link], Replicas]:
         """Replicas that may take a request: they have its adapter and are, if it has tokens, of the kind of these.
 
-        All replicas are sent the adapter to load, so that any of them can go on with its requests. path: of the
-        adapter. refused_by: names of replicas that have refused the request.
+        All replicas are sent the adapter to load, so that any of them can go on with its requests.
         """
         content, kind = request.content_hash, request.kind if request.num_output_tokens else None
         found = self._candidates.get(content)
         if found is None:
-            found = self._candidates[content] = self._find(content, path)
-        if kind is None and not refused_by:
+            found = self._candidates[content] = self._find(content, request.path)
+        if kind is None and not request.refused_by:
             return found
         links = [
-            link for link in found[0] if (kind is None or link.identity == kind) and link.name not in refused_by
+            link for link in found[0] if (kind is None or link.identity == kind) and link.name not in request.refused_by
         ]  # fmt: skip
         return found if len(links) == len(found[0]) else (links, self._view(links))
 
@@ -104,6 +105,29 @@ class Fleet(Placements):
         failures = [link.failed.pop(content_hash) for link in up]
         self.changed(content_hash)
         return failures[0]
+
+    def tier_of(self, content_hash: str | None) -> Tier:
+        """Tier of a content at the replica that has it nearest."""
+        tiers = {link.report.tiers.get(content_hash or "") for link in self.links if link.report is not None}
+        return next((tier for tier in _NEAREST if tier.value in tiers), Tier.DISK)
+
+    def is_pinned(self, content_hash: str | None) -> bool:
+        """True if every replica that takes requests keeps a content resident."""
+        up = [link for link in self.links if link.takes_requests]
+        return bool(up) and all(content_hash in link.pinned and link.pinned[content_hash] is None for link in up)
+
+    def pin_failure(self, content_hash: str) -> AdapterFormatError | None:
+        """Why a replica does not keep a content resident that it was told to."""
+        for link in self.links:
+            if (found := link.failed.get(content_hash) or link.pinned.get(content_hash)) is not None:
+                error = AdapterFormatError(f"replica {link.name}: {found[1]}")
+                error.failure = LoadFailure(found[0])
+                return error
+        return None
+
+    def overflowing(self) -> set[str]:
+        """Contents with which no request has had finite logits on some replica."""
+        return {one for link in self.links if link.report is not None for one in link.report.overflowing}
 
     # --- requests ---
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 MAX_DEATHS = 2
@@ -24,6 +26,10 @@ class OpenRequest:
     record: see `core.requests.record`; `tokens` are the prompt's and all that the client was sent. kind: of the
     replicas that drew them, which alone may go on with them; None before the first. is_taken: whether the replica has
     accepted it. is_started: whether a token came in this life.
+
+    path, version: its adapter's directory, and the adapter as `name@version`. accepted: ends once a replica has taken
+    the request, or with InvalidRequest. arrival: on this process's clock. refused_by: names of replicas.
+    stuck_since: when no replica was left that may take it.
     """
 
     id: str
@@ -35,6 +41,12 @@ class OpenRequest:
     deaths: int = 0
     is_taken: bool = False
     is_started: bool = False
+    path: Path | None = None
+    version: str = ""
+    accepted: Future[None] = field(default_factory=Future)
+    arrival: float = 0.0
+    refused_by: set[str] = field(default_factory=set)
+    stuck_since: float | None = None
 
     @property
     def content_hash(self) -> str | None:

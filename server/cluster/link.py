@@ -10,11 +10,9 @@ from typing import Any, Protocol
 
 from ...core.engine_stats import EngineStats
 from .address import Address
-from .identity import Identity
-from .reconnect import stay_connected
 from .replica import FROM_REPLICA
-from .report import Hello, Report
-from .stream import FrameStream, connect
+from .report import Hello, Identity, Report
+from .stream import FrameStream, connect, stay_connected
 from .wire import Frame, Malformed, WireError
 
 log = logging.getLogger(__name__)

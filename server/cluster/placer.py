@@ -6,10 +6,8 @@ tokens, or the policy has it wait; later ones then wait behind it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from ...memory.files.error import LoadFailure
 from .fleet import Fleet
@@ -27,23 +25,6 @@ class Wanted:
     rank: int | None
 
 
-@dataclass(slots=True)
-class Asked:
-    """What the dispatcher keeps of a request beside the ledger's.
-
-    path: of its adapter. version: the adapter's, as `name@version`. accepted: ends once a replica has taken the
-    request, or with InvalidRequest. arrival: on this process's clock. stuck_since: when no replica was left that may
-    take it.
-    """
-
-    path: Path | None
-    accepted: Future[None]
-    arrival: float
-    refused_by: set[str]
-    version: str = ""
-    stuck_since: float | None = None
-
-
 class Placer:
     """Gives waiting requests of a ledger to replicas of a fleet."""
 
@@ -52,15 +33,13 @@ class Placer:
         ledger: Ledger,
         fleet: Fleet,
         policy: Policy,
-        asked: Mapping[str, Asked],
         fail: Callable[[OpenRequest, str, LoadFailure], None],
         clock: Callable[[], float],
     ) -> None:
-        """asked: of each request of the ledger. fail: ends a request whose adapter no replica can load."""
+        """fail: ends a request whose adapter no replica can load."""
         self._ledger = ledger
         self._fleet = fleet
         self._policy = policy
-        self._asked = asked
         self._fail = fail
         self._clock = clock
         self._calls: dict[str, OpenRequest] = {}  # the one of each call that was placed last
@@ -71,21 +50,17 @@ class Placer:
         for request in self._ledger.waiting():
             self.place(request)
 
-    def candidates(self, request: OpenRequest) -> tuple[Sequence[Link], Replicas]:
-        asked = self._asked[request.id]
-        return self._fleet.candidates(request, asked.path, asked.refused_by)
-
     def place(self, request: OpenRequest, target: Link | None = None) -> None:
         """Give a waiting request to a replica, if one may take it: to `target`, or to the policy's choice."""
-        asked, content = self._asked[request.id], request.content_hash
-        links, replicas = self.candidates(request)
+        content = request.content_hash
+        links, replicas = self._fleet.candidates(request)
         if not links:
-            if asked.stuck_since is None:
-                asked.stuck_since = self._clock()
+            if request.stuck_since is None:
+                request.stuck_since = self._clock()
             if (failure := self._fleet.take_failure(content)) is not None:
                 self._fail(request, failure[1], LoadFailure(failure[0]))
             return
-        asked.stuck_since = None
+        request.stuck_since = None
         if target is None or target not in links:
             if self._is_held:  # first come, first served
                 return
@@ -95,7 +70,7 @@ class Placer:
                 return
             target = links[index]
         life = self._ledger.place(request, target.name, target.identity)
-        request.record["age"] = self._clock() - asked.arrival
+        request.record["age"] = self._clock() - request.arrival
         request.record["num_paid_tokens"] = len(request.record["tokens"]) - 1 if request.num_output_tokens else 0
         target.send("submit", request.record, life)
 

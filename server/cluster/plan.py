@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from ..start.flags import UsageError, read_seconds
 from .listener import add_secret_flag, add_tls_flag
@@ -42,12 +45,12 @@ class Plan:
     secret_file: Path | None = None
     tls: Path | None = None
     migration: str = "off"
-    migration_setting: Sequence[str] = ()
+    migration_setting: tuple[str, ...] = ()
     preload: bool = False
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Plan:
-        """The plan of flags; of a front's, all but what its directory tells. UsageError."""
+        """The plan of flags. UsageError."""
         plan = cls(**{name: getattr(arguments, name) for name in cls.__slots__ if hasattr(arguments, name)})
         for flag, value, fits in (
             ("min", plan.min_replicas, plan.least <= plan.replicas),
@@ -71,21 +74,20 @@ class Plan:
         """Most replicas that it runs with: fronts have addresses for as many."""
         return self.replicas if self.max_replicas is None else self.max_replicas
 
-    def front_flags(self) -> list[str]:
-        """Flags of a front's process."""
-        tls = [] if self.tls is None else ["--tls", str(self.tls.absolute())]
-        settings = [f"--migration-setting={text}" for text in self.migration_setting]
-        preload = ["--preload"] if self.preload else []
-        named = {
-            "replicas": self.most, "scale-seconds": self.scale_seconds, "policy": self.policy,
-            "slo-tpot": self.slo_tpot, "migration": self.migration,
-        }  # fmt: skip
-        flags = [f"--{name}={value}" for name, value in named.items() if value is not None]
-        return [*flags, *settings, *preload, *tls]
+    def to_json(self) -> dict[str, Any]:
+        """For the file that fronts read."""
+        return _PLAN.dump_python(self, mode="json")
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Plan:
+        return _PLAN.validate_python(data)
 
 
-def add_front_flags(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
-    """Flags of `chorus cluster front`, which `chorus cluster up` has, too. count: parses a number above 0."""
+_PLAN = TypeAdapter(Plan)
+
+
+def add_up_flags(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
+    """Flags of `chorus cluster up`. count: parses a number above 0."""
     parser.add_argument("--replicas", type=count, default=2, metavar="N", help="replicas (default: 2)")
     parser.add_argument(
         "--policy", choices=POLICIES, default="least-delay", help="which replica gets a request (default: least-delay)"
@@ -113,21 +115,6 @@ def add_front_flags(parser: argparse.ArgumentParser, count: Callable[[str], int]
         f"(default: {STEADY_SECONDS:g})",
     )  # fmt: skip
     add_tls_flag(parser)
-
-
-def _seconds(text: str) -> float:
-    """Seconds, as a number or with a unit."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        return read_seconds(text)
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
-    return seconds
-
-
-def add_up_flags(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
-    add_front_flags(parser, count)
     for name, what in (("min", "fewest"), ("max", "most")):
         parser.add_argument(
             f"--{name}-replicas", type=count, metavar="N",
@@ -151,3 +138,14 @@ def add_up_flags(parser: argparse.ArgumentParser, count: Callable[[str], int]) -
         help="tcp://HOST:PORT at which replicas listen, replica N at PORT + N; port 0: the system's choice "
         "(default: unix sockets)",
     )  # fmt: skip
+
+
+def _seconds(text: str) -> float:
+    """Seconds, as a number or with a unit."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        return read_seconds(text)
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+    return seconds

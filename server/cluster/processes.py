@@ -18,9 +18,8 @@ from .child import STOP_SECONDS, Child
 from .directory import ClusterDirectory
 from .listener import Listener
 from .plan import Plan
-from .reconnect import LAST_RETRY_SECONDS
-from .replica_settings import ReplicaSettings
-from .stream import read_secret
+from .replica_process import ReplicaSettings
+from .stream import LAST_RETRY_SECONDS, read_secret
 
 if TYPE_CHECKING:
     from ..settings import Settings
@@ -112,10 +111,10 @@ class Processes:
             self.stop()
             raise
 
-    def start_fronts(self, count: int, flags: Sequence[str]) -> None:
+    def start_fronts(self, count: int) -> None:
         for index in range(count):
             where = ["--directory", str(self.directory.path), "--index", str(index)]
-            self.fronts.append(Child(f"front f{index}", ["cluster", "front", *where, *flags]))
+            self.fronts.append(Child(f"front f{index}", ["cluster", "front", *where]))
             self.fronts[-1].start()
 
     @property

@@ -25,7 +25,7 @@ from .address import LOOPBACK, AddressFile
 from .child import STOP_SECONDS
 from .directory import ClusterDirectory
 from .plan import Plan
-from .replica_settings import ReplicaSettings
+from .replica_process import ReplicaSettings
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from ...memory.adapters.registry_store import Entry as Registered
 from ...memory.adapters.store import UnknownAdapter
 from ...memory.adapters.versions import versioned
 from ...memory.files.error import AdapterFormatError
-from ..engine.backend import AdapterState
+from ..engine.engine_view import AdapterState
 from .address import Address
 from .catalog import Catalog, Cluster, Entry, done, failed
 from .registry import EXISTS, UNKNOWN
@@ -64,12 +64,13 @@ class RegisteredCatalog(Catalog):
         self,
         name: str,
         manifest: AdapterManifest,
+        image: HostImage | None = None,
         *,
         label: str | None = None,
         keep: int | None = None,
         pinned: bool | None = None,
     ) -> Entry:
-        return super().register(name, manifest, label=label or START, keep=None, pinned=pinned)
+        return super().register(name, manifest, image, label=label or START, keep=None, pinned=pinned)
 
     def put(
         self,
@@ -83,21 +84,15 @@ class RegisteredCatalog(Catalog):
     ) -> Future[tuple[AdapterState, bool]]:
         if not replace and name in self:
             return failed(FileExistsError(name))
-        if label and self._entries.find(versioned(name, label)) is not None:
+        if label and self.has_version(name, label):
             return failed(FileExistsError(versioned(name, label)))
         return self._soon(self._put_version(name, manifest, replace=replace, label=label, keep=keep or 1))
 
     def pause(self, name: str, *, paused: bool) -> Future[None]:
-        state = self.state(name)
-        if state.exception() is not None:
-            return failed(UnknownAdapter(f"adapter {name!r} is not registered"))
-        return self._soon(self._pause(state.result(), paused=paused))
+        return self._soon(self._pause(name, paused=paused))
 
     def remove(self, name: str, *, force: bool) -> Future[tuple[AdapterState, int]]:
-        state = self.state(name)
-        if state.exception() is not None:
-            return failed(UnknownAdapter(f"adapter {name!r} is not registered"))
-        return self._soon(self._remove(name, state.result(), force=force))
+        return self._soon(self._remove(name, force=force))
 
     async def adopt(self, name: str, now: Registered | None) -> None:
         """Act on a change that the registry has sent. No request begins with the name's old content from then on."""
@@ -107,7 +102,7 @@ class RegisteredCatalog(Catalog):
             if name in self:
                 self.unregister(name)
             return
-        before = self._get(name) if name in self else None
+        before = self.get(name) if name in self else None
         is_same = before is not None and (before.manifest.content_hash, before.label) == (now.content_hash, now.label)
         if before is not None and is_same and before.pinned != now.pinned:
             super()._set_pinned(before, pinned=now.pinned)
@@ -130,7 +125,7 @@ class RegisteredCatalog(Catalog):
     ) -> tuple[AdapterState, bool]:
         """Keep the newest version under a name of its own, put another in its place, and forget the oldest ones."""
         if keep > 1 and replace and name in self:
-            before = self._get(name)
+            before = self.get(name)
             await self._put(versioned(name, before.label), await self._hashed(before.manifest), label=before.label)
         made = await self._put(name, manifest, replace=replace, label=label or "")
         kept = self._entries.kept(name)
@@ -167,7 +162,7 @@ class RegisteredCatalog(Catalog):
             if paused is None:
                 paused = name in self.paused
             if pinned is None:
-                pinned = existed and self._get(name).pinned
+                pinned = existed and self.get(name).pinned
             path = str(manifest.path.absolute())
             entry = Registered(name, content, path, 0, manifest.rank, manifest.file_size, pinned, label, paused)
             await self._known_client.put(entry, replace=replace)
@@ -179,15 +174,17 @@ class RegisteredCatalog(Catalog):
             self._checked.pop(content, None)
         return self.state(name).result(), existed
 
-    async def _pause(self, state: AdapterState, *, paused: bool) -> None:
-        await self._put(state.name, await self._hashed(state.manifest), label=state.label, paused=paused)
+    async def _pause(self, name: str, *, paused: bool) -> None:
+        entry = self.get(name)
+        await self._put(name, await self._hashed(entry.manifest), label=entry.label, paused=paused)
 
-    async def _remove(self, name: str, state: AdapterState, *, force: bool) -> tuple[AdapterState, int]:
-        client = self._known_client
+    async def _remove(self, name: str, *, force: bool) -> tuple[AdapterState, int]:
+        client, entry = self._known_client, self.get(name)
+        state = self.state_of(name, entry)
         try:
             if name not in client.copy.entries:  # of the start: other fronts have it, too, and must learn of this
-                await self._put(name, await self._hashed(state.manifest), label=state.label)
-            for each in [*self._entries.kept(name), name]:
+                await self._put(name, await self._hashed(entry.manifest), label=entry.label)
+            for each in [*self.kept(name), name]:
                 await client.remove(each)
         except RegistryRefusal as refusal:
             if refusal.reason != UNKNOWN:

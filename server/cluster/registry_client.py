@@ -17,9 +17,8 @@ from types import MappingProxyType
 from ...memory.adapters.registry_store import Entry, check_entry
 from ..errors import ApiError
 from .address import Address
-from .reconnect import stay_connected
 from .registry import EXISTS, FROM_REGISTRY, INVALID, MAX_COPY_BYTES, UNKNOWN
-from .stream import FrameStream, connect
+from .stream import FrameStream, connect, stay_connected
 from .wire import Frame, Malformed, WireError
 
 log = logging.getLogger(__name__)

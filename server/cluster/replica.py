@@ -27,9 +27,8 @@ from ...memory.pages.pool import OutOfPages
 from ..engine.engine_adapters import MOST_OVERFLOWS
 from ..errors import EngineUnavailable
 from ..executors import DaemonPool, PoolFull
-from .report import Hello, Report
+from .report import Hello, LearnedCosts, Report
 from .rows import to_row
-from .step_costs import LearnedCosts
 from .stream import FrameStream, accept
 from .wire import Frame, Malformed, WireError
 
@@ -132,18 +131,14 @@ class Replica:
     def is_empty(self) -> bool:
         return not any(front.num_open for front in self._fronts)
 
-    def load(self, content_hash: str, path: Path) -> asyncio.Future[None]:
+    async def load(self, content_hash: str, path: Path) -> None:
         """Register the adapter of this content that lies at a path. Errors: AdapterFormatError, PoolFull."""
-        loop = asyncio.get_running_loop()
-        if content_hash in self._loaded:
-            done = loop.create_future()
-            done.set_result(None)
-            return done
-        loading = self._loading.get(content_hash)
-        if loading is None:
-            loading = self._loading[content_hash] = asyncio.ensure_future(self._load(content_hash, path))
-            loading.add_done_callback(lambda _: self._loading.pop(content_hash, None))
-        return loading
+        if content_hash not in self._loaded:
+            loading = self._loading.get(content_hash)
+            if loading is None:
+                loading = self._loading[content_hash] = asyncio.ensure_future(self._load(content_hash, path))
+                loading.add_done_callback(lambda _: self._loading.pop(content_hash, None))
+            await asyncio.shield(loading)
 
     async def _load(self, content_hash: str, path: Path) -> None:
         manifest, image = await self._loads.run(partial(self._read, content_hash, path))
@@ -307,7 +302,7 @@ class _Front:
     def _load(self, content_hash: str, path: str) -> None:
         _check_text(content_hash)
         _check_text(path)
-        future = self._replica.load(content_hash, Path(path))
+        future = asyncio.ensure_future(self._replica.load(content_hash, Path(path)))
         future.add_done_callback(partial(self._tell, "loaded", content_hash))
 
     def _pin(self, content_hash: str, is_pinned: bool) -> None:

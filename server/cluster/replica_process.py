@@ -10,19 +10,44 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import BaseModel, ConfigDict
+
+from ...core.config import EngineConfig
 from ..engine.worker import EngineWorker
 from ..start.checks import LaunchError
-from ..start.launch import take_short_turns
+from ..start.launch import build_engine, take_short_turns
 from .address import Listening
 from .child import end_with_parent
 from .listener import Listener
 from .replica import Replica
-from .replica_settings import ReplicaSettings
 from .report import Hello
 
 if TYPE_CHECKING:
     from ...core.config import EngineConfig
-    from ...core.engine import Engine
+    from ..settings import Settings
+
+
+class ReplicaSettings(BaseModel):
+    """engine: without adapters; fronts name the adapters to load. roots: directories below which adapters must lie."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    engine: EngineConfig
+    roots: list[Path]
+    grace_seconds: float
+    log_level: str
+
+    @classmethod
+    def of(cls, settings: Settings) -> ReplicaSettings:
+        """The replica's part of a server's settings; paths are made absolute."""
+        config = settings.engine_config()
+        return cls(
+            engine=config.model_copy(update={"adapters": None, "model": config.model.absolute()}),
+            roots=[place.resolve() for place in settings.adapter_places],
+            grace_seconds=settings.grace_seconds,
+            log_level=settings.log_level,
+        )
+
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +67,7 @@ def run(listener: Listener, settings_file: Path) -> int:
         address, secret = listener.address, listener.secret
     except (OSError, ValueError) as error:
         raise LaunchError(str(error)) from None
-    worker = EngineWorker(lambda: _build_engine(settings.engine))
+    worker = EngineWorker(lambda: build_engine(settings.engine))
     try:
         worker.start()
     except Exception as error:
@@ -53,12 +78,6 @@ def run(listener: Listener, settings_file: Path) -> int:
         return asyncio.run(_serve(worker, address, secret, settings, listener.tell))
     finally:
         worker.stop()
-
-
-def _build_engine(config: EngineConfig) -> Engine:
-    from ...core.engine import Engine  # imports torch, which takes a while
-
-    return Engine.from_config(config)
 
 
 async def _serve(

@@ -1,27 +1,119 @@
-"""Reports of a replica to its fronts: what it is, and how it is."""
+"""Reports of a replica to its fronts: what it is, how it is, and what its steps cost."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
+from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationError
+
+from ...core.costs.models import CostModel, DiskCost, Kernel, StepCost, TransferCost
 from ...core.engine_stats import AccountStats, EngineStats
 from ...core.executors.base import ModelInfo
-from ...core.requests.types import StepInfo
-from ...graphs.runner import StepMode
-from .identity import Identity, identity_of
+from ...core.merging.learned_prices import LearnedPrices
+from ...core.merging.modes import batch_of, context_of
+from ...core.model.config import ModelConfig
+from ..version import VERSION
 from .wire import Malformed
 
 if TYPE_CHECKING:
     from ...core.engine import Engine
+    from ...core.requests.types import StepPlan
+
+
+WHOLE_BYTES = 64 << 20
+"""A file of the model of at most this size is hashed whole; of a larger one `SAMPLES` pieces."""
+
+SAMPLES = 64
+SAMPLE_BYTES = 256 << 10
+
+
+class Told:
+    """What one process tells another of itself, as plain data for a frame."""
+
+    __slots__ = ()
+
+    def to_wire(self) -> dict[str, Any]:
+        return _adapter(type(self)).dump_python(self, mode="json")
+
+    @classmethod
+    def from_wire(cls, data: Any) -> Self:
+        """Malformed for what `to_wire` does not give."""
+        try:
+            return _adapter(cls).validate_python(data)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            at = ".".join(map(str, first["loc"]))
+            raise Malformed(f"a replica's {cls.__name__.lower()} can't be read: {at}: {first['msg']}") from None
+
+
+_adapter = cache(TypeAdapter)
+_MODEL: TypeAdapter[tuple[int, int, tuple[int, ...]]] = TypeAdapter(tuple[int, int, tuple[int, ...]])
+
+_Model = Annotated[
+    ModelInfo,
+    PlainValidator(lambda told: ModelInfo(*_MODEL.validate_python(told))),
+    PlainSerializer(lambda model: (model.vocab_size, model.max_model_len, model.eos_token_ids)),
+]
+"""Without the model's grammars, which a front has no use for."""
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class Identity(Told):
+    """What a replica computes with. model: hash of its files. level: of the kernels. version: Chorus's."""
+
+    model: str
+    dtype: str
+    level: str
+    version: str
+
+
+def identity_of(engine: Engine) -> Identity:
+    """The identity of an engine that has a model."""
+    config = engine.config
+    model = model_hash(config.model, dummy=config.load_format == "dummy")
+    dtype = ModelConfig.read(config.model).dtype if config.dtype == "auto" else config.dtype
+    return Identity(model, dtype, _level(config.cpu_kernels, config.device), VERSION)
+
+
+def _level(cpu_kernels: str, device: str) -> str:
+    from ...core.executors.choice import uses_gpu
+    from ...ops import native_library
+
+    if uses_gpu(device):
+        import torch
+
+        return torch.cuda.get_device_name()
+    return "torch" if cpu_kernels == "torch" else native_library.level() or "torch"
+
+
+def model_hash(directory: Path, *, dummy: bool = False) -> str:
+    """Hash of a checkpoint: its configuration, and names, sizes and bytes of its weights. dummy: without weights."""
+    digest = hashlib.sha256(b"chorus model 1\n")
+    patterns = ("config.json",) if dummy else ("config.json", "*.safetensors")
+    for path in sorted(path for pattern in patterns for path in directory.glob(pattern)):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            if size <= WHOLE_BYTES:
+                digest.update(file.read())
+                continue
+            for index in range(SAMPLES):
+                file.seek(index * (size - SAMPLE_BYTES) // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Hello(Told):
     """A replica's first words."""
 
     identity: Identity
-    model: ModelInfo
+    model: _Model
     max_num_seqs: int
     max_adapters: int
     block_tokens: int
@@ -33,33 +125,14 @@ class Hello:
         most = config.max_adapters_per_step or config.max_num_seqs
         return cls(identity_of(engine), engine.model, config.max_num_seqs, most, engine.block_tokens, pid)
 
-    def to_wire(self) -> dict[str, Any]:
-        return {
-            "identity": self.identity.to_wire(),
-            "model": [self.model.vocab_size, self.model.max_model_len, list(self.model.eos_token_ids)],
-            "max_num_seqs": self.max_num_seqs, "max_adapters": self.max_adapters, "block_tokens": self.block_tokens,
-            "pid": self.pid,
-        }  # fmt: skip
-
-    @classmethod
-    def from_wire(cls, data: Any) -> Hello:
-        """Malformed for what `to_wire` does not give."""
-        try:
-            vocab, length, ends = data["model"]
-            model = ModelInfo(int(vocab), int(length), tuple(map(int, ends)))
-            counts = (int(data[name]) for name in ("max_num_seqs", "max_adapters", "block_tokens", "pid"))
-            return cls(Identity.from_wire(data["identity"]), model, *counts)
-        except (TypeError, ValueError, KeyError) as error:
-            raise Malformed(f"a replica's hello can't be read: {error!r}") from None
-
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Report(Told):
     """A replica at one moment.
 
     num_yours: requests of the front that it is sent to. tiers: of adapters that are not only on disk, by content hash.
     running, waiting: names of adapters. overflowing: content hashes of adapters to set aside. costs: of its steps and
-    transfers, see `step_costs`; empty before the first step.
+    transfers, see `LearnedCosts`; empty before the first step.
     """
 
     stats: EngineStats
@@ -72,27 +145,58 @@ class Report:
     overflowing: list[str] = field(default_factory=list)
     costs: dict[str, float] = field(default_factory=dict)
 
-    def to_wire(self) -> dict[str, Any]:
-        stats = {name: getattr(self.stats, name) for name in _STATS}
-        stats["last_step"] = None if self.stats.last_step is None else list(self.stats.last_step)
-        stats["mode"] = self.stats.mode.value
-        accounts = [[one.name, one.num_running, one.num_waiting, one.standing] for one in self.accounts]
-        plain = {name: getattr(self, name) for name in _PLAIN}
-        return {"stats": stats, "accounts": accounts, **plain}
 
-    @classmethod
-    def from_wire(cls, data: Any) -> Report:
-        """Malformed for what `to_wire` does not give."""
-        try:
-            stats = {name: data["stats"][name] for name in _STATS}
-            stats["last_step"] = None if stats["last_step"] is None else StepInfo(*stats["last_step"])
-            stats["mode"] = StepMode(stats["mode"])
-            stats["step_sizes"] = tuple(map(int, stats["step_sizes"]))
-            accounts = [AccountStats(*one) for one in data["accounts"]]
-            return cls(EngineStats(**stats), accounts=accounts, **{name: data[name] for name in _PLAIN})
-        except (TypeError, ValueError, KeyError) as error:
-            raise Malformed(f"a replica's report can't be read: {error!r}") from None
+_DECODE_TERMS = ("base", "per_row", "per_kv_token", "lora", "per_rank", "per_adapter_rank")
+"""Terms of `StepCost`, in the order of `LearnedPrices.terms`."""
+
+_WEIGHT = 0.2
+"""Share by which a prefill step moves the price of a prompt's token, as the engine's other estimates move."""
 
 
-_STATS = [one.name for one in fields(EngineStats)]
-_PLAIN = [one.name for one in fields(Report) if one.name not in ("stats", "accounts")]
+class LearnedCosts:
+    """Prices of an engine's decode steps, learned from one step for each report: more would slow down all of them."""
+
+    def __init__(self) -> None:
+        self._prices = LearnedPrices()
+        self._last: StepPlan | None = None
+        self._per_token: float | None = None  # of a prompt
+        self._last_prefill: StepPlan | None = None
+
+    def observe(self, engine: Engine) -> dict[str, float]:
+        """Learn from the last decode step, on the engine's thread, and return what is known by now.
+
+        That is terms of `StepCost`, and seconds per byte to read an adapter (disk) and to copy it from the host (link).
+        """
+        plan, seconds = engine.last_decode
+        if plan is not None and plan is not self._last:
+            self._last = plan
+            self._prices.observe(batch_of(plan), plan.merged, context_of(plan), seconds)
+        if self._last is None:
+            return {}
+        self._observe_prefill(*engine.last_prefill)
+        terms = dict(zip(_DECODE_TERMS, self._prices.terms, strict=True))
+        per_token = engine.costs.prefix_page / engine.block_tokens if self._per_token is None else self._per_token
+        page = engine.executor.layout.page_bytes
+        return {
+            **terms, "per_token": per_token, "per_row": max(0.0, terms["per_row"] - per_token),  # a row has a token
+            "disk": engine.costs.disk_adapter_page / page, "link": engine.costs.host_adapter_page / page,
+        }  # fmt: skip
+
+    def _observe_prefill(self, plan: StepPlan | None, seconds: float) -> None:
+        """Learn what a prompt's token adds to a decode step of the same rows, whose own price is known."""
+        if plan is None or plan is self._last_prefill:
+            return
+        self._last_prefill = plan
+        seconds -= self._prices.step_seconds(batch_of(plan), plan.merged, context_of(plan))
+        found = max(0.0, seconds) / (plan.num_tokens - len(plan.rows))
+        self._per_token = found if self._per_token is None else self._per_token + _WEIGHT * (found - self._per_token)
+
+
+def mean_costs(told: Sequence[Mapping[str, float]]) -> CostModel:
+    """Return the mean of the costs that replicas have reported, at least one: replicas are taken to be alike."""
+
+    def mean(name: str) -> float:
+        return sum(one.get(name, 0.0) for one in told) / len(told)
+
+    step = StepCost(**{name: mean(name) for name in (*_DECODE_TERMS, "per_token")})
+    return CostModel(Kernel.SGMV, step, DiskCost(per_byte=mean("disk")), TransferCost(per_byte=mean("link")))

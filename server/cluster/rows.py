@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from ...core.requests.types import FinishReason, RequestOutput, StepInfo, TokenLogprobs
@@ -19,23 +21,8 @@ def to_row(output: RequestOutput, life: int) -> list[Any]:
     """An output as a row. What is as in most outputs is left out."""
     if output[2:5] == _ENDS and output[6:11] == _MORE:  # as most rows are
         return [output.request_id, life, output.token_ids]
-    rest: dict[str, Any] = {}
-    if output.finish_reason is not None:
-        rest["finish"], rest["preempted"] = output.finish_reason.value, output.num_preemptions
-    if output.stop_token_id is not None:
-        rest["stop"] = output.stop_token_id
-    if output.error is not None:
-        rest["error"] = output.error
-    if output.failure is not None:
-        rest["failure"] = output.failure.value
-    if output.num_cached_tokens:
-        rest["cached"] = output.num_cached_tokens
-    if output.queue_seconds is not None:
-        rest["queued"] = output.queue_seconds
-    if output.logprobs:
-        rest["logprobs"] = _scores(output.logprobs)
-    if output.prompt_logprobs is not None:
-        rest["prompt"] = _scores(output.prompt_logprobs)
+    values = ((key, getattr(output, name), getattr(_PLAIN, name), write) for key, name, write, _ in _REST)
+    rest = {key: write(value) for key, value, usual, write in values if value != usual}
     return [output.request_id, life, output.token_ids, rest]
 
 
@@ -47,26 +34,10 @@ def from_row(row: Any, step: StepInfo | None) -> tuple[RequestOutput, int]:
             raise TypeError("an id, a life or a token is of another type")
         if not more:
             return RequestOutput(request_id, tuple(tokens), None, None, None, step), life
-        rest = more[0]
-        finish, failure, prompt = rest.get("finish"), rest.get("failure"), rest.get("prompt")
-        queued = rest.get("queued")
-        output = RequestOutput(
-            request_id,
-            tuple(tokens),
-            None if finish is None else FinishReason(finish),
-            rest.get("stop"),
-            rest.get("error"),
-            step,
-            rest.get("cached", 0),
-            _read_scores(rest.get("logprobs", ())),
-            None if prompt is None else _read_scores(prompt),
-            None if failure is None else LoadFailure(failure),
-            None if queued is None else float(queued),
-            int(rest.get("preempted", 0)),
-        )
+        rest = {name: read(more[0][key]) for key, name, _, read in _REST if key in more[0]}
+        return RequestOutput(request_id, tuple(tokens), step=step, **rest), life
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise Malformed(f"a row of an out frame can't be read: {error}") from None
-    return output, life
 
 
 def read_step(data: Any) -> StepInfo | None:
@@ -85,3 +56,17 @@ def _scores(scores: tuple[TokenLogprobs, ...]) -> list[Any]:
 
 def _read_scores(scores: Any) -> tuple[TokenLogprobs, ...]:
     return tuple(TokenLogprobs(token, logprob, tuple((t, p) for t, p in top)) for token, logprob, top in scores)
+
+
+_REST: tuple[tuple[str, str, Callable[[Any], Any], Callable[[Any], Any]], ...] = (
+    ("finish", "finish_reason", attrgetter("value"), FinishReason),
+    ("stop", "stop_token_id", int, int),
+    ("error", "error", str, str),
+    ("failure", "failure", attrgetter("value"), LoadFailure),
+    ("cached", "num_cached_tokens", int, int),
+    ("queued", "queue_seconds", float, float),
+    ("logprobs", "logprobs", _scores, _read_scores),
+    ("prompt", "prompt_logprobs", _scores, _read_scores),
+    ("preempted", "num_preemptions", int, int),
+)
+"""Of what a row may tell beside tokens the key, the output's field, and how it is written and read."""

@@ -23,11 +23,10 @@ from .child import end_with_parent
 from .cluster_worker import ClusterWorker
 from .directory import ClusterDirectory
 from .link import Link
-from .mover import Mover
 from .placement.plan import NEED_HIGHS, has_highs
 from .placement.settings import MigrationSettings
 from .plan import Plan
-from .preloader import Preloader
+from .planned import Mover, Preloader
 from .processes import Processes
 from .router import POLICIES, Estimates
 from .router.scale import SteadyHint
@@ -57,10 +56,11 @@ def up(plan: Plan, settings: Settings, given: dict[str, Any]) -> int:
     return _supervise(plan, settings, given)
 
 
-def front(directory: ClusterDirectory, index: int, plan: Plan) -> int:
+def front(directory: ClusterDirectory, index: int) -> int:
     """Be one of several fronts of a cluster, until a signal."""
     end_with_parent()
-    settings = read_settings(Namespace(**json.loads(directory.given_file.read_text())))
+    given = json.loads(directory.given_file.read_text())
+    plan, settings = Plan.from_json(given["plan"]), read_settings(Namespace(**given["settings"]))
     logging.getLogger("chorus").setLevel(settings.log_level.upper())
     ready = directory.ready_file(index)
     was_whole = ready.exists()
@@ -166,8 +166,9 @@ def _supervise(plan: Plan, settings: Settings, given: dict[str, Any]) -> int:
             directory = processes.directory
             directory.given_file.touch(mode=0o600)
             flags = {**given, **_keys(settings), "port": str(bound.getsockname()[1])}
-            directory.given_file.write_text(json.dumps({f"setting_{name}": value for name, value in flags.items()}))
-            processes.start_fronts(plan.fronts, plan.front_flags())
+            settings_flags = {f"setting_{name}": value for name, value in flags.items()}
+            directory.given_file.write_text(json.dumps({"plan": plan.to_json(), "settings": settings_flags}))
+            processes.start_fronts(plan.fronts)
             while not processes.fronts_ready and not told.wait(READY_POLL_SECONDS):
                 if (text := processes.trouble()) is not None:
                     raise LaunchError(f"can't serve {settings.model}: {text}")

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, TypeVar
 from ...core.quarantine import Quarantined, Stamp, is_as_registered, report, stamp_of
 from ...memory.files.error import AdapterFormatError
 from ...memory.files.identity import with_content
+from ...memory.host.daemon_pool import DaemonPool, NoAnswer, PoolFull, ask_for_short_slices
 from ...memory.host.image import HostImage
-from ...memory.host.limited_threads import LimitedThreads, NoAnswer, NoThreadLeft
 from ..errors import EngineUnavailable
-from .backend import AdapterState, Backend
+from ..executors import Repeating
+from .backend import Backend
 from .engine_adapters import MOST_OVERFLOWS
+from .engine_view import AdapterState
 
 if TYPE_CHECKING:
     from ...memory.files.format import AdapterManifest
@@ -37,12 +39,17 @@ HASH_SHARE = 1 / 8
 """Largest share of the time spent reading adapters for their hashes."""
 
 
+MAX_STUCK = 4
+"""Looks, and as many hashes, that may hang before further ones are left out."""
+
 BATCH = 64
 """Quarantined directories that one thread looks at; where one hangs, the rest of the batch waits with it."""
 
 
-class AdapterKeeper:
-    """A thread beside the engine. Disk reads run on threads of their own, and are abandoned after `seconds`.
+class AdapterKeeper(Repeating):
+    """Looks after adapters beside the engine, from `start` to `stop`, which waits for nothing.
+
+    Disk reads run on threads of their own, and are abandoned after `seconds`.
 
     places: directories that must contain the files of an adapter that is tried again.
     """
@@ -55,38 +62,34 @@ class AdapterKeeper:
         sweep: Callable[[], None] | None = None,
     ) -> None:
         """sweep: removes files that are not used any more."""
+        super().__init__("keeper", TURN_SECONDS)
         self._worker = worker
         self._sweep = sweep
         self._book = worker.adapters
         self._places = tuple(place.resolve() for place in places)
         self._seconds = seconds
-        self._threads = LimitedThreads("adapter-keeper", 4)
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="adapter-keeper", daemon=True)
+        self._threads = DaemonPool("adapter-keeper", MAX_STUCK, 0, initializer=ask_for_short_slices)
+        self._hashers = DaemonPool("adapter-hash", MAX_STUCK, 0, initializer=_stand_back)
         self._stamps: dict[str, Stamp] = {}  # of quarantined adapters, as of the last turn
         self._hopeless: set[int] = set()  # versions that could not be hashed
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Begin nothing more; what has begun ends by itself or with the process."""
-        self._stopped.set()
-
     def _run(self) -> None:
-        while not self._stopped.wait(TURN_SECONDS):
-            try:
-                self._try_again()
-                self._set_aside_overflowing()
-                self._hash_some()
-                if self._sweep is not None:
-                    self._beside(self._sweep)
-            except EngineUnavailable as error:
-                if self._worker.failure is not None:
-                    return
-                log.debug("adapters are looked after later: %s", error)  # a stall ends, or the server does
-            except Exception:  # whatever a stranger's files brought about must not end what looks after all others
-                log.exception("looking after the adapters failed; it goes on")
+        with self._threads, self._hashers:
+            super()._run()
+
+    def _turn(self) -> None:
+        if self._stopping.is_set():
+            return
+        try:
+            self._try_again()
+            self._set_aside_overflowing()
+            self._hash_some()
+            if self._sweep is not None:
+                self._beside(self._sweep)
+        except EngineUnavailable as error:
+            log.debug("adapters are looked after later: %s", error)  # a stall ends, or the server does
+            if self._worker.failure is not None:
+                self._stopping.set()
 
     # -- quarantine
 
@@ -96,7 +99,7 @@ class AdapterKeeper:
             batch = quarantined[first : first + BATCH]
             stamps = self._beside(partial(_stamps_of, batch))
             for one, stamp in zip(batch, stamps or (), strict=False):
-                if self._stopped.is_set():
+                if self._stopping.is_set():
                     return
                 if stamp != one.stamp and stamp == self._stamps.get(one.name):  # else unchanged, or still being written
                     self._try(one, stamp)
@@ -122,11 +125,11 @@ class AdapterKeeper:
         began = time.monotonic()
         for one in self._unhashed():
             name, version, manifest = one.name, one.version, one.manifest
-            if self._stopped.is_set() or time.monotonic() - began > TURN_SECONDS:
+            if self._stopping.is_set() or time.monotonic() - began > TURN_SECONDS:
                 return
             start = time.monotonic()
             try:
-                known = self._beside(partial(self._look, manifest))
+                known = self._beside(partial(self._look, manifest), self._hashers)
             except AdapterFormatError as error:
                 self._give_up(name, version, manifest, error)
             else:
@@ -134,12 +137,10 @@ class AdapterKeeper:
                     self._hopeless.add(version)
                 elif self._book.note(name, version, known).result() and known.no_effect and not manifest.no_effect:
                     report(name, known)
-            self._stopped.wait((time.monotonic() - start) * (1 / HASH_SHARE - 1))
+            self._stopping.wait((time.monotonic() - start) * (1 / HASH_SHARE - 1))
 
     def _look(self, manifest: AdapterManifest) -> AdapterManifest:
         """Check the weights, unless a load did, and hash them."""
-        with suppress(OSError, AttributeError):  # where a thread can't be put behind the others, it is as they are
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         if manifest.no_effect is None:
             self._worker.check_weights(manifest)
         return with_content(manifest)
@@ -176,13 +177,20 @@ class AdapterKeeper:
 
     # -- common
 
-    def _beside(self, function: Callable[[], T]) -> T | None:
+    def _beside(self, function: Callable[[], T], threads: DaemonPool | None = None) -> T | None:
         """The result; None when it takes too long."""
         try:
-            return self._threads.run(function, self._seconds)
-        except (NoAnswer, NoThreadLeft) as error:
+            return (threads or self._threads).wait_for(function, self._seconds)
+        except (NoAnswer, PoolFull) as error:
             log.warning("adapters can't be read: %s", error)
             return None
+
+
+def _stand_back() -> None:
+    """Have a thread run behind all others."""
+    ask_for_short_slices()
+    with suppress(OSError, AttributeError):  # where a thread can't be put behind the others, it is as they are
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def _stamps_of(quarantined: list[Quarantined]) -> list[Stamp]:

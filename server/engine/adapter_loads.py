@@ -14,12 +14,12 @@ from ...core.quarantine import report
 from ...memory.adapters.store import UnknownAdapter
 from ...memory.files.error import shown
 from ...memory.files.identity import open_unchanged, with_content
+from ...memory.host.daemon_pool import DaemonPool, ask_for_short_slices
 from ...memory.host.image import HostImage
-from ...memory.host.limited_threads import LimitedThreads
 from ...memory.host.reads import SLOW_SECONDS
-from ..executors import DaemonPool
 from .adapter_keeper import AdapterKeeper
-from .backend import AdapterState, Backend
+from .backend import Backend
+from .engine_view import AdapterState
 
 if TYPE_CHECKING:
     from ...memory.files.format import AdapterManifest
@@ -60,7 +60,7 @@ class AdapterLoads:
         self._worker = worker
         self._seconds = seconds
         self._pool = DaemonPool("loads", threads=MAX_LOAD_THREADS, max_waiting=MAX_LOADS - MAX_LOAD_THREADS)
-        self._threads = LimitedThreads("adapter-load", MAX_LOAD_THREADS)
+        self._threads = DaemonPool("adapter-load", MAX_LOAD_THREADS, 0, initializer=ask_for_short_slices)
         self._reading = threading.Lock()
         self._asking = threading.Lock()
         self._remembering = threading.Lock()
@@ -79,6 +79,7 @@ class AdapterLoads:
         """Begin nothing more; waits for nothing."""
         self._keeper.stop()
         self._pool.shutdown()
+        self._threads.shutdown()
         if self.loaded is not None:
             self.loaded.close()
 
@@ -102,7 +103,7 @@ class AdapterLoads:
         find: asks the disk, so it runs beside the engine, too. roots: directories below which its files must lie; none:
         anywhere. by: the caller's name in the log. label, keep: as of `AdapterStore.register`. Raises PoolFull. The
         future's errors: what `find` raises, AdapterFormatError, FileExistsError for a name that it may not `replace` or
-        a version that there is, LoadTimedOut, NoThreadLeft when too many loads hang, and RegistryError when it is
+        a version that there is, LoadTimedOut, PoolFull when too many loads hang, and RegistryError when it is
         served and can't be remembered.
         """
         with self._asking:

@@ -28,10 +28,10 @@ def adapter_families(view: EngineView, everything: tuple[str, str]) -> Iterator[
         GaugeMetricFamily(
             "chorus_adapter_tier", "1 for the tier of an adapter that is not only on disk", labels=("adapter", "tier")
         ),
-        *(((label(one.name), one.tier.value), 1) for one in view.adapters),
+        *(((label(one.name), one.tier), 1) for one in view.adapters),
     )
     for name, text, values in (
-        ("rank", "Rank of an adapter that is not only on disk", [one.rank for one in view.adapters]),
+        ("rank", "Rank of an adapter that is not only on disk", [one.manifest.rank for one in view.adapters]),
         ("pinned", "1 if it is kept resident", [int(one.pinned) for one in view.adapters]),
         ("load_seconds", "How long its latest load from host memory took", [one.load_seconds for one in view.adapters]),
         ("credit", "What it has for giving way to merged adapters", [one.credit for one in view.adapters]),
@@ -63,7 +63,7 @@ def _residency(view: EngineView, everything: tuple[str, str]) -> Iterator[Metric
             labels=(*MODEL_LABELS, "adapter_name", "level", "pinned", "rank"),
         ),
         *(
-            ((*everything, label(one.name), _LEVELS[one.tier], str(one.pinned).lower(), str(one.rank)), 1)
+            ((*everything, label(one.name), _LEVELS[one.tier], str(one.pinned).lower(), str(one.manifest.rank)), 1)
             for one in view.adapters if one.tier in _LEVELS
         ),
     )  # fmt: skip

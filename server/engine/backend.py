@@ -5,145 +5,26 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ...core.requests.types import RequestOutput
+from .adapter_book import AdapterBook
+from .engine_view import EngineView
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
 
     from ...core.engine_stats import EngineStats
     from ...core.executors.base import ModelInfo
-    from ...core.quarantine import Quarantined
     from ...core.requests.request import Request
     from ...memory.files.format import AdapterManifest
     from ...memory.host.image import HostImage
-    from .engine_view import EngineView
-    from .picture import Picture
+    from .engine_view import Picture
 
 OnOutput = Callable[[RequestOutput], None]
 
 SHUTTING_DOWN = "the server is shutting down"
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterState:
-    """A snapshot of a version of an adapter: of the newest, or under the name `name@version` of an earlier one.
-
-    version: its number within this process. label: the version as clients see it. references: its running requests.
-    """
-
-    name: str
-    version: int
-    manifest: AdapterManifest
-    tier: str
-    pages: int
-    references: int
-    pinned: bool
-    credit: float | None = None
-    label: str = ""
-    paused: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterListing:
-    """Snapshots of all served adapters, and the quarantined adapters.
-
-    adapters: makes theirs, sorted by name, as they are when it is called; on any thread but the engine's, which
-    thousands of them would hold up.
-    """
-
-    adapters: Callable[[], list[AdapterState]]
-    quarantined: list[Quarantined]
-    stats: EngineStats
-
-
-class AdapterBook(Protocol):
-    """Adapters by name. Methods may be called from any thread; UnknownAdapter for a name that is not registered."""
-
-    has_registry: bool
-    """True if a cluster's registry keeps the names."""
-
-    def listing(self) -> Future[AdapterListing]: ...
-    def state(self, name: str) -> Future[AdapterState]: ...
-
-    def put(
-        self,
-        name: str,
-        manifest: AdapterManifest,
-        image: HostImage | None,
-        *,
-        replace: bool,
-        label: str | None = None,
-        keep: int | None = 1,
-    ) -> Future[tuple[AdapterState, bool]]:
-        """Register what `check_adapter` checked, and whether it took another's place; once the future has ended, no
-        request that asks for the newest version begins with the other. FileExistsError unless it may `replace`, and for
-        a version that there is. label, keep: as of `AdapterStore.register`.
-        """
-        ...
-
-    def versions(self, name: str) -> Future[list[AdapterState]]:
-        """The newest version of a name and the kept ones; none of a name that is not registered."""
-        ...
-
-    def pause(self, name: str, *, paused: bool) -> Future[None]:
-        """Refuse new requests of all versions of a name, with AdapterPaused, or take them again."""
-        ...
-
-    def num_requests(self, name: str) -> Future[int]:
-        """Requests in progress of all versions of a name, also of retired ones."""
-        ...
-
-    def paths_in_use(self) -> Future[set[Path]]:
-        """Directories of all versions that are registered, or that requests still hold."""
-        ...
-
-    def count_from(self, number: int) -> Future[None]:
-        """Give no version a number below this one."""
-        ...
-
-    def remove(self, name: str, *, force: bool) -> Future[tuple[AdapterState, int]]:
-        """Forget an adapter; what it was, and how many requests were ended for it: none unless `force`."""
-        ...
-
-    def pin(self, name: str) -> Future[bool]:
-        """Keep an adapter resident. False while it is being read: ask again."""
-        ...
-
-    def unpin(self, name: str) -> Future[None]: ...
-
-    def unhashed(self) -> Future[list[AdapterState]]:
-        """Adapters without a known content hash."""
-        ...
-
-    def quarantined(self) -> Future[list[Quarantined]]:
-        """Adapters that are not served because they are broken."""
-        ...
-
-    def note(self, name: str, version: int, manifest: AdapterManifest) -> Future[bool]:
-        """Keep what was found out about a version; False if it is not the current one any more."""
-        ...
-
-    def overflowing(self) -> Future[list[AdapterState]]:
-        """Adapters to quarantine: none of their requests has had finite logits, and there were enough to judge."""
-        ...
-
-    def set_aside(self, one: Quarantined, version: int, *, in_use: bool) -> Future[bool]:
-        """Into quarantine, unless it was replaced meanwhile; False to ask again later. in_use: one that has been
-        loaded, too; else it has turned out to be whole.
-        """
-        ...
-
-    def keep_aside(self, one: Quarantined) -> Future[None]:
-        """Keep a quarantined adapter so, with another reason, unless it was replaced meanwhile."""
-        ...
-
-    def release(self, name: str, manifest: AdapterManifest, image: HostImage | None) -> Future[bool]:
-        """Out of quarantine; False if it was removed or replaced meanwhile."""
-        ...
 
 
 class Backend(Protocol):

@@ -1,20 +1,28 @@
-"""What /metrics shows of an engine beside its counters: a snapshot, taken between two steps."""
+"""Snapshots of an engine: its adapters, what /metrics shows beside its counters, and the operator's page."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from enum import StrEnum
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
+from ...core.requests.request import RequestState
 from ...memory.adapters.adapter import Tier
 from ...memory.adapters.versions import HasLabel, versioned
+from ...memory.pages.pool import PageKind
 from .metric_families import label
 
 if TYPE_CHECKING:
     from ...core.engine import Engine
-    from ...core.engine_stats import AccountStats
+    from ...core.engine_stats import AccountStats, EngineStats
+    from ...core.quarantine import Quarantined
     from ...memory.adapters.adapter import Adapter
+    from ...memory.adapters.store import AdapterStore
+    from ...memory.files.format import AdapterManifest
+
 
 MAX_TIER_SERIES = 1000
 """Most adapters with a series of their own; resident ones come first."""
@@ -23,23 +31,52 @@ _SHOWN = (Tier.DEVICE, Tier.LOADING, Tier.HOST)
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterView:
-    """An adapter that is not only on disk. load_seconds: how long its latest load took; None while unknown.
+class AdapterState:
+    """A snapshot of a version of an adapter: of the newest, or under the name `name@version` of an earlier one.
 
-    credit: for having given way to others; None where the policy of modes keeps none.
+    version: its number within this process. label: the version as clients see it. references: its running requests.
+    credit: for having given way to others; None where the policy of modes keeps none. load_seconds: of its latest load;
+    None while unknown.
     """
 
     name: str
+    version: int
+    manifest: AdapterManifest
     tier: Tier
-    rank: int
+    pages: int
+    references: int
     pinned: bool
-    load_seconds: float | None
-    credit: float | None
+    credit: float | None = None
+    label: str = ""
+    paused: bool = False
+    load_seconds: float | None = None
 
     @classmethod
-    def of(cls, engine: Engine, name: str, adapter: Adapter, tier: Tier) -> AdapterView:
+    def of(cls, engine: Engine, name: str, adapter: Adapter) -> AdapterState:
+        """The state of a registered version. It looks at one attribute or entry after another, so that no step has to
+        wait for it where it runs on another thread than the engine's.
+        """
+        store = engine.store
+        pinned = store.is_pinned(adapter)
         credit = None if engine.modes is None else engine.modes.credit(adapter)
-        return cls(name, tier, adapter.rank, engine.store.is_pinned(adapter), adapter.load_seconds, credit)
+        return cls(
+            name, adapter.version, adapter.manifest, store.tier(adapter), len(adapter.pages),
+            adapter.references - pinned, pinned, credit, adapter.label, adapter.name in engine.adapters.paused,
+            adapter.load_seconds,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterListing:
+    """Snapshots of all served adapters, and the quarantined adapters.
+
+    adapters: makes theirs, sorted by name, as they are when it is called; on any thread but the engine's, which
+    thousands of them would hold up.
+    """
+
+    adapters: Callable[[], list[AdapterState]]
+    quarantined: list[Quarantined]
+    stats: EngineStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +91,7 @@ class EngineView:
     """
 
     registered: Sequence[tuple[str, HasLabel]] = ()
-    adapters: list[AdapterView] = field(default_factory=list)
+    adapters: list[AdapterState] = field(default_factory=list)
     tier_counts: dict[str, int] = field(default_factory=dict)
     num_loadable: int = 0
     running: list[str] = field(default_factory=list)
@@ -75,7 +112,7 @@ class EngineView:
         running, waiting = engine.adapter_load()
         return cls(
             registered=store.registered(),
-            adapters=[AdapterView.of(engine, *each) for each in shown[:MAX_TIER_SERIES]],
+            adapters=[AdapterState.of(engine, name, adapter) for name, adapter, _ in shown[:MAX_TIER_SERIES]],
             block_tokens=engine.block_tokens,
             tier_counts={tier.value: counts[tier] for tier in Tier},
             num_loadable=store.num_loadable,
@@ -90,3 +127,78 @@ class EngineView:
         """Metrics' labels of all registered adapters, with and without their versions."""
         names = (each for name, one in self.registered for each in (name, versioned(name, one.label)))
         return frozenset(map(label, names))
+
+
+class Phase(StrEnum):
+    """Phase of a request. PAUSED: it keeps its pages and has no row of the step."""
+
+    RUNNING = "running"
+    WAITING = "waiting"
+    PAUSED = "paused"
+
+
+class Holding(NamedTuple):
+    """Pages and their owner: KV of a tenant's requests for an adapter ("": the base model), or an adapter's weights."""
+
+    kind: PageKind
+    adapter: str
+    tenant: str
+    pages: Sequence[int]
+
+
+AdapterRow = tuple[str, Tier, int, int, int | None, bool]
+"""An adapter: name, tier, rank, pages that it takes where it is resident, requests that it has begun with (None:
+unknown), whether it is pinned. A plain tuple: thousands are made a second.
+"""
+
+
+class ReplicaRow(NamedTuple):
+    """A replica of a cluster; stats is None before its first report."""
+
+    name: str
+    state: str
+    stats: EngineStats | None
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A snapshot. adapters: makes their rows as they are when it is called, on any thread but the engine's.
+
+    phases: number of requests by adapter ("" for the base model), tenant and phase. kinds: a byte for each page; empty
+    where the engine is elsewhere. holdings: owners of pages, as far as these have any.
+    """
+
+    adapters: Callable[[], list[AdapterRow]] = list
+    phases: Counter[tuple[str, str, Phase]] = field(default_factory=Counter)
+    kinds: bytes = b""
+    holdings: list[Holding] = field(default_factory=list)
+    replicas: list[ReplicaRow] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, engine: Engine) -> Picture:
+        """To be called on the engine's thread."""
+        store, scheduler = engine.store, engine.scheduler
+        running, most, only = scheduler.running, engine.config.max_num_seqs, scheduler.only
+        seated = set(running[:most] if running.dealt is None else running.dealt)
+        phases: Counter[tuple[str, str, Phase]] = Counter()
+        holdings: list[Holding] = []
+        for request in running:
+            adapter = request.adapter_name or ""
+            sits = request in seated and (only is None or request.adapter in only)
+            phases[adapter, request.tenant, Phase.RUNNING if sits else Phase.PAUSED] += 1
+            if request.state is RequestState.RUNNING or request.state is RequestState.LOADING:
+                holdings.append(Holding(PageKind.KV, adapter, request.tenant, request.block_table.pages.copy()))
+        for request in scheduler.waiting:
+            phases[request.adapter_name or "", request.tenant, Phase.WAITING] += 1
+        holdings += (Holding(PageKind.ADAPTER, one.name, "", one.pages) for one in store.resident())
+        return cls(partial(_rows, store, store.registered()), phases, engine.pool.kinds().tobytes(), holdings)
+
+
+def _rows(store: AdapterStore, registered: Sequence[tuple[str, Adapter]]) -> list[AdapterRow]:
+    """Rows of adapters. It looks at one attribute or entry after another, so that no step has to wait for it."""
+    near, tier, is_pinned = store.images.keys(), store.tier, store.is_pinned
+    return [
+        (one.name, tier(one) if one.pages or one in near else Tier.DISK, one.rank, one.layout.num_pages, one.uses,
+         is_pinned(one))
+        for _, one in registered
+    ]  # fmt: skip

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 
 from ...core.kv_events import KvEvents, Stored
+from ..executors import Repeating
 from .worker import EngineWorker
 
 if TYPE_CHECKING:
@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 
 TURN_SECONDS = 0.02
 """Seconds between two batches: the publisher polls, so that the engine's thread need not wake it."""
+
+STOP_SECONDS = 1.0
+"""Seconds that the end waits for the last batch."""
 
 MAX_BATCH = 4096
 """Events in one message."""
@@ -120,8 +123,8 @@ def _add_removed(made: list[Event], gone: Hash) -> None:
         made.append({"type": "BlockRemoved", "block_hashes": [gone], "medium": LEVEL})
 
 
-class KvPublisher:
-    """A daemon thread that publishes an engine's KV events and answers what subscribers ask for again."""
+class KvPublisher(Repeating):
+    """Publishes an engine's KV events and answers what subscribers ask for again."""
 
     def __init__(
         self, events: KvEvents, batches: KvBatches, endpoint: str, replay_endpoint: str | None = None, topic: str = ""
@@ -131,6 +134,7 @@ class KvPublisher:
             import zmq
         except ImportError:
             raise RuntimeError("kv_events_endpoint needs pyzmq: pip install 'chorus-lora[gateway]'") from None
+        super().__init__("kv-events", TURN_SECONDS, STOP_SECONDS)
         self._events = events
         self._batches = batches
         self._topic = topic.encode()
@@ -138,8 +142,6 @@ class KvPublisher:
         self._sequence = 0
         self._kept: deque[tuple[bytes, bytes]] = deque()
         self._kept_bytes = 0
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="chorus-kv-events", daemon=True)
         context = zmq.Context.instance()
         try:
             self._pub = context.socket(zmq.PUB)
@@ -155,26 +157,10 @@ class KvPublisher:
         if not is_local(endpoint):
             log.warning("any client that reaches %s can read prompts out of the KV events", endpoint)
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Publish what is there and end, within a second."""
-        self._stopped.set()
-        if self._thread.is_alive():
-            self._thread.join(1.0)
-
     def _run(self) -> None:
         self._publish(self._batches.clear())  # of blocks that an earlier process at this address published
-        while True:
-            ending = self._stopped.wait(TURN_SECONDS)
-            try:
-                self._turn()
-            except Exception:
-                log.exception("KV events could not be published; it goes on")
-            if ending:
-                self._close()
-                return
+        super()._run()
+        self._close()
 
     def _turn(self) -> None:
         recorded, lost = self._events.drain()

@@ -17,7 +17,9 @@ from ...memory.host.image import HostImage
 
 if TYPE_CHECKING:
     from ..settings import Settings
-    from .backend import AdapterBook, AdapterState, Backend
+    from .adapter_book import AdapterBook
+    from .backend import Backend
+    from .engine_view import AdapterState
 
 log = logging.getLogger(__name__)
 

@@ -9,16 +9,17 @@ import hashlib
 import io
 import logging
 import os
-import threading
 import time
 from collections import deque
 from concurrent.futures import wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..executors import Repeating
+
 if TYPE_CHECKING:
     from ...core.requests.request import Request
-    from .backend import AdapterBook
+    from .adapter_book import AdapterBook
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class NoTrace(ValueError):
     """The file can't be recorded to; the text names it."""
 
 
-class Recorder:
+class Recorder(Repeating):
     """Rows are noted on the event loop and written by a thread, so that neither a step nor an answer waits for a disk.
 
     Several processes may append to one file, each whole rows at a time.
@@ -56,6 +57,7 @@ class Recorder:
 
     def __init__(self, path: Path) -> None:
         """Raises NoTrace for a file of something else, or one that can't be opened."""
+        super().__init__("recorder", WRITE_SECONDS, STOP_SECONDS)
         self.path = path
         self._file = _open(path)
         self._rows: deque[_Row] = deque()
@@ -63,13 +65,11 @@ class Recorder:
         self._epoch = time.time() - time.monotonic()
         self._ranks: dict[str, int] = {}
         self._adapters: AdapterBook | None = None
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="chorus-recorder", daemon=True)
 
-    def start(self, adapters: AdapterBook) -> None:
+    def start(self, adapters: AdapterBook | None = None) -> None:
         """adapters: the book that knows their ranks."""
         self._adapters = adapters
-        self._thread.start()
+        super().start()
 
     def note(self, request: Request, prompt: int, output: int) -> None:
         """A request has ended, whatever way, with so many tokens. One without a token counts as if it had one."""
@@ -81,21 +81,14 @@ class Recorder:
             request.tenant,
         ))  # fmt: skip
 
-    def stop(self) -> None:
+    def stop(self) -> bool:
         """Write what is left."""
-        self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join(STOP_SECONDS)
-        if not self._thread.is_alive() and self._file >= 0:
+        if (ended := super().stop()) and self._file >= 0:
             os.close(self._file)
             self._file = -1
+        return ended
 
-    def _run(self) -> None:
-        while not self._stopping.wait(WRITE_SECONDS):
-            self._write()
-        self._write()
-
-    def _write(self) -> None:
+    def _turn(self) -> None:
         rows = [self._rows.popleft() for _ in range(len(self._rows))]
         dropped, self._num_dropped = self._num_dropped, 0
         if not rows:

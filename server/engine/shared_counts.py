@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
@@ -16,6 +15,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from ..access.shared_bounds import Seats
+from ..executors import Repeating
 
 log = logging.getLogger(__name__)
 
@@ -32,16 +32,17 @@ _Key = tuple[str, tuple[tuple[str, str], ...]]  # a sample's name and labels
 _Counts = dict[str, dict[_Key, float]]  # by family
 
 
-class SharedCounts(Collector):
+class SharedCounts(Repeating, Collector):
     """Counters and histograms of a registry, with the ones of all processes that share a directory; what else it has is
     this process's own.
 
     Each process has a file there, a seat's. The process that takes the seat of one that has ended goes on from its
-    counts.
+    counts. It publishes its own from `start` to `stop`, and the last of them then.
     """
 
     def __init__(self, counted: CollectorRegistry, directory: Path) -> None:
         """RuntimeError if no seat is free."""
+        super().__init__("counts", PUBLISH_SECONDS, PUBLISH_SECONDS)
         self._seats = Seats(directory / "count_seats")
         seat = self._seats.take("", MOST_PROCESSES)
         if seat is None:
@@ -51,18 +52,6 @@ class SharedCounts(Collector):
         self._before = _read(self._file)
         self._published: _Counts | None = None
         self._kept: frozenset[str] | None = None
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="chorus-counts", daemon=True)
-
-    def start(self) -> None:
-        """Begin to publish this process's counts."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Publish the last of them, and end."""
-        self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join(PUBLISH_SECONDS)
 
     def forget_all_but(self, models: Collection[str]) -> None:
         """Drop what was counted of other models than these."""
@@ -112,16 +101,12 @@ class SharedCounts(Collector):
             whole.add_sample(name, dict(labels), value)
         return whole
 
-    def _run(self) -> None:
-        while True:
-            ends = self._stopping.wait(PUBLISH_SECONDS)
-            try:
-                self.publish()
-            except OSError as error:  # the directory may be gone at the end
-                if not ends:
-                    log.warning("counts of requests can't be shared with the other fronts: %s", error)
-            if ends:
-                return
+    def _turn(self) -> None:
+        try:
+            self.publish()
+        except OSError as error:  # the directory may be gone at the end
+            if not self._stopping.is_set():
+                log.warning("counts of requests can't be shared with the other fronts: %s", error)
 
 
 def _counts_of(family: Metric) -> dict[_Key, float]:

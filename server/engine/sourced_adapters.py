@@ -15,7 +15,6 @@ from pathlib import Path
 
 from ...memory.adapters.store import UnknownAdapter
 from ...memory.files.error import AdapterFormatError
-from ...memory.host.limited_threads import NoThreadLeft
 from ..errors import DISK_FAULTS, ApiError, clipped, not_served
 from ..executors import DaemonPool, PoolFull
 from ..settings import Settings
@@ -24,8 +23,8 @@ from ..stores.cache import Cache
 from ..stores.download import download
 from ..stores.errors import CacheFull, NotInStore, StoreAway, StoreError, StoreRefused
 from ..stores.rules import Location
+from .adapter_book import AdapterBook
 from .adapter_loads import AdapterLoads, LoadTimedOut
-from .backend import AdapterBook
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +150,7 @@ class SourcedAdapters:
                 path = Path(location.url)
                 roots = tuple(root.resolve() for root in self._settings.loadable_from)
             await self._load(name, path, roots)
-        except (PoolFull, NoThreadLeft) as error:
+        except PoolFull as error:
             raise ApiError(503, f"{error}; try again later", code="loads_busy", retry_after=1) from None
         except StoreError as error:
             if isinstance(error, StoreRefused):

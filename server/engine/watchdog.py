@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from ..executors import Repeating
 
 if TYPE_CHECKING:
     from .backend import Backend
@@ -19,8 +20,8 @@ MOST_SECONDS = 2 * POLL_SECONDS
 """Most seconds that count between two looks: in the rest the watchdog did not run, nor, probably, did the engine."""
 
 
-class Watchdog:
-    """A daemon thread that looks twice a second whether the engine's thread gets on with its step.
+class Watchdog(Repeating):
+    """Looks twice a second whether the engine's thread gets on with its step.
 
     A step that takes longer than `stall_seconds` makes the worker unhealthy until it ends; one that takes longer than
     `give_up_seconds` ends the requests with an error. So do requests for which no step runs, though nothing is being
@@ -35,6 +36,7 @@ class Watchdog:
         give_up_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__("watchdog", POLL_SECONDS)
         self._worker = worker
         self._stall_seconds = stall_seconds
         self._give_up_seconds = give_up_seconds
@@ -42,14 +44,7 @@ class Watchdog:
         self._seen: object = None
         self._looked = clock()
         self._hang = 0.0
-        self._stopped = threading.Event()
         self._gave_up = False
-
-    def start(self) -> None:
-        threading.Thread(target=self._run, name="chorus-watchdog", daemon=True).start()
-
-    def stop(self) -> None:
-        self._stopped.set()
 
     def look(self) -> None:
         """Hold the worker's progress against the limits, once."""
@@ -71,9 +66,6 @@ class Watchdog:
             self._gave_up = True
             log.error("%s; ending %d requests", stalled, worker.give_up(f"{stalled}; this request was given up"))
 
-    def _run(self) -> None:
-        while not self._stopped.wait(POLL_SECONDS):
-            try:
-                self.look()
-            except Exception:
-                log.exception("the watchdog failed")
+    def _turn(self) -> None:
+        if not self._stopping.is_set():
+            self.look()

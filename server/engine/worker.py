@@ -21,8 +21,7 @@ from ...memory.transfers.transfer import ExecutorLost
 from ..errors import EngineUnavailable
 from .backend import SHUTTING_DOWN, OnOutput
 from .engine_adapters import EngineAdapters
-from .engine_view import EngineView
-from .picture import Picture
+from .engine_view import EngineView, Picture
 from .subscribers import Subscribers
 
 if TYPE_CHECKING:
@@ -253,7 +252,7 @@ class EngineWorker:
         self.failure = self.failure or SHUTTING_DOWN
         for run in rest:
             run()
-        self._end_all(ending, self.failure)
+        self._subscribers.end_all(ending, self.failure)
         self.progress = None
         try:
             self._engine.close()
@@ -285,7 +284,7 @@ class EngineWorker:
         if self._has_work():
             self._step()
         elif actions:
-            self._refresh_stats()
+            self.stats = self._engine.stats()
         if self._given_up:
             self._forget_given_up()
         self._note_progress()
@@ -308,7 +307,7 @@ class EngineWorker:
         log.warning("the engine answers again; aborting %d requests that were ended meanwhile", len(given_up))
         while given_up:
             self._engine.abort(given_up.popleft())
-        self._refresh_stats()
+        self.stats = self._engine.stats()
 
     def _has_work(self) -> bool:
         return self.failure is None and not self._frozen and self._engine.has_work()
@@ -323,7 +322,7 @@ class EngineWorker:
             self._recover(error)
         else:
             self._failed_steps = 0
-            self._refresh_stats()
+            self.stats = self._engine.stats()
             self._deliver(outputs)
 
     def _recover(self, error: Exception) -> None:
@@ -342,11 +341,8 @@ class EngineWorker:
             self.failure = "the engine broke down and has to be restarted"
             log.critical(self.failure)
         else:
-            self._refresh_stats()
-        self._end_all(FinishReason.ERROR, reason)
-
-    def _refresh_stats(self) -> None:
-        self.stats = self._engine.stats()
+            self.stats = self._engine.stats()
+        self._subscribers.end_all(FinishReason.ERROR, reason)
 
     def _submit(self, request: Request, on_output: OnOutput, loop: asyncio.AbstractEventLoop | None) -> None:
         if request.id in self._subscribers:
@@ -366,9 +362,6 @@ class EngineWorker:
     def _abort(self, request_id: str) -> bool:
         self._subscribers.discard(request_id)
         return self._engine.abort(request_id)
-
-    def _end_all(self, reason: FinishReason, message: str) -> None:
-        self._subscribers.end_all(reason, message)
 
     def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
         for request_id in self._subscribers.deliver(outputs):

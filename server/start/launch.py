@@ -62,7 +62,7 @@ def load(settings: Settings) -> tuple[EngineWorker, Tokenizer]:
     config = settings.engine_config()
     try:
         tokenizer = Tokenizer.load(config.model)
-        worker = EngineWorker(lambda: _build_engine(config, settings.lora_modules))
+        worker = EngineWorker(lambda: build_engine(config, settings.lora_modules))
         worker.start()
     except Exception as error:
         log.debug("loading failed", exc_info=True)
@@ -70,7 +70,7 @@ def load(settings: Settings) -> tuple[EngineWorker, Tokenizer]:
     return worker, tokenizer
 
 
-def _build_engine(config: EngineConfig, modules: Sequence[LoraModule] = ()) -> Engine:
+def build_engine(config: EngineConfig, modules: Sequence[LoraModule] = ()) -> Engine:
     from ...core.engine import Engine  # imports torch, which takes a while
 
     return Engine.from_config(config, modules=modules)

@@ -13,7 +13,7 @@ import orjson
 
 from ...core.engine_stats import EngineStats
 from ...memory.pages.pool import PageKind
-from ..engine.picture import Phase, Picture, ReplicaRow
+from ..engine.engine_view import Phase, Picture, ReplicaRow
 
 MAX_PAIRS = 1000
 """Most pairs of an adapter and a tenant with counts of their own, by number of requests; the rest is one pair."""

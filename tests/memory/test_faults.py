@@ -43,7 +43,7 @@ class Faults:
             return preadv(*args)
 
         def start_thread(thread):
-            if thread.name == "adapter-read":
+            if thread.name.startswith("chorus-adapter-read"):
                 self.point("thread", RuntimeError("can't start new thread"))
             start(thread)
 

@@ -7,8 +7,7 @@ from importlib.util import find_spec
 
 import numpy as np
 
-from .greedy import greedy
-from .newest import newest
+from .heuristics import greedy, newest
 from .problem import Problem
 from .program import Program
 from .settings import MigrationSettings

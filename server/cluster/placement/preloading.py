@@ -1,10 +1,40 @@
-"""Preloading by burst tolerance (dLoRA §5.1): which adapters lie at which replicas before requests ask for them."""
+"""How often adapters arrive, and which replicas are to hold them before that: dLoRA's burst tolerance (§5.1)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+
+MEMORY_SECONDS = 600.0
+"""Time constant with which arrivals are forgotten."""
+
+LEAST = 0.5
+"""Arrivals below which an adapter is forgotten: a single one, after seven minutes."""
+
+
+class ArrivalRates:
+    """Counts of arrivals that decay exponentially."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, tuple[float, float]] = {}  # arrivals, as of when
+
+    def note(self, adapter: str, now: float) -> None:
+        self._counts[adapter] = self._at(adapter, now) + 1, now
+
+    def forget(self, adapter: str) -> None:
+        self._counts.pop(adapter, None)
+
+    def at(self, now: float) -> dict[str, float]:
+        """Requests a second of each adapter."""
+        counts = {adapter: self._at(adapter, now) for adapter in self._counts}
+        self._counts = {adapter: (count, now) for adapter, count in counts.items() if count >= LEAST}
+        return {adapter: count / MEMORY_SECONDS for adapter, (count, _) in self._counts.items()}
+
+    def _at(self, adapter: str, now: float) -> float:
+        count, then = self._counts.get(adapter, (0.0, now))
+        return count * math.exp((then - now) / MEMORY_SECONDS)
 
 
 def burst_tolerance(

@@ -3,15 +3,11 @@
 from collections.abc import Callable, Mapping
 
 from .affinity import Affinity
-from .answer_lengths import AnswerLengths
-from .estimates import Estimates
-from .holders import Holders
+from .estimates import AnswerLengths, Estimates
 from .least_delay import LeastDelay
 from .pending_time import PendingTime
-from .policy import Policy
 from .rank_aware import RankAware
-from .replica_state import ReplicaState, Routed
-from .replicas import Replicas
+from .replicas import Holders, Policy, Replicas, ReplicaState, Routed
 from .simple import Consolidate, FirstFit, MostIdle, Random, Sampled
 
 #: Makers of all policies, by the names that `chorus cluster up --policy` and studies take. A seed of None: draws differ

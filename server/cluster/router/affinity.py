@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .rendezvous import key_of, weights
-from .replica_state import ReplicaState, Routed
+from .replicas import ReplicaState, Routed, key_of, weights
 
 SLACK = 1.25
 """Requests that a replica may have over the mean before its adapters' requests spill over (Mirrokni et al., "Consistent

@@ -9,8 +9,7 @@ from collections.abc import Collection
 from .estimates import Estimates
 from .pending_time import PendingTime
 from .rank_aware import RankAware
-from .replica_state import Routed
-from .replicas import NUM_HOMES, Replicas
+from .replicas import NUM_HOMES, Replicas, Routed
 
 NUM_HOLDERS = 2
 NUM_RANDOM = 2

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from .estimates import Estimates
-from .replica_state import ReplicaState, Routed
+from .replicas import ReplicaState, Routed
 
 
 class PendingTime:

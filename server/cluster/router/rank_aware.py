@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from .estimates import Estimates
-from .replica_state import ReplicaState, Routed
+from .replicas import ReplicaState, Routed
 
 _MOST_TERMS = 1 << 18
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .replica_state import ReplicaState
+from .replicas import ReplicaState
 
 STEADY_SECONDS = 30.0
 """Seconds for which a hint must hold before it is given; about what a replica takes to start."""

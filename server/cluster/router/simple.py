@@ -5,9 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from .policy import Policy
-from .replica_state import ReplicaState, Routed
-from .replicas import Replicas
+from .replicas import Policy, Replicas, ReplicaState, Routed
 
 
 class MostIdle:

@@ -250,7 +250,7 @@ def test_threads_read_beside_the_caller():
     images.wait(10.0)
     assert images.is_ready("a")
     assert images.take("a").data == "A"
-    assert names[0].startswith("adapter-read")
+    assert names[0].startswith("chorus-adapter-read")
     images.close()
 
 

@@ -37,7 +37,7 @@ def reads():
 def num_threads():
     """Counts the reading threads that have begun since, and are alive."""
     before = set(threading.enumerate())
-    return lambda: sum(thread.name == "adapter-read" for thread in set(threading.enumerate()) - before)
+    return lambda: sum(thread.name.startswith("chorus-adapter-read") for thread in set(threading.enumerate()) - before)
 
 
 def hang(reads, count):
@@ -203,7 +203,7 @@ def test_a_thread_that_cannot_be_started_is_told(reads, monkeypatch):
 
 
 def test_all_threads_but_one_go_when_there_is_nothing_to_do(monkeypatch, num_threads, reads):
-    monkeypatch.setattr("chorus.memory.host.reads.IDLE_SECONDS", 0.01)
+    monkeypatch.setattr("chorus.memory.host.daemon_pool.IDLE_SECONDS", 0.01)
     hung, futures = hang(reads, 2)
     for one in hung:
         assert one.began.wait(WAIT)

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from chorus.memory.host.limited_threads import ask_for_short_slices
+from chorus.memory.host.daemon_pool import ask_for_short_slices
 
 
 @pytest.mark.parametrize(("system", "machine"), [("Darwin", "arm64"), ("Linux", "riscv64")])

@@ -19,7 +19,7 @@ from chorus.perf.simulate.records import Records, Served
 from chorus.perf.simulate.replica import Phase, Replica
 from chorus.perf.workload.request import TraceRequest
 from chorus.server.cluster.router import Consolidate, FirstFit, MostIdle, Sampled
-from chorus.server.cluster.router.rendezvous import key_of, weights
+from chorus.server.cluster.router.replicas import key_of, weights
 
 PROFILE = load_profile("a10-llama2-7b-bgmv")
 

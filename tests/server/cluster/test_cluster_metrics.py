@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from chorus.server.cluster.cluster_metrics import ClusterCollector
+from chorus.server.cluster.cluster_view import ClusterCollector
 from chorus.server.cluster.ledger import Ledger
 
 

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 from chorus.memory.adapters.adapter import Tier
 from chorus.server.cluster.address import UnixSocket
-from chorus.server.cluster.cluster_view import picture_of
+from chorus.server.cluster.cluster_view import NOTHING, picture_of
+from chorus.server.cluster.fleet import Fleet
 from chorus.server.cluster.ledger import Ledger
 from chorus.server.cluster.link import Link
 from chorus.server.cluster.report import Report
-from chorus.server.cluster.totals import NOTHING
-from chorus.server.engine.picture import Phase
+from chorus.server.engine.engine_view import Phase
 
 
 def entry(name, content):
@@ -33,7 +33,7 @@ def test_a_front_s_picture():
         record = {"id": str(number), "tokens": [7], "num_prompt_tokens": 1, "content_hash": None, "tenant": "acme"}
         request = ledger.add({**record, "adapter": adapter})
         ledger.receive(request.id, ledger.place(request, "r0", "kind"), tokens, last=False)
-    picture = picture_of(links, catalog, ledger.open())
+    picture = picture_of(Fleet(links), catalog, ledger.open())
     tiers = {row[0]: row[1] for row in picture.adapters()}
     assert tiers == {"a1": Tier.DEVICE, "a2": Tier.FAILED, "a3": Tier.LOADING, "a4": Tier.DISK, "n": Tier.DISK}
     assert all(row[2:] == (8, 0, None, False) for row in picture.adapters()) and not picture.kinds

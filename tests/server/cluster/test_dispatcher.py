@@ -14,9 +14,8 @@ from chorus.core.requests.types import FinishReason
 from chorus.memory.files.error import LoadFailure
 from chorus.server.cluster.address import UnixSocket
 from chorus.server.cluster.dispatcher import DIED_TWICE, Dispatcher
-from chorus.server.cluster.identity import Identity
 from chorus.server.cluster.link import Link
-from chorus.server.cluster.report import Hello
+from chorus.server.cluster.report import Hello, Identity
 from chorus.server.cluster.router import Consolidate, Estimates, FirstFit, LeastDelay, MostIdle
 from chorus.server.cluster.router.scale import STEADY_SECONDS
 from chorus.server.cluster.wire import Frame

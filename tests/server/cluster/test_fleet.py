@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 
 from chorus.core.executors.base import ModelInfo
 from chorus.server.cluster.address import UnixSocket
+from chorus.server.cluster.cluster_view import NOTHING
 from chorus.server.cluster.fleet import Fleet
-from chorus.server.cluster.identity import Identity
 from chorus.server.cluster.ledger import Ledger
 from chorus.server.cluster.link import Link
-from chorus.server.cluster.report import Hello, Report
+from chorus.server.cluster.report import Hello, Identity, Report
 from chorus.server.cluster.router import ReplicaState
-from chorus.server.cluster.totals import NOTHING
 
 HELLO = Hello(Identity("model", "float32", "avx512", "1"), ModelInfo(300, 512, (2,)), 8, 8, 16, 1)
 COUNT = 3
@@ -73,7 +72,7 @@ def test_what_is_kept_up_to_date_is_what_a_recount_finds(moves):
                 ledger.receive(request.id, request.life, [7], last=act == "end")
                 if act == "end":
                     asked.remove(request)
-    _, replicas = fleet.candidates(ledger.add(record("last")), None, ())
+    _, replicas = fleet.candidates(ledger.add(record("last")))
     for link in fleet.links:
         expected = ReplicaState(8, name=link.name)
         for request in ledger.at(link.name):
@@ -95,5 +94,5 @@ def test_replicas_that_may_take_all_adapters_are_one_view_though_no_request_was_
     fleet, ledger = made_fleet()
     for link in fleet.links:
         link.loaded.update(("h0", "h1"))
-    first, second = (fleet.candidates(ledger.add(record(n, f"h{n}")), None, ())[1] for n in range(2))
+    first, second = (fleet.candidates(ledger.add(record(n, f"h{n}")))[1] for n in range(2))
     assert first is second

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from chorus.core.requests.sampling_params import AdapterPaused, InvalidRequest, NotServed
+from chorus.memory.adapters.adapter import Tier
 from chorus.memory.adapters.store import UnknownAdapter
 from chorus.memory.files.error import LoadFailure
 from chorus.memory.files.format import AdapterFormatError, AdapterManifest, AdapterPart
 from chorus.server.cluster.address import UnixSocket
-from chorus.server.cluster.catalog import Cluster, done
+from chorus.server.cluster.catalog import Cluster, done, failed
 from chorus.server.cluster.registered_catalog import RegisteredCatalog
 from chorus.server.cluster.registry_client import RegistryAway
 
@@ -32,18 +33,25 @@ class Front:
         self.retired, self.revived, self.ended, self.checked = [], [], [], []
         self.disk = disk
         self.pins, self.failure = {}, None
-        cluster = Cluster(
-            self.end_users, self.retired.append, self.revived.append, lambda pins: setattr(self, "pins", pins),
-            lambda content: content in self.pins, lambda _: self.failure, lambda _: done(False), lambda _: "disk",
-            set, lambda: None,
+        fleet = SimpleNamespace(
+            pin=lambda pins: setattr(self, "pins", pins), is_pinned=lambda content: content in self.pins,
+            pin_failure=lambda _: self.failure, tier_of=lambda _: Tier.DISK, overflowing=set,
         )  # fmt: skip
+        dispatcher = SimpleNamespace(
+            fleet=fleet, end_users=self.end_users, retire=self.retired.append, revive=self.revived.append
+        )
+        cluster = Cluster(
+            dispatcher,
+            lambda function, *given: function(*given),
+            lambda function, *given, otherwise: done(function(*given)),
+            lambda _: done(False),
+            lambda: None,
+        )
         self.catalog = RegisteredCatalog(cluster, self.check)
 
-    def end_users(self, name):
+    def end_users(self, name, reason, failure):
         self.ended.append(name)
-        future = Future()
-        future.set_result(3)
-        return future
+        return 3
 
     def check(self, path):
         self.checked.append(str(path))
@@ -228,9 +236,7 @@ def test_a_change_is_503_over_http_while_the_registry_is_away(start, fake_engine
     live = start(fake_engine, adapter_roots=(Path("/adapters"),))
 
     def away(*_, **__):
-        future = Future()
-        future.set_exception(RegistryAway("the cluster's registry does not answer"))
-        return future
+        return failed(RegistryAway("the cluster's registry does not answer"))
 
     monkeypatch.setattr(live.worker.adapters, "remove", away)
     answer = live.client.delete("/v1/adapters/alice")

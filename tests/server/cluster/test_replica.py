@@ -17,10 +17,9 @@ from chorus.memory.adapters.adapter import Tier
 from chorus.memory.pages.pool import OutOfPages
 from chorus.memory.transfers.transfer import ExecutorLost
 from chorus.server.cluster.address import UnixSocket
-from chorus.server.cluster.identity import Identity
 from chorus.server.cluster.link import Link
 from chorus.server.cluster.replica import FROM_REPLICA, Replica
-from chorus.server.cluster.report import Hello, Report
+from chorus.server.cluster.report import Hello, Identity, Report
 from chorus.server.cluster.rows import from_row
 from chorus.server.cluster.stream import FrameStream, Refused, connect
 from chorus.server.cluster.wire import MAX_BYTES, WireError

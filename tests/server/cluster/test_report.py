@@ -6,9 +6,9 @@ import msgpack
 import pytest
 
 from chorus.core.requests.types import FinishReason, RequestOutput, TokenLogprobs
+from chorus.server.cluster.cluster_view import NOTHING, counted, total
 from chorus.server.cluster.report import Report
 from chorus.server.cluster.rows import from_row, to_row
-from chorus.server.cluster.totals import NOTHING, counted, total
 from chorus.server.cluster.wire import Malformed
 
 

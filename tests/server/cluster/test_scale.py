@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chorus.server.cluster.router.replica_state import ReplicaState
+from chorus.server.cluster.router.replicas import ReplicaState
 from chorus.server.cluster.router.scale import STEADY_SECONDS, SteadyHint, scale_hint
 
 

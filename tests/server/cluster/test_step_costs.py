@@ -9,7 +9,7 @@ import pytest
 
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.requests.types import BASE_SLOT, ScheduledRow, StepPlan
-from chorus.server.cluster.step_costs import LearnedCosts, mean_costs
+from chorus.server.cluster.report import LearnedCosts, mean_costs
 
 PAGE = 1 << 16
 

@@ -14,7 +14,7 @@ from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.perf.bench.schedule_time import FakeExecutor, StoppedReads
 from chorus.server.cluster.replica import _about
-from chorus.server.cluster.step_costs import LearnedCosts
+from chorus.server.cluster.report import LearnedCosts
 from chorus.server.engine.engine_adapters import EngineAdapters
 from chorus.server.engine.engine_view import EngineView
 

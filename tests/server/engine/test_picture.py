@@ -16,7 +16,7 @@ from chorus.memory.adapters.adapter import Tier
 from chorus.memory.host.images import InlineReads
 from chorus.memory.pages.pool import PageKind
 from chorus.perf.bench.schedule_time import FakeExecutor
-from chorus.server.engine.picture import Phase, Picture
+from chorus.server.engine.engine_view import Phase, Picture
 
 
 @pytest.fixture

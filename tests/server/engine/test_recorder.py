@@ -14,7 +14,7 @@ from chorus.perf.workload import WorkloadSpec
 from chorus.perf.workload.traces.table import Csv
 from chorus.server.cluster.catalog import done, failed
 from chorus.server.engine import recorder as module
-from chorus.server.engine.backend import AdapterState
+from chorus.server.engine.engine_view import AdapterState
 from chorus.server.engine.recorder import HEADER, NoTrace, Recorder
 from chorus.server.settings import Settings
 from chorus.server.start import launch

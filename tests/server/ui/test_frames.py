@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.pages.pool import PageKind
-from chorus.server.cluster.totals import NOTHING
-from chorus.server.engine.picture import Holding, Phase, Picture, ReplicaRow
+from chorus.server.cluster.cluster_view import NOTHING
+from chorus.server.engine.engine_view import Holding, Phase, Picture, ReplicaRow
 from chorus.server.ui import frames
 from chorus.server.ui.frames import Frames, changes, pairs, runs
 

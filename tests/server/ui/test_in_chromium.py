@@ -12,7 +12,7 @@ import pytest
 
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.pages.pool import PageKind
-from chorus.server.engine.picture import Holding, Phase, Picture
+from chorus.server.engine.engine_view import Holding, Phase, Picture
 from chorus.server.ui import watchers
 
 from .chromium import BROWSER, DRIVER, chromium

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from chorus.server.engine.picture import Picture
+from chorus.server.engine.engine_view import Picture
 from chorus.server.ui import watchers
 from chorus.server.ui.page import FILES, STATIC
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from chorus.server.cluster.placement.answer_seconds import AnswerSeconds
-from chorus.server.cluster.placement.migration import Migration, Movable, Move
+from chorus.server.cluster.placement.migration import AnswerSeconds, Migration, Movable, Move
 from chorus.server.cluster.placement.plan import plan_moves
 from chorus.server.cluster.placement.settings import MigrationSettings
 from chorus.server.cluster.router import ReplicaState

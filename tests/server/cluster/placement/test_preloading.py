@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chorus.server.cluster.placement.arrival_rates import MEMORY_SECONDS, ArrivalRates
-from chorus.server.cluster.placement.preloading import burst_tolerance
+from chorus.server.cluster.placement.preloading import MEMORY_SECONDS, ArrivalRates, burst_tolerance
 
 RATES = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 50).map(float), max_size=8)
 PAGES = st.fixed_dictionaries({name: st.integers(1, 12) for name in "abcdefgh"})

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chorus.server.cluster.router import AnswerLengths
-from chorus.server.cluster.router.answer_lengths import ENOUGH, GUESS, MAX_ADAPTERS
+from chorus.server.cluster.router.estimates import ENOUGH, GUESS, MAX_ADAPTERS
 
 
 def test_an_adapters_own_answers_count_once_there_are_enough():

@@ -7,13 +7,13 @@ import weakref
 import pytest
 
 from chorus.memory.files.error import AdapterFormatError
-from chorus.memory.host.limited_threads import LimitedThreads, NoAnswer, NoThreadLeft
+from chorus.memory.host.daemon_pool import DaemonPool, NoAnswer, PoolFull
 
 
 def test_stuck_functions_take_no_more_threads_than_there_may_be():
-    threads, go_on = LimitedThreads("test", 3), threading.Event()
+    threads, go_on = DaemonPool("test", 3, 0), threading.Event()
     stuck = [threads.submit(go_on.wait) for _ in range(3)]
-    with pytest.raises(NoThreadLeft):
+    with pytest.raises(PoolFull):
         threads.submit(lambda: None)
     with pytest.raises(TimeoutError):
         stuck[0].result(0.01)
@@ -29,32 +29,32 @@ def test_stuck_functions_take_no_more_threads_than_there_may_be():
 
 
 def test_who_waits_is_told_when_the_time_is_up():
-    threads, go_on = LimitedThreads("test", 2), threading.Event()
+    threads, go_on = DaemonPool("test", 2, 0), threading.Event()
     with pytest.raises(NoAnswer, match=r"it did not answer within 0\.01 seconds"):
-        threads.run(go_on.wait, 0.01)
+        threads.wait_for(go_on.wait, 0.01)
     go_on.set()
-    assert threads.run(lambda: 5, 30) == 5
+    assert threads.wait_for(lambda: 5, 30) == 5
 
     def times_out():
         raise TimeoutError("of its own")
 
     with pytest.raises(TimeoutError, match="of its own") as caught:
-        threads.run(times_out, 30)
+        threads.wait_for(times_out, 30)
     assert not isinstance(caught.value, NoAnswer)
 
 
 def test_errors_come_to_whoever_asked():
-    threads = LimitedThreads("test", 1)
+    threads = DaemonPool("test", 1, 0)
     with pytest.raises(ZeroDivisionError):
         threads.submit(lambda: 1 / 0).result(30)
     seen = threads.submit(threading.current_thread).result(30)
     assert seen.daemon
-    assert seen.name == "test"
+    assert seen.name == "chorus-test-1"
 
 
 def test_an_adapter_that_is_refused_leaves_nothing_behind_even_without_the_collector():
     """Its header may be tens of thousands of objects, for which a collector would hold up every thread."""
-    threads, kept = LimitedThreads("test", 1), []
+    threads, kept = DaemonPool("test", 1, 0), []
 
     class Header:
         pass

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from chorus.server.cluster.reconnect import stay_connected
-from chorus.server.cluster.stream import WrongSecret
+from chorus.server.cluster.stream import WrongSecret, stay_connected
 
 
 class Stream:

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from chorus.server.cluster.mover import Mover
 from chorus.server.cluster.placement.settings import MigrationSettings
-from chorus.server.cluster.preloader import INTERVAL_SECONDS, Preloader
+from chorus.server.cluster.planned import INTERVAL_SECONDS, Mover, Preloader
 from chorus.server.cluster.router import FirstFit
 from tests.server.cluster.test_dispatcher import OTHER, Front
 
@@ -126,7 +125,7 @@ def test_replicas_have_adapters_before_the_next_request(front):
     def place():
         front.now += INTERVAL_SECONDS
         preloader.look()
-        finish(preloader.look, lambda: preloader.is_placing)
+        finish(preloader.look, lambda: preloader.is_planning)
 
     place()
     assert ("prefetch", "h") not in first.sent and second.sent == [("load", "h", "/adapters/h")]

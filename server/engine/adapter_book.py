@@ -1,0 +1,204 @@
+"""The book of a backend: adapters by name, for requests, operators and the keeper to ask about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from ...memory.adapters.versions import versioned
+from .engine_view import AdapterListing, AdapterState
+
+if TYPE_CHECKING:
+    from ...core.engine_stats import EngineStats
+    from ...core.quarantine import Quarantined
+    from ...memory.files.format import AdapterManifest
+    from ...memory.host.image import HostImage
+
+T = TypeVar("T")
+
+
+class AdapterNames(Protocol):
+    """What names mean: an engine's, or a front's. A version has a name, a number `version`, a label and a manifest."""
+
+    quarantine: dict[str, Quarantined]
+    """Adapters that are not served, by name."""
+    paused: set[str]
+    """Names of adapters of which no version takes new requests."""
+
+    def __contains__(self, name: str, /) -> bool: ...
+    def get(self, name: str, /) -> Any:
+        """The version that a name means. UnknownAdapter."""
+        ...
+
+    def kept(self, name: str, /) -> list[str]:
+        """`name@version` of the earlier versions that are registered, the oldest first."""
+        ...
+
+    def registered(self) -> list[tuple[str, Any]]:
+        """Every registered version under its name, in no order."""
+        ...
+
+    def register(
+        self, name: str, manifest: AdapterManifest, image: HostImage | None, *, label: str | None = None,
+        keep: int | None = 1,
+    ) -> object:  # fmt: skip
+        """Make a manifest the adapter of a name, out of quarantine and pinned as the version before it. label, keep:
+        as of `AdapterStore.register`.
+        """
+        ...
+
+    def has_version(self, name: str, label: str) -> bool: ...
+    def learn(self, name: str, manifest: AdapterManifest) -> None:
+        """Keep what was found out about the version that a name means."""
+        ...
+
+    def state_of(self, name: str, version: Any, /) -> AdapterState: ...
+    def stats(self) -> EngineStats: ...
+
+
+class AdapterBook:
+    """Adapters by name. Methods may be called from any thread; UnknownAdapter for a name that is not registered."""
+
+    has_registry = False
+    """True if a cluster's registry keeps the names."""
+
+    def _ask(self, function: Callable[[AdapterNames], T]) -> Future[T]:
+        """Call a function of the names while nothing else asks them."""
+        raise NotImplementedError
+
+    def listing(self) -> Future[AdapterListing]:
+        def listing(names: AdapterNames) -> AdapterListing:
+            states = partial(_states, names, names.registered())
+            return AdapterListing(states, list(names.quarantine.values()), names.stats())
+
+        return self._ask(listing)
+
+    def state(self, name: str) -> Future[AdapterState]:
+        return self._ask(lambda names: names.state_of(name, names.get(name)))
+
+    def put(
+        self, name: str, manifest: AdapterManifest, image: HostImage | None, *, replace: bool, label: str | None = None,
+        keep: int | None = 1,
+    ) -> Future[tuple[AdapterState, bool]]:  # fmt: skip
+        """Register what `check_adapter` checked, and whether it took another's place; once the future has ended, no
+        request that asks for the newest version begins with the other. FileExistsError unless it may `replace`, and for
+        a version that there is. label, keep: as of `AdapterStore.register`.
+        """
+
+        def put(names: AdapterNames) -> tuple[AdapterState, bool]:
+            replaced = name in names
+            if replaced and not replace:
+                raise FileExistsError(name)
+            if label and names.has_version(name, label):
+                raise FileExistsError(versioned(name, label))
+            names.register(name, manifest, image, label=label, keep=keep)
+            return names.state_of(name, names.get(name)), replaced
+
+        return self._ask(put)
+
+    def versions(self, name: str) -> Future[list[AdapterState]]:
+        """The newest version of a name and the kept ones; none of a name that is not registered."""
+
+        def versions(names: AdapterNames) -> list[AdapterState]:
+            found = [*([name] if name in names else ()), *names.kept(name)]
+            return [names.state_of(each, names.get(each)) for each in found]
+
+        return self._ask(versions)
+
+    def pause(self, name: str, *, paused: bool) -> Future[None]:
+        """Refuse new requests of all versions of a name, with AdapterPaused, or take them again."""
+
+        def pause(names: AdapterNames) -> None:
+            names.get(name)
+            (names.paused.add if paused else names.paused.discard)(name)
+
+        return self._ask(pause)
+
+    def num_requests(self, name: str) -> Future[int]:
+        """Requests in progress of all versions of a name, also of retired ones."""
+        raise NotImplementedError
+
+    def paths_in_use(self) -> Future[set[Path]]:
+        """Directories of all versions that are registered, or that requests still hold."""
+        raise NotImplementedError
+
+    def count_from(self, number: int) -> Future[None]:
+        """Give no version a number below this one."""
+        raise NotImplementedError
+
+    def remove(self, name: str, *, force: bool) -> Future[tuple[AdapterState, int]]:
+        """Forget an adapter; what it was, and how many requests were ended for it: none unless `force`."""
+        raise NotImplementedError
+
+    def pin(self, name: str) -> Future[bool]:
+        """Keep an adapter resident. False while it is being read: ask again."""
+        raise NotImplementedError
+
+    def unpin(self, name: str) -> Future[Any]:
+        raise NotImplementedError
+
+    # --- what the keeper asks ---
+
+    def unhashed(self) -> Future[list[AdapterState]]:
+        """Adapters without a known content hash."""
+        return self._ask(
+            lambda names: _states(names, [one for one in names.registered() if one[1].manifest.content_hash is None])
+        )
+
+    def quarantined(self) -> Future[list[Quarantined]]:
+        """Adapters that are not served because they are broken."""
+        return self._ask(lambda names: list(names.quarantine.values()))
+
+    def note(self, name: str, version: int, manifest: AdapterManifest) -> Future[bool]:
+        """Keep what was found out about a version; False if it is not the current one any more."""
+
+        def note(names: AdapterNames) -> bool:
+            if not is_current(names, name, version):
+                return False
+            names.learn(name, manifest)
+            return True
+
+        return self._ask(note)
+
+    def overflowing(self) -> Future[list[AdapterState]]:
+        """Adapters to quarantine: none of their requests has had finite logits, and there were enough to judge."""
+        raise NotImplementedError
+
+    def set_aside(self, one: Quarantined, version: int, *, in_use: bool) -> Future[bool]:
+        """Into quarantine, unless it was replaced meanwhile; False to ask again later. in_use: one that has been
+        loaded, too; else it has turned out to be whole.
+        """
+        raise NotImplementedError
+
+    def keep_aside(self, one: Quarantined) -> Future[None]:
+        """Keep a quarantined adapter so, with another reason, unless it was replaced meanwhile."""
+
+        def keep(names: AdapterNames) -> None:
+            if one.name in names.quarantine:
+                names.quarantine[one.name] = one
+
+        return self._ask(keep)
+
+    def release(self, name: str, manifest: AdapterManifest, image: HostImage | None) -> Future[bool]:
+        """Out of quarantine; False if it was removed or replaced meanwhile."""
+
+        def release(names: AdapterNames) -> bool:
+            if names.quarantine.pop(name, None) is None or name in names:
+                return False
+            names.register(name, manifest, image)
+            return True
+
+        return self._ask(release)
+
+
+def is_current(names: AdapterNames, name: str, version: int) -> bool:
+    """True if a name means the version of a number."""
+    return name in names and names.get(name).version == version
+
+
+def _states(names: AdapterNames, registered: Iterable[tuple[str, Any]]) -> list[AdapterState]:
+    return [names.state_of(*each) for each in sorted(registered, key=itemgetter(0))]
