@@ -20,7 +20,7 @@ from .completion_request import CompletionRequest
 from .generate_format import GenerateFormat
 from .generate_request import GenerateRequest
 from .messages_format import MessagesFormat
-from .messages_request import MessagesRequest
+from .messages_request import MessagesBody
 from .responses import ChatFormat, CompletionFormat
 from .responses_format import ResponsesFormat
 from .responses_request import ResponsesRequest
@@ -110,9 +110,9 @@ class GenerationApi:
     async def messages(self, request: Request) -> Response:
         """Anthropic's messages."""
         arrival = time.monotonic()
-        asked = await self._calls.parse(MessagesRequest.parse, request)
+        asked = await self._calls.parse(MessagesBody.parse, request)
         with renaming(messages_request.NAMES):
-            return await self._chat("msg_", request, asked.chat, arrival, MessagesFormat)
+            return await self._chat("msg_", request, asked, arrival, MessagesFormat)
 
     async def _chat(
         self, prefix: str, request: Request, asked: ChatCompletionRequest, arrival: float, make_format: MakeFormat

@@ -17,7 +17,10 @@ from .absent import ABSENT
 from .adapter_api import AddAdapter, ChangeAdapter, DrainAdapter, LoadLoraAdapter, UnloadLoraAdapter
 from .chat_request import ChatCompletionRequest
 from .completion_request import CompletionRequest
+from .generate_request import GenerateBody
 from .json_text import dumps
+from .messages_request import MessagesBody, MessagesToCount
+from .responses_request import ResponsesBody
 from .text_api import ChatToTokens, TextToTokens, TokensToText
 
 Body = dict[str, Any]
@@ -32,42 +35,14 @@ CHAT_BATCH: Body = {
     "required": ["messages"],
     "properties": {"messages": {"type": "array", "items": {**_OBJECTS, "minItems": 1}, "minItems": 1}},
 }
-RESPONSES: Body = {
-    "type": "object",
-    "required": ["input"],
-    "properties": {
-        "model": _TEXT, "input": {"anyOf": [_TEXT, _OBJECTS]}, "instructions": _TEXT, "max_output_tokens": _COUNT,
-        "temperature": _NUMBER, "top_p": _NUMBER, "stream": _FLAG, "text": _OBJECT, "reasoning": _OBJECT,
-        "tools": _OBJECTS, "tool_choice": {"anyOf": [_TEXT, _OBJECT]}, "parallel_tool_calls": _FLAG,
-        "include": {"type": "array", "items": _TEXT}, "top_logprobs": _COUNT, "metadata": _OBJECT,
-        "store": {"const": False},
-    },
-}  # fmt: skip
-MESSAGES: Body = {
-    "type": "object",
-    "required": ["max_tokens", "messages"],
-    "properties": {
-        "model": _TEXT, "messages": {**_OBJECTS, "minItems": 1}, "system": {"anyOf": [_TEXT, _OBJECTS]},
-        "max_tokens": {**_COUNT, "minimum": 1}, "stop_sequences": {"type": "array", "items": _TEXT}, "stream": _FLAG,
-        "temperature": _NUMBER, "top_p": _NUMBER, "top_k": _COUNT, "tools": _OBJECTS, "tool_choice": _OBJECT,
-        "thinking": _OBJECT, "output_config": _OBJECT, "metadata": _OBJECT,
-    },
-}  # fmt: skip
-GENERATE: Body = {
-    "type": "object",
-    "required": ["inputs"],
-    "properties": {"inputs": _TEXT, "parameters": _OBJECT, "stream": _FLAG},
-    "additionalProperties": False,
-}
-
 BODIES: dict[tuple[str, str], Body | tuple[type[BaseModel], ...]] = {
     ("POST", "/v1/completions"): (CompletionRequest,),
     ("POST", "/v1/chat/completions"): (ChatCompletionRequest,),
     ("POST", "/v1/chat/completions/batch"): CHAT_BATCH,
-    ("POST", "/v1/responses"): RESPONSES,
-    ("POST", "/v1/messages"): MESSAGES,
-    ("POST", "/v1/messages/count_tokens"): {**MESSAGES, "required": ["messages"]},
-    **{("POST", path): GENERATE for path in ("/", "/generate", "/generate_stream")},
+    ("POST", "/v1/responses"): (ResponsesBody,),
+    ("POST", "/v1/messages"): (MessagesBody,),
+    ("POST", "/v1/messages/count_tokens"): (MessagesToCount,),
+    **{("POST", path): (GenerateBody,) for path in ("/", "/generate", "/generate_stream")},
     ("POST", "/tokenize"): (TextToTokens, ChatToTokens),
     ("POST", "/detokenize"): (TokensToText,),
     ("POST", "/v1/adapters"): (AddAdapter,),

@@ -18,7 +18,7 @@ from . import messages_request
 from .calls import Calls
 from .chat_request import ChatCompletionRequest, has_messages
 from .json_text import encode
-from .messages_request import MessagesRequest
+from .messages_request import MessagesToCount
 from .openai import Name
 from .translation import renaming
 
@@ -98,10 +98,10 @@ class TextApi:
 
     async def count_tokens(self, request: Request) -> Response:
         """Anthropic's: the length of a conversation's prompt."""
-        asked = await self._calls.parse(MessagesRequest.parse_to_count, request)
-        await self._calls.require(request, asked.chat.model, asked.chat.lora_path)
+        asked = await self._calls.parse(MessagesToCount.parse, request)
+        await self._calls.require(request, asked.model, asked.lora_path)
         with renaming(messages_request.NAMES):
-            tokens = await self._tokenizer.encode_chat(asked.chat.conversation(), self._worker.model.max_model_len)
+            tokens = await self._tokenizer.encode_chat(asked.conversation(), self._worker.model.max_model_len)
         return JSONResponse({"input_tokens": len(tokens)})
 
     def _text(self, tokens: list[int]) -> str:
