@@ -23,7 +23,7 @@ from .api.absent import ABSENT, absent
 from .api.adapter_api import AdapterApi
 from .api.answers import Answers
 from .api.calls import Calls
-from .api.generation_api import GenerationApi
+from .api.generation_api import READERS, GenerationApi
 from .api.openapi import openapi_route
 from .api.sampling_defaults import SamplingDefaults
 from .api.text_api import TextApi
@@ -90,7 +90,7 @@ def create_app(
     telemetry = Telemetry(api.metrics, recorder, tracer)
     calls = Calls(worker, tokenizer, settings, defaults, telemetry, executors.text)
     answers = Answers(worker, tokenizer, settings, telemetry, executors.text, sourced)
-    generation = GenerationApi(worker, tokenizer, settings, calls, answers)
+    generation = GenerationApi(tokenizer, settings, calls, answers)
     texts = TextApi(worker, tokenizer, calls, executors.text)
     adapters = AdapterApi(worker, settings, loads, sourced, executors.text)
     watchers = Watchers(worker, api.metrics, executors.page, gate, settings.base_name)
@@ -125,15 +125,8 @@ def create_app(
         GuardedRoute("GET", "/metrics", api.scrape, Right.KEY),
         GuardedRoute("GET", "/v1/models", api.models, Right.KEY),
         GuardedRoute("GET", "/v1/models/{name:path}", api.model, Right.KEY),
-        GuardedRoute("POST", "/v1/completions", generation.completions, Right.KEY),
-        GuardedRoute("POST", "/v1/chat/completions", generation.chat_completions, Right.KEY),
-        GuardedRoute("POST", "/v1/chat/completions/batch", generation.chat_batch, Right.KEY),
-        GuardedRoute("POST", "/v1/responses", generation.responses, Right.KEY),
-        GuardedRoute("POST", "/v1/messages", generation.messages, Right.KEY),
+        *(GuardedRoute("POST", path, generation.endpoint(path), Right.KEY) for path in READERS),
         GuardedRoute("POST", "/v1/messages/count_tokens", texts.count_tokens, Right.KEY),
-        GuardedRoute("POST", "/generate", generation.generate, Right.KEY),
-        GuardedRoute("POST", "/generate_stream", generation.generate_stream, Right.KEY),
-        GuardedRoute("POST", "/", generation.generate_either, Right.KEY),
         GuardedRoute("GET", "/info", api.info, Right.KEY),
         GuardedRoute("POST", "/tokenize", texts.tokenize, Right.KEY),
         GuardedRoute("POST", "/detokenize", texts.detokenize, Right.KEY),
@@ -142,7 +135,6 @@ def create_app(
             if settings.enable_tokenizer_info_endpoint
             else []
         ),
-        GuardedRoute("POST", "/invocations", generation.invocations, Right.KEY),
         GuardedRoute("GET", "/ping", api.ping, Right.OPEN),
         GuardedRoute("POST", "/ping", api.ping, Right.KEY),
         GuardedRoute("GET", "/load", api.load, Right.KEY),

@@ -170,6 +170,10 @@ class ChatBatch:
     asked: ChatCompletionRequest
     conversations: list[Conversation]
 
+    @classmethod
+    def of(cls, asked: ChatCompletionRequest) -> ChatBatch:
+        return cls(asked, [asked.conversation()])
+
     @property
     def begun(self) -> list[str]:
         """What each answer begins with under `echo`: the last message, if it is the assistant's."""
