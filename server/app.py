@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -95,6 +95,8 @@ def create_app(
     adapters = AdapterApi(worker, settings, loads, sourced, executors.text)
     watchers = Watchers(worker, api.metrics, executors.page, gate, settings.base_name)
 
+    stops = ExitStack()  # of what runs as long as the app
+
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         api.metrics.start()
@@ -103,13 +105,7 @@ def create_app(
         finally:
             api.metrics.stop()
             sourced.stop()
-            loads.stop()
-            watchdog.stop()
-            key_watch.stop()
-            if kv_publisher is not None:
-                kv_publisher.stop()
-            if recorder is not None:
-                recorder.stop()
+            stops.close()
             try:
                 await executors.stop.run(worker.stop, STOP_SECONDS)
             except Exception as error:
@@ -187,16 +183,12 @@ def create_app(
     app.state.gate, app.state.worker, app.state.executors, app.state.key_watch = gate, worker, executors, key_watch
     app.state.watchers = watchers
     app.state.private_paths = private
-    try:  # not in the lifespan: the command line would show its errors as tracebacks
-        watchdog.start()
-        key_watch.start()
-        loads.start()
-        if kv_publisher is not None:
-            kv_publisher.start()
+    with ExitStack() as starting:  # not in the lifespan: the command line would show its errors as tracebacks
+        for part in (watchdog, key_watch, loads, *((kv_publisher,) if kv_publisher is not None else ())):
+            starting.callback(part.stop)
+            part.start()
         if recorder is not None:
+            starting.callback(recorder.stop)
             recorder.start(worker.adapters)
-    except BaseException:
-        watchdog.stop()
-        key_watch.stop()
-        raise
+        stops.push(starting.pop_all())
     return app

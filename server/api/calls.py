@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -121,11 +121,10 @@ class Calls:
             unasked = defaults.max_tokens
         bad_words = await self.tokenizer.encode_words(asked.bad_words)
         syntax = asked.syntax(self.tokenizer)
-        reasons_already = False
         if syntax.reasoning is not None:
             tail = self.tokenizer.decode(prompts[0][-MARK_TOKENS:], skip_special_tokens=False)
-            reasons_already = tail.rstrip().endswith(syntax.reasoning.open)
-        grammar = await self._grammar(asked, syntax, reasons_already=reasons_already)
+            syntax = replace(syntax, reasons_already=tail.rstrip().endswith(syntax.reasoning.open))
+        grammar = await self._grammar(asked, syntax)
         call_id = prefix + uuid.uuid4().hex
         several = len(prompts) * asked.n > 1
         choices = []
@@ -157,7 +156,7 @@ class Calls:
                         prompt_token_ids=prompt,
                         prompt_only=asked.prompt_only,
                         keeps_all=not asked.stream,
-                        reader=asked.reader(syntax, reasons_already=reasons_already),
+                        reader=asked.reader(syntax),
                     )
                 )
         return Generation(
@@ -170,14 +169,10 @@ class Calls:
             in_bulk=not asked.stream and not asked.stop,
         )
 
-    async def _grammar(
-        self, asked: GenerationRequest, syntax: AnswerSyntax, *, reasons_already: bool
-    ) -> Grammar | None:
+    async def _grammar(self, asked: GenerationRequest, syntax: AnswerSyntax) -> Grammar | None:
         """What the answer must match, compiled beside the event loop. Raises InvalidRequest for what can't be."""
         content, model = asked.asked_grammar(self.settings), self.worker.model
-        asked_for = asked.answer_grammars(
-            content, syntax, self.tokenizer, self.settings, reasons_already=reasons_already
-        )
+        asked_for = asked.answer_grammars(content, syntax, self.tokenizer, self.settings)
         grammar = None
         for name, grammar in asked_for:
             grammars = grammars_of(self.settings.model, model.vocab_size, tuple(model.eos_token_ids))

@@ -171,18 +171,12 @@ class GenerationRequest(GrammarFields):
         """What the answer is read for."""
         return AnswerSyntax()
 
-    def reader(self, syntax: AnswerSyntax, *, reasons_already: bool) -> AnswerReader | None:
+    def reader(self, syntax: AnswerSyntax) -> AnswerReader | None:
         """A reader for one answer; None if its text is all that the answer has."""
         return None
 
     def answer_grammars(
-        self,
-        content: tuple[str, Grammar] | None,
-        syntax: AnswerSyntax,
-        tokenizer: Tokenizer,
-        limits: RequestLimits,
-        *,
-        reasons_already: bool,
+        self, content: tuple[str, Grammar] | None, syntax: AnswerSyntax, tokenizer: Tokenizer, limits: RequestLimits
     ) -> list[tuple[str, Grammar]]:
         """Grammars that can be obeyed, each with its field; the answer matches the last one.
 
