@@ -53,24 +53,21 @@ def _check_path(path: str) -> str:
 AdapterPath = Annotated[str, Field(min_length=1, max_length=MAX_PATH_BYTES), AfterValidator(_check_path)]
 
 
-class LoadFields(BaseModel):
-    """Fields that both ways to load an adapter have. keep_versions: kept of the name, the newest counted."""
-
-    keep_versions: Annotated[int, Field(ge=1, le=1000)] | None = None
-
-
-class AddAdapter(LoadFields):
-    """POST /v1/adapters. `path` is a directory on the server; none where the files come along."""
+class AddAdapter(BaseModel):
+    """POST /v1/adapters. `path` is a directory on the server; none where the files come along. keep_versions: kept of
+    the name, the newest counted.
+    """
 
     name: AdapterName
     path: AdapterPath | None = None
+    keep_versions: Annotated[int, Field(ge=1, le=1000)] | None = None
 
 
-class LoadLoraAdapter(LoadFields):
+class LoadLoraAdapter(AddAdapter):
     """POST /v1/load_lora_adapter. load_inplace: may replace; None: only where the files come along."""
 
-    lora_name: AdapterName
-    lora_path: AdapterPath | None = None
+    name: AdapterName = Field(alias="lora_name")
+    path: AdapterPath | None = Field(default=None, alias="lora_path")
     load_inplace: bool | None = None
     base_model_name: Annotated[str, Field(max_length=MAX_PATH_BYTES)] | None = None
 
@@ -199,9 +196,7 @@ class AdapterApi:
         """Registers an adapter, or replaces one; 201 or 200."""
         async with read_adapter(request, self._loads, self._settings) as (fields, draft):
             asked = validated(AddAdapter, fields)
-            seen, replaced = await self._load(
-                request, asked, asked.name, asked.path, draft, ("name", "path"), replace=True
-            )
+            seen, replaced = await self._load(request, asked, draft, replace=True)
         headers = {ADAPTER: adapter_header(seen.name, seen.label, seen.manifest.content_hash)}
         return JSONResponse(_body(seen, request), status_code=200 if replaced else 201, headers=headers)
 
@@ -257,11 +252,9 @@ class AdapterApi:
                 message = f"base_model_name is {asked.base_model_name!r}, this server's base model is {base!r}"
                 raise ApiError(400, message, param="base_model_name")
             replace = draft is not None if asked.load_inplace is None else asked.load_inplace
-            seen, _ = await self._load(
-                request, asked, asked.lora_name, asked.lora_path, draft, ("lora_name", "lora_path"), replace=replace
-            )
+            seen, _ = await self._load(request, asked, draft, replace=replace)
         headers = {ADAPTER: adapter_header(seen.name, seen.label, seen.manifest.content_hash)}
-        return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.", headers=headers)
+        return PlainTextResponse(f"Success: LoRA adapter '{asked.name}' added successfully.", headers=headers)
 
     async def unload_lora_adapter(self, request: Request) -> Response:
         asked = await self._read(UnloadLoraAdapter, request)
@@ -275,24 +268,17 @@ class AdapterApi:
             return validated(kind, body)
 
     async def _load(
-        self,
-        request: Request,
-        asked: LoadFields,
-        full_name: str,
-        path: str | None,
-        draft: Draft | None,
-        fields: tuple[str, str],
-        *,
-        replace: bool,
+        self, request: Request, asked: AddAdapter, draft: Draft | None, *, replace: bool
     ) -> tuple[AdapterState, bool]:
         """The adapter once requests may use it, and whether it took another's place. draft: its files, if they came
-        along. fields: of its name, which may have a version behind it, and of its path.
+        along.
         """
-        name_field, path_field = fields
+        name_field, path_field = (type(asked).model_fields[name].alias or name for name in ("name", "path"))
+        path = asked.path
         if (path is None) == (draft is None):
             raise ApiError(400, f"give {path_field}, or the files {CONFIG} and {WEIGHTS}, and not both",
                            param=path_field)  # fmt: skip
-        name, label = self._checked_name(full_name, name_field)
+        name, label = self._checked_name(asked.name, name_field)
         roots, find = self._roots.roots, partial(self._roots.find, path or "", path_field)
         if draft is None:
             self._roots.require()

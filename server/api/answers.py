@@ -22,14 +22,14 @@ from ..text.tokenizer import Tokenizer
 from .adapter_header import ADAPTER, adapter_header
 from .json_text import dumps, encode
 from .logprobs import LogprobFormat
-from .openai import GenerationRequest
-from .responses import AnswerFormat, Echo, Extras
+from .openai import GenerationRequest, StreamOptions
+from .responses import AnswerFormat, Echo
 from .sse import EventStream, event, long_event, while_connected
 
 log = logging.getLogger(__name__)
 access = logging.getLogger("chorus.access")
 
-MakeFormat = Callable[[Generation, LogprobFormat, Extras], AnswerFormat]
+MakeFormat = Callable[[GenerationRequest, Generation, LogprobFormat, Sequence[Echo]], AnswerFormat]
 
 IGNORED = "x-ignored-fields"
 """Header of an answer: fields that it does not depend on, because the model's chat template does not know them."""
@@ -79,26 +79,12 @@ class Answers:
         except BaseException:
             generation.close()
             raise
-        forced = self.settings.enable_force_include_usage
-        extras = Extras(
-            token_ids=asked.return_token_ids,
-            step_info=asked.return_step_info,
-            usage_chunk=asked.stream and (asked.include_usage or forced),
-            running_usage=asked.stream and (asked.continuous_usage or forced),
-            logprobs=asked.num_logprobs,
-            prompt_logprobs=asked.prompt_logprobs,
-            echoes=echoes,
-        )
+        if asked.stream and self.settings.enable_force_include_usage:
+            asked.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)
         as_token_ids = asked.return_tokens_as_token_ids or self.settings.return_tokens_as_token_ids
         scores = LogprobFormat(self.tokenizer.vocabulary, as_token_ids=as_token_ids)
-        answer = make_format(generation, scores, extras)
-        ignored = asked.ignored(self.tokenizer)
-        headers = {IGNORED: ", ".join(ignored)} if ignored else {}
-        headers |= self._load_report(request.headers.get(LOAD_FORMAT, ""))
-        if versions := _versions(generation):
-            headers[ADAPTER] = versions
-            if self.settings.access_log:
-                access.info("%s is answered by adapter %s", request.state.request_id, versions)
+        answer = make_format(asked, generation, scores, echoes)
+        headers = self._headers(request, asked, generation)
         if asked.stream:
             return EventStream(self._events(generation, answer), generation.close, headers)
         try:
@@ -139,6 +125,16 @@ class Answers:
                 ]
             echoes += [Echo(text, offsets)] * asked.n
         return echoes
+
+    def _headers(self, request: Request, asked: GenerationRequest, generation: Generation) -> dict[str, str]:
+        ignored = asked.ignored(self.tokenizer)
+        headers = {IGNORED: ", ".join(ignored)} if ignored else {}
+        headers |= self._load_report(request.headers.get(LOAD_FORMAT, ""))
+        if versions := _versions(generation):
+            headers[ADAPTER] = versions
+            if self.settings.access_log:
+                access.info("%s is answered by adapter %s", request.state.request_id, versions)
+        return headers
 
     def _load_report(self, form: str) -> dict[str, str]:
         """The server's load as a header in ORCA's form, under vLLM's names; nothing unless the client asks for one."""

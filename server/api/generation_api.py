@@ -65,7 +65,7 @@ def _invocation(body: bytes, limits: RequestLimits) -> Call:
 def _response(body: bytes, limits: RequestLimits) -> Call:
     """OpenAI's Responses, of which none is stored."""
     asked = ResponsesRequest.parse(body, limits)
-    return Call(ChatBatch.of(asked.chat), partial(ResponsesFormat, asked), "resp_", responses_request.NAMES)
+    return Call(ChatBatch.of(asked.chat), partial(ResponsesFormat, asked.told), "resp_", responses_request.NAMES)
 
 
 def _message(body: bytes, limits: RequestLimits) -> Call:

@@ -89,7 +89,8 @@ _BODIES = (
     UnloadLoraAdapter,
 )  # fmt: skip
 _OF_OTHERS = (each for body in (ResponsesBody, MessagesBody) for each in (*body.model_fields, *body.refused))
-FIELDS = sorted({*ALIASES, *HARMLESS, *NEUTRAL, *(name for body in _BODIES for name in body.model_fields), *_OF_OTHERS})
+_OF_BODIES = (field.alias or name for body in _BODIES for name, field in body.model_fields.items())
+FIELDS = sorted({*ALIASES, *HARMLESS, *NEUTRAL, *_OF_BODIES, *_OF_OTHERS})
 """Every field that a body may have, in any call."""
 
 HEADERS = (
