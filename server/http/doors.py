@@ -108,7 +108,13 @@ class Doors:
             await self.app(scope, receive, send)
             return
         method, path = scope["method"], scope["path"]
-        answer = _Answer(send)
+        begun = False
+
+        async def answer(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
         try:
             headers = Headers(scope=scope)
             peer = (scope.get("client") or ("",))[0]
@@ -126,13 +132,13 @@ class Doors:
                 sees_paths=known.may_change_adapters and (bool(known.tenant) or self.hosts.only_this_machine),
             )
             with self.gate.passing(method, path, tenant, caller, known.grant):
-                await self.app(scope, receive, answer.send)
+                await self.app(scope, receive, answer)
         except ApiError as error:
             await error.response(path)(scope, receive, send)
         except asyncio.CancelledError:
             if not self.gate.cutting:
                 raise
-            if not answer.begun:
+            if not begun:
                 error = ApiError(503, "the server is shutting down", code="engine_unavailable")
                 await error.response(path)(scope, receive, send)
 
@@ -183,18 +189,6 @@ class Doors:
         if identity is not None and not identity.has(right):
             raise ApiError(403, "this needs an admin key of this server", code="admin_key_required")
         return identity
-
-
-class _Answer:
-    """A way to send that remembers whether the answer has begun."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.begun = False
-
-    async def send(self, message: Message) -> None:
-        self.begun = True
-        await self._send(message)
 
 
 def _is_json(content_type: str) -> bool:
