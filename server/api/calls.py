@@ -75,14 +75,13 @@ class Calls:
             count = f"these are {asked.n} to each of {num_prompts} prompts" if num_prompts > 1 else f"n is {asked.n}"
             raise InvalidRequest("n", f"at most {limit} answers are given in one call, {count}")
         check_steering(asked, num_prompts * asked.n, self.settings)
-        _, adapter = self._names(request, asked)
+        _, adapter = self._names(request, asked.model, asked.lora_path)
         with self.telemetry.counting_rejections():
             self.worker.check_room(request.state.tenant, adapter, num_prompts * asked.n)
 
     async def require(self, request: Request, model: str | None, lora_path: str | None = None) -> None:
         """Raises an ApiError, as a request for an answer would, unless there is a model that the key may use."""
-        model, adapter = names_of(self.settings.base_name, model, lora_path)
-        asked = adapter if request.state.identity.grant.allows(adapter) else NOWHERE
+        model, asked = self._names(request, model, lora_path)
         if asked is None:
             return
         try:
@@ -94,11 +93,11 @@ class Calls:
                     raise not_served(f"adapter {asked!r} is not served: {one.reason}") from None
             raise no_model(model) from None
 
-    def _names(self, request: Request, asked: GenerationRequest) -> tuple[str, str | None]:
+    def _names(self, request: Request, model: str | None, lora_path: str | None) -> tuple[str, str | None]:
         """The name that the answer goes by, and the adapter's; `NOWHERE` for what the request's key may not use: the
         request then fares in all as one for an adapter that does not exist.
         """
-        model, adapter = asked.names(self.settings.base_name)
+        model, adapter = names_of(self.settings.base_name, model, lora_path)
         return model, adapter if request.state.identity.grant.allows(adapter) else NOWHERE
 
     async def make(
@@ -114,7 +113,7 @@ class Calls:
         for prompt in prompts:
             if len(prompt) >= limit:
                 raise too_long(limit, what, f"{len(prompt)} tokens")
-        model, adapter = self._names(request, asked)
+        model, adapter = self._names(request, asked.model, asked.lora_path)
         unasked = unasked_limit(asked, prompts, self.settings, limit)
         defaults = self.defaults
         if unasked is None or (defaults.max_tokens is not None and defaults.max_tokens < unasked):

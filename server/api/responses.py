@@ -128,7 +128,7 @@ class ChoiceFormat(AnswerFormat):
         self._begun.add(delta.index)
         *openings, last = self._chunks(delta, first)
         for chunk in (*openings, last):
-            if asked.include_usage:
+            if asked.stream_options.include_usage:
                 to_come = 0 if chunk is last else len(delta.token_ids)
                 chunk["usage"] = self.usage(to_come) if asked.continuous_usage else None
             if asked.return_step_info and delta.step is not None:
@@ -148,7 +148,7 @@ class ChoiceFormat(AnswerFormat):
 
     def closing(self) -> Iterator[Body]:
         """The stream's usage, if it was asked for."""
-        if self._asked.include_usage:
+        if self._asked.stream_options.include_usage:
             yield {**self._body(self.chunk_object, []), "usage": self.usage()}
 
     def _body(self, kind: str, choices: list[Body]) -> Body:
