@@ -102,17 +102,16 @@ _PLAIN = {
 def _read(name: str, kind: str, value: Any) -> Grammar:
     """The grammar that a field asks for. Raises an ApiError for a value of another type."""
     grammar_kind, types, what = _KINDS[kind]
-    is_text = isinstance(value, str)
     if not isinstance(value, types) or (kind == "choice" and not all(isinstance(each, str) for each in value)):
         raise ApiError(400, f"{name} must be {what}", param=name)
     if kind == "json_object":
         return Grammar(grammar_kind)
     if kind == "structural_tag":
-        value, is_text = _json_of(name, value) if is_text else value, False
+        value = _json_of(name, value) if isinstance(value, str) else value
         if not isinstance(value, dict) or not {"structures", "triggers"} <= value.keys():
             message = f"{name} needs structures and triggers; its form with format is not supported"
             raise ApiError(400, message, param=name)
-    return Grammar(grammar_kind, value if is_text else json.dumps(value, ensure_ascii=False))
+    return Grammar(grammar_kind, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
 def _json_of(name: str, text: str) -> Any:

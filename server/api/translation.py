@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
@@ -52,9 +52,7 @@ class OtherBody(BaseModel):
             if value is None or name in cls.harmless:
                 continue
             if name in cls.refused:
-                neutral, instead = cls.refused[name]
-                if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
-                    raise unsupported(name, f"{name} is not supported with this value: {instead}")
+                _check_neutral(name, value, *cls.refused[name])
             elif name not in known and (name in CHATS_OWN or not is_open):
                 raise unknown_field(name, known)
             else:
@@ -91,6 +89,12 @@ class AsChat(OtherBody):
                 raise ApiError(400, f"{name} and {other} say the same, and differ; give one of them", param=name)
         with renaming(names):
             return ChatCompletionRequest.of(same | asked, limits)
+
+
+def _check_neutral(name: str, value: Any, neutral: Sequence[Any], instead: str) -> None:
+    """Raises an ApiError for a value of a refused field that asks for something."""
+    if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
+        raise unsupported(name, f"{name} is not supported with this value: {instead}")
 
 
 @contextmanager
