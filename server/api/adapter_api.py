@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, Field, StrictBool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 
 from ...core.requests.sampling_params import InvalidRequest
 from ...memory.adapters.adapter import MAX_NAME_CHARACTERS
@@ -27,7 +27,7 @@ from ..access.grants import NOWHERE
 from ..engine.adapter_loads import AdapterLoads, LoadTimedOut
 from ..engine.backend import AdapterState, Backend
 from ..engine.sourced_adapters import SourcedAdapters
-from ..errors import DISK_FAULTS, ApiError, Body, clipped, read_body, validated
+from ..errors import DISK_FAULTS, ApiError, Body, JsonResponse, clipped, read_body, validated
 from ..executors import DaemonPool, PoolFull
 from ..settings import AdapterName, Settings
 from .adapter_bytes import CONFIG, WEIGHTS, read_adapter
@@ -181,7 +181,7 @@ class AdapterApi:
 
         def respond() -> Response:
             data = [_body(one, request) for one in listing.adapters() if grant.allows(one.name)]
-            return JSONResponse({"object": "list", "data": data, "quarantined": broken, **about})
+            return JsonResponse({"object": "list", "data": data, "quarantined": broken, **about})
 
         return await self._threads.run(respond)  # beside the loop: thousands take a while
 
@@ -190,7 +190,7 @@ class AdapterApi:
         asked = name if request.state.identity.grant.allows(name) else NOWHERE
         with _known(name):
             seen = await asyncio.wrap_future(self._book.state(asked))
-        return JSONResponse(_body(seen, request))
+        return JsonResponse(_body(seen, request))
 
     async def add(self, request: Request) -> Response:
         """Registers an adapter, or replaces one; 201 or 200."""
@@ -198,7 +198,7 @@ class AdapterApi:
             asked = validated(AddAdapter, fields)
             seen, replaced = await self._load(request, asked, draft, replace=True)
         headers = {ADAPTER: adapter_header(seen.name, seen.label, seen.manifest.content_hash)}
-        return JSONResponse(_body(seen, request), status_code=200 if replaced else 201, headers=headers)
+        return JsonResponse(_body(seen, request), status_code=200 if replaced else 201, headers=headers)
 
     async def remove(self, request: Request) -> Response:
         """Removes an adapter: when the last request that holds it has ended, or with `?force=true` at once."""
@@ -206,7 +206,7 @@ class AdapterApi:
         if force not in ("true", "false"):
             raise ApiError(400, f"force is {clipped(force)!r}; it may be true or false", param="force")
         ended = await self._unload(request, name, None, force=force == "true")
-        return JSONResponse({"object": "adapter", "name": name, "deleted": True, "ended_requests": ended})
+        return JsonResponse({"object": "adapter", "name": name, "deleted": True, "ended_requests": ended})
 
     async def change(self, request: Request) -> Response:
         """Pins an adapter, which loads it, or unpins it; pauses all of its versions, or goes on with them."""
@@ -226,7 +226,7 @@ class AdapterApi:
         changes = [("unpinned", "pinned")[asked.pinned]] if asked.pinned is not None else []
         changes += [("resumed", "paused")[asked.paused]] if asked.paused is not None else []
         audit.info("%s %s adapter %s", request.state.caller, " and ".join(changes), name)
-        return JSONResponse(_body(seen, request))
+        return JsonResponse(_body(seen, request))
 
     async def drain(self, request: Request) -> Response:
         """Answers once no request of any version of an adapter is in progress."""
@@ -240,7 +240,7 @@ class AdapterApi:
                 message = f"{left} requests of adapter {name!r} have not ended; pause it, or ask again"
                 raise ApiError(504, message, code="drain_timed_out")
             await asyncio.sleep(DRAIN_SECONDS)
-        return JSONResponse({"object": "adapter", "name": name, "drained": True})
+        return JsonResponse({"object": "adapter", "name": name, "drained": True})
 
     # --- vLLM's ---
 

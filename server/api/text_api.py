@@ -6,12 +6,12 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from ...core.requests.sampling_params import InvalidRequest
 from ..access.limits import RequestLimits, check_json
 from ..engine.backend import Backend
-from ..errors import validated
+from ..errors import JsonResponse, validated
 from ..executors import DaemonPool
 from ..text.tokenizer import Tokenizer
 from . import messages_request
@@ -90,11 +90,11 @@ class TextApi:
         if asked.tokens and max(asked.tokens) >= vocab:
             raise InvalidRequest("tokens", f"token id {max(asked.tokens)} is outside the vocabulary of {vocab}")
         text = await self._threads.run(self._text, asked.tokens)
-        return JSONResponse({"prompt": text})
+        return JsonResponse({"prompt": text})
 
     async def tokenizer_info(self, _: Request) -> Response:
         """vLLM's: what a client needs to write prompts as the chat template does."""
-        return JSONResponse(self._tokenizer.info())
+        return JsonResponse(self._tokenizer.info())
 
     async def count_tokens(self, request: Request) -> Response:
         """Anthropic's: the length of a conversation's prompt."""
@@ -102,7 +102,7 @@ class TextApi:
         await self._calls.require(request, asked.model, asked.lora_path)
         with renaming(messages_request.NAMES):
             tokens = await self._tokenizer.encode_chat(asked.conversation(), self._worker.model.max_model_len)
-        return JSONResponse({"input_tokens": len(tokens)})
+        return JsonResponse({"input_tokens": len(tokens)})
 
     def _text(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
