@@ -111,16 +111,15 @@ class Keys:
 
     def _add(self, one: NamedKey, given: dict[str, NamedKey], admins: set[str]) -> None:
         """Take a key to the ones given so far, by their digests. Raises InvalidKey for one that contradicts another."""
-        digest, tenant, grant = _digest(one), one.tenant, one.grant
+        digest, tenant, weight = _digest(one), one.tenant, one.grant.weight
         known = given.get(digest, one)
         if tenant and known.tenant not in (None, "", tenant):
             raise InvalidKey(f"one key is given to two tenants, {known.tenant} and {tenant}; give each a key")
-        if grant.admin:
+        if one.grant.admin:
             admins.add(digest)
-        elif digest in admins:
-            grant = known.grant
+        grant = known.grant if digest in admins and not one.grant.admin else one.grant
         given[digest] = NamedKey(one.key, tenant or known.tenant, grant)
-        if tenant and grant.weight and self.weights.setdefault(tenant, grant.weight) != grant.weight:
+        if tenant and weight and self.weights.setdefault(tenant, weight) != weight:
             raise InvalidKey(f"the keys of tenant {tenant} have different weights; give them one")
 
     @property
