@@ -35,6 +35,8 @@ AnyBody = TypeVar("AnyBody", bound="OtherBody")
 class OtherBody(BaseModel):
     """The body of an API other than completions and chat; fields that are null are absent."""
 
+    model_config = ConfigDict(extra="forbid")
+
     refused: ClassVar[Refused] = {}
     harmless: ClassVar[Collection[str]] = ()
     """Fields on which no answer depends."""
