@@ -24,7 +24,7 @@ from .json_text import dumps, encode
 from .logprobs import LogprobFormat
 from .openai import GenerationRequest, StreamOptions
 from .responses import AnswerFormat, Echo
-from .sse import EventStream, event, long_event, while_connected
+from .sse import EventStream, event, while_connected
 
 log = logging.getLogger(__name__)
 access = logging.getLogger("chorus.access")
@@ -167,7 +167,7 @@ class Answers:
             async for delta in generation:
                 heavy = answer.scores_of(delta) > THREAD_SCORES
                 if heavy:
-                    ready += [await self.threads.run(long_event, chunk) for chunk in answer.chunks(delta)]
+                    ready += [await self.threads.run(event, chunk, encode) for chunk in answer.chunks(delta)]
                 else:
                     ready += map(event, answer.chunks(delta))
                 if ready and (heavy or not generation.goes_on):
