@@ -23,7 +23,7 @@ from .api.absent import ABSENT, absent
 from .api.adapter_api import AdapterApi
 from .api.answers import Answers
 from .api.calls import Calls
-from .api.generation_api import READERS, GenerationApi
+from .api.generation_api import ROUTES, GenerationApi
 from .api.openapi import openapi_route
 from .api.sampling_defaults import SamplingDefaults
 from .api.text_api import TextApi
@@ -121,7 +121,7 @@ def create_app(
         GuardedRoute("GET", "/metrics", api.scrape, Right.KEY),
         GuardedRoute("GET", "/v1/models", api.models, Right.KEY),
         GuardedRoute("GET", "/v1/models/{name:path}", api.model, Right.KEY),
-        *(GuardedRoute("POST", path, generation.endpoint(path), Right.KEY) for path in READERS),
+        *(GuardedRoute("POST", path, generation.endpoint(path), Right.KEY) for path in ROUTES),
         GuardedRoute("POST", "/v1/messages/count_tokens", texts.count_tokens, Right.KEY),
         GuardedRoute("GET", "/info", api.info, Right.KEY),
         GuardedRoute("POST", "/tokenize", texts.tokenize, Right.KEY),

@@ -170,6 +170,13 @@ class Conversations(BaseModel):
 
     messages: list[Annotated[list[dict[str, Any]], Field(min_length=1)]] = Field(min_length=1)
 
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _are_several(cls, given: Any) -> Any:
+        if isinstance(given, list) and not all(isinstance(one, list) for one in given):
+            raise ValueError("they must be a list of conversations, each a list of messages")
+        return given
+
 
 @dataclass(frozen=True, slots=True)
 class ChatBatch:

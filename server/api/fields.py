@@ -156,14 +156,15 @@ def check_messages(messages: Any) -> None:
         content = message.get("content")
         for number, part in enumerate(content if isinstance(content, list) else ()):
             if isinstance(part, dict) and part.get("type") in ("text", "input_text"):  # others are refused as a whole
-                _check_inside(part, PART, f"{where}.content[{number}].")
+                for name, value in part.items():
+                    if name not in PART and name not in HARMLESS_INSIDE and value is not None:
+                        raise unknown_field(name, PART, f"{where}.content[{number}].")
 
 
 def _check_other(name: str, where: str, count: int) -> None:
     """Raises an ApiError for a message's field that no chat template can have, or for the last of too many."""
     if name in REFUSED_INSIDE:
-        message = f"{where}{name} is not supported; {REFUSED_INSIDE[name]}"
-        raise ApiError(400, message, param=where + name, code="unsupported_parameter")
+        raise unsupported(where + name, f"{where}{name} is not supported; {REFUSED_INSIDE[name]}")
     if FIELD.fullmatch(name) is None or count > MAX_OTHER_FIELDS:
         raise unknown_field(name, MESSAGE, where)
 
@@ -175,12 +176,6 @@ def other_fields(message: Mapping[str, Any]) -> list[str]:
         for name, value in message.items()
         if name not in MESSAGE and name not in HARMLESS_INSIDE and value is not None
     ]
-
-
-def _check_inside(value: dict[str, Any], known: Collection[str], where: str) -> None:
-    for name in value:
-        if name not in known and name not in HARMLESS_INSIDE and value[name] is not None:
-            raise unknown_field(name, known, where)
 
 
 def own_fields(body: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
@@ -196,7 +191,8 @@ def own_fields(body: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
             own[name] = value
         elif name in NEUTRAL:
             if not any(value == nothing for nothing in NEUTRAL[name]):
-                raise _unsupported(name)
+                instead = INSTEAD.get(name, "leave it out")
+                raise unsupported(name, f"{name} is not supported with this value; {instead}")
         elif name not in HARMLESS and ALIASES.get(name) not in known:
             raise unknown_field(name, known)
     _take_aliases(own, body, known)
@@ -214,9 +210,9 @@ def _take_aliases(own: dict[str, Any], body: dict[str, Any], known: Collection[s
         own[name] = value
 
 
-def _unsupported(name: str) -> ApiError:
-    message = f"{name} is not supported with this value; {INSTEAD.get(name, 'leave it out')}"
-    return ApiError(400, message, param=name, code="unsupported_parameter")
+def unsupported(param: str, message: str) -> ApiError:
+    """The answer to what can't be obeyed. param: its field. message: says what to do instead."""
+    return ApiError(400, message, param=param, code="unsupported_parameter")
 
 
 def unknown_field(name: str, known: Collection[str], where: str = "") -> ApiError:

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,15 +17,15 @@ from ..text.tokenizer import Tokenizer
 from . import generate_request, messages_request, responses_request
 from .answers import Answers, MakeFormat
 from .calls import Calls
-from .chat_request import ChatBatch, ChatCompletionRequest, has_messages
+from .chat_request import ChatBatch, ChatCompletionRequest, Conversations, has_messages
 from .completion_request import CompletionRequest
 from .generate_format import GenerateFormat
-from .generate_request import GenerateRequest
+from .generate_request import GenerateBody, GenerateRequest
 from .messages_format import MessagesFormat
 from .messages_request import MessagesBody
 from .responses import ChatFormat, CompletionFormat
 from .responses_format import ResponsesFormat
-from .responses_request import ResponsesRequest
+from .responses_request import ResponsesBody, ResponsesRequest
 from .translation import renaming
 
 CHAT_NAMES = {"prompt": "messages"}
@@ -79,18 +80,18 @@ def _generate(body: bytes, limits: RequestLimits, stream: bool | None = False) -
     return Call(asked.completion, partial(GenerateFormat, asked), "cmpl-", generate_request.NAMES)
 
 
-READERS: dict[str, Callable[[bytes, RequestLimits], Call]] = {
-    "/v1/completions": _completion,
-    "/v1/chat/completions": _chat,
-    "/v1/chat/completions/batch": _chat_batch,
-    "/v1/responses": _response,
-    "/v1/messages": _message,
-    "/generate": _generate,
-    "/generate_stream": partial(_generate, stream=True),
-    "/": partial(_generate, stream=None),
-    "/invocations": _invocation,
+ROUTES: dict[str, tuple[Callable[[bytes, RequestLimits], Call], type[BaseModel] | None]] = {
+    "/v1/completions": (_completion, CompletionRequest),
+    "/v1/chat/completions": (_chat, ChatCompletionRequest),
+    "/v1/chat/completions/batch": (_chat_batch, Conversations),
+    "/v1/responses": (_response, ResponsesBody),
+    "/v1/messages": (_message, MessagesBody),
+    "/generate": (_generate, GenerateBody),
+    "/generate_stream": (partial(_generate, stream=True), GenerateBody),
+    "/": (partial(_generate, stream=None), GenerateBody),
+    "/invocations": (_invocation, None),
 }
-"""What reads the bodies of each path."""
+"""What reads the bodies of each path, and their fields; None: of either of two others."""
 
 
 @dataclass(slots=True)
@@ -103,7 +104,7 @@ class GenerationApi:
     answers: Answers
 
     def endpoint(self, path: str) -> Callable[[Request], Awaitable[Response]]:
-        read = READERS[path]
+        read, _ = ROUTES[path]
 
         async def answer(request: Request) -> Response:
             arrival = time.monotonic()

@@ -10,7 +10,8 @@ from pydantic import StrictInt, WithJsonSchema
 from ..access.limits import RequestLimits
 from ..errors import ApiError, clipped
 from .chat_request import ChatCompletionRequest
-from .translation import AsChat, objects, part_text, text_of, typed, unsupported, wrong
+from .fields import unsupported
+from .translation import AsChat, objects, part_text, text_of, typed, wrong
 
 NO_THREAD = "thread_not_found"
 """Code of the error to a call that goes on with a thread: Anthropic's client then sends the whole conversation."""

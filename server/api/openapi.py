@@ -15,12 +15,9 @@ from starlette.routing import Route
 from ..version import VERSION
 from .absent import ABSENT
 from .adapter_api import AddAdapter, ChangeAdapter, DrainAdapter, LoadLoraAdapter, UnloadLoraAdapter
-from .chat_request import ChatCompletionRequest, Conversations
-from .completion_request import CompletionRequest
-from .generate_request import GenerateBody
+from .generation_api import ROUTES
 from .json_text import dumps
-from .messages_request import MessagesBody, MessagesToCount
-from .responses_request import ResponsesBody
+from .messages_request import MessagesToCount
 from .text_api import ChatToTokens, TextToTokens, TokensToText
 
 Body = dict[str, Any]
@@ -30,13 +27,8 @@ _TEXT = {"type": "string"}
 _ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"anyOf": [{"type": "object"}, _TEXT]}}}
 
 BODIES: dict[tuple[str, str], tuple[type[BaseModel], ...]] = {
-    ("POST", "/v1/completions"): (CompletionRequest,),
-    ("POST", "/v1/chat/completions"): (ChatCompletionRequest,),
-    ("POST", "/v1/chat/completions/batch"): (Conversations,),
-    ("POST", "/v1/responses"): (ResponsesBody,),
-    ("POST", "/v1/messages"): (MessagesBody,),
+    **{("POST", path): (body,) for path, (_, body) in ROUTES.items() if body is not None},
     ("POST", "/v1/messages/count_tokens"): (MessagesToCount,),
-    **{("POST", path): (GenerateBody,) for path in ("/", "/generate", "/generate_stream")},
     ("POST", "/tokenize"): (TextToTokens, ChatToTokens),
     ("POST", "/detokenize"): (TokensToText,),
     ("POST", "/v1/adapters"): (AddAdapter,),

@@ -12,8 +12,9 @@ from pydantic import BeforeValidator, StrictInt
 from ..access.limits import RequestLimits
 from ..errors import clipped
 from .chat_request import ChatCompletionRequest
+from .fields import unsupported
 from .json_text import dumps
-from .translation import AsChat, objects, part_text, text_of, typed, unsupported, wrong
+from .translation import AsChat, objects, part_text, text_of, typed, wrong
 
 _STATELESS = "nothing is stored here between calls; send the whole conversation in input"
 

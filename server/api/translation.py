@@ -13,7 +13,7 @@ from ...core.requests.sampling_params import InvalidRequest
 from ..access.limits import RequestLimits, check_json
 from ..errors import ApiError, clipped, validated
 from .chat_request import ChatCompletionRequest
-from .fields import unknown_field
+from .fields import unknown_field, unsupported
 from .openai import Name
 
 CHATS_OWN = frozenset(
@@ -130,10 +130,6 @@ def typed(fields: Mapping[str, Any], name: str, kind: type | tuple[type, ...], w
 
 def wrong(param: str, what: str) -> ApiError:
     return ApiError(400, f"{clipped(param)} must be {what}", param=param)
-
-
-def unsupported(param: str, message: str) -> ApiError:
-    return ApiError(400, message, param=param, code="unsupported_parameter")
 
 
 def objects(value: Any, where: str) -> list[dict[str, Any]]:
