@@ -156,9 +156,7 @@ def check_messages(messages: Any) -> None:
         content = message.get("content")
         for number, part in enumerate(content if isinstance(content, list) else ()):
             if isinstance(part, dict) and part.get("type") in ("text", "input_text"):  # others are refused as a whole
-                for name, value in part.items():
-                    if name not in PART and name not in HARMLESS_INSIDE and value is not None:
-                        raise unknown_field(name, PART, f"{where}.content[{number}].")
+                _check_part(part, f"{where}.content[{number}].")
 
 
 def _check_other(name: str, where: str, count: int) -> None:
@@ -176,6 +174,12 @@ def other_fields(message: Mapping[str, Any]) -> list[str]:
         for name, value in message.items()
         if name not in MESSAGE and name not in HARMLESS_INSIDE and value is not None
     ]
+
+
+def _check_part(part: dict[str, Any], where: str) -> None:
+    for name, value in part.items():
+        if name not in PART and name not in HARMLESS_INSIDE and value is not None:
+            raise unknown_field(name, PART, where)
 
 
 def own_fields(body: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
