@@ -7,7 +7,6 @@ from typing import Any
 
 from ...core.requests.types import TokenLogprobs
 from ..engine.generation import Choice, Delta
-from ..errors import ApiError
 from .generate_request import GenerateRequest
 from .logprobs import LOWEST
 from .responses import AnswerFormat, Body
@@ -56,9 +55,6 @@ class GenerateFormat(AnswerFormat):
             event["generated_text"] = self._echo + "".join(self._text)
             event["details"] = self._details(self._choice)
         yield event
-
-    def failed(self, error: ApiError) -> Body:
-        return error.generates_body()
 
     def _event(self, token: Body | None) -> Body:
         self._num_tokens += 1

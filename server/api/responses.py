@@ -70,9 +70,9 @@ class AnswerFormat(ABC):
         """Chunks to stream behind the last delta."""
         return iter(())
 
-    def failed(self, error: ApiError) -> Body:
-        """The last chunk of a stream that an error ends."""
-        return error.body()
+    def failed(self, error: ApiError, path: str) -> Body:
+        """The last chunk of a stream that an error ends. path: of the request."""
+        return error.body(path)
 
     @property
     def num_scores(self) -> float:

@@ -36,7 +36,7 @@ class ResponsesFormat(BlockFormat):
         whole = self.whole()
         yield self._event(whole["status"], response=whole)
 
-    def failed(self, error: ApiError) -> Body:
+    def failed(self, error: ApiError, path: str) -> Body:
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         told = {"error": {"code": code, "message": error.message}}
         return self._event("failed", response={**self._response("failed"), **told})
