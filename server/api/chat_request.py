@@ -63,7 +63,8 @@ class Message(BaseModel):
 
     def for_template(self) -> dict[str, Any]:
         given = self.model_extra or {}
-        shown = {name: given[name] for name in (*(given.keys() & MESSAGE), *other_fields(given))}
+        names = [name for name in given if name in MESSAGE]  # in their order: templates may write what they are given
+        shown = {name: given[name] for name in (*names, *other_fields(given))}
         return {**shown, "role": self.role, "content": self.content or ""}
 
 

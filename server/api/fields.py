@@ -187,31 +187,31 @@ def own_fields(body: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
 
     `null` is as good as absent. known: our fields' names in this kind of call.
     """
-    own = {}
+    own, by_alias = {}, {}
     for name, value in body.items():
         if value is None:
             continue
         if name in known:
             own[name] = value
+        elif ALIASES.get(name) in known:
+            by_alias[name] = value
         elif name in NEUTRAL:
-            if not any(value == nothing for nothing in NEUTRAL[name]):
-                instead = INSTEAD.get(name, "leave it out")
-                raise unsupported(name, f"{name} is not supported with this value; {instead}")
-        elif name not in HARMLESS and ALIASES.get(name) not in known:
+            _check_neutral(name, value)
+        elif name not in HARMLESS:
             raise unknown_field(name, known)
-    _take_aliases(own, body, known)
-    return own
-
-
-def _take_aliases(own: dict[str, Any], body: dict[str, Any], known: Collection[str]) -> None:
-    """Add the fields that a body has under another name."""
-    for alias in body.keys() & ALIASES.keys() - known:
-        name, value = ALIASES[alias], body[alias]
-        if name not in known or value is None or UNLIMITED.get(alias) == value:
+    for alias, value in by_alias.items():
+        name = ALIASES[alias]
+        if UNLIMITED.get(alias) == value:
             continue
         if name in own and own[name] != value:
             raise ApiError(400, f"{alias} is another name of {name}, and they differ; give one of them", param=alias)
         own[name] = value
+    return own
+
+
+def _check_neutral(name: str, value: Any) -> None:
+    if not any(value == nothing for nothing in NEUTRAL[name]):
+        raise unsupported(name, f"{name} is not supported with this value; {INSTEAD.get(name, 'leave it out')}")
 
 
 def unsupported(param: str, message: str) -> ApiError:
