@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -23,7 +23,7 @@ from .api.absent import ABSENT, absent
 from .api.adapter_api import AdapterApi
 from .api.answers import Answers
 from .api.calls import Calls
-from .api.generation_api import GenerationApi
+from .api.generation_api import ROUTES, GenerationApi
 from .api.openapi import openapi_route
 from .api.sampling_defaults import SamplingDefaults
 from .api.text_api import TextApi
@@ -90,10 +90,12 @@ def create_app(
     telemetry = Telemetry(api.metrics, recorder, tracer)
     calls = Calls(worker, tokenizer, settings, defaults, telemetry, executors.text)
     answers = Answers(worker, tokenizer, settings, telemetry, executors.text, sourced)
-    generation = GenerationApi(worker, tokenizer, settings, calls, answers)
+    generation = GenerationApi(tokenizer, settings, calls, answers)
     texts = TextApi(worker, tokenizer, calls, executors.text)
     adapters = AdapterApi(worker, settings, loads, sourced, executors.text)
     watchers = Watchers(worker, api.metrics, executors.page, gate, settings.base_name)
+
+    stops = ExitStack()  # of what runs as long as the app
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -103,13 +105,7 @@ def create_app(
         finally:
             api.metrics.stop()
             sourced.stop()
-            loads.stop()
-            watchdog.stop()
-            key_watch.stop()
-            if kv_publisher is not None:
-                kv_publisher.stop()
-            if recorder is not None:
-                recorder.stop()
+            stops.close()
             try:
                 await executors.stop.run(worker.stop, STOP_SECONDS)
             except Exception as error:
@@ -125,15 +121,8 @@ def create_app(
         GuardedRoute("GET", "/metrics", api.scrape, Right.KEY),
         GuardedRoute("GET", "/v1/models", api.models, Right.KEY),
         GuardedRoute("GET", "/v1/models/{name:path}", api.model, Right.KEY),
-        GuardedRoute("POST", "/v1/completions", generation.completions, Right.KEY),
-        GuardedRoute("POST", "/v1/chat/completions", generation.chat_completions, Right.KEY),
-        GuardedRoute("POST", "/v1/chat/completions/batch", generation.chat_batch, Right.KEY),
-        GuardedRoute("POST", "/v1/responses", generation.responses, Right.KEY),
-        GuardedRoute("POST", "/v1/messages", generation.messages, Right.KEY),
+        *(GuardedRoute("POST", path, generation.endpoint(path), Right.KEY) for path in ROUTES),
         GuardedRoute("POST", "/v1/messages/count_tokens", texts.count_tokens, Right.KEY),
-        GuardedRoute("POST", "/generate", generation.generate, Right.KEY),
-        GuardedRoute("POST", "/generate_stream", generation.generate_stream, Right.KEY),
-        GuardedRoute("POST", "/", generation.generate_either, Right.KEY),
         GuardedRoute("GET", "/info", api.info, Right.KEY),
         GuardedRoute("POST", "/tokenize", texts.tokenize, Right.KEY),
         GuardedRoute("POST", "/detokenize", texts.detokenize, Right.KEY),
@@ -142,7 +131,6 @@ def create_app(
             if settings.enable_tokenizer_info_endpoint
             else []
         ),
-        GuardedRoute("POST", "/invocations", generation.invocations, Right.KEY),
         GuardedRoute("GET", "/ping", api.ping, Right.OPEN),
         GuardedRoute("POST", "/ping", api.ping, Right.KEY),
         GuardedRoute("GET", "/load", api.load, Right.KEY),
@@ -195,16 +183,12 @@ def create_app(
     app.state.gate, app.state.worker, app.state.executors, app.state.key_watch = gate, worker, executors, key_watch
     app.state.watchers = watchers
     app.state.private_paths = private
-    try:  # not in the lifespan: the command line would show its errors as tracebacks
-        watchdog.start()
-        key_watch.start()
-        loads.start()
-        if kv_publisher is not None:
-            kv_publisher.start()
+    with ExitStack() as starting:  # not in the lifespan: the command line would show its errors as tracebacks
+        for part in (watchdog, key_watch, loads, *((kv_publisher,) if kv_publisher is not None else ())):
+            starting.callback(part.stop)
+            part.start()
         if recorder is not None:
+            starting.callback(recorder.stop)
             recorder.start(worker.adapters)
-    except BaseException:
-        watchdog.stop()
-        key_watch.stop()
-        raise
+        stops.push(starting.pop_all())
     return app

@@ -145,28 +145,26 @@ class ApiError(Exception):
         """True if only the log can say what happened."""
         return self.code == "internal_error"
 
-    def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
-
-    def anthropics_body(self) -> dict[str, Any]:
-        """The same as Anthropic's clients read it; the field and the code stay beside the type."""
-        kind = _ANTHROPICS_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-        details = {} if self.code is None else {"details": {"error_code": self.code}}
-        return {"type": "error", "error": {**self.body()["error"], "type": kind, **details}}
-
-    def generates_body(self) -> dict[str, Any]:
-        """The same as clients of TGI and LoRAX read it; the field and the code stay beside it."""
-        kind = _GENERATES_TYPES.get(self.status, "generation" if self.status >= 500 else None)
-        typed = {} if kind is None else {"error_type": kind}
-        return {"error": self.message, **typed, "param": self.param, "code": self.code}
+    def body(self, path: str = "") -> dict[str, Any]:
+        """The error as clients of a path read it: OpenAI's or, with the field and the code beside theirs, Anthropic's,
+        TGI's and LoRAX's.
+        """
+        told = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        if path.startswith(ANTHROPICS):
+            kind = _ANTHROPICS_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+            details = {} if self.code is None else {"details": {"error_code": self.code}}
+            return {"type": "error", "error": {**told, "type": kind, **details}}
+        if path in GENERATES:
+            kind = _GENERATES_TYPES.get(self.status, "generation" if self.status >= 500 else None)
+            typed = {} if kind is None else {"error_type": kind}
+            return {"error": self.message, **typed, "param": self.param, "code": self.code}
+        return {"error": told}
 
     def response(self, path: str = "") -> JSONResponse:
         """path: of the request."""
         retry = {} if self.retry_after is None else {"retry-after": str(max(1, math.ceil(self.retry_after)))}
-        body, status = self.anthropics_body() if path.startswith(ANTHROPICS) else self.body(), self.status
-        if path in GENERATES:
-            body, status = self.generates_body(), 422 if status == 400 else status
-        return JsonResponse(body, status_code=status, headers={**self.headers, **retry})
+        status = 422 if self.status == 400 and path in GENERATES else self.status
+        return JsonResponse(self.body(path), status_code=status, headers={**self.headers, **retry})
 
 
 class EngineUnavailable(Exception):

@@ -7,11 +7,12 @@ import json
 import os
 import re
 import tomllib
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, Field, SecretStr, TypeAdapter, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, TypeAdapter, field_validator, model_validator
 from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, InitSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
@@ -26,8 +27,6 @@ from .demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL, BUILTIN_NAME
 from .stores.allowed import Allowed
 from .stores.rules import Rule, Rules
 
-Texts = Annotated[list[str] | None, NoDecode]
-Secrets = Annotated[list[SecretStr], NoDecode]
 AdapterName = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS), AfterValidator(check_name)]
 REPEATABLE: JsonDict = {"repeatable": True}
 ENV_PREFIX = "CHORUS_"
@@ -46,6 +45,69 @@ class LoraModule(NamedTuple):
 
 class ConfigFileError(ValueError):
     """A configuration file, or an environment, that can't be read or that sets what doesn't exist."""
+
+
+def _split(given: Any) -> Any:
+    return [part.strip() for part in given.split(",") if part.strip()] if isinstance(given, str) else given
+
+
+def _read_key(key: Any) -> str:
+    return check_key(key.get_secret_value() if isinstance(key, SecretStr) else str(key))
+
+
+def _checked(check: Callable[[list[str]], object]) -> AfterValidator:
+    """A check of texts, which stay as they are. check: raises ValueError for wrong ones."""
+
+    def read(texts: list[str] | None) -> list[str] | None:
+        check(texts or [])
+        return texts
+
+    return AfterValidator(read)
+
+
+def _read_weights(weights: Any) -> Any:
+    if not isinstance(weights, str):
+        return weights
+    pairs = [part.rpartition("=") for part in weights.split(",") if part.strip()]
+    for name, equals, weight in pairs:
+        if not equals or not name.strip():
+            raise ValueError(f"{weight.strip()!r} is not NAME=WEIGHT, such as support=2")
+    return {name.strip(): weight.strip() for name, _, weight in pairs}
+
+
+def _split_roots(roots: Any) -> Any:
+    if not isinstance(roots, str):
+        return roots
+    return [] if roots == "none" else [part for part in roots.split(os.pathsep) if part]
+
+
+def read_lora_module(given: Any) -> LoraModule:
+    """An adapter given as `NAME=DIR`, or as vLLM's JSON object with `name` and `path`. Raises ValueError."""
+    if isinstance(given, str) and given.lstrip().startswith("{"):
+        try:
+            given = json.loads(given)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"this is no JSON object: {error}") from None
+    if isinstance(given, dict):
+        name, path = given.get("name"), given.get("path")
+    elif isinstance(given, str):
+        name, _, path = given.partition("=")
+    else:
+        name, path = given
+    if not name or not path:
+        raise ValueError("an adapter is given as NAME=DIR")
+    return LoraModule(TypeAdapter(AdapterName).validate_python(name), Path(path))
+
+
+Commas = BeforeValidator(_split)
+Words = BeforeValidator(lambda given: given.split() if isinstance(given, str) else given)
+Texts = Annotated[list[str] | None, NoDecode, Commas]
+Nets = Annotated[Texts, _checked(Networks)]
+Secrets = Annotated[
+    list[Annotated[SecretStr, BeforeValidator(_read_key)]],
+    NoDecode,  # an empty key between commas stays, and is refused: without it the server could be open
+    BeforeValidator(lambda given: given.split(",") if isinstance(given, str) else given),
+]
 
 
 # pydantic's own BaseSettings gives BaseModel's `model_config` a narrower type
@@ -84,7 +146,7 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         default=False,
         description="GET /tokenizer_info gives the tokenizer's special tokens and the chat template, as lm-eval asks",
     )
-    adapter_roots: Annotated[list[Path] | None, NoDecode] = Field(
+    adapter_roots: Annotated[list[Path] | None, NoDecode, BeforeValidator(_split_roots)] = Field(
         default=None,
         description="directories, with ':' between them, below which adapters may be loaded over HTTP; none: adapters "
         "can't be changed over HTTP; default: the adapters directory",
@@ -107,14 +169,14 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         description="versions of an adapter that can be asked for as NAME@VERSION, the newest counted, where a load "
         "does not say",
     )
-    adapter_source: Annotated[list[str], NoDecode] = Field(
+    adapter_source: Annotated[list[str], NoDecode, Words, _checked(lambda given: list(map(Rule.parse, given)))] = Field(
         default=[],
         json_schema_extra=REPEATABLE,
         description="where adapters that are not registered come from when a request names them, as PATTERN=URL with a "
         "* in both, such as 'acme/*=https://adapters.acme.example/*.tar.gz' or 'hf/*=hf://*': a directory, or hf://, "
         "https://, s3:// or gs://, which must be in --adapter-source-hosts; repeatable; default: nowhere",
     )
-    adapter_source_hosts: Annotated[list[str], NoDecode] = Field(
+    adapter_source_hosts: Annotated[list[str], NoDecode, Commas, _checked(Allowed)] = Field(
         default=[],
         description="hosts, with commas between, that adapters may be fetched from, also by redirects: store.example, "
         "*.store.example, http://minio:9000, s3://BUCKET, gs://BUCKET, and addresses or networks that are not of the "
@@ -129,7 +191,7 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     adapter_cache_bytes: int = Field(
         default=20 << 30, ge=1, description="most bytes of fetched adapters, of which the least recently used go first"
     )
-    lora_modules: Annotated[list[LoraModule], NoDecode] = Field(
+    lora_modules: Annotated[list[Annotated[LoraModule, BeforeValidator(read_lora_module)]], NoDecode, Words] = Field(
         default=[],
         json_schema_extra=REPEATABLE,
         description="adapters to serve from anywhere on this machine, each as NAME=DIR; repeatable",
@@ -173,7 +235,7 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         default=None,
         description="origins, with commas between, of web pages that may call the server; '*' is any; default: none",
     )
-    weights: Annotated[dict[str, float], NoDecode] = Field(
+    weights: Annotated[dict[str, float], NoDecode, BeforeValidator(_read_weights)] = Field(
         default={},
         description="shares of tenants, or of adapters, each as NAME=WEIGHT with commas between: one of weight 2 gets "
         "twice as much of a busy engine as one of weight 1, which is every other's. A tenant's name is the one in the "
@@ -185,7 +247,7 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         description="request header that names the tenant, for a gateway that speaks for several; any client with "
         "a key may then name any tenant. Default: each key is a tenant and, without keys, each address",
     )
-    tenant_gateways: Texts = Field(
+    tenant_gateways: Nets = Field(
         default=None,
         description="addresses and networks, with commas between, of gateways: only their tenant header counts, which "
         "is llm-d's x-llm-d-inference-fairness-id unless --tenant-header names another; of a request with a key it "
@@ -232,7 +294,7 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         ge=1,
         description="most open connections from one address, or from one /64 of IPv6; default: half of max_connections",
     )
-    trusted_proxies: Texts = Field(
+    trusted_proxies: Nets = Field(
         default=["127.0.0.1", "::1"],
         description="addresses and networks, with commas between, of proxies in front of the server: they may open any "
         "number of connections, and the address they name in X-Forwarded-For is the client's; default: this machine",
@@ -265,71 +327,6 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     @classmethod
     def _sizes_have_units(cls, size: Any) -> Any:
         return read_size(size) if isinstance(size, str) else size
-
-    @field_validator(
-        "allowed_hosts", "cors_origins", "trusted_proxies", "tenant_gateways", "adapter_source_hosts", mode="before"
-    )
-    @classmethod
-    def _split_commas(cls, texts: Any) -> Any:
-        return [part.strip() for part in texts.split(",") if part.strip()] if isinstance(texts, str) else texts
-
-    @field_validator("trusted_proxies")
-    @classmethod
-    def _proxies_are_addresses(cls, proxies: list[str] | None) -> list[str]:
-        Networks(proxies or ())
-        return proxies or []
-
-    @field_validator("tenant_gateways")
-    @classmethod
-    def _gateways_are_addresses(cls, gateways: list[str] | None) -> list[str] | None:
-        Networks(gateways or ())
-        return gateways
-
-    @field_validator("api_key", "admin_key", mode="before")
-    @classmethod
-    def _keys_are_sound(cls, keys: Any) -> Any:
-        given = keys.split(",") if isinstance(keys, str) else keys
-        if not isinstance(given, list | tuple):
-            raise ValueError("give keys as text")
-        return [check_key(key.get_secret_value() if isinstance(key, SecretStr) else str(key)) for key in given]
-
-    @field_validator("lora_modules", mode="before")
-    @classmethod
-    def _read_lora_modules(cls, modules: Any) -> Any:
-        given = modules.split() if isinstance(modules, str) else modules
-        return [read_lora_module(module) for module in given]
-
-    @field_validator("adapter_source", mode="before")
-    @classmethod
-    def _sources_are_rules(cls, sources: Any) -> Any:
-        given = sources.split() if isinstance(sources, str) else sources
-        for source in given:
-            Rule.parse(source)
-        return given
-
-    @field_validator("adapter_source_hosts")
-    @classmethod
-    def _sources_hosts_are_hosts(cls, hosts: list[str]) -> list[str]:
-        Allowed(hosts)
-        return hosts
-
-    @field_validator("weights", mode="before")
-    @classmethod
-    def _read_weights(cls, weights: Any) -> Any:
-        if not isinstance(weights, str):
-            return weights
-        pairs = [part.rpartition("=") for part in weights.split(",") if part.strip()]
-        for name, equals, weight in pairs:
-            if not equals or not name.strip():
-                raise ValueError(f"{weight.strip()!r} is not NAME=WEIGHT, such as support=2")
-        return {name.strip(): weight.strip() for name, _, weight in pairs}
-
-    @field_validator("adapter_roots", mode="before")
-    @classmethod
-    def _split_roots(cls, roots: Any) -> Any:
-        if not isinstance(roots, str):
-            return roots
-        return [] if roots == "none" else [part for part in roots.split(os.pathsep) if part]
 
     @model_validator(mode="after")
     def _pulled_models_have_names(self) -> Settings:
@@ -473,21 +470,3 @@ def read_size(text: str) -> int:
         raise ValueError("a size is a number of bytes, or one with a unit, such as 512MB or 2GiB")
     number, unit = found[1], _UNITS[found[2].lower()]
     return int(float(number) * unit) if "." in number else int(number) * unit
-
-
-def read_lora_module(given: Any) -> LoraModule:
-    """An adapter given as `NAME=DIR`, or as vLLM's JSON object with `name` and `path`. Raises ValueError."""
-    if isinstance(given, str) and given.lstrip().startswith("{"):
-        try:
-            given = json.loads(given)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"this is no JSON object: {error}") from None
-    if isinstance(given, dict):
-        name, path = given.get("name"), given.get("path")
-    elif isinstance(given, str):
-        name, _, path = given.partition("=")
-    else:
-        name, path = given
-    if not name or not path:
-        raise ValueError("an adapter is given as NAME=DIR")
-    return LoraModule(TypeAdapter(AdapterName).validate_python(name), Path(path))

@@ -10,7 +10,7 @@ import re
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
@@ -78,31 +78,6 @@ class NamedKey(NamedTuple):
         return self.key.split(":")[1] if HASHED.fullmatch(self.key) else ""
 
 
-class _ByDigest:
-    """Tenants and grants of keys by the keys' digests."""
-
-    def __init__(self) -> None:
-        self.users: dict[str, tuple[str | None, Grant]] = {}
-        self.admins: dict[str, tuple[str | None, Grant]] = {}
-        self.ids: dict[str, str | None] = {}
-        self.weights: dict[str, float] = {}
-
-    def add(self, one: NamedKey, *, as_admin: bool = False) -> None:
-        """Raises InvalidKey for one that contradicts another, or itself."""
-        digest, tenant, grant = _digest(one), one.tenant, one.grant
-        known = self.admins.get(digest) or self.users.get(digest)
-        known_tenant = known and known[0]
-        if tenant and known_tenant not in (None, "", tenant):
-            raise InvalidKey(f"one key is given to two tenants, {known_tenant} and {tenant}; give each a key")
-        if as_admin and grant.limited:
-            raise InvalidKey("an admin key may use every adapter; leave out adapters= and base=no")
-        kept = self.admins if as_admin or grant.admin else self.users
-        kept[digest] = tenant or known_tenant, grant
-        self.ids[digest] = one.id
-        if tenant and grant.weight and self.weights.setdefault(tenant, grant.weight) != grant.weight:
-            raise InvalidKey(f"the keys of tenant {tenant} have different weights; give them one")
-
-
 class Keys:
     """The keys of one server, kept as hashes.
 
@@ -111,26 +86,41 @@ class Keys:
     """
 
     def __init__(self, api_keys: Iterable[NamedKey] = (), admin_keys: Iterable[NamedKey] = ()) -> None:
-        given = _ByDigest()
+        given: dict[str, NamedKey] = {}
+        admins: set[str] = set()
+        self.weights: dict[str, float] = {}
+        """Shares of a busy engine, by tenant."""
         for one in api_keys:
-            given.add(one)
-        self.guarded = bool(given.ids)
+            self._add(one, given, admins)
+        self.guarded = bool(given)
         """True if a key is needed at all."""
         for one in admin_keys:
-            given.add(one, as_admin=True)
-        users, admins, ids = given.users, given.admins, given.ids
-        self.weights = given.weights
-        """Shares of a busy engine, by tenant."""
+            if one.grant.limited:
+                raise InvalidKey("an admin key may use every adapter; leave out adapters= and base=no")
+            self._add(one._replace(grant=replace(one.grant, admin=True)), given, admins)
         self._open = Identity(may_change_adapters=not admins, sees_tenants=not admins)
         self._known: list[tuple[str, Identity]] = []
         self._by_id: dict[str, tuple[str, Identity]] = {}
-        for digest, (tenant, grant) in sorted({**users, **admins}.items()):
-            changes = digest in admins or not (admins or grant.limited)
-            one = digest, Identity(tenant or f"key-{digest[:16]}", changes, digest in admins, grant)
-            if key_id := ids[digest]:
-                self._by_id[key_id] = one
+        for digest, one in sorted(given.items()):
+            changes = digest in admins or not (admins or one.grant.limited)
+            known = digest, Identity(one.tenant or f"key-{digest[:16]}", changes, digest in admins, one.grant)
+            if one.id:
+                self._by_id[one.id] = known
             else:
-                self._known.append(one)
+                self._known.append(known)
+
+    def _add(self, one: NamedKey, given: dict[str, NamedKey], admins: set[str]) -> None:
+        """Take a key to the ones given so far, by their digests. Raises InvalidKey for one that contradicts another."""
+        digest, tenant, weight = _digest(one), one.tenant, one.grant.weight
+        known = given.get(digest, one)
+        if tenant and known.tenant not in (None, "", tenant):
+            raise InvalidKey(f"one key is given to two tenants, {known.tenant} and {tenant}; give each a key")
+        if one.grant.admin:
+            admins.add(digest)
+        grant = known.grant if digest in admins and not one.grant.admin else one.grant
+        given[digest] = NamedKey(one.key, tenant or known.tenant, grant)
+        if tenant and weight and self.weights.setdefault(tenant, weight) != weight:
+            raise InvalidKey(f"the keys of tenant {tenant} have different weights; give them one")
 
     @property
     def tenants(self) -> list[str]:

@@ -21,11 +21,12 @@ from ..checkpoints.pull import hub_name
 from ..engine.backend import Backend
 from ..engine.engine_view import AdapterState, EngineView
 from ..engine.metrics import Metrics, Write, accounts_text
-from ..errors import ApiError, EngineUnavailable, JsonResponse, clipped, no_model
+from ..errors import EngineUnavailable, JsonResponse, clipped, no_model
 from ..executors import DaemonPool
 from ..http.gate import Gate
 from ..settings import Settings
 from ..version import VERSION
+from .fields import unsupported
 
 audit = logging.getLogger("chorus.audit")
 
@@ -98,7 +99,7 @@ class Api:
             message = (
                 f"mode is {clipped(mode)!r}; only keep is served: what is in progress is neither ended nor waited for"
             )
-            raise ApiError(400, message, param="mode", code="unsupported_parameter")
+            raise unsupported("mode", message)
         return await self._freeze(request, frozen=True)
 
     async def resume(self, request: Request) -> Response:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, Field, StrictBool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 
 from ...core.requests.sampling_params import InvalidRequest
 from ...memory.adapters.adapter import MAX_NAME_CHARACTERS
@@ -27,7 +27,7 @@ from ..engine.adapter_loads import AdapterLoads, LoadTimedOut
 from ..engine.backend import Backend
 from ..engine.engine_view import AdapterState
 from ..engine.sourced_adapters import SourcedAdapters
-from ..errors import DISK_FAULTS, ApiError, Body, clipped, read_body, validated
+from ..errors import DISK_FAULTS, ApiError, Body, JsonResponse, clipped, read_body, validated
 from ..executors import DaemonPool, PoolFull
 from ..settings import AdapterName, Settings
 from .adapter_bytes import CONFIG, WEIGHTS, read_adapter
@@ -53,24 +53,21 @@ def _check_path(path: str) -> str:
 AdapterPath = Annotated[str, Field(min_length=1, max_length=MAX_PATH_BYTES), AfterValidator(_check_path)]
 
 
-class LoadFields(BaseModel):
-    """Fields that both ways to load an adapter have. keep_versions: kept of the name, the newest counted."""
-
-    keep_versions: Annotated[int, Field(ge=1, le=1000)] | None = None
-
-
-class AddAdapter(LoadFields):
-    """POST /v1/adapters. `path` is a directory on the server; none where the files come along."""
+class AddAdapter(BaseModel):
+    """POST /v1/adapters. `path` is a directory on the server; none where the files come along. keep_versions: kept of
+    the name, the newest counted.
+    """
 
     name: AdapterName
     path: AdapterPath | None = None
+    keep_versions: Annotated[int, Field(ge=1, le=1000)] | None = None
 
 
-class LoadLoraAdapter(LoadFields):
+class LoadLoraAdapter(AddAdapter):
     """POST /v1/load_lora_adapter. load_inplace: may replace; None: only where the files come along."""
 
-    lora_name: AdapterName
-    lora_path: AdapterPath | None = None
+    name: AdapterName = Field(alias="lora_name")
+    path: AdapterPath | None = Field(default=None, alias="lora_path")
     load_inplace: bool | None = None
     base_model_name: Annotated[str, Field(max_length=MAX_PATH_BYTES)] | None = None
 
@@ -184,7 +181,7 @@ class AdapterApi:
 
         def respond() -> Response:
             data = [_body(one, request) for one in listing.adapters() if grant.allows(one.name)]
-            return JSONResponse({"object": "list", "data": data, "quarantined": broken, **about})
+            return JsonResponse({"object": "list", "data": data, "quarantined": broken, **about})
 
         return await self._threads.run(respond)  # beside the loop: thousands take a while
 
@@ -193,17 +190,15 @@ class AdapterApi:
         asked = name if request.state.identity.grant.allows(name) else NOWHERE
         with _known(name):
             seen = await asyncio.wrap_future(self._book.state(asked))
-        return JSONResponse(_body(seen, request))
+        return JsonResponse(_body(seen, request))
 
     async def add(self, request: Request) -> Response:
         """Registers an adapter, or replaces one; 201 or 200."""
         async with read_adapter(request, self._loads, self._settings) as (fields, draft):
             asked = validated(AddAdapter, fields)
-            seen, replaced = await self._load(
-                request, asked, asked.name, asked.path, draft, ("name", "path"), replace=True
-            )
+            seen, replaced = await self._load(request, asked, draft, replace=True)
         headers = {ADAPTER: adapter_header(seen.name, seen.label, seen.manifest.content_hash)}
-        return JSONResponse(_body(seen, request), status_code=200 if replaced else 201, headers=headers)
+        return JsonResponse(_body(seen, request), status_code=200 if replaced else 201, headers=headers)
 
     async def remove(self, request: Request) -> Response:
         """Removes an adapter: when the last request that holds it has ended, or with `?force=true` at once."""
@@ -211,7 +206,7 @@ class AdapterApi:
         if force not in ("true", "false"):
             raise ApiError(400, f"force is {clipped(force)!r}; it may be true or false", param="force")
         ended = await self._unload(request, name, None, force=force == "true")
-        return JSONResponse({"object": "adapter", "name": name, "deleted": True, "ended_requests": ended})
+        return JsonResponse({"object": "adapter", "name": name, "deleted": True, "ended_requests": ended})
 
     async def change(self, request: Request) -> Response:
         """Pins an adapter, which loads it, or unpins it; pauses all of its versions, or goes on with them."""
@@ -231,7 +226,7 @@ class AdapterApi:
         changes = [("unpinned", "pinned")[asked.pinned]] if asked.pinned is not None else []
         changes += [("resumed", "paused")[asked.paused]] if asked.paused is not None else []
         audit.info("%s %s adapter %s", request.state.caller, " and ".join(changes), name)
-        return JSONResponse(_body(seen, request))
+        return JsonResponse(_body(seen, request))
 
     async def drain(self, request: Request) -> Response:
         """Answers once no request of any version of an adapter is in progress."""
@@ -245,7 +240,7 @@ class AdapterApi:
                 message = f"{left} requests of adapter {name!r} have not ended; pause it, or ask again"
                 raise ApiError(504, message, code="drain_timed_out")
             await asyncio.sleep(DRAIN_SECONDS)
-        return JSONResponse({"object": "adapter", "name": name, "drained": True})
+        return JsonResponse({"object": "adapter", "name": name, "drained": True})
 
     # --- vLLM's ---
 
@@ -257,11 +252,9 @@ class AdapterApi:
                 message = f"base_model_name is {asked.base_model_name!r}, this server's base model is {base!r}"
                 raise ApiError(400, message, param="base_model_name")
             replace = draft is not None if asked.load_inplace is None else asked.load_inplace
-            seen, _ = await self._load(
-                request, asked, asked.lora_name, asked.lora_path, draft, ("lora_name", "lora_path"), replace=replace
-            )
+            seen, _ = await self._load(request, asked, draft, replace=replace)
         headers = {ADAPTER: adapter_header(seen.name, seen.label, seen.manifest.content_hash)}
-        return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.", headers=headers)
+        return PlainTextResponse(f"Success: LoRA adapter '{asked.name}' added successfully.", headers=headers)
 
     async def unload_lora_adapter(self, request: Request) -> Response:
         asked = await self._read(UnloadLoraAdapter, request)
@@ -275,24 +268,17 @@ class AdapterApi:
             return validated(kind, body)
 
     async def _load(
-        self,
-        request: Request,
-        asked: LoadFields,
-        full_name: str,
-        path: str | None,
-        draft: Draft | None,
-        fields: tuple[str, str],
-        *,
-        replace: bool,
+        self, request: Request, asked: AddAdapter, draft: Draft | None, *, replace: bool
     ) -> tuple[AdapterState, bool]:
         """The adapter once requests may use it, and whether it took another's place. draft: its files, if they came
-        along. fields: of its name, which may have a version behind it, and of its path.
+        along.
         """
-        name_field, path_field = fields
+        name_field, path_field = (type(asked).model_fields[name].alias or name for name in ("name", "path"))
+        path = asked.path
         if (path is None) == (draft is None):
             raise ApiError(400, f"give {path_field}, or the files {CONFIG} and {WEIGHTS}, and not both",
                            param=path_field)  # fmt: skip
-        name, label = self._checked_name(full_name, name_field)
+        name, label = self._checked_name(asked.name, name_field)
         roots, find = self._roots.roots, partial(self._roots.find, path or "", path_field)
         if draft is None:
             self._roots.require()

@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from pydantic_core import from_json
+from pydantic import RootModel
 from starlette.requests import Request
 
 from ...memory.files.content_store import Draft, StoreFull, TooLarge
 from ...memory.files.format import CONFIG_FILE, WEIGHTS_FILE
 from ..access.limits import check_json
-from ..errors import ApiError, read_body
+from ..errors import ApiError, read_body, validated
 from ..http.form import boundary_of, pieces
 
 if TYPE_CHECKING:
@@ -97,13 +97,7 @@ async def _read_form(request: Request, loads: AdapterLoads, draft: Draft, bounda
 
 def _json(body: bytes, settings: Settings) -> dict[str, Any]:
     check_json(body, settings.max_json_values)
-    try:
-        fields = from_json(body)
-    except ValueError as error:
-        raise ApiError(400, f"the body is no valid JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise ApiError(400, "the body must be a JSON object")
-    return fields
+    return validated(RootModel[dict[str, Any]], body).root
 
 
 def _write_json(draft: Draft, config: Any, weights: Any) -> None:

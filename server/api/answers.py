@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -21,14 +22,14 @@ from ..text.tokenizer import Tokenizer
 from .adapter_header import ADAPTER, adapter_header
 from .json_text import dumps, encode
 from .logprobs import LogprobFormat
-from .openai import GenerationRequest
-from .responses import AnswerFormat, Echo, Extras
-from .sse import EventStream, event, long_event, while_connected
+from .openai import GenerationRequest, StreamOptions
+from .responses import AnswerFormat, Echo
+from .sse import EventStream, event, while_connected
 
 log = logging.getLogger(__name__)
 access = logging.getLogger("chorus.access")
 
-MakeFormat = Callable[[Generation, LogprobFormat, Extras], AnswerFormat]
+MakeFormat = Callable[[GenerationRequest, Generation, LogprobFormat, Sequence[Echo]], AnswerFormat]
 
 IGNORED = "x-ignored-fields"
 """Header of an answer: fields that it does not depend on, because the model's chat template does not know them."""
@@ -40,25 +41,19 @@ THREAD_SCORES = 500
 """Log-probabilities of an answer, or of a part of one, above which it is written beside the event loop."""
 
 
+@dataclass(slots=True)
 class Answers:
-    """Has the engine accept a call, and answers it in the form that its route asks for, whole or as a stream."""
+    """Has the engine accept a call, and answers it in the form that its route asks for, whole or as a stream.
 
-    def __init__(
-        self,
-        worker: Backend,
-        tokenizer: Tokenizer,
-        settings: Settings,
-        telemetry: Telemetry,
-        threads: DaemonPool,
-        sourced: SourcedAdapters,
-    ) -> None:
-        """threads: write long answers. sourced: brings adapters that are not registered."""
-        self._worker = worker
-        self._tokenizer = tokenizer
-        self._settings = settings
-        self._telemetry = telemetry
-        self._threads = threads
-        self._sourced = sourced
+    threads: write long answers. sourced: brings adapters that are not registered.
+    """
+
+    worker: Backend
+    tokenizer: Tokenizer
+    settings: Settings
+    telemetry: Telemetry
+    threads: DaemonPool
+    sourced: SourcedAdapters
 
     async def to(
         self,
@@ -69,7 +64,7 @@ class Answers:
         echoed: Sequence[str | list[int]] = (),
     ) -> Response:
         try:
-            with self._telemetry.counting_rejections():
+            with self.telemetry.counting_rejections():
                 await self._start(request, generation)
         except ClientDisconnect:
             return client_gone()
@@ -80,32 +75,18 @@ class Answers:
         except InvalidRequest as error:
             raise no_model(generation.model) if error.field == "model" else error from None
         try:  # now the engine has found the prompts to be such that they can be decoded
-            echoes = await self._threads.run(self._echoes, asked, echoed, generation) if echoed else ()
+            echoes = await self.threads.run(self._echoes, asked, echoed, generation) if echoed else ()
         except BaseException:
             generation.close()
             raise
-        forced = self._settings.enable_force_include_usage
-        extras = Extras(
-            token_ids=asked.return_token_ids,
-            step_info=asked.return_step_info,
-            usage_chunk=asked.stream and (asked.include_usage or forced),
-            running_usage=asked.stream and (asked.continuous_usage or forced),
-            logprobs=asked.num_logprobs,
-            prompt_logprobs=asked.prompt_logprobs,
-            echoes=echoes,
-        )
-        as_token_ids = asked.return_tokens_as_token_ids or self._settings.return_tokens_as_token_ids
-        scores = LogprobFormat(self._tokenizer.vocabulary, as_token_ids=as_token_ids)
-        answer = make_format(generation, scores, extras)
-        ignored = asked.ignored(self._tokenizer)
-        headers = {IGNORED: ", ".join(ignored)} if ignored else {}
-        headers |= self._load_report(request.headers.get(LOAD_FORMAT, ""))
-        if versions := _versions(generation):
-            headers[ADAPTER] = versions
-            if self._settings.access_log:
-                access.info("%s is answered by adapter %s", request.state.request_id, versions)
+        if asked.stream and self.settings.enable_force_include_usage:
+            asked.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)
+        as_token_ids = asked.return_tokens_as_token_ids or self.settings.return_tokens_as_token_ids
+        scores = LogprobFormat(self.tokenizer.vocabulary, as_token_ids=as_token_ids)
+        answer = make_format(asked, generation, scores, echoes)
+        headers = self._headers(request, asked, generation)
         if asked.stream:
-            return EventStream(self._events(generation, answer), generation.close, headers)
+            return EventStream(self._events(generation, answer, request.url.path), generation.close, headers)
         try:
             await while_connected(request.receive, _read(generation, answer))
             body = await self._written(answer)
@@ -125,10 +106,10 @@ class Answers:
         except InvalidRequest as error:
             if error.field != "model" or name is None:
                 raise
-            if not await while_connected(request.receive, self._sourced.bring(name)):
+            if not await while_connected(request.receive, self.sourced.bring(name)):
                 raise
             await generation.start()
-        self._sourced.note_use(name)
+        self.sourced.note_use(name)
 
     def _echoes(self, asked: GenerationRequest, given: Sequence[str | list[int]], generation: Generation) -> list[Echo]:
         """An entry per choice. A prompt that came as text comes back as it was."""
@@ -136,20 +117,30 @@ class Answers:
         skip = asked.skip_special_tokens
         for prompt, choice in zip(given, generation.choices[:: asked.n], strict=True):
             token_ids = choice.prompt_token_ids
-            text = prompt if isinstance(prompt, str) else self._tokenizer.decode(token_ids, skip_special_tokens=skip)
+            text = prompt if isinstance(prompt, str) else self.tokenizer.decode(token_ids, skip_special_tokens=skip)
             offsets: list[int] = []
             if asked.num_logprobs is not None:
                 offsets = [
-                    min(offset, len(text)) for offset in self._tokenizer.offsets(token_ids, skip_special_tokens=skip)
+                    min(offset, len(text)) for offset in self.tokenizer.offsets(token_ids, skip_special_tokens=skip)
                 ]
             echoes += [Echo(text, offsets)] * asked.n
         return echoes
+
+    def _headers(self, request: Request, asked: GenerationRequest, generation: Generation) -> dict[str, str]:
+        ignored = asked.ignored(self.tokenizer)
+        headers = {IGNORED: ", ".join(ignored)} if ignored else {}
+        headers |= self._load_report(request.headers.get(LOAD_FORMAT, ""))
+        if versions := _versions(generation):
+            headers[ADAPTER] = versions
+            if self.settings.access_log:
+                access.info("%s is answered by adapter %s", request.state.request_id, versions)
+        return headers
 
     def _load_report(self, form: str) -> dict[str, str]:
         """The server's load as a header in ORCA's form, under vLLM's names; nothing unless the client asks for one."""
         if (kind := form.upper()) not in ("TEXT", "JSON"):
             return {}
-        stats = self._worker.stats
+        stats = self.worker.stats
         load = {
             "kv_cache_usage_perc": stats.kv_usage,
             "num_requests_waiting": float(stats.num_waiting),
@@ -163,10 +154,10 @@ class Answers:
     async def _written(self, answer: AnswerFormat) -> bytes:
         """The whole answer; a long one is written beside the event loop, which must not make way for others there."""
         if answer.num_scores > THREAD_SCORES:
-            return await self._threads.run(lambda: encode(answer.answer()))
+            return await self.threads.run(lambda: encode(answer.answer()))
         return dumps(answer.answer())
 
-    async def _events(self, generation: Generation, answer: AnswerFormat) -> AsyncIterator[bytes]:
+    async def _events(self, generation: Generation, answer: AnswerFormat, path: str) -> AsyncIterator[bytes]:
         """A call's deltas as events; what is there together is sent together.
 
         The status line is gone by now, so an error is an event, too.
@@ -176,7 +167,7 @@ class Answers:
             async for delta in generation:
                 heavy = answer.scores_of(delta) > THREAD_SCORES
                 if heavy:
-                    ready += [await self._threads.run(long_event, chunk) for chunk in answer.chunks(delta)]
+                    ready += [await self.threads.run(event, chunk, encode) for chunk in answer.chunks(delta)]
                 else:
                     ready += map(event, answer.chunks(delta))
                 if ready and (heavy or not generation.goes_on):
@@ -187,7 +178,7 @@ class Answers:
             answer_to_error = as_api_error(error)
             if answer_to_error.unforeseen:
                 log.exception("a stream failed")
-            ready.append(event(answer.failed(answer_to_error)))
+            ready.append(event(answer.failed(answer_to_error, path)))
         yield b"".join((*ready, answer.end))
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..engine.generation import Choice, Delta, Generation
 from ..text.answer_reader import Part, PartKind
 from .logprobs import LogprobFormat
-from .responses import AnswerFormat, Body, Extras
+from .openai import GenerationRequest
+from .responses import AnswerFormat, Body, Echo
 
 
 @dataclass(slots=True)
@@ -36,8 +37,10 @@ class BlockFormat(AnswerFormat):
 
     end = b""
 
-    def __init__(self, generation: Generation, scores: LogprobFormat, extras: Extras) -> None:
-        super().__init__(generation, scores, extras)
+    def __init__(
+        self, asked: GenerationRequest, generation: Generation, scores: LogprobFormat, echoes: Sequence[Echo]
+    ) -> None:
+        super().__init__(asked, generation, scores, echoes)
         self._blocks: list[Block] = []
 
     def answer(self) -> Body:
@@ -64,7 +67,7 @@ class BlockFormat(AnswerFormat):
             block = yield from self._begun_block(part)
         if part.kind is not PartKind.CALL:
             block.pieces.append(part.text)
-            scores = list(self._scores.chat(part.scores, self._extras.logprobs or 0)["content"])
+            scores = list(self._scores.chat(part.scores, self._logprobs or 0)["content"])
             block.scores += scores
             yield from self._added(block, part.text, scores)
         return block

@@ -21,7 +21,6 @@ def answer_grammar(
     *,
     forced: bool,
     parallel: bool,
-    reasons_already: bool,
     content: bool = False,
 ) -> str:
     """The grammar of answers with calls of these tools, with content that matches another grammar, or with so much
@@ -29,13 +28,13 @@ def answer_grammar(
 
     tools: the JSON schema of each function's arguments; none: there are no calls. specials: ids of the special tokens
     among the syntax's marks. forced: calls and nothing else, but for reasoning in front of them; otherwise calls in
-    free text, or none. parallel: whether there may be several. reasons_already: the prompt ended within reasoning.
+    free text, or none. parallel: whether there may be several.
     content: instead of free text, and instead of calls, the answer may be what `@content` is. Where reasoning has
     a bound, its end must be a special token.
     """
     spelt = Speller(specials)
     rules = [ANY_TEXT]
-    start = _reasoning(syntax, rules, spelt, always=forced or content, reasons_already=reasons_already)
+    start = _reasoning(syntax, rules, spelt, always=forced or content)
     if syntax.calls is None or not tools:
         start += "@content" if content else "TEXT"
     else:
@@ -70,7 +69,7 @@ def _calls(
     return f"{opening} calls" + (f" ({spelt(form.between)} {opening} calls)*" if several else "")
 
 
-def _reasoning(syntax: AnswerSyntax, rules: list[str], spelt: Speller, *, always: bool, reasons_already: bool) -> str:
+def _reasoning(syntax: AnswerSyntax, rules: list[str], spelt: Speller, *, always: bool) -> str:
     """What the start rule begins with where an answer may reason, or goes on reasoning.
 
     always: free text, which could be reasoning, does not follow.
@@ -84,7 +83,7 @@ def _reasoning(syntax: AnswerSyntax, rules: list[str], spelt: Speller, *, always
         thought = f"thought[max_tokens={reasoning.most}]: TEXT" if reasoning.most else 'thought: ""'
         rules += [thought, f"reasoned: thought {spelt(reasoning.close)}"]
     rules.append("BLANKS: /\\n{0,2}/")
-    return "reasoned BLANKS " if reasons_already else f"({spelt(reasoning.open)} reasoned BLANKS)? "
+    return "reasoned BLANKS " if syntax.reasons_already else f"({spelt(reasoning.open)} reasoned BLANKS)? "
 
 
 def _json(schema: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -37,70 +38,66 @@ THREAD_BODY = 16 << 10
 """Bytes of a request's body above which it is read beside the event loop."""
 
 
+@dataclass(slots=True)
 class Calls:
-    """Checks what a request asks for, and makes the requests that the engine runs for it."""
+    """Checks what a request asks for, and makes the requests that the engine runs for it.
 
-    def __init__(
-        self,
-        worker: Backend,
-        tokenizer: Tokenizer,
-        settings: Settings,
-        defaults: SamplingDefaults,
-        telemetry: Telemetry,
-        threads: DaemonPool,
-    ) -> None:
-        """threads: read long bodies, and compile grammars."""
-        self._worker = worker
-        self._tokenizer = tokenizer
-        self._settings = settings
-        self._defaults = defaults
-        self._telemetry = telemetry
-        self._threads = threads
-        self._seeds = Seeds(settings.seed)
+    threads: read long bodies, and compile grammars.
+    """
+
+    worker: Backend
+    tokenizer: Tokenizer
+    settings: Settings
+    defaults: SamplingDefaults
+    telemetry: Telemetry
+    threads: DaemonPool
+    seeds: Seeds = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.seeds = Seeds(self.settings.seed)
 
     async def parse(self, read: Callable[[bytes, RequestLimits], T], request: Request) -> T:
         """Reads a request's body; raises an ApiError that names the field."""
-        async with read_body(request, self._settings.max_body_bytes) as body:
+        async with read_body(request, self.settings.max_body_bytes) as body:
             if len(body) > THREAD_BODY:
-                return await self._threads.run(read, body, self._settings)
-            return read(body, self._settings)
+                return await self.threads.run(read, body, self.settings)
+            return read(body, self.settings)
 
     def most_tokens(self, asked: GenerationRequest) -> int:
         """Most tokens of a text: the context's, or a call's if it is to be cut."""
-        limit = self._worker.model.max_model_len
-        return limit if asked.truncate_prompt_tokens is None else max(limit, self._settings.max_call_tokens)
+        limit = self.worker.model.max_model_len
+        return limit if asked.truncate_prompt_tokens is None else max(limit, self.settings.max_call_tokens)
 
     def check(self, request: Request, asked: GenerationRequest, num_prompts: int) -> None:
         """Raise InvalidRequest for too many answers, and Overloaded where the queue has no room for them."""
-        limit = self._settings.max_prompts
+        limit = self.settings.max_prompts
         if num_prompts * asked.n > limit:
             count = f"these are {asked.n} to each of {num_prompts} prompts" if num_prompts > 1 else f"n is {asked.n}"
             raise InvalidRequest("n", f"at most {limit} answers are given in one call, {count}")
-        check_steering(asked, num_prompts * asked.n, self._settings)
-        _, adapter = self._names(request, asked)
-        with self._telemetry.counting_rejections():
-            self._worker.check_room(request.state.tenant, adapter, num_prompts * asked.n)
+        check_steering(asked, num_prompts * asked.n, self.settings)
+        _, adapter = self._names(request, asked.model, asked.lora_path)
+        with self.telemetry.counting_rejections():
+            self.worker.check_room(request.state.tenant, adapter, num_prompts * asked.n)
 
     async def require(self, request: Request, model: str | None, lora_path: str | None = None) -> None:
         """Raises an ApiError, as a request for an answer would, unless there is a model that the key may use."""
-        model, adapter = names_of(self._settings.base_name, model, lora_path)
-        asked = adapter if request.state.identity.grant.allows(adapter) else NOWHERE
+        model, asked = self._names(request, model, lora_path)
         if asked is None:
             return
         try:
-            await asyncio.wrap_future(self._worker.adapters.state(asked))
+            await asyncio.wrap_future(self.worker.adapters.state(asked))
         except UnknownAdapter:
-            aside = await asyncio.wrap_future(self._worker.adapters.quarantined())
+            aside = await asyncio.wrap_future(self.worker.adapters.quarantined())
             for one in aside:
                 if one.name == asked:
                     raise not_served(f"adapter {asked!r} is not served: {one.reason}") from None
             raise no_model(model) from None
 
-    def _names(self, request: Request, asked: GenerationRequest) -> tuple[str, str | None]:
+    def _names(self, request: Request, model: str | None, lora_path: str | None) -> tuple[str, str | None]:
         """The name that the answer goes by, and the adapter's; `NOWHERE` for what the request's key may not use: the
         request then fares in all as one for an adapter that does not exist.
         """
-        model, adapter = asked.names(self._settings.base_name)
+        model, adapter = names_of(self.settings.base_name, model, lora_path)
         return model, adapter if request.state.identity.grant.allows(adapter) else NOWHERE
 
     async def make(
@@ -112,22 +109,21 @@ class Calls:
         arrival: float,
         what: str,
     ) -> Generation:
-        limit = self._worker.model.max_model_len
+        limit = self.worker.model.max_model_len
         for prompt in prompts:
             if len(prompt) >= limit:
                 raise too_long(limit, what, f"{len(prompt)} tokens")
-        model, adapter = self._names(request, asked)
-        unasked = unasked_limit(asked, prompts, self._settings, limit)
-        defaults = self._defaults
+        model, adapter = self._names(request, asked.model, asked.lora_path)
+        unasked = unasked_limit(asked, prompts, self.settings, limit)
+        defaults = self.defaults
         if unasked is None or (defaults.max_tokens is not None and defaults.max_tokens < unasked):
             unasked = defaults.max_tokens
-        bad_words = await self._tokenizer.encode_words(asked.bad_words)
-        syntax = asked.syntax(self._tokenizer)
-        reasons_already = False
+        bad_words = await self.tokenizer.encode_words(asked.bad_words)
+        syntax = asked.syntax(self.tokenizer)
         if syntax.reasoning is not None:
-            tail = self._tokenizer.decode(prompts[0][-MARK_TOKENS:], skip_special_tokens=False)
-            reasons_already = tail.rstrip().endswith(syntax.reasoning.open)
-        grammar = await self._grammar(asked, syntax, reasons_already=reasons_already)
+            tail = self.tokenizer.decode(prompts[0][-MARK_TOKENS:], skip_special_tokens=False)
+            syntax = replace(syntax, reasons_already=tail.rstrip().endswith(syntax.reasoning.open))
+        grammar = await self._grammar(asked, syntax)
         call_id = prefix + uuid.uuid4().hex
         several = len(prompts) * asked.n > 1
         choices = []
@@ -136,7 +132,7 @@ class Calls:
                 engine_request = EngineRequest(
                     f"{call_id}-{len(choices)}",
                     prompt,
-                    self._seeds.fill(params),
+                    self.seeds.fill(params),
                     adapter,
                     arrival,
                     tenant=request.state.tenant,
@@ -144,7 +140,7 @@ class Calls:
                     call=call_id if several else "",
                     sibling=choices[0].request if choices else None,
                 )
-                text_stream = self._tokenizer.text_stream(
+                text_stream = self.tokenizer.text_stream(
                     asked.stop,
                     skip_special_tokens=asked.skip_special_tokens,
                     include_stop=asked.include_stop_str_in_output,
@@ -159,32 +155,28 @@ class Calls:
                         prompt_token_ids=prompt,
                         prompt_only=asked.prompt_only,
                         keeps_all=not asked.stream,
-                        reader=asked.reader(syntax, reasons_already=reasons_already),
+                        reader=asked.reader(syntax),
                     )
                 )
         return Generation(
-            self._worker,
+            self.worker,
             choices,
             id=prefix + asked.request_id if asked.request_id else call_id,
             model=model,
-            records=self._telemetry.call(request.headers, model, asked.n, request.state.spend),
+            records=self.telemetry.call(request.headers, model, asked.n, request.state.spend),
             per_prompt=asked.n,
             in_bulk=not asked.stream and not asked.stop,
         )
 
-    async def _grammar(
-        self, asked: GenerationRequest, syntax: AnswerSyntax, *, reasons_already: bool
-    ) -> Grammar | None:
+    async def _grammar(self, asked: GenerationRequest, syntax: AnswerSyntax) -> Grammar | None:
         """What the answer must match, compiled beside the event loop. Raises InvalidRequest for what can't be."""
-        content, model = asked.asked_grammar(self._settings), self._worker.model
-        asked_for = asked.answer_grammars(
-            content, syntax, self._tokenizer, self._settings, reasons_already=reasons_already
-        )
+        content, model = asked.asked_grammar(self.settings), self.worker.model
+        asked_for = asked.answer_grammars(content, syntax, self.tokenizer, self.settings)
         grammar = None
-        for field, grammar in asked_for:
-            grammars = grammars_of(self._settings.model, model.vocab_size, tuple(model.eos_token_ids))
+        for name, grammar in asked_for:
+            grammars = grammars_of(self.settings.model, model.vocab_size, tuple(model.eos_token_ids))
             try:
-                await self._threads.run(grammars.compile, grammar)
+                await self.threads.run(grammars.compile, grammar)
             except InvalidGrammar as error:
-                raise InvalidRequest(field, f"{field} can't be obeyed: {error}") from None
+                raise InvalidRequest(name, f"{name} can't be obeyed: {error}") from None
         return grammar

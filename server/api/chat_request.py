@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, RootModel, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import from_json
 
 from ..access.limits import RequestLimits, check_counts, check_json
@@ -63,7 +63,8 @@ class Message(BaseModel):
 
     def for_template(self) -> dict[str, Any]:
         given = self.model_extra or {}
-        shown = {name: given[name] for name in (*(given.keys() & MESSAGE), *other_fields(given))}
+        names = [name for name in given if name in MESSAGE]  # in their order: templates may write what they are given
+        shown = {name: given[name] for name in (*names, *other_fields(given))}
         return {**shown, "role": self.role, "content": self.content or ""}
 
 
@@ -163,12 +164,31 @@ def has_messages(body: bytes) -> bool:
         return False
 
 
+class Conversations(BaseModel):
+    """The body of POST /v1/chat/completions/batch; all other fields are a chat request's."""
+
+    model_config = ConfigDict(extra="allow")
+
+    messages: list[Annotated[list[dict[str, Any]], Field(min_length=1)]] = Field(min_length=1)
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _are_several(cls, given: Any) -> Any:
+        if isinstance(given, list) and not all(isinstance(one, list) for one in given):
+            raise ValueError("they must be a list of conversations, each a list of messages")
+        return given
+
+
 @dataclass(frozen=True, slots=True)
 class ChatBatch:
     """Several conversations of one call, POST /v1/chat/completions/batch. asked: the call, as of the first of them."""
 
     asked: ChatCompletionRequest
     conversations: list[Conversation]
+
+    @classmethod
+    def of(cls, asked: ChatCompletionRequest) -> ChatBatch:
+        return cls(asked, [asked.conversation()])
 
     @property
     def begun(self) -> list[str]:
@@ -179,10 +199,8 @@ class ChatBatch:
     @classmethod
     def parse(cls, body: bytes, limits: RequestLimits) -> ChatBatch:
         check_json(body, limits.max_json_values)
-        fields = validated(RootModel[dict[str, Any]], body).root
-        given = fields.get("messages")
-        if not isinstance(given, list) or not given or not all(isinstance(one, list) for one in given):
-            raise ApiError(400, "messages must be a list of conversations, each a list of messages", param="messages")
+        read = validated(Conversations, body)
+        given, fields = read.messages, read.model_extra or {}
         if fields.get("stream"):
             raise ApiError(400, "several conversations are not streamed; send a call for each", param="stream")
         if len(given) > limits.max_prompts:

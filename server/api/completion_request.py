@@ -9,6 +9,7 @@ from pydantic import field_validator
 from ...core.requests.sampling_params import InvalidRequest
 from ..access.limits import RequestLimits
 from ..errors import ApiError
+from .fields import unsupported
 from .openai import GenerationRequest, LogprobCount
 
 DEFAULT_MAX_TOKENS = 16
@@ -35,12 +36,10 @@ class CompletionRequest(GenerationRequest):
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ApiError(400, "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
         if self.best_of is not None and self.best_of != self.n:
-            raise ApiError(
-                400,
+            raise unsupported(
+                "best_of",
                 f"best_of is {self.best_of} and n is {self.n}; choosing among more answers than are returned is not "
                 "supported: leave best_of out, or make it n",
-                param="best_of",
-                code="unsupported_parameter",
             )
 
     @property

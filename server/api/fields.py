@@ -156,14 +156,13 @@ def check_messages(messages: Any) -> None:
         content = message.get("content")
         for number, part in enumerate(content if isinstance(content, list) else ()):
             if isinstance(part, dict) and part.get("type") in ("text", "input_text"):  # others are refused as a whole
-                _check_inside(part, PART, f"{where}.content[{number}].")
+                _check_part(part, f"{where}.content[{number}].")
 
 
 def _check_other(name: str, where: str, count: int) -> None:
     """Raises an ApiError for a message's field that no chat template can have, or for the last of too many."""
     if name in REFUSED_INSIDE:
-        message = f"{where}{name} is not supported; {REFUSED_INSIDE[name]}"
-        raise ApiError(400, message, param=where + name, code="unsupported_parameter")
+        raise unsupported(where + name, f"{where}{name} is not supported; {REFUSED_INSIDE[name]}")
     if FIELD.fullmatch(name) is None or count > MAX_OTHER_FIELDS:
         raise unknown_field(name, MESSAGE, where)
 
@@ -177,10 +176,10 @@ def other_fields(message: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _check_inside(value: dict[str, Any], known: Collection[str], where: str) -> None:
-    for name in value:
-        if name not in known and name not in HARMLESS_INSIDE and value[name] is not None:
-            raise unknown_field(name, known, where)
+def _check_part(part: dict[str, Any], where: str) -> None:
+    for name, value in part.items():
+        if name not in PART and name not in HARMLESS_INSIDE and value is not None:
+            raise unknown_field(name, PART, where)
 
 
 def own_fields(body: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
@@ -188,35 +187,36 @@ def own_fields(body: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
 
     `null` is as good as absent. known: our fields' names in this kind of call.
     """
-    own = {}
+    own, by_alias = {}, {}
     for name, value in body.items():
         if value is None:
             continue
         if name in known:
             own[name] = value
+        elif ALIASES.get(name) in known:
+            by_alias[name] = value
         elif name in NEUTRAL:
-            if not any(value == nothing for nothing in NEUTRAL[name]):
-                raise _unsupported(name)
-        elif name not in HARMLESS and ALIASES.get(name) not in known:
+            _check_neutral(name, value)
+        elif name not in HARMLESS:
             raise unknown_field(name, known)
-    _take_aliases(own, body, known)
-    return own
-
-
-def _take_aliases(own: dict[str, Any], body: dict[str, Any], known: Collection[str]) -> None:
-    """Add the fields that a body has under another name."""
-    for alias in body.keys() & ALIASES.keys() - known:
-        name, value = ALIASES[alias], body[alias]
-        if name not in known or value is None or UNLIMITED.get(alias) == value:
+    for alias, value in by_alias.items():
+        name = ALIASES[alias]
+        if UNLIMITED.get(alias) == value:
             continue
         if name in own and own[name] != value:
             raise ApiError(400, f"{alias} is another name of {name}, and they differ; give one of them", param=alias)
         own[name] = value
+    return own
 
 
-def _unsupported(name: str) -> ApiError:
-    message = f"{name} is not supported with this value; {INSTEAD.get(name, 'leave it out')}"
-    return ApiError(400, message, param=name, code="unsupported_parameter")
+def _check_neutral(name: str, value: Any) -> None:
+    if not any(value == nothing for nothing in NEUTRAL[name]):
+        raise unsupported(name, f"{name} is not supported with this value; {INSTEAD.get(name, 'leave it out')}")
+
+
+def unsupported(param: str, message: str) -> ApiError:
+    """The answer to what can't be obeyed. param: its field. message: says what to do instead."""
+    return ApiError(400, message, param=param, code="unsupported_parameter")
 
 
 def unknown_field(name: str, known: Collection[str], where: str = "") -> ApiError:

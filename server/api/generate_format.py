@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...core.requests.types import TokenLogprobs
-from ..engine.generation import Choice, Delta, Generation
-from ..errors import ApiError
+from ..engine.generation import Choice, Delta
 from .generate_request import GenerateRequest
-from .logprobs import LOWEST, LogprobFormat
-from .responses import AnswerFormat, Body, Extras
+from .logprobs import LOWEST
+from .responses import AnswerFormat, Body
 
 
 class GenerateFormat(AnswerFormat):
@@ -18,17 +17,17 @@ class GenerateFormat(AnswerFormat):
 
     end = b""
 
-    def __init__(self, asked: GenerateRequest, generation: Generation, scores: LogprobFormat, extras: Extras) -> None:
-        super().__init__(generation, scores, extras)
-        self._asked = asked
-        (self._choice,) = generation.choices
+    def __init__(self, how: GenerateRequest, *args: Any) -> None:
+        super().__init__(*args)
+        self._how = how
+        (self._choice,) = self._generation.choices
         self._text: list[str] = []
         self._num_tokens = 0
 
     def answer(self) -> Any:
         choice = self._choice
         body: Body = {"generated_text": self._echo + choice.text, "details": None}
-        if self._asked.details:
+        if self._how.details:
             ends = [*choice.offsets[1:], len(choice.text)]
             spelt = [choice.text[start:end] for start, end in zip(choice.offsets, ends, strict=True)]
             tokens = [
@@ -36,7 +35,7 @@ class GenerateFormat(AnswerFormat):
                 for token, score, text in zip(choice.token_ids, choice.logprobs, spelt, strict=True)
             ]
             body["details"] = {**self._details(choice), "prefill": self._prefill(), "tokens": tokens}
-        return [body] if self._asked.in_list else body
+        return [body] if self._how.in_list else body
 
     def chunks(self, delta: Delta) -> Iterator[Body]:
         """An event for each token; its text is what became certain with it."""
@@ -57,16 +56,13 @@ class GenerateFormat(AnswerFormat):
             event["details"] = self._details(self._choice)
         yield event
 
-    def failed(self, error: ApiError) -> Body:
-        return error.generates_body()
-
     def _event(self, token: Body | None) -> Body:
         self._num_tokens += 1
         return {"index": self._num_tokens, "token": token, "generated_text": None, "details": None}
 
     @property
     def _echo(self) -> str:
-        return "".join(echo.text for echo in self._extras.echoes)
+        return "".join(echo.text for echo in self._echoes)
 
     def _details(self, choice: Choice) -> Body:
         if choice.finish_reason == "length":
@@ -78,11 +74,11 @@ class GenerateFormat(AnswerFormat):
             "prompt_tokens": self._generation.num_prompt_tokens,
             "input_length": self._generation.num_prompt_tokens,
             "generated_tokens": self._generation.num_generated_tokens,
-            "seed": choice.request.params.seed if self._asked.samples else None,
+            "seed": choice.request.params.seed if self._how.samples else None,
         }
 
     def _prefill(self) -> list[Body]:
-        if self._extras.prompt_logprobs is None:
+        if self._asked.prompt_logprobs is None:
             return []
         scores = [None, *(self._choice.prompt_logprobs or ())]
         return [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
@@ -46,16 +46,16 @@ class GrammarFields(BaseModel):
         return None
 
     def _grammars(self) -> Iterator[tuple[str, Grammar]]:
-        for name, read in _PLAIN.items():
+        for name, kind in _PLAIN.items():
             if value := getattr(self, name):
-                yield name, read(name, value)
+                yield name, _read(name, kind, value)
         for name, value in (self.structured_outputs or {}).items():
             full = f"structured_outputs.{name}"
-            if name not in _STRUCTURED and name not in _STRUCTURED_HARMLESS:
-                known = ", ".join(_STRUCTURED)
+            if name not in _KINDS and name not in _STRUCTURED_HARMLESS:
+                known = ", ".join(_KINDS)
                 raise ApiError(400, f"{full} is not known; it may have {known}", param=full, code="unknown_parameter")
-            if name in _STRUCTURED and value not in (None, False):  # what is empty asks for something, too
-                yield full, _STRUCTURED[name](full, value)
+            if name in _KINDS and value not in (None, False):  # what is empty asks for something, too
+                yield full, _read(full, name, value)
         if self.response_format is not None and (grammar := _of_format(self.response_format)) is not None:
             yield "response_format", grammar
 
@@ -68,75 +68,58 @@ def _of_format(asked: dict[str, Any]) -> Grammar | None:
         return None
     if kind == "json_object" and inside.keys() <= {"schema"}:
         schema = inside.get("schema")
-        return _schema(name, schema) if schema else Grammar(GrammarKind.JSON_OBJECT)
-    if kind == "json_schema" and inside.keys() == {"json_schema"} and isinstance(inside["json_schema"], Mapping):
+        return _read(name, "json", schema) if schema else Grammar(GrammarKind.JSON_OBJECT)
+    if kind == "json_schema" and inside.keys() == {"json_schema"} and isinstance(inside["json_schema"], dict):
         schema = inside["json_schema"].get("schema")
-        if isinstance(schema, Mapping):
-            return _schema(name, schema)
+        if isinstance(schema, dict):
+            return _read(name, "json", schema)
         raise ApiError(400, "response_format.json_schema has no schema", param=name)
     if kind == "structural_tag":
-        return _structural_tag(name, inside)
+        return _read(name, kind, inside)
     raise ApiError(
         400, "response_format may be text, json_object, json_schema with its json_schema, or structural_tag", param=name
     )
 
 
-def _schema(name: str, value: Any) -> Grammar:
-    if not isinstance(value, str | Mapping):
-        raise ApiError(400, f"{name} must be a JSON schema, as an object or as text", param=name)
-    return Grammar(GrammarKind.JSON_SCHEMA, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
-
-
-def _choice(name: str, value: Any) -> Grammar:
-    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-        raise ApiError(400, f"{name} must be a list of strings", param=name)
-    return Grammar(GrammarKind.CHOICE, json.dumps(value, ensure_ascii=False))
-
-
-def _structural_tag(name: str, value: Any) -> Grammar:
-    if isinstance(value, str):
-        try:
-            value = from_json(value)
-        except ValueError as error:
-            raise ApiError(400, f"{name} is no JSON: {error}", param=name) from None
-    if not isinstance(value, Mapping) or not {"structures", "triggers"} <= value.keys():
-        raise ApiError(400, f"{name} needs structures and triggers; its form with format is not supported", param=name)
-    return Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(value, ensure_ascii=False))
-
-
-def _text(kind: GrammarKind) -> Callable[[str, Any], Grammar]:
-    def read(name: str, value: Any) -> Grammar:
-        if not isinstance(value, str):
-            raise ApiError(400, f"{name} must be a string", param=name)
-        return Grammar(kind, value)
-
-    return read
-
-
-def _any_object(name: str, value: Any) -> Grammar:
-    return Grammar(GrammarKind.JSON_OBJECT)
-
-
-_PLAIN: dict[str, Callable[[str, Any], Grammar]] = {
-    "guided_json": _schema,
-    "guided_regex": _text(GrammarKind.REGEX),
-    "guided_choice": _choice,
-    "guided_grammar": _text(GrammarKind.GRAMMAR),
-    "json_schema": _schema,
-    "regex": _text(GrammarKind.REGEX),
-    "ebnf": _text(GrammarKind.GRAMMAR),
-    "grammar": _text(GrammarKind.GRAMMAR),
-    "structural_tag": _structural_tag,
+_KINDS: dict[str, tuple[GrammarKind, type | tuple[type, ...], str]] = {
+    "json": (GrammarKind.JSON_SCHEMA, (str, dict), "a JSON schema, as an object or as text"),
+    "regex": (GrammarKind.REGEX, str, "a string"),
+    "choice": (GrammarKind.CHOICE, list, "a list of strings"),
+    "grammar": (GrammarKind.GRAMMAR, str, "a string"),
+    "structural_tag": (GrammarKind.STRUCTURAL_TAG, (str, dict), "structures and triggers"),
+    "json_object": (GrammarKind.JSON_OBJECT, object, ""),
 }
+"""What an answer may have to match, by vLLM's names: the types of values, and these in words."""
 
-_STRUCTURED: dict[str, Callable[[str, Any], Grammar]] = {
-    "json": _schema,
-    "regex": _text(GrammarKind.REGEX),
-    "choice": _choice,
-    "grammar": _text(GrammarKind.GRAMMAR),
-    "json_object": _any_object,
-    "structural_tag": _structural_tag,
-}
+_PLAIN = {
+    "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
+    "json_schema": "json", "regex": "regex", "ebnf": "grammar", "grammar": "grammar",
+    "structural_tag": "structural_tag",
+}  # fmt: skip
+"""The same by fields of their own."""
+
+
+def _read(name: str, kind: str, value: Any) -> Grammar:
+    """The grammar that a field asks for. Raises an ApiError for a value of another type."""
+    grammar_kind, types, what = _KINDS[kind]
+    if not isinstance(value, types) or (kind == "choice" and not all(isinstance(each, str) for each in value)):
+        raise ApiError(400, f"{name} must be {what}", param=name)
+    if kind == "json_object":
+        return Grammar(grammar_kind)
+    if kind == "structural_tag":
+        value = _json_of(name, value) if isinstance(value, str) else value
+        if not isinstance(value, dict) or not {"structures", "triggers"} <= value.keys():
+            message = f"{name} needs structures and triggers; its form with format is not supported"
+            raise ApiError(400, message, param=name)
+    return Grammar(grammar_kind, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+
+
+def _json_of(name: str, text: str) -> Any:
+    try:
+        return from_json(text)
+    except ValueError as error:
+        raise ApiError(400, f"{name} is no JSON: {error}", param=name) from None
+
 
 _STRUCTURED_HARMLESS = frozenset({"disable_fallback", "disable_any_whitespace"})
 """vLLM's, of which the answer does not depend here: there is one backend, and blanks are few in any case."""
@@ -163,10 +146,7 @@ def check_size(name: str, grammar: Grammar, limits: RequestLimits) -> None:
 
 def _pattern_bytes(name: str, text: str) -> int:
     """Bytes of the regular expressions in a schema."""
-    try:
-        left, size = [from_json(text)], 0
-    except ValueError as error:
-        raise ApiError(400, f"{name} is no JSON: {error}", param=name) from None
+    left, size = [_json_of(name, text)], 0
     while left:
         value = left.pop()
         if isinstance(value, dict):

@@ -7,7 +7,6 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from ..errors import ApiError
 from ..text.answer_reader import PartKind
 from .blocks import Block, BlockFormat
 from .responses import Body
@@ -34,9 +33,6 @@ class MessagesFormat(BlockFormat):
         ended = self._ended()
         yield {"type": "message_delta", "delta": ended, "usage": self._counts()}
         yield {"type": "message_stop"}
-
-    def failed(self, error: ApiError) -> Body:
-        return error.anthropics_body()
 
     def whole(self) -> Body:
         return {**self._message([self._block(block) for block in self._blocks]), **self._ended()}

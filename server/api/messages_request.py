@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import StrictInt, WithJsonSchema
 
 from ..access.limits import RequestLimits
 from ..errors import ApiError, clipped
 from .chat_request import ChatCompletionRequest
-from .translation import objects, part_text, read_fields, renaming, text_of, typed, unsupported, wrong
-
-OWN = frozenset(
-    (
-        "max_tokens", "messages", "metadata", "output_config", "stop_sequences", "system", "thinking", "thread",
-        "tool_choice", "tools",
-    )
-)  # fmt: skip
-
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "container": ((), "there are no containers that a model could use"),
-    "context_management": ((), "shorten the messages, or use truncate_prompt_tokens"),
-    "mcp_servers": (([],), "call their tools from the client"),
-}
-
-HARMLESS = frozenset(("betas", "cache_control", "diagnostics", "inference_geo", "service_tier", "speed"))
-"""Fields on which no answer depends: prompts are cached by themselves, and there is one class of service."""
+from .fields import unsupported
+from .translation import AsChat, objects, part_text, text_of, typed, wrong
 
 NO_THREAD = "thread_not_found"
 """Code of the error to a call that goes on with a thread: Anthropic's client then sends the whole conversation."""
@@ -38,73 +24,81 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 """Anthropic's words for tool_choice, and OpenAI's."""
 
 
-@dataclass(frozen=True, slots=True)
-class MessagesRequest:
-    """A request to answer."""
+class MessagesBody(AsChat):
+    """A request to answer. Prompts are cached by themselves, and there is one class of service."""
 
-    chat: ChatCompletionRequest
+    refused = {
+        "container": ((), "there are no containers that a model could use"),
+        "context_management": ((), "shorten the messages, or use truncate_prompt_tokens"),
+        "mcp_servers": (([],), "call their tools from the client"),
+    }
+    harmless = frozenset(("betas", "cache_control", "diagnostics", "inference_geo", "service_tier", "speed"))
+
+    max_tokens: StrictInt
+    messages: list[dict[str, Any]]
+    metadata: Any = None
+    output_config: dict[str, Any] = {}
+    stop_sequences: list[Any] = []
+    system: Annotated[Any, WithJsonSchema({"type": ["string", "array"]})] = None
+    thinking: dict[str, Any] | None = None
+    thread: dict[str, Any] | None = None
+    tool_choice: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] = []
 
     @classmethod
-    def parse(cls, body: bytes, limits: RequestLimits) -> MessagesRequest:
-        return cls._read(read_fields(body, limits, OWN, REFUSED), limits)
-
-    @classmethod
-    def parse_to_count(cls, body: bytes, limits: RequestLimits) -> MessagesRequest:
-        """The same of a request whose tokens are to be counted: it needs no max_tokens."""
-        return cls._read({"max_tokens": 1, **read_fields(body, limits, OWN, REFUSED)}, limits)
-
-    @classmethod
-    def _read(cls, fields: dict[str, Any], limits: RequestLimits) -> MessagesRequest:
-        for name in ("max_tokens", "messages"):
-            if name not in fields:
-                raise ApiError(400, f"{name}: it is missing", param=name)
-        thread = typed(fields, "thread", dict, "an object")
-        if thread not in (None, {"type": "create"}):
+    def parse(cls, body: bytes, limits: RequestLimits) -> ChatCompletionRequest:
+        """The chat request that asks the same."""
+        asked = cls.read(body, limits)
+        if asked.thread not in (None, {"type": "create"}):
             message = "no conversation is held here between calls; send all of its messages"
             raise ApiError(404, message, param="thread", code=NO_THREAD)
-        chat = {name: value for name, value in fields.items() if name not in OWN | HARMLESS}
-        chat["max_tokens"] = typed(fields, "max_tokens", int, "a number")
-        messages = _messages(fields.get("system"), fields["messages"])
-        chat["messages"] = messages
-        if messages and messages[-1]["role"] == "assistant":  # the answer goes on with what the client began
-            chat["continue_final_message"] = True
-        chat["stop"] = typed(fields, "stop_sequences", list, "a list of strings") or []
-        _output(fields, chat)
-        if tools := objects(fields.get("tools", []), "tools"):
-            chat["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
-        if choice := typed(fields, "tool_choice", dict, "an object"):
-            chat["tool_choice"] = _tool_choice(choice)
-            if choice.get("disable_parallel_tool_use"):
-                chat["parallel_tool_calls"] = False
-        with renaming(NAMES):
-            return cls(ChatCompletionRequest.of(chat, limits))
+        messages, choice = _messages(asked.system, asked.messages), asked.tool_choice or {}
+        return asked.as_chat(
+            limits,
+            NAMES,
+            max_tokens=asked.max_tokens,
+            messages=messages,
+            stop=asked.stop_sequences or None,
+            # the answer goes on with what the client began
+            continue_final_message=True if messages and messages[-1]["role"] == "assistant" else None,
+            tools=[_tool(tool, f"tools[{index}]") for index, tool in enumerate(asked.tools)] or None,
+            tool_choice=_tool_choice(choice) if choice else None,
+            parallel_tool_calls=False if choice.get("disable_parallel_tool_use") else None,
+            **_output(asked),
+        )
 
 
-def _output(fields: dict[str, Any], chat: dict[str, Any]) -> None:
-    """Take over how much is to be thought, and the JSON schema of the answer."""
-    config = typed(fields, "output_config", dict, "an object") or {}
-    effort = config.get("effort")
-    if (thinking := typed(fields, "thinking", dict, "an object")) is not None:
+class MessagesToCount(MessagesBody):
+    """A request whose tokens are to be counted: it needs no max_tokens."""
+
+    max_tokens: StrictInt = 1
+
+
+def _output(asked: MessagesBody) -> dict[str, Any]:
+    """The fields of chat that say how much is to be thought, and the JSON schema of the answer."""
+    chat: dict[str, Any] = {}
+    effort, thinking = asked.output_config.get("effort"), asked.thinking
+    if thinking is not None:
         kind = thinking.get("type")
         if kind not in ("enabled", "disabled", "adaptive"):
             raise wrong("thinking.type", "enabled, disabled or adaptive")
         if kind == "disabled":
             effort = "none"
-        elif (budget := typed(thinking, "budget_tokens", int, "a number", "thinking.")) is not None:
-            chat["thinking_token_budget"] = budget
-    if effort is not None:
-        chat["reasoning_effort"] = effort
-    if (asked := typed(config, "format", dict, "an object", "output_config.")) is not None:
-        if asked.get("type") != "json_schema" or not isinstance(asked.get("schema"), dict):
+        else:
+            chat["thinking_token_budget"] = typed(thinking, "budget_tokens", int, "a number", "thinking.")
+    chat["reasoning_effort"] = effort
+    if (format := typed(asked.output_config, "format", dict, "an object", "output_config.")) is not None:
+        if format.get("type") != "json_schema" or not isinstance(format.get("schema"), dict):
             raise wrong("output_config.format", "a json_schema with its schema")
-        inside = {"name": "answer", "schema": asked["schema"]}
+        inside = {"name": "answer", "schema": format["schema"]}
         chat["response_format"] = {"type": "json_schema", "json_schema": inside}
+    return chat
 
 
-def _messages(system: Any, given: Any) -> list[dict[str, Any]]:
+def _messages(system: Any, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     text = text_of(system, "system", ("text",))
     messages: list[dict[str, Any]] = [{"role": "system", "content": text}] if text else []
-    for index, message in enumerate(objects(given, "messages")):
+    for index, message in enumerate(given):
         messages += _of_message(message, f"messages[{index}]")
     return messages
 

@@ -59,7 +59,7 @@ class GenerationRequest(GrammarFields):
     model: Name | None = None
     lora_path: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     n: int = Field(default=1, ge=1)
     max_tokens: int | None = None
     temperature: float | None = None
@@ -148,7 +148,7 @@ class GenerationRequest(GrammarFields):
     def of(cls: type[AnyRequest], body: bytes | dict[str, Any], limits: RequestLimits) -> AnyRequest:
         """A request of a body, or of its fields, that is no larger than is taken."""
         request = validated(cls, body, context=limits)
-        if request.stream_options is not None and not request.stream:
+        if "stream_options" in request.model_fields_set and not request.stream:
             raise ApiError(400, "stream_options need stream=true", param="stream_options")
         for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
             count = getattr(request, name, None)
@@ -171,31 +171,18 @@ class GenerationRequest(GrammarFields):
         """What the answer is read for."""
         return AnswerSyntax()
 
-    def reader(self, syntax: AnswerSyntax, *, reasons_already: bool) -> AnswerReader | None:
+    def reader(self, syntax: AnswerSyntax) -> AnswerReader | None:
         """A reader for one answer; None if its text is all that the answer has."""
         return None
 
     def answer_grammars(
-        self,
-        content: tuple[str, Grammar] | None,
-        syntax: AnswerSyntax,
-        tokenizer: Tokenizer,
-        limits: RequestLimits,
-        *,
-        reasons_already: bool,
+        self, content: tuple[str, Grammar] | None, syntax: AnswerSyntax, tokenizer: Tokenizer, limits: RequestLimits
     ) -> list[tuple[str, Grammar]]:
         """Grammars that can be obeyed, each with its field; the answer matches the last one.
 
         content: what the answer's content matches, and the field that says so.
         """
         return [] if content is None else [content]
-
-    def names(self, base: str) -> tuple[str, str | None]:
-        """The name that the answer goes by, and the adapter's name or None. base: the base model's name.
-
-        The adapter is `model`, the part of it behind `base:` (SGLang), or `lora_path` with no other `model` than that.
-        """
-        return names_of(base, self.model, self.lora_path)
 
     @property
     @abstractmethod
@@ -224,13 +211,8 @@ class GenerationRequest(GrammarFields):
         return False
 
     @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
     def continuous_usage(self) -> bool:
-        options = self.stream_options
-        return options is not None and options.include_usage and options.continuous_usage_stats
+        return self.stream_options.include_usage and self.stream_options.continuous_usage_stats
 
     @property
     @abstractmethod
@@ -281,7 +263,10 @@ class GenerationRequest(GrammarFields):
 
 
 def names_of(base: str, model: str | None, lora_path: str | None = None) -> tuple[str, str | None]:
-    """What `GenerationRequest.names` returns, of these fields."""
+    """The name that an answer goes by, and the adapter's name or None. base: the base model's name.
+
+    The adapter is `model`, the part of it behind `base:` (SGLang), or `lora_path` with no other `model` than that.
+    """
     model = base if model is None else model.removeprefix(f"{base}:") or base
     if not lora_path or lora_path == model:
         return model, None if model == base else model

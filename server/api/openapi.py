@@ -15,59 +15,20 @@ from starlette.routing import Route
 from ..version import VERSION
 from .absent import ABSENT
 from .adapter_api import AddAdapter, ChangeAdapter, DrainAdapter, LoadLoraAdapter, UnloadLoraAdapter
-from .chat_request import ChatCompletionRequest
-from .completion_request import CompletionRequest
+from .generation_api import ROUTES
 from .json_text import dumps
+from .messages_request import MessagesToCount
 from .text_api import ChatToTokens, TextToTokens, TokensToText
 
 Body = dict[str, Any]
 
 _REF = "#/components/schemas/{model}"
-_TEXT, _NUMBER, _FLAG, _OBJECT = ({"type": kind} for kind in ("string", "number", "boolean", "object"))
-_COUNT, _OBJECTS = {"type": "integer"}, {"type": "array", "items": _OBJECT}
-_ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"anyOf": [_OBJECT, _TEXT]}}}
+_TEXT = {"type": "string"}
+_ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"anyOf": [{"type": "object"}, _TEXT]}}}
 
-CHAT_BATCH: Body = {
-    "type": "object",
-    "required": ["messages"],
-    "properties": {"messages": {"type": "array", "items": {**_OBJECTS, "minItems": 1}, "minItems": 1}},
-}
-RESPONSES: Body = {
-    "type": "object",
-    "required": ["input"],
-    "properties": {
-        "model": _TEXT, "input": {"anyOf": [_TEXT, _OBJECTS]}, "instructions": _TEXT, "max_output_tokens": _COUNT,
-        "temperature": _NUMBER, "top_p": _NUMBER, "stream": _FLAG, "text": _OBJECT, "reasoning": _OBJECT,
-        "tools": _OBJECTS, "tool_choice": {"anyOf": [_TEXT, _OBJECT]}, "parallel_tool_calls": _FLAG,
-        "include": {"type": "array", "items": _TEXT}, "top_logprobs": _COUNT, "metadata": _OBJECT,
-        "store": {"const": False},
-    },
-}  # fmt: skip
-MESSAGES: Body = {
-    "type": "object",
-    "required": ["max_tokens", "messages"],
-    "properties": {
-        "model": _TEXT, "messages": {**_OBJECTS, "minItems": 1}, "system": {"anyOf": [_TEXT, _OBJECTS]},
-        "max_tokens": {**_COUNT, "minimum": 1}, "stop_sequences": {"type": "array", "items": _TEXT}, "stream": _FLAG,
-        "temperature": _NUMBER, "top_p": _NUMBER, "top_k": _COUNT, "tools": _OBJECTS, "tool_choice": _OBJECT,
-        "thinking": _OBJECT, "output_config": _OBJECT, "metadata": _OBJECT,
-    },
-}  # fmt: skip
-GENERATE: Body = {
-    "type": "object",
-    "required": ["inputs"],
-    "properties": {"inputs": _TEXT, "parameters": _OBJECT, "stream": _FLAG},
-    "additionalProperties": False,
-}
-
-BODIES: dict[tuple[str, str], Body | tuple[type[BaseModel], ...]] = {
-    ("POST", "/v1/completions"): (CompletionRequest,),
-    ("POST", "/v1/chat/completions"): (ChatCompletionRequest,),
-    ("POST", "/v1/chat/completions/batch"): CHAT_BATCH,
-    ("POST", "/v1/responses"): RESPONSES,
-    ("POST", "/v1/messages"): MESSAGES,
-    ("POST", "/v1/messages/count_tokens"): {**MESSAGES, "required": ["messages"]},
-    **{("POST", path): GENERATE for path in ("/", "/generate", "/generate_stream")},
+BODIES: dict[tuple[str, str], tuple[type[BaseModel], ...]] = {
+    **{("POST", path): (body,) for path, (_, body) in ROUTES.items() if body is not None},
+    ("POST", "/v1/messages/count_tokens"): (MessagesToCount,),
     ("POST", "/tokenize"): (TextToTokens, ChatToTokens),
     ("POST", "/detokenize"): (TokensToText,),
     ("POST", "/v1/adapters"): (AddAdapter,),
@@ -76,8 +37,8 @@ BODIES: dict[tuple[str, str], Body | tuple[type[BaseModel], ...]] = {
     ("POST", "/v1/load_lora_adapter"): (LoadLoraAdapter,),
     ("POST", "/v1/unload_lora_adapter"): (UnloadLoraAdapter,),
 }
-"""Bodies by method and path: models, any one of which it is, or a schema. Fields that other servers have under
-other names are taken, too, and are not in the document.
+"""Bodies by method and path: models, any one of which it is. Fields that other servers have under other names are
+taken, too, and are not in the document.
 """
 
 QUERIES: dict[str, Body] = {"/pause": {"mode": {"enum": ["keep"]}}}
@@ -100,8 +61,8 @@ def openapi_route(routes: Sequence[Route]) -> Callable[[Request], Awaitable[Resp
 
 def document(routes: Sequence[Route]) -> Body:
     """The OpenAPI document of the API's routes, without those of `ABSENT`, which only say why not, and of the page."""
-    models = {model for body in BODIES.values() if isinstance(body, tuple) for model in body}
-    _, shared = models_json_schema([(model, "validation") for model in _sorted(models)], ref_template=_REF)
+    models = sorted({model for body in BODIES.values() for model in body}, key=lambda model: model.__name__)
+    _, shared = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
     paths: dict[str, Body] = {}
     for route in routes:
         path = route.path.replace(":path}", "}")
@@ -121,10 +82,6 @@ def document(routes: Sequence[Route]) -> Body:
     }
 
 
-def _sorted(models: set[type[BaseModel]]) -> list[type[BaseModel]]:
-    return sorted(models, key=lambda model: model.__name__)
-
-
 def _operation(method: str, path: str, route: Route) -> Body:
     summary = (route.endpoint.__doc__ or "").strip().partition("\n")[0]
     failed = {"description": "an error", "content": {"application/json": {"schema": {"$ref": _named("Error")}}}}
@@ -138,14 +95,10 @@ def _operation(method: str, path: str, route: Route) -> Body:
     if parameters:
         operation["parameters"] = parameters
     if (body := BODIES.get((method, path))) is not None:
-        schema = body if isinstance(body, dict) else _one_of(body)
+        refs = [{"$ref": _named(model.__name__)} for model in body]
+        schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     return operation
-
-
-def _one_of(models: tuple[type[BaseModel], ...]) -> Body:
-    refs = [{"$ref": _named(model.__name__)} for model in models]
-    return refs[0] if len(refs) == 1 else {"anyOf": refs}
 
 
 def _named(model: str) -> str:

@@ -13,6 +13,7 @@ from ..engine.generation import Choice, Delta, Generation
 from ..errors import ApiError
 from ..text.answer_reader import Message, Part, PartKind
 from .logprobs import LogprobFormat
+from .openai import GenerationRequest
 from .sse import DONE
 
 Body = dict[str, Any]
@@ -29,40 +30,28 @@ class Echo:
     offsets: Sequence[int] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Extras:
-    """Parts of an answer beside its text.
-
-    logprobs, prompt_logprobs: how many alternatives with each token. usage_chunk: whether a stream ends with its usage.
-    running_usage: whether all chunks before that have theirs, too. echoes: one per choice, or none at all.
-    """
-
-    token_ids: bool = False
-    step_info: bool = False
-    usage_chunk: bool = False
-    running_usage: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    echoes: Sequence[Echo] = ()
-
-
 class AnswerFormat(ABC):
     """Builds the answer, or the chunks of a streamed answer, to one call."""
 
     end = DONE
     """What a stream ends with, behind its last chunk."""
 
-    def __init__(self, generation: Generation, scores: LogprobFormat, extras: Extras) -> None:
+    def __init__(
+        self, asked: GenerationRequest, generation: Generation, scores: LogprobFormat, echoes: Sequence[Echo]
+    ) -> None:
+        """echoes: one per choice, or none at all."""
+        self._asked = asked
         self._generation = generation
         self._scores = scores
-        self._extras = extras
+        self._echoes = echoes
+        self._logprobs = asked.num_logprobs
         self._created = int(time.time())
         self._begun: set[int] = set()
         self._steps: list[StepInfo] = []
 
     def note(self, delta: Delta) -> None:
         """Remembers a delta's step for `answer`."""
-        if self._extras.step_info and delta.step is not None:
+        if self._asked.return_step_info and delta.step is not None:
             self._steps.append(delta.step)
 
     @abstractmethod
@@ -81,30 +70,26 @@ class AnswerFormat(ABC):
         """Chunks to stream behind the last delta."""
         return iter(())
 
-    def failed(self, error: ApiError) -> Body:
-        """The last chunk of a stream that an error ends."""
-        return error.body()
+    def failed(self, error: ApiError, path: str) -> Body:
+        """The last chunk of a stream that an error ends. path: of the request."""
+        return error.body(path)
 
     @property
-    def num_scores(self) -> int:
-        """Amount to write: alternatives of all tokens, and some for the tokens themselves."""
-        extras, choices = self._extras, self._generation.choices
-        of_prompt = max(extras.prompt_logprobs or 0, extras.logprobs or 0 if extras.echoes else 0) + 1
-        scores = sum(len(choice.prompt_logprobs or ()) for choice in choices) * of_prompt
-        scores += sum(len(choice.logprobs) for choice in choices) * ((extras.logprobs or 0) + 1)
-        tokens = sum(len(c.token_ids) + len(c.prompt_token_ids) for c in choices) if extras.token_ids else 0
-        return scores + tokens // TOKENS_PER_SCORE + sum(len(choice.text) for choice in choices) // TEXT_PER_SCORE
+    def num_scores(self) -> float:
+        """Amount to write of the whole answer, see `scores_of`."""
+        return sum(map(self.scores_of, self._generation.choices))
 
-    def scores_of(self, delta: Delta) -> int:
-        """The same of a delta's chunks."""
-        extras = self._extras
-        scores = len(delta.logprobs) * ((extras.logprobs or 0) + 1)
-        if delta.index not in self._begun:
-            prompt = self._generation.choices[delta.index]
-            of_prompt = max(extras.prompt_logprobs or 0, extras.logprobs or 0 if extras.echoes else 0) + 1
-            scores += len(delta.prompt_logprobs or ()) * of_prompt
-            scores += len(prompt.prompt_token_ids) // TOKENS_PER_SCORE if extras.token_ids else 0
-        return scores + len(delta.text) // TEXT_PER_SCORE
+    def scores_of(self, part: Delta | Choice) -> float:
+        """Amount to write of a choice or of a delta's chunks: alternatives of all tokens, and some for the tokens
+        themselves and for text.
+        """
+        asked, choice = self._asked, self._generation.choices[part.index]
+        count, of_ids = (self._logprobs or 0) + 1, asked.return_token_ids / TOKENS_PER_SCORE
+        scores = len(part.logprobs) * count + len(part.token_ids) * of_ids + len(part.text) / TEXT_PER_SCORE
+        if part.index not in self._begun:
+            of_prompt = max((asked.prompt_logprobs or 0) + 1, count if self._echoes else 0)
+            scores += len(part.prompt_logprobs or ()) * of_prompt + len(choice.prompt_token_ids) * of_ids
+        return scores
 
     def usage(self, to_come: int = 0) -> Body:
         """The counts so far. to_come: generated tokens left for a later chunk."""
@@ -136,34 +121,34 @@ class ChoiceFormat(AnswerFormat):
 
     def chunks(self, delta: Delta) -> Iterator[Body]:
         """Chunks to stream for a delta; nothing while its text is held back, unless more than its text is asked for."""
-        extras = self._extras
+        asked = self._asked
         first = delta.index not in self._begun
         if not self._shows(delta, first):
             return
         self._begun.add(delta.index)
         *openings, last = self._chunks(delta, first)
         for chunk in (*openings, last):
-            if extras.usage_chunk:
+            if asked.stream_options.include_usage:
                 to_come = 0 if chunk is last else len(delta.token_ids)
-                chunk["usage"] = self.usage(to_come) if extras.running_usage else None
-            if extras.step_info and delta.step is not None:
+                chunk["usage"] = self.usage(to_come) if asked.continuous_usage else None
+            if asked.return_step_info and delta.step is not None:
                 chunk["step"] = _most([delta.step])
             yield chunk
 
     def _shows(self, delta: Delta, first: bool) -> bool:
-        extras = self._extras
+        asked = self._asked
         return bool(
             (delta.text if delta.parts is None else delta.parts)
             or delta.finish_reason
-            or extras.step_info
-            or (delta.token_ids and (extras.token_ids or extras.running_usage))
+            or asked.return_step_info
+            or (delta.token_ids and (asked.return_token_ids or asked.continuous_usage))
             or (delta.parts is None and delta.logprobs)
-            or (first and (extras.echoes or extras.prompt_logprobs is not None))
+            or (first and (self._echoes or asked.prompt_logprobs is not None))
         )
 
     def closing(self) -> Iterator[Body]:
         """The stream's usage, if it was asked for."""
-        if self._extras.usage_chunk:
+        if self._asked.stream_options.include_usage:
             yield {**self._body(self.chunk_object, []), "usage": self.usage()}
 
     def _body(self, kind: str, choices: list[Body]) -> Body:
@@ -177,15 +162,15 @@ class ChoiceFormat(AnswerFormat):
         }
 
     def _with_tokens(self, choice: Choice) -> Body:
-        return {**self._choice(choice), "token_ids": choice.token_ids if self._extras.token_ids else None}
+        return {**self._choice(choice), "token_ids": choice.token_ids if self._asked.return_token_ids else None}
 
     def _about_prompt(self, choice: Choice) -> Body:
         """Prompt's tokens and log-probabilities as asked for: once per choice, or with its first chunk."""
-        extras, body = self._extras, {}
-        if extras.token_ids:
+        asked, body = self._asked, {}
+        if asked.return_token_ids:
             body["prompt_token_ids"] = choice.prompt_token_ids
-        if extras.prompt_logprobs is not None:
-            body["prompt_logprobs"] = self._scores.prompt(choice.prompt_logprobs or (), extras.prompt_logprobs)
+        if asked.prompt_logprobs is not None:
+            body["prompt_logprobs"] = self._scores.prompt(choice.prompt_logprobs or (), asked.prompt_logprobs)
         return body
 
     @abstractmethod
@@ -217,7 +202,7 @@ class CompletionFormat(ChoiceFormat):
 
     def _chunks(self, delta: Delta, first: bool) -> Iterator[Body]:
         body = self._part(delta, begins=first)
-        if self._extras.token_ids:
+        if self._asked.return_token_ids:
             body["token_ids"] = delta.token_ids
         if first:
             body.update(self._about_prompt(self._generation.choices[delta.index]))
@@ -226,23 +211,23 @@ class CompletionFormat(ChoiceFormat):
     def _part(self, part: Choice | Delta, *, begins: bool) -> Body:
         """A choice or a part of it. begins: whether it is the choice's beginning, where the prompt is echoed."""
         text = part.text
-        if begins and self._extras.echoes:
-            text = self._extras.echoes[part.index].text + text
+        if begins and self._echoes:
+            text = self._echoes[part.index].text + text
         return {
             "index": part.index,
             "text": text,
-            "logprobs": self._logprobs(part, begins=begins),
+            "logprobs": self._scores_of(part, begins=begins),
             "finish_reason": part.finish_reason,
             "stop_reason": part.stop_reason,
         }
 
-    def _logprobs(self, part: Choice | Delta, *, begins: bool) -> Body | None:
-        count = self._extras.logprobs
+    def _scores_of(self, part: Choice | Delta, *, begins: bool) -> Body | None:
+        count = self._logprobs
         if count is None:
             return None
         token_ids, scores, offsets = list(part.token_ids), list(part.logprobs), list(part.offsets)
-        if self._extras.echoes:
-            echo, choice = self._extras.echoes[part.index], self._generation.choices[part.index]
+        if self._echoes:
+            echo, choice = self._echoes[part.index], self._generation.choices[part.index]
             offsets = [len(echo.text) + offset for offset in offsets]
             if begins:
                 token_ids = [*choice.prompt_token_ids, *token_ids]
@@ -308,14 +293,14 @@ class ChatFormat(ChoiceFormat):
         return {
             "index": choice.index,
             "message": message,
-            "logprobs": self._logprobs(self._shown_scores(choice)),
+            "logprobs": self._named(self._shown_scores(choice)),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
 
     def _shown_scores(self, choice: Choice) -> Sequence[TokenLogprobs]:
         """Log-probabilities of the content's tokens; of all tokens, where the answer has these."""
-        if self._extras.token_ids:
+        if self._asked.return_token_ids:
             return choice.logprobs
         return [score for part in choice.parts for score in part.scores]
 
@@ -325,7 +310,7 @@ class ChatFormat(ChoiceFormat):
             opening = self._chunk(delta.index, {"role": "assistant", "content": begun, "refusal": None})
             yield {**opening, **self._about_prompt(self._generation.choices[delta.index])}
         *earlier, last = delta.parts or (NOTHING,)
-        of_all = self._extras.token_ids
+        of_all = self._asked.return_token_ids
         yield from (self._chunk(delta.index, _delta(part), () if of_all else part.scores) for part in earlier)
         chunk = self._chunk(delta.index, _delta(last), delta.logprobs if of_all else last.scores, delta)
         if of_all:
@@ -334,17 +319,17 @@ class ChatFormat(ChoiceFormat):
 
     def _begun_with(self, index: int) -> str:
         """What `echo` puts in front of an answer's content."""
-        return self._extras.echoes[index].text if self._extras.echoes else ""
+        return self._echoes[index].text if self._echoes else ""
 
-    def _logprobs(self, scores: Sequence[TokenLogprobs]) -> Body | None:
-        count = self._extras.logprobs
+    def _named(self, scores: Sequence[TokenLogprobs]) -> Body | None:
+        count = self._logprobs
         return None if count is None else self._scores.chat(scores, count)
 
     def _chunk(self, index: int, delta: Body, scores: Sequence[TokenLogprobs] = (), ended: Delta | None = None) -> Body:
         choice = {
             "index": index,
             "delta": {**NO_REASONING, **delta},
-            "logprobs": self._logprobs(scores) if scores else None,
+            "logprobs": self._named(scores) if scores else None,
             "finish_reason": ended and ended.finish_reason,
             "stop_reason": ended and ended.stop_reason,
         }

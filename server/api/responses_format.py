@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..engine.generation import Generation
+from orjson import Fragment
+
 from ..errors import ApiError
 from ..text.answer_reader import PartKind
 from .blocks import Block, BlockFormat
-from .logprobs import LogprobFormat
-from .responses import Body, Extras
-from .responses_request import ResponsesRequest
+from .responses import Body
 
 _PREFIXES = {PartKind.CONTENT: "msg_", PartKind.REASONING: "rs_", PartKind.CALL: "fc_"}
 
@@ -23,9 +22,10 @@ _PARTS = {PartKind.CONTENT: "output_text", PartKind.REASONING: "reasoning_text"}
 class ResponsesFormat(BlockFormat):
     """Blocks as items of an output, and events that are numbered."""
 
-    def __init__(self, asked: ResponsesRequest, generation: Generation, scores: LogprobFormat, extras: Extras) -> None:
-        super().__init__(generation, scores, extras)
-        self._asked = asked
+    def __init__(self, told: Mapping[str, Fragment], *args: Any) -> None:
+        """told: the fields of the request that the answer repeats."""
+        super().__init__(*args)
+        self._told = told
         self._num_events = 0
 
     def opening(self) -> Iterator[Body]:
@@ -36,7 +36,7 @@ class ResponsesFormat(BlockFormat):
         whole = self.whole()
         yield self._event(whole["status"], response=whole)
 
-    def failed(self, error: ApiError) -> Body:
+    def failed(self, error: ApiError, path: str) -> Body:
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         told = {"error": {"code": code, "message": error.message}}
         return self._event("failed", response={**self._response("failed"), **told})
@@ -136,5 +136,5 @@ class ResponsesFormat(BlockFormat):
             "top_p": params.top_p,
             "truncation": "disabled",
             "usage": None,
-            **self._asked.told,
+            **self._told,
         }

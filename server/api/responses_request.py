@@ -4,37 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Annotated, Any
 
 from orjson import Fragment
+from pydantic import BeforeValidator, StrictInt
 
 from ..access.limits import RequestLimits
-from ..errors import ApiError, clipped
+from ..errors import clipped
 from .chat_request import ChatCompletionRequest
+from .fields import unsupported
 from .json_text import dumps
-from .translation import objects, part_text, read_fields, renaming, text_of, typed, unsupported, wrong
-
-OWN = frozenset(
-    (
-        "include", "input", "instructions", "max_output_tokens", "max_tool_calls", "metadata", "reasoning", "text",
-        "tool_choice", "tools", "top_logprobs",
-    )
-)  # fmt: skip
+from .translation import AsChat, objects, part_text, text_of, typed, wrong
 
 _STATELESS = "nothing is stored here between calls; send the whole conversation in input"
 
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "background": ((False,), "a call is answered while its connection is open"),
-    "context_management": (([],), "shorten the input, or use truncate_prompt_tokens"),
-    "conversation": ((), _STATELESS),
-    "previous_response_id": ((), _STATELESS),
-    "prompt": ((), "there are no stored prompts; send instructions and input"),
-    "store": ((False,), _STATELESS),
-    "truncation": (("disabled",), "use truncate_prompt_tokens to cut the beginning of a prompt that is too long"),
-}
-
 LOGPROBS = "message.output_text.logprobs"
-INCLUDED = frozenset((LOGPROBS, "reasoning.encrypted_content"))
+INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
 """What may be included; reasoning comes as text, with nothing encrypted beside it."""
 
 NAMES = {
@@ -51,6 +36,37 @@ NAMES = {
 TEXTS = ("input_text", "output_text", "text", "refusal")
 
 
+def _items(given: Any) -> Any:
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
+
+class ResponsesBody(AsChat):
+    """A request to answer, as its client sends it."""
+
+    refused = {
+        "background": ((False,), "a call is answered while its connection is open"),
+        "context_management": (([],), "shorten the input, or use truncate_prompt_tokens"),
+        "conversation": ((), _STATELESS),
+        "previous_response_id": ((), _STATELESS),
+        "prompt": ((), "there are no stored prompts; send instructions and input"),
+        "store": ((False,), _STATELESS),
+        "truncation": (("disabled",), "use truncate_prompt_tokens to cut the beginning of a prompt that is too long"),
+    }
+
+    input: Annotated[list[dict[str, Any]], BeforeValidator(_items, json_schema_input_type=str | list[dict[str, Any]])]
+    include: list[Any] = []
+    instructions: str | None = None
+    max_output_tokens: StrictInt | None = None
+    max_tool_calls: StrictInt | None = None
+    metadata: dict[str, Any] = {}
+    parallel_tool_calls: Any = True
+    reasoning: dict[str, Any] | None = None
+    text: dict[str, Any] = {"format": {"type": "text"}}
+    tool_choice: Any = "auto"
+    tools: list[dict[str, Any]] = []
+    top_logprobs: StrictInt | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class ResponsesRequest:
     """A request to answer. told: the fields that the answer repeats, as JSON."""
@@ -60,47 +76,31 @@ class ResponsesRequest:
 
     @classmethod
     def parse(cls, body: bytes, limits: RequestLimits) -> ResponsesRequest:
-        fields = read_fields(body, limits, OWN, REFUSED)
-        if "input" not in fields:
-            raise ApiError(400, "input: it is missing", param="input")
-        told = {
-            "instructions": typed(fields, "instructions", str, "a string"),
-            "max_output_tokens": typed(fields, "max_output_tokens", int, "a number"),
-            "max_tool_calls": typed(fields, "max_tool_calls", int, "a number"),
-            "metadata": typed(fields, "metadata", dict, "an object") or {},
-            "parallel_tool_calls": fields.get("parallel_tool_calls", True),
-            "reasoning": typed(fields, "reasoning", dict, "an object"),
-            "text": typed(fields, "text", dict, "an object") or {"format": {"type": "text"}},
-            "tool_choice": fields.get("tool_choice", "auto"),
-            "tools": objects(fields.get("tools", []), "tools"),
-            "top_logprobs": typed(fields, "top_logprobs", int, "a number"),
-        }
-        included = _included(fields)
-        chat = {name: value for name, value in fields.items() if name not in OWN}
-        chat["messages"] = _messages(told["instructions"], fields["input"])
-        chat["max_completion_tokens"] = told["max_output_tokens"]
-        chat["logprobs"] = LOGPROBS in included or bool(told["top_logprobs"])
-        chat["top_logprobs"] = told["top_logprobs"] or 0
-        chat["response_format"], verbosity = _text(told["text"])
-        if verbosity is not None:
-            chat["verbosity"] = verbosity
-        if (effort := (told["reasoning"] or {}).get("effort")) is not None:
-            chat["reasoning_effort"] = effort
-        if told["tools"]:
-            chat["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(told["tools"])]
-        if "tool_choice" in fields:
-            chat["tool_choice"] = _tool_choice(told["tool_choice"])
-        with renaming(NAMES):
-            return cls(ChatCompletionRequest.of(chat, limits), {name: _written(name, told[name]) for name in told})
+        asked = ResponsesBody.read(body, limits)
+        for one in asked.include:
+            if one not in INCLUDED:
+                message = f"there is no {clipped(repr(one))} to include; {', '.join(INCLUDED)} may be"
+                raise unsupported("include", message)
+        response_format, verbosity = _text(asked.text)
+        chat = asked.as_chat(
+            limits,
+            NAMES,
+            messages=_messages(asked.instructions, asked.input),
+            max_completion_tokens=asked.max_output_tokens,
+            logprobs=LOGPROBS in asked.include or bool(asked.top_logprobs),
+            top_logprobs=asked.top_logprobs,
+            response_format=response_format,
+            verbosity=verbosity,
+            reasoning_effort=(asked.reasoning or {}).get("effort"),
+            parallel_tool_calls=asked.parallel_tool_calls,
+            tools=[_tool(tool, f"tools[{index}]") for index, tool in enumerate(asked.tools)],
+            tool_choice=_tool_choice(asked.tool_choice) if "tool_choice" in asked.model_fields_set else None,
+        )
+        return cls(chat, {name: _written(name, getattr(asked, name)) for name in TOLD})
 
 
-def _included(fields: dict[str, Any]) -> list[str]:
-    included = typed(fields, "include", list, "a list of strings") or []
-    for one in included:
-        if not isinstance(one, str) or one not in INCLUDED:
-            message = f"there is no {clipped(repr(one))} to include; {', '.join(sorted(INCLUDED))} may be"
-            raise unsupported("include", message)
-    return included
+TOLD = ResponsesBody.model_fields.keys() - AsChat.model_fields.keys() - {"input", "include"}
+"""Fields that an answer repeats."""
 
 
 def _written(name: str, value: Any) -> Fragment:
@@ -110,9 +110,8 @@ def _written(name: str, value: Any) -> Fragment:
         raise wrong(name, "JSON without numbers beyond 64 bits") from None
 
 
-def _messages(instructions: str | None, given: Any) -> list[dict[str, Any]]:
+def _messages(instructions: str | None, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The conversation: instructions and a first system message are one, as is what an assistant did in a row."""
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else objects(given, "input")
     told = [_message(item, f"input[{index}]") for index, item in enumerate(items)]
     if instructions:
         told.insert(0, {"role": "system", "content": instructions})

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .json_text import dumps, encode
+from .json_text import dumps
 
 log = logging.getLogger(__name__)
 
@@ -21,19 +21,14 @@ DONE = b"data: [DONE]\n\n"
 T = TypeVar("T")
 
 
-def event(body: dict[str, Any]) -> bytes:
-    """One event, named by the body's type if it has one. JSON has no raw line breaks, so it is one `data:` line."""
-    return _line(body) + dumps(body) + b"\n\n"
+def event(body: dict[str, Any], write: Callable[[Any], bytes] = dumps) -> bytes:
+    """One event, named by the body's type if it has one. JSON has no raw line breaks, so it is one `data:` line.
 
-
-def long_event(body: dict[str, Any]) -> bytes:
-    """The same, written piece by piece: for a thread beside the event loop."""
-    return _line(body) + encode(body) + b"\n\n"
-
-
-def _line(body: dict[str, Any]) -> bytes:
+    write: `encode` for a long one, on a thread beside the event loop.
+    """
     name = body.get("type")
-    return b"data: " if name is None else b"event: %b\ndata: " % name.encode()
+    line = b"data: " if name is None else b"event: %b\ndata: " % name.encode()
+    return line + write(body) + b"\n\n"
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

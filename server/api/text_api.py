@@ -4,29 +4,27 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from ...core.requests.sampling_params import InvalidRequest
 from ..access.limits import RequestLimits, check_json
 from ..engine.backend import Backend
-from ..errors import validated
+from ..errors import JsonResponse
 from ..executors import DaemonPool
 from ..text.tokenizer import Tokenizer
 from . import messages_request
 from .calls import Calls
 from .chat_request import ChatCompletionRequest, has_messages
 from .json_text import encode
-from .messages_request import MessagesRequest
+from .messages_request import MessagesToCount
 from .openai import Name
-from .translation import renaming
+from .translation import OtherBody, renaming
 
 
-class TextToTokens(BaseModel):
+class TextToTokens(OtherBody):
     """A text to tokenize."""
-
-    model_config = ConfigDict(extra="forbid")
 
     model: Name | None = None
     prompt: str
@@ -41,24 +39,17 @@ class ChatToTokens(ChatCompletionRequest):
     tool_choice: Any = "none"
 
 
-class TokensToText(BaseModel):
+class TokensToText(OtherBody):
     """Tokens to decode."""
-
-    model_config = ConfigDict(extra="forbid")
 
     model: Name | None = None
     tokens: list[Annotated[int, Field(ge=0)]]
-
-    @classmethod
-    def parse(cls, body: bytes, limits: RequestLimits) -> TokensToText:
-        check_json(body, limits.max_json_values)
-        return validated(cls, body)
 
 
 def tokenize_request(body: bytes, limits: RequestLimits) -> TextToTokens | ChatToTokens:
     """Reads either kind of body of POST /tokenize."""
     check_json(body, limits.max_json_values)
-    return ChatToTokens.parse(body, limits) if has_messages(body) else validated(TextToTokens, body)
+    return ChatToTokens.parse(body, limits) if has_messages(body) else TextToTokens.read(body, limits)
 
 
 class TextApi:
@@ -84,25 +75,25 @@ class TextApi:
         return Response(await self._threads.run(encode, body), media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
-        asked = await self._calls.parse(TokensToText.parse, request)
+        asked = await self._calls.parse(TokensToText.read, request)
         await self._calls.require(request, asked.model)
         vocab = self._worker.model.vocab_size
         if asked.tokens and max(asked.tokens) >= vocab:
             raise InvalidRequest("tokens", f"token id {max(asked.tokens)} is outside the vocabulary of {vocab}")
         text = await self._threads.run(self._text, asked.tokens)
-        return JSONResponse({"prompt": text})
+        return JsonResponse({"prompt": text})
 
     async def tokenizer_info(self, _: Request) -> Response:
         """vLLM's: what a client needs to write prompts as the chat template does."""
-        return JSONResponse(self._tokenizer.info())
+        return JsonResponse(self._tokenizer.info())
 
     async def count_tokens(self, request: Request) -> Response:
         """Anthropic's: the length of a conversation's prompt."""
-        asked = await self._calls.parse(MessagesRequest.parse_to_count, request)
-        await self._calls.require(request, asked.chat.model, asked.chat.lora_path)
+        asked = await self._calls.parse(MessagesToCount.parse, request)
+        await self._calls.require(request, asked.model, asked.lora_path)
         with renaming(messages_request.NAMES):
-            tokens = await self._tokenizer.encode_chat(asked.chat.conversation(), self._worker.model.max_model_len)
-        return JSONResponse({"input_tokens": len(tokens)})
+            tokens = await self._tokenizer.encode_chat(asked.conversation(), self._worker.model.max_model_len)
+        return JsonResponse({"input_tokens": len(tokens)})
 
     def _text(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)

@@ -133,24 +133,18 @@ class ToolFields(BaseModel):
             return None
         return None if self.thinking_token_budget == -1 else self.thinking_token_budget
 
-    def reader(self, syntax: AnswerSyntax, *, reasons_already: bool) -> AnswerReader:
+    def reader(self, syntax: AnswerSyntax) -> AnswerReader:
         return AnswerReader(
             syntax.calls,
             syntax.reasoning,
             self._schemas() if syntax.calls is not None else None,
-            reasons_already=reasons_already,
+            reasons_already=syntax.reasons_already,
             shows_reasoning=self.include_reasoning,
             parallel=self._parallel,
         )
 
     def answer_grammars(
-        self,
-        content: tuple[str, Grammar] | None,
-        syntax: AnswerSyntax,
-        tokenizer: Tokenizer,
-        limits: RequestLimits,
-        *,
-        reasons_already: bool,
+        self, content: tuple[str, Grammar] | None, syntax: AnswerSyntax, tokenizer: Tokenizer, limits: RequestLimits
     ) -> list[tuple[str, Grammar]]:
         """Return grammars that can be obeyed, each with its field; the answer matches the last one.
 
@@ -173,7 +167,7 @@ class ToolFields(BaseModel):
             syntax = replace(syntax, reasoning=replace(syntax.reasoning, most=budget))
         lark = answer_grammar(
             syntax, schemas, tokenizer.specials_in(syntax.marks), forced=forced, parallel=self._parallel,
-            reasons_already=reasons_already, content=content is not None,
+            content=content is not None,
         )  # fmt: skip
         if content is None:
             return [("tools" if schemas else "thinking_token_budget", Grammar(GrammarKind.GRAMMAR, lark))]

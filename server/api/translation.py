@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
-from pydantic import RootModel
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from ...core.requests.sampling_params import InvalidRequest
 from ..access.limits import RequestLimits, check_json
 from ..errors import ApiError, clipped, validated
-from .fields import unknown_field
+from .chat_request import ChatCompletionRequest
+from .fields import unknown_field, unsupported
+from .openai import Name
 
 CHATS_OWN = frozenset(
     (
@@ -27,25 +29,74 @@ Refused = Mapping[str, tuple[tuple[Any, ...], str]]
 """Fields that can't be obeyed: the values that ask for nothing, and what to do instead."""
 
 
-def read_fields(body: bytes, limits: RequestLimits, known: Collection[str], refused: Refused) -> dict[str, Any]:
-    """A body's fields, without nulls and without refused fields whose value asks for nothing.
+AnyBody = TypeVar("AnyBody", bound="OtherBody")
 
-    known: the API's own fields. Raises an ApiError for a refused one, and for fields of chat that have no meaning here.
-    """
-    check_json(body, limits.max_json_values)
-    fields = {
-        name: value for name, value in validated(RootModel[dict[str, Any]], body).root.items() if value is not None
-    }
-    for name in list(fields):
-        if name in refused:
-            neutral, instead = refused[name]
-            if not any(fields[name] == nothing and type(fields[name]) is type(nothing) for nothing in neutral):
-                message = f"{name} is not supported with this value: {instead}"
-                raise ApiError(400, message, param=name, code="unsupported_parameter")
-            del fields[name]
-        elif name in CHATS_OWN and name not in known:
-            raise unknown_field(name, known)
-    return fields
+
+class OtherBody(BaseModel):
+    """The body of an API other than completions and chat; fields that are null are absent."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    refused: ClassVar[Refused] = {}
+    harmless: ClassVar[Collection[str]] = ()
+    """Fields on which no answer depends."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _obeyed(cls, fields: Any) -> Any:
+        """The fields without nulls, harmless ones and refused ones whose value asks for nothing."""
+        if not isinstance(fields, dict):
+            return fields
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        is_open = cls.model_config.get("extra") == "allow"
+        kept = {}
+        for name, value in fields.items():
+            if value is None or name in cls.harmless:
+                continue
+            if name in cls.refused:
+                _check_neutral(name, value, *cls.refused[name])
+            elif name not in known and (name in CHATS_OWN or not is_open):
+                raise unknown_field(name, known)
+            else:
+                kept[name] = value
+        return kept
+
+    @classmethod
+    def read(cls: type[AnyBody], body: bytes, limits: RequestLimits) -> AnyBody:
+        """Raises an ApiError that names the wrong field."""
+        check_json(body, limits.max_json_values)
+        return validated(cls, body)
+
+
+class AsChat(OtherBody):
+    """A body that is translated to a chat request, which has the fields that are not declared as they are."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: Name | None = None
+    stream: bool = False
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def as_chat(self, limits: RequestLimits, names: Mapping[str, str], **translated: Any) -> ChatCompletionRequest:
+        """The chat request that asks the same. translated: its fields that are not declared here, or are None where
+        nothing is asked. names: the client's, for errors.
+        """
+        same = self.model_dump(include=set(AsChat.model_fields), exclude_unset=True) | (self.model_extra or {})
+        asked = {name: value for name, value in translated.items() if value is not None}
+        for name in same.keys() & asked.keys():
+            if same[name] != asked[name]:
+                other = names.get(name, name)
+                raise ApiError(400, f"{name} and {other} say the same, and differ; give one of them", param=name)
+        with renaming(names):
+            return ChatCompletionRequest.of(same | asked, limits)
+
+
+def _check_neutral(name: str, value: Any, neutral: Sequence[Any], instead: str) -> None:
+    """Raises an ApiError for a value of a refused field that asks for something."""
+    if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
+        raise unsupported(name, f"{name} is not supported with this value: {instead}")
 
 
 @contextmanager
@@ -79,10 +130,6 @@ def typed(fields: Mapping[str, Any], name: str, kind: type | tuple[type, ...], w
 
 def wrong(param: str, what: str) -> ApiError:
     return ApiError(400, f"{clipped(param)} must be {what}", param=param)
-
-
-def unsupported(param: str, message: str) -> ApiError:
-    return ApiError(400, message, param=param, code="unsupported_parameter")
 
 
 def objects(value: Any, where: str) -> list[dict[str, Any]]:

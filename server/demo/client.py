@@ -39,56 +39,45 @@ class DemoError(Exception):
     """The server answered with an error."""
 
 
-class DemoClient:
+class DemoClient(httpx.AsyncClient):
     """Asks a server questions, each a real HTTP request. Use as an async context manager."""
 
     def __init__(self, url: str, connections: int) -> None:
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
-        self._http = httpx.AsyncClient(base_url=url, limits=limits, timeout=120, trust_env=False)
-
-    async def __aenter__(self) -> DemoClient:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._http.aclose()
+        super().__init__(base_url=url, limits=limits, timeout=120, trust_env=False)
 
     async def models(self) -> list[dict[str, Any]]:
         """The base model's card, then the adapters'."""
-        response = await self._http.get("/v1/models")
-        _check(response.status_code, response.content)
-        return response.json()["data"]
+        return _checked(await self.get("/v1/models"))["data"]
 
     async def weights(self) -> dict[str, Any]:
         """The mode that steps run in, and the adapter in their weights."""
-        response = await self._http.get("/v1/adapters")
-        _check(response.status_code, response.content)
-        return response.json()["weights"]
+        return _checked(await self.get("/v1/adapters"))["weights"]
 
     async def takes_chat(self, model: str) -> bool:
         """True if the model has a chat template."""
         body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
-        response = await self._http.post("/v1/chat/completions", json=body)
+        response = await self.post("/v1/chat/completions", json=body)
         return response.status_code == 200
 
     async def ask(self, question: Question) -> Answer:
         """The whole answer at once."""
         started = time.perf_counter()
-        response = await self._http.post(question.path, json=question.body())
-        _check(response.status_code, response.content)
-        body = response.json()
+        body = _checked(await self.post(question.path, json=question.body()))
         choice = body["choices"][0]
         text = choice["message"]["content"] if question.chat else choice["text"]
         answer = Answer(text, body["usage"]["completion_tokens"], time.perf_counter() - started)
         answer.take_step(body.get("step"))
         return answer
 
-    async def stream(self, question: Question) -> AsyncIterator[Answer]:
+    async def watch(self, question: Question) -> AsyncIterator[Answer]:
         """The answer as it grows: the same object, again after every chunk."""
         answer, started = Answer(), time.perf_counter()
         body = {**question.body(), "stream": True}
-        async with self._http.stream("POST", question.path, json=body) as response:
+        async with self.stream("POST", question.path, json=body) as response:
             if response.status_code != 200:
-                _check(response.status_code, await response.aread())
+                await response.aread()
+                _checked(response)
             async for line in response.aiter_lines():
                 if not line.startswith("data: ") or line == "data: [DONE]":
                     continue
@@ -103,11 +92,12 @@ class DemoClient:
                 yield answer
 
 
-def _check(status: int, content: bytes) -> None:
-    if status == 200:
-        return
+def _checked(response: httpx.Response) -> dict[str, Any]:
+    """The answer's body. DemoError for an error."""
+    if response.status_code == 200:
+        return response.json()
     try:
-        message = json.loads(content)["error"]["message"]
+        message = response.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):
-        message = content[:200].decode(errors="replace")
-    raise DemoError(f"the server answered {status}: {message}")
+        message = response.content[:200].decode(errors="replace")
+    raise DemoError(f"the server answered {response.status_code}: {message}")

@@ -28,25 +28,23 @@ class Totals:
     """Result of a run."""
 
     scores: dict[str, Score]
-    requests: int = 0
     tokens: int = 0
     seconds: float = 0.0
     adapters: int = 0
 
-    def add(self, answer: Answer) -> None:
-        self.requests += 1
+    def judge(self, question: Question, answer: Answer) -> bool | None:
+        """Add an answer to the totals and to its skill's score; see `Score.add`."""
         self.tokens += answer.tokens
         self.adapters = max(self.adapters, answer.adapters)
+        return self.scores[question.skill or question.model].add(question, answer.text)
 
-    def judge(self, question: Question, answer: Answer) -> None:
-        """Add an answer to the totals and to its skill's score."""
-        self.scores[question.skill or question.model].add(question, answer.text)
-        self.add(answer)
+    @property
+    def requests(self) -> int:
+        return sum(score.asked for score in self.scores.values())
 
     @property
     def accuracy(self) -> float:
-        asked = sum(score.asked for score in self.scores.values())
-        return sum(score.exact for score in self.scores.values()) / asked if asked else 0.0
+        return sum(score.exact for score in self.scores.values()) / max(self.requests, 1)
 
     @property
     def crossed(self) -> list[str]:
@@ -124,10 +122,9 @@ async def _run_side_by_side(client: DemoClient, lanes: list[Lane], totals: Total
 async def _run_lane(client: DemoClient, lane: Lane, table: LaneTable, totals: Totals) -> None:
     for question in lane.questions:
         lane.question, lane.right, lane.answer = question, None, Answer()
-        async for answer in client.stream(question):
+        async for answer in client.watch(question):
             lane.answer = answer
-        lane.right = lane.score.add(question, lane.answer.text)
-        totals.add(lane.answer)
+        lane.right = totals.judge(question, lane.answer)
         table.finished(lane)
 
 
@@ -135,15 +132,13 @@ async def _run_mixed(client: DemoClient, lanes: list[Lane], totals: Totals, at_o
     """All lanes' questions in one random order."""
     places = asyncio.Semaphore(at_once)
 
-    async def ask(lane: Lane, question: Question) -> None:
+    async def ask(question: Question) -> None:
         async with places:
-            answer = await client.ask(question)
-        lane.score.add(question, answer.text)
-        totals.add(answer)
+            totals.judge(question, await client.ask(question))
 
-    mixed = [(lane, question) for lane in lanes for question in lane.questions]
+    mixed = [question for lane in lanes for question in lane.questions]
     random.Random(seed).shuffle(mixed)
-    await asyncio.gather(*(ask(lane, question) for lane, question in mixed))
+    await asyncio.gather(*map(ask, mixed))
 
 
 def _skill_questions(names: list[str], count: int, seed: int) -> dict[str, list[Question]]:

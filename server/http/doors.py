@@ -6,6 +6,7 @@ import asyncio
 import random
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -82,6 +83,7 @@ class RequestId:
         await self._app(scope, receive, with_id)
 
 
+@dataclass(slots=True)
 class Doors:
     """Middleware that refuses requests, in OpenAI's error shape, by host, origin, key and content type.
 
@@ -89,33 +91,30 @@ class Doors:
     `tenant`, the one in the tenant header where that header counts, else the caller; `identity`, None at an open route
     without a key; `spend`, which takes tokens from the key's budget, None without one; `sees_paths`, whether answers
     may show paths of this machine.
+
+    proxies: may name the client in X-Forwarded-For. tenants: may name the tenant.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        routes: Sequence[GuardedRoute],
-        keys: Keys,
-        hosts: Hosts,
-        proxies: Networks,
-        gate: Gate,
-        tenants: TenantHeader | None = None,
-    ) -> None:
-        """proxies: may name the client in X-Forwarded-For. tenants: may name the tenant."""
-        self._app = app
-        self._routes = routes
-        self._proxies = proxies
-        self._tenants = tenants
-        self._keys = keys
-        self._hosts = hosts
-        self._gate = gate
+    app: ASGIApp
+    routes: Sequence[GuardedRoute]
+    keys: Keys
+    hosts: Hosts
+    proxies: Networks
+    gate: Gate
+    tenants: TenantHeader | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         method, path = scope["method"], scope["path"]
-        answer = _Answer(send)
+        begun = False
+
+        async def answer(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
         try:
             headers = Headers(scope=scope)
             peer = (scope.get("client") or ("",))[0]
@@ -123,38 +122,38 @@ class Doors:
             identity = self._admit(scope, headers)
             known = identity or Identity(may_change_adapters=False, sees_tenants=False)
             caller = known.tenant or place_of((scope.get("client") or ("",))[0])
-            tenant = (self._tenants and self._tenants.tenant(headers, peer, known.tenant)) or caller
+            tenant = (self.tenants and self.tenants.tenant(headers, peer, known.tenant)) or caller
             budget = known.grant.tokens_per_minute
             scope.setdefault("state", {}).update(
-                spend=None if budget is None else partial(self._gate.tokens.spend, caller, budget),
+                spend=None if budget is None else partial(self.gate.tokens.spend, caller, budget),
                 tenant=tenant,
                 caller=caller,
                 identity=identity,
-                sees_paths=known.may_change_adapters and (bool(known.tenant) or self._hosts.only_this_machine),
+                sees_paths=known.may_change_adapters and (bool(known.tenant) or self.hosts.only_this_machine),
             )
-            with self._gate.passing(method, path, tenant, caller, known.grant):
-                await self._app(scope, receive, answer.send)
+            with self.gate.passing(method, path, tenant, caller, known.grant):
+                await self.app(scope, receive, answer)
         except ApiError as error:
             await error.response(path)(scope, receive, send)
         except asyncio.CancelledError:
-            if not self._gate.cutting:
+            if not self.gate.cutting:
                 raise
-            if not answer.begun:
+            if not begun:
                 error = ApiError(503, "the server is shutting down", code="engine_unavailable")
                 await error.response(path)(scope, receive, send)
 
     def _find_client(self, scope: Scope, headers: Headers) -> None:
         """Take the client's address and the scheme from a trusted proxy's headers."""
         peer = (scope.get("client") or ("",))[0]
-        if peer in self._proxies:
+        if peer in self.proxies:
             forwarded = ",".join(headers.getlist("x-forwarded-for"))
-            if (client := forwarded_client(peer, forwarded, self._proxies)) != peer:
+            if (client := forwarded_client(peer, forwarded, self.proxies)) != peer:
                 scope["client"] = (client, 0)
             if (scheme := headers.get("x-forwarded-proto")) in ("http", "https"):
                 scope["scheme"] = scheme
 
     def _route(self, scope: Scope) -> GuardedRoute | None:
-        return next((one for one in self._routes if one.matches(scope)[0] is Match.FULL), None)
+        return next((one for one in self.routes if one.matches(scope)[0] is Match.FULL), None)
 
     def _admit(self, scope: Scope, headers: Headers) -> Identity | None:
         """Return the caller; None at an open route without a good key. Raises an ApiError for what may not come in."""
@@ -169,20 +168,20 @@ class Doors:
 
     def _check_host(self, method: str, headers: Headers) -> None:
         host, origin = headers.get("host"), headers.get("origin")
-        if not self._hosts.serves(host):
+        if not self.hosts.serves(host):
             message = (
                 f"this server does not answer to the host {clipped(host or '')!r}; use a name it serves, or start it "
                 "with --allowed-hosts"
             )
             raise ApiError(400, message, code="invalid_host")
-        if method not in READING and origin is not None and not self._hosts.admits(origin, host):
+        if method not in READING and origin is not None and not self.hosts.admits(origin, host):
             message = f"pages of {clipped(origin)!r} may not call this server; --cors-origins allows them"
             raise ApiError(403, message, code="origin_not_allowed")
 
     def _identify(self, headers: Headers, right: Right) -> Identity | None:
         anthropics = headers.get("x-api-key")
         try:
-            identity = self._keys.identify(headers.get("authorization", anthropics and f"Bearer {anthropics}"))
+            identity = self.keys.identify(headers.get("authorization", anthropics and f"Bearer {anthropics}"))
         except ApiError:
             if right is not Right.OPEN:
                 raise
@@ -190,18 +189,6 @@ class Doors:
         if identity is not None and not identity.has(right):
             raise ApiError(403, "this needs an admin key of this server", code="admin_key_required")
         return identity
-
-
-class _Answer:
-    """A way to send that remembers whether the answer has begun."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.begun = False
-
-    async def send(self, message: Message) -> None:
-        self.begun = True
-        await self._send(message)
 
 
 def _is_json(content_type: str) -> bool:

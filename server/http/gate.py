@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from ..access.grants import Grant
+from ..access.grants import ALL, Grant
 from ..access.shared_bounds import Seats, TokenBudgets
 from ..errors import GENERATES, ApiError
 
@@ -76,9 +76,7 @@ class Gate:
         return len(self._tasks)
 
     @contextmanager
-    def passing(
-        self, method: str, path: str, tenant: str = "", caller: str = "", grant: Grant | None = None
-    ) -> Iterator[None]:
+    def passing(self, method: str, path: str, tenant: str = "", caller: str = "", grant: Grant = ALL) -> Iterator[None]:
         """Count the running task as a request in progress. Raises an ApiError when it can't be taken.
 
         caller: the owner of the key, which has the grant.
@@ -86,50 +84,38 @@ class Gate:
         if path in ALWAYS_OPEN:
             yield
             return
-        works, seat = method not in ("GET", "HEAD"), None
+        works, generates = method not in ("GET", "HEAD"), path in GENERATING
         if self.draining and works:
             message = "the server is shutting down and takes no new work; ask another one, or again when it is back"
             raise ApiError(503, message, code="draining", retry_after=5, headers={"connection": "close"})
-        if works:
-            seat = self._take(path, tenant, caller, grant)
         task = asyncio.current_task()
         assert task is not None
-        self._tasks.add(task)
-        self.num_generating += path in GENERATING
-        try:
-            yield
-        finally:
-            self._tasks.discard(task)
-            self.num_generating -= path in GENERATING
+        with ExitStack() as held:
             if works:
-                self.requests.give_back(tenant)
-                self.tokens.share()
-                if seat is not None:
-                    self.seats.give_back(caller, seat)
+                self._take(held, tenant, caller, grant, generates=generates)
+            self._tasks.add(task)
+            self.num_generating += generates
+            try:
+                yield
+            finally:
+                self._tasks.discard(task)
+                self.num_generating -= generates
+                if works:
+                    self.tokens.share()
 
-    def _seat(self, caller: str, most: int | None) -> int | None:
-        """A seat of a key that has so many; None: it may have any number. Raises an ApiError if none is free."""
-        if most is None:
-            return None
-        if (seat := self.seats.take(caller, most)) is None:
-            text = f"{most} of your requests are in progress, your key allows {most} at once; try again later"
-            raise ApiError(429, text, code="rate_limit_exceeded", retry_after=1)
-        return seat
-
-    def _take(self, path: str, tenant: str, caller: str, grant: Grant | None) -> int | None:
-        """Take a place of the key and one of the tenant, or neither; return the seat of the key's place."""
-        seat = None
-        if grant is not None:
-            if path in GENERATING and grant.tokens_per_minute is not None:
-                self.tokens.check(caller, grant.tokens_per_minute)
-            seat = self._seat(caller, grant.requests)
-        try:
-            self.requests.take(tenant)
-        except ApiError:
-            if seat is not None:
-                self.seats.give_back(caller, seat)
-            raise
-        return seat
+    def _take(self, held: ExitStack, tenant: str, caller: str, grant: Grant, *, generates: bool) -> None:
+        """Take a seat of the key and a place of the tenant, which `held` gives back. Raises an ApiError if either has
+        none.
+        """
+        if generates and grant.tokens_per_minute is not None:
+            self.tokens.check(caller, grant.tokens_per_minute)
+        if (most := grant.requests) is not None:
+            if (seat := self.seats.take(caller, most)) is None:
+                text = f"{most} of your requests are in progress, your key allows {most} at once; try again later"
+                raise ApiError(429, text, code="rate_limit_exceeded", retry_after=1)
+            held.callback(self.seats.give_back, caller, seat)
+        self.requests.take(tenant)
+        held.callback(self.requests.give_back, tenant)
 
     def cut(self) -> None:
         """Cancel the requests in progress; `Doors` answers their clients."""

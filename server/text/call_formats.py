@@ -50,10 +50,11 @@ class ReasoningFormat:
 
 @dataclass(frozen=True, slots=True)
 class AnswerSyntax:
-    """What an answer is read for; None: not for that."""
+    """What an answer is read for; None: not for that. reasons_already: the prompt ended within reasoning."""
 
     calls: CallFormat | None = None
     reasoning: ReasoningFormat | None = None
+    reasons_already: bool = False
 
     @property
     def marks(self) -> str:

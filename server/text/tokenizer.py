@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -293,12 +293,8 @@ class Tokenizer:
         if self.vocabulary.is_bytes:
             decoder: Decoder = ByteDetokenizer(lambda token_id: b"" if token_id in special else spelt(token_id) or b"")
         else:
-
-            def decode(token_ids: list[int]) -> str:
-                return self.backend.decode(token_ids, skip_special_tokens=False)
-
-            def is_silent(token_id: int) -> bool:
-                return token_id in special or spelt(token_id) is None
-
-            decoder = Detokenizer(decode, is_silent, self.vocabulary.byte_tokens.get)
+            decode = partial(self.backend.decode, skip_special_tokens=False)
+            decoder = Detokenizer(
+                decode, lambda token_id: token_id in special or spelt(token_id) is None, self.vocabulary.byte_tokens.get
+            )
         return TextStream(decoder, stops, include_stop=include_stop, min_tokens=min_tokens)

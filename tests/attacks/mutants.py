@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chorus.server.api import messages_request, responses_request
 from chorus.server.api.adapter_api import AddAdapter, LoadLoraAdapter, UnloadLoraAdapter
 from chorus.server.api.chat_request import ChatCompletionRequest
 from chorus.server.api.completion_request import CompletionRequest
 from chorus.server.api.fields import ALIASES, HARMLESS, NEUTRAL
+from chorus.server.api.messages_request import MessagesBody
+from chorus.server.api.responses_request import ResponsesBody
 from chorus.server.api.text_api import ChatToTokens, TextToTokens, TokensToText
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -87,8 +88,9 @@ _BODIES = (
     CompletionRequest, ChatCompletionRequest, TextToTokens, ChatToTokens, TokensToText, AddAdapter, LoadLoraAdapter,
     UnloadLoraAdapter,
 )  # fmt: skip
-_OF_OTHERS = (each for api in (responses_request, messages_request) for each in (*api.OWN, *api.REFUSED))
-FIELDS = sorted({*ALIASES, *HARMLESS, *NEUTRAL, *(name for body in _BODIES for name in body.model_fields), *_OF_OTHERS})
+_OF_OTHERS = (each for body in (ResponsesBody, MessagesBody) for each in (*body.model_fields, *body.refused))
+_OF_BODIES = (field.alias or name for body in _BODIES for name, field in body.model_fields.items())
+FIELDS = sorted({*ALIASES, *HARMLESS, *NEUTRAL, *_OF_BODIES, *_OF_OTHERS})
 """Every field that a body may have, in any call."""
 
 HEADERS = (

@@ -58,9 +58,8 @@ def accepts(tokenizer, syntax, text, tools=TOOLS, *, forced=True, parallel=True,
         syntax = replace(syntax, reasoning=replace(syntax.reasoning, most=budget))
     backend, grammars = tokenizer
     specials = {mark: backend.token_to_id(mark) for mark in MARKS if mark in syntax.marks}
-    lark = answer_grammar(
-        syntax, tools, specials, forced=forced, parallel=parallel, reasons_already=reasons_already
-    )  # fmt: skip
+    syntax = replace(syntax, reasons_already=reasons_already)
+    lark = answer_grammar(syntax, tools, specials, forced=forced, parallel=parallel)
     matcher = grammars.compile(Grammar("grammar", lark))
     tokens = backend.encode(text, add_special_tokens=False).ids
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
@@ -130,7 +129,7 @@ def test_marks_that_are_tokens_are_taken_as_these_tokens(tmp_path, special, forc
     grammars = Grammars(tmp_path, backend.get_vocab_size(), [backend.token_to_id("</s>")])
     syntax = AnswerSyntax(HERMES, REASONING_FORMATS[-1])
     specials = Tokenizer.load(tmp_path).specials_in(syntax.marks)
-    lark = answer_grammar(syntax, TOOLS, specials, forced=forced, parallel=True, reasons_already=False)
+    lark = answer_grammar(syntax, TOOLS, specials, forced=forced, parallel=True)
     matcher = grammars.compile(Grammar("grammar", lark))
     tokens = backend.encode(f"<think>\nhm\n</think>\n\n{written(HERMES, F)}", add_special_tokens=False).ids
     assert {backend.token_to_id(mark) for mark in QWEN3_MARKS} <= set(tokens)
@@ -166,9 +165,10 @@ CONTENTS = [
 def test_content_that_matches_has_reasoning_or_calls_beside_it(tokenizer, content, text):
     backend, grammars = tokenizer
 
-    def ok(answer, syntax, tools, **more):
-        more = {"forced": False, "parallel": True, "reasons_already": False, "content": True, **more}
-        matcher = grammars.compile(replace(content, around=answer_grammar(syntax, tools, {}, **more)))
+    def ok(answer, syntax, tools, reasons_already=False):
+        syntax = replace(syntax, reasons_already=reasons_already)
+        lark = answer_grammar(syntax, tools, {}, forced=False, parallel=True, content=True)
+        matcher = grammars.compile(replace(content, around=lark))
         tokens = backend.encode(answer, add_special_tokens=False).ids
         return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 

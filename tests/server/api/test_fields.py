@@ -5,7 +5,7 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
 from chorus.core.requests.sampling_params import SamplingParams
-from chorus.server.api.chat_request import ChatCompletionRequest
+from chorus.server.api.chat_request import ChatCompletionRequest, Message
 from chorus.server.api.completion_request import CompletionRequest
 from chorus.server.api.fields import ALIASES, HARMLESS, INSTEAD, NEUTRAL, REFUSED_INSIDE
 
@@ -128,6 +128,12 @@ def test_fields_of_messages_that_change_answers_elsewhere_are_refused(shared, fi
 def test_other_fields_of_messages_are_the_templates_and_the_header_names_what_it_ignores(shared):
     response = shared.post(CHAT, messages=[{"role": "user", "content": "a", "weight": 1, "id": "m1", "date": None}])
     assert response.status_code == 200 and response.headers["x-ignored-fields"] == "messages.id, messages.weight"
+
+
+def test_fields_of_messages_reach_the_template_in_their_order():
+    """Not in that of a set, which differs from process to process: a template may write them as JSON."""
+    given = dict.fromkeys(("thinking", "name", "tool_call_id", "reasoning", "reasoning_content"), "a")
+    assert [*Message(role="tool", content="", **given).for_template()][: len(given)] == [*given]
 
 
 def test_what_answers_bring_along_may_be_sent_back(shared):

@@ -60,6 +60,15 @@ def test_reasons_to_stop(shared):
     assert body["content"] == [{"type": "text", "text": "user: "}]
 
 
+def test_chats_own_names_are_obeyed_too(shared):
+    """What has two names here may come by either; by both only if they agree."""
+    assert ask(shared, stop=["hi"]).json()["stop_sequence"] == "hi"
+    assert ask(shared, stop=["hi"], stop_sequences=["hi"]).json()["stop_sequence"] == "hi"
+    for more in ({"stop": "a", "stop_sequences": ["b"]}, {"reasoning_effort": "low", "thinking": {"type": "disabled"}}):
+        error = ask(shared, **more).json()["error"]
+        assert error["param"] == next(iter(more)) and "differ" in error["message"]
+
+
 def test_a_stream(shared):
     events = read(ask(shared, stream=True, model="alice"))
     kinds = [event["type"] for event in events]

@@ -12,9 +12,10 @@ from chorus.server.access.addresses import Networks
 from chorus.server.access.hosts import Hosts, is_loopback, is_same_origin
 from chorus.server.access.keys import InvalidKey, Keys, KeyWatch, NamedKey, Right, check_key, read_keys
 from chorus.server.api.absent import ABSENT
+from chorus.server.api.generation_api import ROUTES
 from chorus.server.errors import GENERATES, ApiError
 from chorus.server.http.doors import Doors
-from chorus.server.http.gate import Gate
+from chorus.server.http.gate import GENERATING, Gate
 from chorus.server.settings import Settings
 from chorus.server.start.checks import LaunchError, check_access
 from chorus.server.start.flags import UsageError
@@ -40,6 +41,10 @@ def error_of(response, status):
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     return error["code"]
+
+
+def test_routes_that_generate_are_counted_as_such():
+    assert set(GENERATING) == ROUTES.keys()
 
 
 # -- content type
