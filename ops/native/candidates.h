@@ -60,11 +60,6 @@ inline Found first_above(int n, double target, Of masses) {
     return last;
 }
 
-inline int find_in_block(const float* x, int n, float most, double inverse, double target) {
-    const Masses masses(most, inverse);
-    return first_above(n, target, [&](int i, Doubles* out) { masses.of(load_or_none(x + i, n - i), out); }).at;
-}
-
 // Tokens that may be drawn, in vocabulary order.
 struct Candidates {
     std::vector<int> ids, live;

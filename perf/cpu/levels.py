@@ -15,7 +15,6 @@ over the turns of (other's time / ours), above 1 when ours is faster.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import statistics
 import sys
@@ -34,6 +33,7 @@ from ...memory.pages.arena import Arena
 from ...memory.pages.layout import MODULES, PageLayout
 from ...ops import native, native_library
 from ...ops.elementwise import rotary_table
+from ...ops.native_descriptors import ELEMENT_OF
 from ...ops.sgmv import AdapterRows, Segments
 from ..report.command import conclude, parser
 from ..report.table import Table
@@ -113,19 +113,6 @@ class Bench:
         return ids, positions, page.contiguous(), positions % BLOCK_TOKENS, plan, last, segments
 
 
-def open_library(path: Path) -> ctypes.CDLL:
-    """A build of the decoder. ValueError where its descriptors are not ours: it would read them wrongly."""
-    found = ctypes.CDLL(str(path))
-    ours = native_library.library()
-    found.chorus_descriptors.restype = ctypes.c_int64
-    if found.chorus_descriptors() != ours.chorus_descriptors():
-        raise ValueError(f"{path} takes other descriptors; compare it with the benchmark of the checkout it is from")
-    for name in ("chorus_decoder_create", "chorus_decoder_forward", "chorus_decoder_destroy"):
-        function = getattr(found, name)
-        function.restype, function.argtypes = getattr(ours, name).restype, getattr(ours, name).argtypes
-    return found
-
-
 def race(ours: Callable[[], object], other: Callable[[], object], seconds: float) -> tuple[float, list[float]]:
     """Seconds of one step of ours, the median; and of every turn other's time over ours."""
 
@@ -179,7 +166,7 @@ def measure(isa: str, bench: Bench, dtype: torch.dtype, threads: int, seconds: f
     memory = hugepages.zeros((BUFFER_BYTES,), torch.uint8).fill_(1)
     rates: dict[str, Callable[[], float]] = {
         "read": lambda: library.chorus_read_rate(threads, memory.data_ptr(), BUFFER_BYTES),
-        "products": lambda: library.chorus_product_rate(threads, dtype.itemsize, ROUNDS),
+        "products": lambda: library.chorus_product_rate(threads, ELEMENT_OF[dtype], ROUNDS),
     }
     best = dict.fromkeys(rates, 0.0) | dict.fromkeys(steps, float("inf"))
     end = time.perf_counter() + seconds
@@ -198,7 +185,7 @@ def measure(isa: str, bench: Bench, dtype: torch.dtype, threads: int, seconds: f
 def beside(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
     """Another build's steps beside ours."""
     ours = native.NativeDecoder(bench.model, args.threads)
-    other_library = open_library(args.other)
+    other_library = native_library.opened(args.other)
     native.library = lambda: other_library
     other = native.NativeDecoder(bench.model, args.threads)
     native.library = native_library.library
