@@ -259,17 +259,14 @@ class NativeDecoder:
         return logits
 
     def merge(
-        self, layer: int, group: int, rows: Sequence[AdapterRows], origin: torch.Tensor, out: torch.Tensor, width: int
+        self, layer: int, group: int, rows: Sequence[AdapterRows], origin: torch.Tensor, out: torch.Tensor
     ) -> float:
         """Write `origin + Σ scale·B·A` of a layer's group of projections into `out`, packed like it; not during a step.
 
-        width: of the inputs. Returns by how much the norm of a row grows, at most; infinity where a sum is not finite.
+        Returns by how much the norm of a row grows, at most; infinity where a sum is not finite.
         """
         parts = (c_void_p * len(rows))(*(ctypes.addressof(self._descriptor(part)) for part in rows))
-        merge = MergeDescriptor(
-            origin=_pointer(origin), to=_pointer(out), group=group, layer=layer,
-            columns=origin.numel() // width, inputs=width, parts=ctypes.addressof(parts), count=len(rows),
-        )  # fmt: skip
+        merge = MergeDescriptor(_pointer(origin), _pointer(out), group, layer, ctypes.addressof(parts), len(rows))
         return self._library.chorus_decoder_merge(self._handle, ctypes.addressof(merge))
 
     def use_merged(self, layers: Sequence[Any] | None) -> None:

@@ -101,8 +101,7 @@ class MergeDescriptor(Structure):
 
     _fields_ = [
         ("origin", c_void_p), ("to", c_void_p),
-        *((name, c_int32) for name in ("group", "layer", "columns", "inputs")),
-        ("parts", c_void_p), ("count", c_int64),
+        ("group", c_int32), ("layer", c_int32), ("parts", c_void_p), ("count", c_int64),
     ]  # fmt: skip
 
 

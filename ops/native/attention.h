@@ -83,15 +83,22 @@ inline float softmax(float* scores, int visible, int padded, float scale) {
     return 1.0f / sum(all);
 }
 
-// Values of `Kind<X>::pair` keys, 16·COUNT columns of them, as registers to multiply a weight of each key with, of which the
-// second may not be there: the columns in order; of pairs of bf16, of every 32 columns the first four of every eight, and the
-// others.
+// Values of `Kind<X>::pair` keys, 16·COUNT columns of them, as registers to multiply a weight of each key with: the columns in
+// order; of pairs of bf16, of every 32 columns the first four of every eight, and the others.
+//
+//   one, other  [columns] of each key; other: null where it is not there
+//   columns     that are there; 0 beyond
+//   out         [COUNT]
 template <int COUNT, class T>
 inline void join_values(const T* one, const T*, int columns, Floats* out) {
 #pragma GCC unroll 4
     for (int j = 0; j < COUNT; j++) out[j] = load16(one + j * kLanes, head(std::max(0, columns - j * kLanes)));
 }
-// Sums over values as `join_values` lays them out, times factor, in order of the columns.
+// Store sums over values as `join_values` lays them out, times factor, in order of the columns.
+//
+//   sums     [COUNT]
+//   columns  to store, at most 16·COUNT
+//   out      [columns]
 template <int COUNT>
 inline void store_sums(const Floats* sums, float factor, int columns, float* out) {
 #pragma GCC unroll 4

@@ -136,23 +136,28 @@ inline void weighted_values(Rows<const Act<T>> p, const T* const* values, long o
     }
 }
 
+// K that a thread reads next: of a row's tokens, from a K/V head on. Of length 0: none.
+struct NextRead {
+    KvRow row;
+    int kv_head;
+};
+
 // out = softmax(q · Kᵀ · scale) · V of a unit.
 //
-//   cache       the layer
-//   unit        row and K/V heads
-//   q, out      [heads, head_dim] of the row's token
-//   row         its tokens
-//   scratch     memory of the thread
-//   next        tokens that this thread reads afterwards; of length 0: none
-//   next_first  from which K/V head on
+//   cache    the layer
+//   unit     row and K/V heads
+//   q, out   [heads, head_dim] of the row's token
+//   row      its tokens
+//   scratch  memory of the thread
+//   next     what this thread reads afterwards
 template <class T>
 inline void attend_decode(const PagedCache<T>& cache, const DecodeUnit& unit, const Act<T>* q, Act<T>* out, KvRow row,
-                          AttentionScratch& scratch, KvRow next, int next_first) {
+                          AttentionScratch& scratch, const NextRead& next) {
     const int kv_len = row.length, group = cache.group;
     const int padded = (kv_len + kLanes - 1) / kLanes * kLanes, head_dim = cache.head_dim, queries = unit.heads * group;
     const int columns = whole_columns(head_dim), together = std::min(kHeads, std::max(1, kQueries / group));
     const int token_bytes = unit.heads * head_dim * (int)sizeof(T);
-    const int ahead = std::max(1, 2 * (int)kPrefetchBytes / token_bytes), upcoming = std::min(ahead, next.length);
+    const int ahead = std::max(1, 2 * (int)kPrefetchBytes / token_bytes), upcoming = std::min(ahead, next.row.length);
     scratch.scores.resize((size_t)queries * padded);
     scratch.sums.assign((size_t)queries * columns, 0.0f);
     scratch.places.resize(2 * kv_len + ahead + kLanes);
@@ -161,7 +166,7 @@ inline void attend_decode(const PagedCache<T>& cache, const DecodeUnit& unit, co
     const long offset = (long)unit.first * head_dim;
     cache.locate(cache.k + offset, row.pages, kv_len, keys);
     cache.locate(cache.v + offset, row.pages, kv_len, values);
-    cache.locate(cache.k + (long)next_first * head_dim, next.pages, upcoming, values + kv_len);
+    cache.locate(cache.k + (long)next.kv_head * head_dim, next.row.pages, upcoming, values + kv_len);
     for (int s = upcoming; s < ahead + kLanes; s++) values[kv_len + s] = values[kv_len - 1];
     // run(heads, rows, s, count, h, i): the work of `count` tokens from s on for K/V heads from h on and query vectors from i
     // on. What is read `ahead` tokens later is fetched half before it and half after it: more at once would be in its way.

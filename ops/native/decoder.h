@@ -87,7 +87,7 @@ class Decoder final : public AnyDecoder {
 
     float merge(const MergeDesc& desc) override {
         const Arena<T> arena{(T*)m_.arena, m_.page_elems};
-        return merge_.run(desc, projections_.groups().targets[desc.group], arena);
+        return merge_.run(desc, projections_.groups(), arena);
     }
 
     void sample(Draw* draws, int num_draws, Score* scores, int num_scores) override {
@@ -203,7 +203,7 @@ class Decoder final : public AnyDecoder {
                 const int row = unit.row;
                 rotate(row, unit.first, unit.heads);
                 attend_decode<T>(cache, unit, q[row], out[row], row_of(row), attention_scratch_[me.thread],
-                                 next ? row_of(next->row) : KvRow{}, next ? next->first : 0);
+                                 next ? NextRead{row_of(next->row), next->first} : NextRead{});
             });
             return;
         }

@@ -83,11 +83,11 @@ struct StepDesc {
 
 // One matrix of a layer, the projections of a group, with adapters in it; all parts change something in it.
 struct MergeDesc {
-    const void* origin;  // packed panels
-    void* to;
+    const void* origin;  // the group's weights, in packed panels
+    void* to;  // the same with the adapters: written
     Group group;
-    int32_t layer, columns, inputs;  // `origin` is [columns, inputs]
-    const Adapter* const* parts;
+    int32_t layer;
+    const Adapter* const* parts;  // [count]
     int64_t count;
 };
 

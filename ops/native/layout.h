@@ -46,7 +46,7 @@ constexpr Field kLayout[] = {
         AT(AssistDesc, first), AT(AssistDesc, last), AT(AssistDesc, count), AT(AssistDesc, page_elems),
         AT(AssistDesc, row), AT(AssistDesc, adapters), AT(AssistDesc, images), AT(AssistDesc, handovers),
     ALL(MergeDesc), AT(MergeDesc, origin), AT(MergeDesc, to), AT(MergeDesc, group), AT(MergeDesc, layer),
-        AT(MergeDesc, columns), AT(MergeDesc, inputs), AT(MergeDesc, parts), AT(MergeDesc, count),
+        AT(MergeDesc, parts), AT(MergeDesc, count),
     ALL(Handover), AT(Handover, layer), AT(Handover, group), AT(Handover, active),
     ALL(Draw), AT(Draw, inverse_temperature), AT(Draw, u), AT(Draw, top_p), AT(Draw, min_p), AT(Draw, top_k),
         AT(Draw, logits), AT(Draw, token),

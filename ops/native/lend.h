@@ -42,8 +42,8 @@ class Lender {
    public:
     explicit Lender(const ModelDesc& model) : groups_(model) {}
 
-    // Before a layer: lend the segments with pages that lack it, if the image has it; a layer that is lent has no rows in the
-    // segment's own descriptor.
+    // Lend a layer of the segments with pages that lack it, if the image has it; a layer that is lent has no rows in the
+    // segment's own descriptor. Called before the layer.
     void begin_layer(const StepDesc& step, int layer) {
         const LentDesc& lent = *step.lent;
         std::fill(active_, active_ + lent.count, 0);

@@ -54,18 +54,18 @@ class Merge {
     // Write W + Σ scale·B·A of one matrix.
     //
     //   desc     the matrix and its adapters
-    //   group    its modules
+    //   groups   of the model
     //   arena    with the adapters
     //   returns  the largest ratio of the norms of a row of the result and of the row of W that it comes from, 0 where nothing
     //            changes; infinite where a result is not finite. Rounding makes an error in proportion to the result.
-    float run(const MergeDesc& desc, const std::vector<Target>& group, const Arena<T>& arena) {
-        const Task task{desc, group, arena};
+    float run(const MergeDesc& desc, const Groups& groups, const Arena<T>& arena) {
+        const Task task{desc, groups.targets[desc.group], arena, groups.inputs[desc.group], groups.outputs[desc.group]};
         for (auto& scratch : scratch_) {
-            grow(scratch.parts, desc.count * group.size());
+            grow(scratch.parts, desc.count * task.group.size());
             for (Part& part : scratch.parts) part.ready = false;
             scratch.growth = 0;
         }
-        const int panels = (desc.columns + kPanel - 1) / kPanel;
+        const int panels = (task.outputs + kPanel - 1) / kPanel;
         team_.run(
             [&](Team::Member& me) { team_.each(me, panels, [&](int p) { panel(task, scratch_[me.thread], p); }); });
         float growth = 0;
@@ -78,6 +78,7 @@ class Merge {
         const MergeDesc& desc;
         const std::vector<Target>& group;
         const Arena<T>& arena;
+        int inputs, outputs;
     };
     struct Part {  // of an adapter, for one module
         Buffer<float> a;  // [inputs / kInputs, rank, kInputs]
@@ -95,7 +96,7 @@ class Merge {
     void panel(const Task& task, Scratch& own, int p) {
         const MergeDesc& desc = task.desc;
         const int modules = (int)task.group.size();
-        const int inputs = desc.inputs, column = p * kPanel, columns = std::min(kPanel, desc.columns - column);
+        const int inputs = task.inputs, column = p * kPanel, columns = std::min(kPanel, task.outputs - column);
         own.used.clear();
         for (int i = 0; i < desc.count; i++)
             for (int g = 0; g < modules; g++) {
@@ -159,7 +160,7 @@ class Merge {
 
     // A of a module, once for each thread and matrix.
     void read_a(const Task& task, const Adapter& adapter, int module, Scratch& own, Part& part) {
-        const int inputs = task.desc.inputs, rank = adapter.rank, blocks = (inputs + kInputs - 1) / kInputs;
+        const int inputs = task.inputs, rank = adapter.rank, blocks = (inputs + kInputs - 1) / kInputs;
         locate(task, {&adapter, task.desc.layer, 0, rank, adapter.a_offset[module], inputs}, own);
         grow(part.a, (size_t)blocks * rank * kInputs);
         for (int r = 0; r < rank; r++)

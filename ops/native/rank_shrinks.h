@@ -19,12 +19,18 @@ class RankShrinks {
    public:
     void join(Ranks* ranks) { ranks_ = ranks; }
 
-    // A step of few tokens, or not, and the elements of h of a group: the same on every rank.
+    // Begin a step, alike on every rank.
+    //
+    //   few    the step has few tokens
+    //   elems  of h of a group
     void begin(bool few, size_t elems) {
         is_shared_ = few && ranks_ && elems * sizeof(X) <= ranks_->floats() * sizeof(float);
     }
 
-    // Note a group's units, and leave in `units` what this rank is to compute of them.
+    // Note a group's units.
+    //
+    //   g      the group
+    //   units  all of them; what remains is what this rank is to compute
     void plan(Group g, std::vector<LoraUnit>& units) {
         all_[g].units.clear();
         if (!is_shared_ || g == kO || g == kDown) return;  // o and down have a share of A on each rank

@@ -16,6 +16,9 @@ inline double seconds_of(Team& team, Work work) {
 }
 
 // Bytes per second that threads read from memory, each a part of it.
+//
+//   team    threads
+//   memory  [bytes]
 inline double read_rate(Team& team, const char* memory, int64_t bytes) {
     const int64_t part = bytes / team.size() / 256 * 256;
     const double seconds = seconds_of(team, [&](Team::Member& me) {
@@ -51,6 +54,9 @@ inline double tiles_rate(Team& team, int64_t rounds) {
 #endif
 
 // Floating-point operations per second of products of T with operands in registers.
+//
+//   team    threads
+//   rounds  how often a register tile is multiplied
 template <class T>
 inline double product_rate(Team& team, int64_t rounds) {
 #ifdef CHORUS_AMX

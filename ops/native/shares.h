@@ -11,7 +11,11 @@ constexpr int kFewTokens = 48;  // up to this many, weights are streamed rather 
 // same order, so that most of what a thread reads was written by itself and lies in its own cache.
 inline int part_begin(int count, int t, int threads) { return (int)((long)count * t / threads); }
 
-// work(i, more) for things 0 … count-1, each thread's part in order; more: the next one runs on the same thread.
+// Have every thread do its part of `count` things in order.
+//
+//   me     the calling thread
+//   count  things
+//   work   work(i, more): thing i; more: the next one runs on the same thread
 template <class Work>
 void each_part(Team& team, Team::Member& me, int count, Work work) {
     const int threads = team.size();
@@ -25,7 +29,10 @@ struct Shares {
     std::vector<Unit> units;
     std::vector<int> bounds;
 
-    // Make `count` runs of the units. cost(unit): in any unit of measure.
+    // Divide the units into runs.
+    //
+    //   count  runs: one for each thread
+    //   cost   cost(unit), in any unit of measure
     template <class Cost>
     void split(int count, Cost cost) {
         long total = 0, sum = 0;
@@ -40,7 +47,10 @@ struct Shares {
         }
     }
 
-    // run(unit, next), each thread's run of units in order; next: the one behind it, null if that is another thread's.
+    // Have every thread do its run of units in order.
+    //
+    //   me   the calling thread
+    //   run  run(unit, next); next: the unit behind it, null if that is another thread's
     template <class Run>
     void each(Team& team, Team::Member& me, Run run) const {
         each_beside(team, me, 0, [](int, bool) {}, run);
@@ -49,8 +59,10 @@ struct Shares {
     // The same beside a product's units, which don't depend on them: every thread has a run of panels of its own, each of
     // which fetches the beginning of the next, and then one of these units.
     //
+    //   me     the calling thread
     //   count  units of the product
     //   work   work(i, more): one of them; see each_part
+    //   run    see each
     template <class Work, class Run>
     void each_beside(Team& team, Team::Member& me, int count, Work work, Run run) const {
         const int threads = team.size();

@@ -128,8 +128,7 @@ template <class T, int kFfn> void run() {
     for (const Group group : kEveryGroup) {
         const int inputs[] = {kHidden, kQ, kHidden, kFfn}, outputs[] = {kQ + 2 * kKv, kHidden, 2 * kFfn, kHidden};
         std::vector<T> out((size_t)(outputs[group] + kPanel - 1) / kPanel * kPanel * inputs[group]);
-        const MergeDesc desc{layers[1].weights[group], out.data(),    group,        1,
-                             outputs[group],           inputs[group], adapters + 1, 2};
+        const MergeDesc desc{layers[1].weights[group], out.data(), group, 1, adapters + 1, 2};
         const float growth = decoder.merge(desc);
         printf("merge %d: %016llx, %a\n", group, (unsigned long long)hash(out.data(), out.size() * sizeof(T)), growth);
     }
