@@ -97,6 +97,8 @@ struct Segments {
 
     int level_of(int s) const { return level ? level[s] : 0; }
     int tokens_of(int s) const { return end[s] - begin[s]; }
+    // True if a segment's expand is done tile by tile, with the base product, in a step of many tokens.
+    bool is_fused(int s) const { return tokens_of(s) >= kLongSegment && !level_of(s); }
 };
 
 // A module of a group with outputs packed side by side: its id, its first column in y, its width.

@@ -59,8 +59,7 @@ struct AssistDesc {
 };
 
 struct StepDesc {
-    int32_t tokens, rows, logits_wanted,
-        scores_wanted;  // scores_wanted: tokens with logits that are wanted in slices afterwards
+    int32_t tokens, rows, logits_wanted, scores_wanted;  // the last: logits that are asked for in slices afterwards
     const int64_t *token_ids, *positions, *page, *offset;  // [tokens]; page, offset: where a token's K and V go
     const int32_t *qo_indptr, *kv_lens;  // [rows + 1], [rows]: where a row's tokens begin; tokens of it with K and V
     const int64_t* page_table;  // [rows, table_stride]: pages of each row
@@ -76,8 +75,7 @@ struct StepDesc {
     const int32_t* logit_rows;  // [logits_wanted]: the row of `logits` of each, below 0: not kept; null: in order
     int64_t* best;  // [logits_wanted]: the likeliest token, or a drawn one; -1 when a logit is not finite
     const Draw* draws;  // [logits_wanted]: where the inverse temperature is not 0, `best` is that draw; null: nowhere
-    const LayerDesc*
-        layer;  // [layers] in place of the model's own: with an adapter in some projections; null: the model's own
+    const LayerDesc* layer;  // [layers], with an adapter in some of their projections; null: the model's own
     const LentDesc* lent;  // null: nothing is
 };
 

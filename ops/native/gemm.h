@@ -13,8 +13,6 @@ namespace chorus {
 
 constexpr int kPanel = 32;    // output columns of a panel
 constexpr long kPrefetchBytes = 8192;
-constexpr int kSegmentChunk = 300;  // the same where every chunk has an adapter's rows to pack
-constexpr int kShortChunk = kSegmentChunk / 4;  // fewer rows are not worth a pass over the weights
 constexpr int kRowChunk = 192;  // rows: their activations stay in L2 while panels pass
 
 template <class T> inline size_t panel_elems(int k) { return (size_t)k * kPanel; }

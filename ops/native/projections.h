@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 #include "buffer.h"
+#include "chunks.h"
 #include "descriptors.h"
 #include "elementwise.h"
 #include "rank_shrinks.h"
@@ -35,21 +36,19 @@ class Projections {
             rank = std::max(rank, (int)segments.adapters[s]->rank);
             levels = std::max(levels, 1 + segments.level_of(s));
             // In a step of few tokens the base product streams its weights, in tiles of as many rows as there are.
-            fused_ |= !few_ && is_fused(segments, s);
+            fused_ |= !few_ && segments.is_fused(s);
         }
         ldh_ = (rank + 2) & ~1;
         const size_t h_elems = 3 * levels * (size_t)step.tokens * ldh_;
         grow(h_, h_elems);
         ranks_.begin(few_, h_elems);
-        cut(step);
-        const int chunks = (int)cuts_.size() - 1;
+        chunks_.plan(step.tokens, segments, fused_, team_.size());
+        const int chunks = chunks_.count();
         if ((int)gates_.size() < chunks) gates_ = std::vector<Team::Gate>(chunks);
         for (auto& gate : gates_) gate.given = gate.done = 0;
         for (const Group g : kEveryGroup) plan_group(segments, g, levels);
-        int longest = 0;  // of the chunks: rounded to whole tiles, one may exceed what they are to have at most
-        for (int c = 0; c < chunks; c++) longest = std::max(longest, cuts_[c + 1] - cuts_[c]);
         for (auto& s : scratch_) {
-            if (gated_) grow(s.gated, (size_t)2 * kPanel * longest);
+            if (gated_) grow(s.gated, (size_t)2 * kPanel * chunks_.longest());
             s.lora.reserve(rank, std::max({m_.hidden, m_.heads * m_.head_dim, m_.ffn}));
         }
     }
@@ -65,7 +64,7 @@ class Projections {
     //   task  the product
     void run(Team::Member& me, const LoraTask<T>& task) {
         const Group g = task.group;
-        const Product<T> product{task.x, task.step.tokens, task.w, task.y, task.accumulate, &cuts_};
+        const Product<T> product{task.x, task.step.tokens, task.w, task.y, task.accumulate, &chunks_.cuts()};
         auto run_base = [&](int i, bool more) { product.run(i, more); };
         auto shrink_into = [&](Rows<X> h) {
             return [&, h](const LoraUnit& u, const LoraUnit* next) { run_shrink(me, task, h, u, next); };
@@ -81,7 +80,7 @@ class Projections {
             shrink_[g].each_beside(team_, me, product.units(), run_base, shrink_into(h()));
         } else {
             const int panels = task.w.panels();
-            each_tile(me, panels, [&](int i, bool more) {
+            chunks_.each_tile(team_, me, panels, [&](int i, bool more) {
                 shrink_chunk(me, task, i / panels);
                 if (!fused_) return product.run(i, more);
                 const Tile tile = product.tile_of(i);
@@ -101,9 +100,9 @@ class Projections {
     //   task  the product of gate and up, which is not kept: y has no memory
     //   act   [tokens, ffn]
     void run_gated(Team::Member& me, const LoraTask<T>& task, Rows<X> act) {
-        const Product<T> product{task.x, task.step.tokens, task.w, {}, false, &cuts_};
+        const Product<T> product{task.x, task.step.tokens, task.w, {}, false, &chunks_.cuts()};
         const int panels = m_.ffn / kPanel;
-        each_tile(me, panels, [&](int i, bool) {
+        chunks_.each_tile(team_, me, panels, [&](int i, bool) {
             shrink_chunk(me, task, i / panels);
             const Tile gate = product.tile_of(i / panels * 2 * panels + i % panels);
             Tile up = gate;
@@ -128,8 +127,8 @@ class Projections {
         Shares<LoraUnit>& shrinks = shrink_[g];
         shrinks.units.clear();
         shrink_chunk_[g].assign(1, 0);
-        for (int c = 0; c + 1 < (int)cuts_.size(); c++) {
-            shrink_units(segments, targets, cuts_[c], cuts_[c + 1], shrinks.units);
+        for (int c = 0; c < chunks_.count(); c++) {
+            shrink_units(segments, targets, chunks_.cuts()[c], chunks_.cuts()[c + 1], shrinks.units);
             shrink_chunk_[g].push_back((int)shrinks.units.size());
         }
         ranks_.plan(g, shrinks.units);
@@ -144,43 +143,6 @@ class Projections {
             expands.split(team_.size(),
                           [&](const LoraUnit& u) { return u.count * segments.adapters[u.segment]->rank; });
         }
-    }
-
-    // Row chunks of the products: a segment with a fused expand has its own, as each chunk packs its adapter's rows;
-    // but none is so short that it reads all weights for few rows, as the tokens of running requests after a prompt's would.
-    void cut(const StepDesc& step) {
-        const Segments& segments = step.segments;
-        cuts_.assign(1, 0);
-        first_chunk_.clear();
-        if (few_) return cuts_.push_back(step.tokens);
-        auto up_to = [&](int end) {  // in about equal parts, of whole tiles
-            const int most = fused_ ? kSegmentChunk : kRowChunk, begin = cuts_.back(), rows = end - begin,
-                      parts = (rows + most - 1) / most;
-            for (int i = 1; i < parts; i++) cuts_.push_back(begin + (rows * i / parts + kRows / 2) / kRows * kRows);
-            if (parts) cuts_.push_back(end);
-        };
-        // Chunks end where a thread's rows do, or threads share them where each would read all weights for few.
-        const int parts = step.tokens >= team_.size() * kRowChunk ? team_.size() : 1;
-        if (parts > 1) first_chunk_.push_back(0);
-        for (int part = 1; part <= parts; part++) {
-            const int end = part < parts ? part_begin(step.tokens, part, parts) / kRows * kRows : step.tokens;
-            for (int s = 0; fused_ && s < segments.count; s++) {
-                if (!is_fused(segments, s) || segments.tokens_of(s) < kShortChunk) continue;
-                for (int at : {segments.begin[s], segments.end[s]})
-                    if (at - cuts_.back() >= kShortChunk && end - at >= kShortChunk) up_to(at);
-            }
-            up_to(end);
-            if (parts > 1) first_chunk_.push_back((int)cuts_.size() - 1);
-        }
-    }
-
-    // work(unit, more): a product's units for many tokens, `panels` of each chunk; a thread owns the units of the rows that it
-    // normalises.
-    template <class Work>
-    void each_tile(Team::Member& me, int panels, Work work) {
-        if (first_chunk_.empty()) return each_part(team_, me, ((int)cuts_.size() - 1) * panels, work);
-        team_.each_own(
-            me, [&](int t) { return first_chunk_[t] * panels; }, [&](int i, bool more, int) { work(i, more); });
     }
 
     // Before a tile of the chunk: what its adapters' expands need.
@@ -244,7 +206,7 @@ class Projections {
             done = end;
         };
         auto fits = [&](const LoraUnit& u) {
-            return u.token >= done && u.count == tile.columns && is_fused(segments, u.segment);
+            return u.token >= done && u.count == tile.columns && segments.is_fused(u.segment);
         };
         bool rest = false;
         expand_tile(segments, task.group, tile, 0, all, [&](const LoraUnit& u) {
@@ -267,11 +229,6 @@ class Projections {
             expand_tile(segments, task.group, tile, level, all, add);
     }
 
-    // True if a segment's expand is done tile by tile, with the base product, in a step of many tokens.
-    static bool is_fused(const Segments& segments, int s) {
-        return segments.tokens_of(s) >= kLongSegment && !segments.level_of(s);
-    }
-
     // run(unit), with the parts of expands that lie in a tile of the product.
     //
     //   segments  of the step
@@ -282,7 +239,7 @@ class Projections {
     template <class Run>
     void expand_tile(const Segments& segments, Group g, const Tile& tile, int level, bool all, Run run) {
         for (int s = 0; s < segments.count; s++) {
-            if (segments.level_of(s) != level || (!all && !is_fused(segments, s))) continue;
+            if (segments.level_of(s) != level || (!all && !segments.is_fused(s))) continue;
             const int begin = std::max(tile.row, segments.begin[s]);
             const int end = std::min(tile.row + tile.rows, segments.end[s]);
             if (begin >= end) continue;
@@ -315,8 +272,8 @@ class Projections {
     Shares<LoraUnit> shrink_[kGroups];
     std::vector<Shares<LoraUnit>> expand_[kGroups];  // of each level
     std::vector<Team::Gate> gates_;  // of the chunks
-    std::vector<int> cuts_, shrink_chunk_[kGroups];
-    std::vector<int> first_chunk_;  // of each thread and their number; empty where threads share chunks
+    Chunks chunks_;
+    std::vector<int> shrink_chunk_[kGroups];  // where each chunk's shrinks begin
     Buffer<X> h_;
     long ldh_ = 2;
     bool fused_ = false;  // the step has a long segment
