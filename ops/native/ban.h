@@ -6,7 +6,7 @@
 
 namespace chorus {
 
-// Set the logits of tokens to -inf whose bit is 0 in a mask. Words of which all may come are passed over.
+// Set logits to -inf where a mask has a 0. Words without one are passed over.
 //
 //   logits  [vocab] float32
 //   vocab   tokens

@@ -50,7 +50,7 @@ CHORUS_API void chorus_decoder_score_logits(AnyDecoder* decoder, int first, int 
 
 // Draw tokens, and compute log-probabilities.
 //
-//   decoder  whose threads compute
+//   decoder  with the threads
 //   draws    [num_draws]
 //   scores   [num_scores]
 CHORUS_API void chorus_decoder_sample(AnyDecoder* decoder, Draw* draws, int num_draws, Score* scores, int num_scores) {
@@ -110,7 +110,7 @@ CHORUS_API double chorus_product_rate(int threads, int element, int64_t rounds) 
 //   floats  of a buffer
 CHORUS_API int64_t chorus_ranks_bytes(int size, int64_t floats) { return Ranks::bytes(size, floats); }
 
-// Make one rank; the parameters are those of Ranks. memory: must outlive it.
+// Make one rank; parameters as of Ranks. memory: must outlive it.
 CHORUS_API Ranks* chorus_ranks_create(void* memory, int rank, int size, int64_t floats, double seconds,
                                       double spinning) {
     return new Ranks(memory, rank, size, floats, seconds, spinning);

@@ -103,7 +103,7 @@ class Panels {
     //   row     number of the row
     //   least   a logit
     //   c       written
-    //   logits  logits(panel): those of a panel
+    //   logits  logits(panel): a panel's logits
     template <class Logits>
     void gather(int row, float least, Candidates& c, Logits logits) const {
         const float* most = most_.data() + (long)row * panels_;
@@ -123,7 +123,7 @@ class Panels {
     //   row     number of the row
     //   d       how to draw
     //   c       memory of the thread
-    //   logits  logits(panel): those of a panel
+    //   logits  logits(panel): a panel's logits
     template <class Logits>
     int64_t draw(int row, const Draw& d, Candidates& c, Logits logits) {
         const double inverse = d.inverse_temperature;

@@ -56,7 +56,7 @@ inline void dots(Rows<const Act<T>> x, const T* const* rows, int k, float scale,
     for (int t = 0; t < TOKENS; t++) memcpy(h[t], sums + t * RANKS, RANKS * sizeof(Act<T>));
 }
 
-// `dots` of any number of rank-rows. at: the rows, whose addresses `rows` are.
+// `dots` of any number of rank-rows. at: the rows; rows: their addresses.
 template <class T, int TOKENS>
 inline void dots_ranks(Rows<const Act<T>> x, const RankRows& at, const T* const* rows, Rows<Act<T>> h, bool fetch) {
     in_parts<TOKENS <= 2 ? 8 : 4>(at.count, [&](auto n, int r) {

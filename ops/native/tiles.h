@@ -1,7 +1,7 @@
 // Products of bf16 by tile registers (AMX): y[m, n] (+)= Σ_k x[m, k] · w[n, k], with w in the panels of gemm.h.
 //
 // A tile's product takes 32 of the reduction dimension: it adds up the products of their even elements and of their odd
-// ones, and both to the output. So a row's bits do not depend on the rows beside it, and are not those of other levels.
+// ones, and both to the output. So a row's bits do not depend on the rows beside it, and other levels have other bits.
 // All rows of a step are multiplied so, also one alone.
 #pragma once
 #include <algorithm>
@@ -138,8 +138,8 @@ inline void tiles_product(Rows<const bf16> x, int rows, Panel<bf16> w, Outputs o
     Tiles::release();  // a thread that goes to other work leaves the system no tiles to save
 }
 
-// True if tiles give a product of small whole numbers, whose sums are exact: of one, of some and of more rows than a pair of
-// tiles has, an odd number of words, some of a panel's columns, and all ways to begin.
+// True if tiles give a product of small whole numbers, with exact sums: of one, of some and of more rows than a pair of
+// tiles has, an odd number of words, some of a panel's columns, and every start.
 template <class Tiles>
 inline bool tiles_are_exact() {
     constexpr int most = 50, k = 2 * kTileDepth + 6, ld = k + 2;
