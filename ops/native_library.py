@@ -39,7 +39,7 @@ _FUNCTIONS = (
     ("rows_next", c_int, c_void_p, c_void_p, c_void_p),
     ("rows_at", c_void_p, c_void_p, c_int64, c_int64),
     ("rows_close", None, c_void_p),
-    ("decoder_create", c_void_p, c_int, c_void_p, c_int),
+    ("decoder_create", c_void_p, c_int64, c_void_p, c_int),
     ("decoder_forward", None, c_void_p, c_void_p),
     ("decoder_score_logits", None, c_void_p, c_int, c_int, c_void_p),
     ("decoder_sample", None, c_void_p, c_void_p, c_int, c_void_p, c_int),
@@ -64,14 +64,14 @@ _FUNCTIONS = (
     ("ranks_mine", c_void_p, c_void_p),
     ("ranks_part", c_void_p, c_void_p, c_int),
     ("ranks_destroy", None, c_void_p),
-    ("assist_input", c_int, c_int),
-    ("assist_row", c_int64, c_int, c_int),
-    ("assist_create", c_void_p, c_int),
-    ("assist_hand_over", None, c_void_p, c_void_p, c_int, c_void_p, c_int64, c_int64),
+    ("assist_input", c_int, c_int64),
+    ("assist_row", c_int64, c_int64, c_int),
+    ("assist_create", c_void_p, c_int64),
+    ("assist_hand_over", None, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64),
     ("assist_serve", None, c_void_p, c_void_p, c_void_p),
     ("assist_destroy", None, c_void_p),
     ("read_rate", c_double, c_int, c_void_p, c_int64),
-    ("product_rate", c_double, c_int, c_int, c_int64),
+    ("product_rate", c_double, c_int, c_int64, c_int64),
 )
 
 

@@ -132,7 +132,7 @@ class FileRows {
     const char* at(int64_t start, int64_t bytes) const { return next_ ? at(next_ - 1, start, bytes) : nullptr; }
 
    private:
-    static int64_t bytes_of(int64_t element) { return element == kF32 ? 4 : 2; }
+    static int64_t bytes_of(Element element) { return element == kF32 ? 4 : 2; }
 
     const char* at(int64_t g, int64_t start, int64_t bytes) const {
         for (const Read& piece : pieces_[g])

@@ -12,7 +12,7 @@ using namespace chorus;
 
 // run(zero): with a zero of the type that the library computes an element type in.
 template <class Run>
-static auto with_type(int64_t element, Run run) {
+static auto with_type(Element element, Run run) {
     return element == kBF16 ? run(bf16{}) : run(float{});
 }
 
@@ -29,7 +29,7 @@ CHORUS_API const Field* chorus_layout(int64_t* count) {
 //   element  of the model: kF32 or kBF16
 //   model    copied, but not what it points to
 //   threads  of its team, the caller's included
-CHORUS_API AnyDecoder* chorus_decoder_create(int element, const ModelDesc* model, int threads) {
+CHORUS_API AnyDecoder* chorus_decoder_create(Element element, const ModelDesc* model, int threads) {
     return with_type(element, [&](auto zero) -> AnyDecoder* { return new Decoder<decltype(zero)>(*model, threads); });
 }
 
@@ -99,7 +99,7 @@ CHORUS_API double chorus_read_rate(int threads, const char* memory, int64_t byte
 //   threads  all at once
 //   element  kF32 or kBF16
 //   rounds   how often a register tile is multiplied
-CHORUS_API double chorus_product_rate(int threads, int element, int64_t rounds) {
+CHORUS_API double chorus_product_rate(int threads, Element element, int64_t rounds) {
     Team team(threads);
     return with_type(element, [&](auto zero) { return product_rate<decltype(zero)>(team, rounds); });
 }
@@ -133,7 +133,7 @@ CHORUS_API const float* chorus_ranks_part(Ranks* ranks, int rank) { return ranks
 CHORUS_API void chorus_ranks_destroy(Ranks* ranks) { delete ranks; }
 
 // Bytes of a value of x that is handed over; see lend.h, as of the functions below. element: of the model.
-CHORUS_API int chorus_assist_input(int element) {
+CHORUS_API int chorus_assist_input(Element element) {
     return with_type(element, [](auto zero) { return (int)sizeof(Act<decltype(zero)>); });
 }
 
@@ -141,7 +141,7 @@ CHORUS_API int chorus_assist_input(int element) {
 //
 //   element  of the rows: kF32 or kBF16
 //   width    values of a row
-CHORUS_API int64_t chorus_assist_row(int element, int width) {
+CHORUS_API int64_t chorus_assist_row(Element element, int width) {
     return with_type(element, [&](auto zero) { return (int64_t)spread<decltype(zero)>(width); });
 }
 
@@ -151,13 +151,13 @@ CHORUS_API int64_t chorus_assist_row(int element, int width) {
 //   handovers  [kHandovers]
 //   element    of the model: kF32 or kBF16
 //   x          [rows, k] float32
-CHORUS_API void chorus_assist_hand_over(Ranks* ranks, Handover* handovers, int element, const float* x, int64_t rows,
-                                        int64_t k) {
+CHORUS_API void chorus_assist_hand_over(Ranks* ranks, Handover* handovers, Element element, const float* x,
+                                        int64_t rows, int64_t k) {
     with_type(element, [&](auto zero) { hand_over<decltype(zero)>(*ranks, handovers, x, rows, (int)k); });
 }
 
 // Make an assistant. element: of the model, kF32 or kBF16.
-CHORUS_API AnyAssistant* chorus_assist_create(int element) {
+CHORUS_API AnyAssistant* chorus_assist_create(Element element) {
     return with_type(element, [](auto zero) -> AnyAssistant* { return new Assistant<decltype(zero)>; });
 }
 
@@ -179,8 +179,8 @@ CHORUS_API void chorus_assist_destroy(AnyAssistant* assistant) { delete assistan
 //   jobs     must outlive them
 //   element  of the output
 CHORUS_API FileRows* chorus_rows_open(int fd, const Span* spans, const ReadGroup* groups, int64_t count,
-                                      const ReadJob* jobs, int64_t element) {
-    return new FileRows(fd, spans, groups, count, jobs, (Element)element);
+                                      const ReadJob* jobs, Element element) {
+    return new FileRows(fd, spans, groups, count, jobs, element);
 }
 
 // Lay out the next group's rows; returns whether that was done.

@@ -16,15 +16,16 @@ enum Fault : int64_t { kNone = 0, kEnds = 1, kUnreadable = 2, kNotFinite = 3, kB
 // One module of one layer; mirrors ReadJob in ops/native_reader.py.
 struct ReadJob {
     int64_t a_start, b_start;        // bytes from the file's beginning; addresses where they are in memory
-    int64_t a_element, b_element;    // Element of the file's tensors
+    Element a_element, b_element;    // Element of the file's tensors
     int64_t rank, d_in, d_out;       // A: [rank, d_in], B: [d_out, rank]
     int64_t first, slab_elems;       // rank-row i's slab begins at element first + i·slab_elems of the output
     int64_t a_offset, b_offset;      // from the slab's beginning to row i of A, and of Bᵀ
 };
 
 struct ReadFault {
-    int64_t fault, job, side, error;
-};  // side: 0 for A, 1 for B; error: errno
+    Fault fault;
+    int64_t job, side, error;  // side: 0 for A, 1 for B; error: errno
+};
 
 template <Element E> struct Stored {
     using type = uint16_t;
