@@ -14,15 +14,16 @@ from typing import Any, Protocol
 
 import torch
 
-from .native_library import (
+from .native_descriptors import (
+    ELEMENT_OF,
     HANDOVER,
     MODULES,
     MOST_HANDOVERS,
     AdapterDescriptor,
     AssistDescriptor,
     LentDescriptor,
-    library,
 )
+from .native_library import library
 from .ranks import Ranks
 from .sgmv import AdapterRows, Segments
 
@@ -107,7 +108,7 @@ class Assistant:
         if found is None:
             raise RuntimeError("the native library is not built; reinstall chorus with a C++ compiler")
         self._library, self._shapes = found, shapes
-        self._handle = found.chorus_assist_create(dtype.itemsize)
+        self._handle = found.chorus_assist_create(ELEMENT_OF[dtype])
 
     def serve(
         self,
@@ -156,14 +157,14 @@ def group_widths(shapes: tuple[int, int, int, int]) -> list[tuple[int, int]]:
 def input_dtype(dtype: torch.dtype) -> torch.dtype:
     """What rows are handed over in, of a model in `dtype`."""
     found = library()
-    is_wide = found is None or found.chorus_assist_input(dtype.itemsize) == torch.float32.itemsize
+    is_wide = found is None or found.chorus_assist_input(ELEMENT_OF[dtype]) == torch.float32.itemsize
     return torch.float32 if is_wide else dtype
 
 
 def row_elems(dtype: torch.dtype, width: int) -> int:
     """Elements from row to row of `width` of them in what is handed over."""
     found = library()
-    return width if found is None else found.chorus_assist_row(dtype.itemsize, width)
+    return width if found is None else found.chorus_assist_row(ELEMENT_OF[dtype], width)
 
 
 def hand_over(ranks: Ranks, handovers: int, x: torch.Tensor, dtype: torch.dtype) -> None:
@@ -174,4 +175,4 @@ def hand_over(ranks: Ranks, handovers: int, x: torch.Tensor, dtype: torch.dtype)
     found = library()
     if found is None:
         raise RuntimeError("the native library is not built; reinstall chorus with a C++ compiler")
-    found.chorus_assist_hand_over(ranks.handle, handovers, dtype.itemsize, x.data_ptr(), len(x), x.shape[1])
+    found.chorus_assist_hand_over(ranks.handle, handovers, ELEMENT_OF[dtype], x.data_ptr(), len(x), x.shape[1])

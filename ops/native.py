@@ -18,16 +18,18 @@ import numpy as np
 import torch
 
 from .lend import Lending, LentTables, described
-from .native_library import (
+from .native_descriptors import (
     DRAW,
+    ELEMENT_OF,
     SCORE,
     AdapterDescriptor,
     LayerDescriptor,
     MergeDescriptor,
     ModelDescriptor,
+    SegmentsDescriptor,
     StepDescriptor,
-    library,
 )
+from .native_library import library
 from .ranks import Ranks
 from .sampling import Chances, Scores, inverse_temperature
 from .sgmv import AdapterRows, Segments
@@ -171,7 +173,7 @@ class NativeDecoder:
         self._scores = _Room(model.vocab)
         self._segments: tuple[Segments | None, tuple[Any, ...]] = (None, ())
         self._handle = self._library.chorus_decoder_create(
-            model.embed.dtype.itemsize, ctypes.addressof(description), threads
+            ELEMENT_OF[model.embed.dtype], ctypes.addressof(description), threads
         )
         self.sampling = NativeSampling(self._library, self._handle)
         self._ranks = ranks  # which lives as long
@@ -241,7 +243,7 @@ class NativeDecoder:
             lent.note_lent()
         if step.segment_ready:
             late = self._segments[1][-1]
-            segments.late = [index for index in range(step.segments) if late[index]]
+            segments.late = [index for index in range(step.segments.count) if late[index]]
         self.best = best.tolist()
         return logits
 
@@ -257,17 +259,14 @@ class NativeDecoder:
         return logits
 
     def merge(
-        self, layer: int, group: int, rows: Sequence[AdapterRows], origin: torch.Tensor, out: torch.Tensor, width: int
+        self, layer: int, group: int, rows: Sequence[AdapterRows], origin: torch.Tensor, out: torch.Tensor
     ) -> float:
         """Write `origin + Σ scale·B·A` of a layer's group of projections into `out`, packed like it; not during a step.
 
-        width: of the inputs. Returns by how much the norm of a row grows, at most; infinity where a sum is not finite.
+        Returns by how much the norm of a row grows, at most; infinity where a sum is not finite.
         """
         parts = (c_void_p * len(rows))(*(ctypes.addressof(self._descriptor(part)) for part in rows))
-        merge = MergeDescriptor(
-            origin=_pointer(origin), to=_pointer(out), group=group, layer=layer,
-            columns=origin.numel() // width, inputs=width, parts=ctypes.addressof(parts), count=len(rows),
-        )  # fmt: skip
+        merge = MergeDescriptor(_pointer(origin), _pointer(out), group, layer, ctypes.addressof(parts), len(rows))
         return self._library.chorus_decoder_merge(self._handle, ctypes.addressof(merge))
 
     def use_merged(self, layers: Sequence[Any] | None) -> None:
@@ -291,11 +290,11 @@ class NativeDecoder:
         level = (c_int32 * count)(*segments.level) if any(segments.level) else None
         late = (c_int32 * count)()
         ready = (c_void_p * count)(*segments.ready) if any(segments.ready) else None
-        step.segments = count
-        step.segment_adapters = ctypes.addressof(adapters)
-        step.segment_begin, step.segment_end = ctypes.addressof(begin), ctypes.addressof(end)
+        step.segments = SegmentsDescriptor(
+            count, ctypes.addressof(begin), ctypes.addressof(end), ctypes.addressof(adapters),
+            None if level is None else ctypes.addressof(level),
+        )  # fmt: skip
         step.segment_ready = None if ready is None else ctypes.addressof(ready)
-        step.segment_level = None if level is None else ctypes.addressof(level)
         step.segment_late = ctypes.addressof(late)
         self._segments = segments, (adapters, begin, end, level, ready, late)  # what the step points to lives as long
         lent = None if ready is None or self.lending is None else self.lending.begin(segments)

@@ -1,4 +1,4 @@
-"""The compiled native library: its functions, and the descriptors that they take.
+"""The compiled native library: its functions, and the levels of instructions that it is compiled for.
 
 `ops/native/` is compiled when the package is built and a C++ compiler is there, once for each level of instructions in
 `LEVELS`; the best that the processor has is used. `CHORUS_CPU_ISA` names another one, or `none`. Without any,
@@ -10,12 +10,13 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_int64, c_void_p, sizeof
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import torch
+
+from .native_descriptors import layout
 
 logger = logging.getLogger(__name__)
 
@@ -25,119 +26,20 @@ LEVELS = ("amx", "avx512bf16", "avx512", "avx2", "neon")
 ISA = "CHORUS_CPU_ISA"
 """The environment variable that chooses among them."""
 
-MODULES = 7
-"""Projections of a layer that adapters may change."""
 
+class _Field(Structure):
+    _fields_ = [("name", c_char_p), ("offset", c_int64), ("bytes", c_int64)]
 
-class AdapterDescriptor(Structure):
-    """One part of an adapter: its pages, and where a rank-row has the A and B of each module."""
-
-    _fields_ = [
-        ("pages", c_void_p), ("first_elem", c_void_p), ("rank", c_int32), ("scale", c_float),
-        ("slab_elems", c_int64),
-        ("a_offset", c_int32 * MODULES), ("b_offset", c_int32 * MODULES),
-    ]  # fmt: skip
-
-
-class LayerDescriptor(Structure):
-    """A layer's tensors, null where it has none."""
-
-    _fields_ = [
-        (name, c_void_p)
-        for name in ("input_norm", "post_attention_norm", "qkv", "o", "gate_up", "down",
-                     "qkv_bias", "q_norm", "k_norm", "o_bias", "gate_up_bias", "down_bias")
-    ]  # fmt: skip
-
-
-class ModelDescriptor(Structure):
-    """Shapes and weights of a model."""
-
-    _fields_ = [
-        *((name, c_int32) for name in
-          ("hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "vocab", "block_tokens")),
-        ("eps", c_float), ("reserved", c_int32), ("layer", POINTER(LayerDescriptor)),
-        *((name, c_void_p) for name in ("embed", "lm_head", "norm", "cos", "sin", "arena")), ("page_elems", c_int64),
-    ]  # fmt: skip
-
-
-class StepDescriptor(Structure):
-    """Everything that one step reads and writes."""
-
-    _fields_ = [
-        *((name, c_int32) for name in ("tokens", "rows", "segments", "logits_wanted")),
-        *((name, c_void_p) for name in
-          ("token_ids", "positions", "page", "offset", "qo_indptr", "kv_lens", "page_table")),
-        ("table_stride", c_int64),
-        *((name, c_void_p) for name in ("logit_tokens", "segment_begin", "segment_end", "segment_adapters", "logits",
-           "logit_rows", "segment_ready", "segment_late")),
-        ("max_stall_ns", c_int64), ("best", c_void_p), ("scores_wanted", c_int64),
-        *((name, c_void_p) for name in ("segment_level", "layer", "draws", "lent")),
-    ]  # fmt: skip
-
-
-class LentDescriptor(Structure):
-    """Segments of a step that other processes compute: see `native/lend.h`."""
-
-    _fields_ = [
-        ("ranks", c_void_p), ("count", c_int64),
-        *((name, c_void_p) for name in ("segment", "row", "share", "first_elem", "image_ready", "layers", "handovers")),
-    ]  # fmt: skip
-
-
-class AssistDescriptor(Structure):
-    """A step's segments as a process that computes a share of them knows them."""
-
-    _fields_ = [
-        *((name, c_int32) for name in ("hidden", "ffn", "q", "kv", "first", "last")),
-        ("count", c_int64), ("page_elems", c_int64),
-        *((name, c_void_p) for name in ("row", "adapters", "images", "handovers")),
-    ]  # fmt: skip
-
-
-class MergeDescriptor(Structure):
-    """A group of a layer's projections, and what is added to it."""
-
-    _fields_ = [
-        ("origin", c_void_p), ("to", c_void_p),
-        *((name, c_int32) for name in ("group", "layer", "columns", "inputs")),
-        ("parts", c_void_p), ("count", c_int64),
-    ]  # fmt: skip
-
-
-#: Most segments of a step that are handed over, and most hand-overs: kLent and kHandovers in lend.h.
-MOST_LENT, MOST_HANDOVERS = 1000, 1 << 12
-
-# They mirror the structures of ops/native/panels.h, sampling.h and lend.h.
-DRAW = np.dtype(
-    [("inverse_temperature", "f8"), ("u", "f8"), ("top_p", "f8"), ("min_p", "f8"), ("top_k", "i8"), ("logits", "i8"),
-     ("token", "i8")]
-)  # fmt: skip
-HANDOVER = np.dtype({
-    "names": ["layer", "group", "active"], "formats": ["i4", "i4", ("u1", MOST_LENT)], "offsets": [0, 4, 8],
-    "itemsize": -(-(8 + MOST_LENT) // 64) * 64,
-})  # fmt: skip
-SCORE = np.dtype([("logits", "i8"), ("token", "i8"), ("count", "i8"), ("ids", "i8"), ("values", "i8"), ("own", "f8")])
-
-#: chorus_descriptors() in library.h.
-_DESCRIPTORS = (
-    (
-        ((sizeof(StepDescriptor) * 1000 + sizeof(ModelDescriptor)) * 1000 + sizeof(LayerDescriptor)) * 1000
-        + sizeof(MergeDescriptor)
-    )
-    * 1000
-    + (sizeof(LentDescriptor) + sizeof(AssistDescriptor)) * 10000
-    + HANDOVER.itemsize
-)
 
 #: Of each function of the library its name, what it returns and what it takes.
 _FUNCTIONS = (
-    ("descriptors", c_int64),
+    ("layout", POINTER(_Field), POINTER(c_int64)),
     ("supported", c_int),
     ("rows_open", c_void_p, c_int, c_void_p, c_void_p, c_int64, c_void_p, c_int64),
     ("rows_next", c_int, c_void_p, c_void_p, c_void_p),
     ("rows_at", c_void_p, c_void_p, c_int64, c_int64),
     ("rows_close", None, c_void_p),
-    ("decoder_create", c_void_p, c_int, c_void_p, c_int),
+    ("decoder_create", c_void_p, c_int64, c_void_p, c_int),
     ("decoder_forward", None, c_void_p, c_void_p),
     ("decoder_score_logits", None, c_void_p, c_int, c_int, c_void_p),
     ("decoder_sample", None, c_void_p, c_void_p, c_int, c_void_p, c_int),
@@ -162,14 +64,14 @@ _FUNCTIONS = (
     ("ranks_mine", c_void_p, c_void_p),
     ("ranks_part", c_void_p, c_void_p, c_int),
     ("ranks_destroy", None, c_void_p),
-    ("assist_input", c_int, c_int),
-    ("assist_row", c_int64, c_int, c_int),
-    ("assist_create", c_void_p, c_int),
-    ("assist_hand_over", None, c_void_p, c_void_p, c_int, c_void_p, c_int64, c_int64),
+    ("assist_input", c_int, c_int64),
+    ("assist_row", c_int64, c_int64, c_int),
+    ("assist_create", c_void_p, c_int64),
+    ("assist_hand_over", None, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64),
     ("assist_serve", None, c_void_p, c_void_p, c_void_p),
     ("assist_destroy", None, c_void_p),
     ("read_rate", c_double, c_int, c_void_p, c_int64),
-    ("product_rate", c_double, c_int, c_int, c_int64),
+    ("product_rate", c_double, c_int, c_int64, c_int64),
 )
 
 
@@ -178,19 +80,38 @@ def built(level: str) -> ctypes.CDLL | None:
     """The library compiled for a level, None where it was not built. `levels` says what this processor can run."""
     for path in sorted(Path(__file__).parent.glob(f"_native_{level}.*so")):
         try:
-            found = ctypes.CDLL(str(path))
-            if not hasattr(found, "chorus_supported"):
-                continue  # it is for another architecture, and empty here
-            for name, result, *arguments in _FUNCTIONS:
-                function = getattr(found, f"chorus_{name}")
-                function.restype, function.argtypes = result, arguments
-            if found.chorus_descriptors() != _DESCRIPTORS:
-                raise OSError("its descriptors are of another version")
-        except (OSError, AttributeError) as error:
+            found = opened(path)
+        except OSError as error:
             logger.warning("%s is not used: %s; reinstall to build it anew", path.name, error)
             continue
-        return found
+        if hasattr(found, "chorus_supported"):
+            return found  # else it is for another architecture, and empty here
     return None
+
+
+def opened(path: Path) -> ctypes.CDLL:
+    """A library, with the types of its functions. OSError where it was built from other sources."""
+    found = ctypes.CDLL(str(path))
+    if hasattr(found, "chorus_supported"):
+        for name, result, *arguments in _FUNCTIONS:
+            function = getattr(found, f"chorus_{name}", None)
+            if function is None:
+                raise OSError(f"it was built from other sources, without {name}")
+            function.restype, function.argtypes = result, arguments
+        if differing := differing_fields(found):
+            raise OSError(f"it was built from other sources, with another {', '.join(differing)}")
+    return found
+
+
+def differing_fields(found: ctypes.CDLL) -> list[str]:
+    """The structures and fields that a library has elsewhere or in another size than this module, as `StepDesc.rows`.
+
+    A field that only one of them has differs, too.
+    """
+    count = c_int64()
+    fields = found.chorus_layout(count)
+    theirs = {field.name.decode(): (field.offset, field.bytes) for field in fields[: count.value]}
+    return sorted({name for name, _ in set(theirs.items()) ^ set(layout().items())})
 
 
 def levels() -> list[str]:

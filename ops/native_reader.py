@@ -9,38 +9,14 @@ import ctypes
 import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from . import native_library
-
-#: A safetensors element type's number in the library; the model's dtypes have the same ones.
-ELEMENTS = {"F32": 0, "F16": 1, "BF16": 2}
-_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+from .native_descriptors import ELEMENT_OF, READ_GROUP, READ_JOB, SPAN, ReadFaultDescriptor, ReadJob
 
 _FAULTS = {1: "ends", 2: "unreadable", 3: "not finite", 4: "beyond range"}
-
-
-class ReadJob(NamedTuple):
-    """One module of one layer: A `[rank, d_in]` and B `[d_out, rank]` of the file, to rows of the output.
-
-    a_start, b_start: bytes from the file's beginning; a_element, b_element: of `ELEMENTS`. Row i of A is written at
-    element `first + i · slab_elems + a_offset`, row i of Bᵀ at `first + i · slab_elems + b_offset`.
-    """
-
-    a_start: int
-    b_start: int
-    a_element: int
-    b_element: int
-    rank: int
-    d_in: int
-    d_out: int
-    first: int
-    slab_elems: int
-    a_offset: int
-    b_offset: int
 
 
 class ReadJobs:
@@ -53,12 +29,12 @@ class ReadJobs:
     ) -> None:
         """jobs: or `[jobs, 11]` int64, `ReadJob`'s fields in order. They are read in groups.
 
-        groups: `[groups, 4]` int64, for each where its spans begin and end, then its jobs. spans: `[spans, 2]` int64,
-        from which byte of the file to which, as far as anything is wanted of it.
+        groups: `[groups, 4]` int64, as `READ_GROUP`: for each where its spans begin and end, then its jobs. spans:
+        `[spans, 2]` int64, as `SPAN`: from which byte of the file to which, as far as anything is wanted of it.
         """
         self._table, self._groups, self._spans = (
-            np.ascontiguousarray(rows, dtype=np.int64).reshape(-1, width)
-            for rows, width in ((jobs, len(ReadJob._fields)), (groups, 4), (spans, 2))
+            np.ascontiguousarray(rows, dtype=np.int64).reshape(-1, len(record.names or ()))
+            for rows, record in ((jobs, READ_JOB), (groups, READ_GROUP), (spans, SPAN))
         )
         self.addresses = tuple(array.ctypes.data for array in (self._spans, self._groups, self._table))
         self.num_groups = len(self._groups)
@@ -81,13 +57,9 @@ class ReadFault:
     error: int = 0
 
 
-class _Fault(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("fault", "job", "side", "error")]
-
-
 def available(dtype: torch.dtype) -> bool:
     """True if the library was built, this processor can run it, and it writes `dtype`."""
-    return dtype in _DTYPES and native_library.available(torch.float32)
+    return dtype in ELEMENT_OF and native_library.available(torch.float32)
 
 
 class FileRows:
@@ -108,7 +80,7 @@ class FileRows:
         self._library = found
         self._jobs, self._dtype, self._left = jobs, dtype, jobs.num_groups
         spans, groups, table = jobs.addresses
-        self._handle = self._library.chorus_rows_open(fd, spans, groups, jobs.num_groups, table, _DTYPES[dtype])
+        self._handle = self._library.chorus_rows_open(fd, spans, groups, jobs.num_groups, table, ELEMENT_OF[dtype])
 
     def next(self, out: torch.Tensor) -> ReadFault | None:
         """Lay out the next group's jobs in `out`, contiguous, of `jobs.out_elems` elements. None when all are done.
@@ -124,7 +96,7 @@ class FileRows:
         if self._handle is None or not self._left:
             raise ValueError("no group is left to read")
         self._left -= 1
-        fault = _Fault()
+        fault = ReadFaultDescriptor()
         if self._library.chorus_rows_next(self._handle, out.data_ptr(), ctypes.addressof(fault)):
             return None
         return ReadFault(fault.job, "AB"[fault.side], _FAULTS[fault.fault], fault.error)

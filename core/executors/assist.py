@@ -30,7 +30,7 @@ from ...memory.transfers.dma import Dma
 from ...memory.transfers.pinned import PinnedBuffers
 from ...memory.transfers.transfer import ExecutorLost, Transfer
 from ...ops.lend import HANDOVERS_BYTES, Lent, group_widths, hand_over, handed_floats
-from ...ops.native_library import MOST_LENT
+from ...ops.native_descriptors import MOST_LENT
 from ...ops.sgmv import AdapterRows, Segments
 from ..cold_start import Arrival, ColdStart, ColdStarts, CpuLoraCost, Stalls, stalls
 from ..config import EngineConfig

@@ -23,7 +23,7 @@ import torch
 
 from ...memory.transfers.cuda_driver import CupyDriver
 from ...ops.lend import HANDOVERS_BYTES, group_widths, input_dtype, row_elems
-from ...ops.native_library import HANDOVER, MOST_HANDOVERS
+from ...ops.native_descriptors import HANDOVER, MOST_HANDOVERS
 from ...ops.ranks import Ranks, RanksLost
 
 _MASK = 0xFFFFFFFF

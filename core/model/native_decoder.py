@@ -120,9 +120,7 @@ class NativeDecoderModel:
         self, layer: int, group: int, rows: Sequence[AdapterRows], origin: torch.Tensor, out: torch.Tensor
     ) -> float:
         """See `MergeableModel.merge`."""
-        config = self.config
-        width = (config.hidden_size, config.q_size, config.hidden_size, config.intermediate_size)[group]
-        return self._decoder.merge(layer, group, rows, origin, out, width)
+        return self._decoder.merge(layer, group, rows, origin, out)
 
     def lend(self, lending: Lending) -> None:
         """Have other processes compute what `lending` chooses of steps with adapters on their way."""

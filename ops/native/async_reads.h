@@ -30,7 +30,10 @@ class AsyncReads {
     }
     AsyncReads(const AsyncReads&) = delete;
 
-    // Begin the reads, if there is room for all of them. A read that could not be begun is not pending afterwards.
+    // Begin reads, if there is room for all of them. A read that could not be begun is not pending afterwards.
+    //
+    //   fd     of a file, open with O_DIRECT
+    //   reads  [count]; must outlive the reads
     void begin(int fd, Read* reads, size_t count) {
         if (!context_ || count > kMostReads - under_way_) return;
         iocb controls[kMostReads];

@@ -6,17 +6,50 @@
 
 namespace chorus {
 
+// One layer of the paged KV cache, and how its queries attend: K or V of page p, token o, head h starts at
+// data + p·page_elems + (o·kv_heads + h)·head_dim.
+//
+//   k, v        the planes: data of either
+//   page_elems  elements from page to page, all layers' of both
+//   group       query heads that share a K/V head
+//   scale       of a score
 template <class T>
-struct
-    PagedCache {  // one layer: K or V of page p, token o, head h starts at data + p·page_elems + (o·kv_heads + h)·head_dim
-    const T* k;
-    const T* v;
+struct PagedCache {
+    T *k, *v;
     int64_t page_elems;
-    int block_tokens, kv_heads, head_dim;
+    int block_tokens, kv_heads, head_dim, group;
+    float scale;
+
+    // Elements from the beginning of a plane to a token's K/V head.
+    int64_t at(int64_t page, int64_t offset, int kv_head) const {
+        return page * page_elems + (offset * kv_heads + kv_head) * head_dim;
+    }
+
+    // Find where tokens 0 … count-1 of a row lie in a plane.
+    //
+    //   plane  k or v, or either from a head on
+    //   pages  the row's block table
+    //   out    [count]
+    void locate(const T* plane, const int64_t* pages, int count, const T** out) const {
+        const long step = (long)kv_heads * head_dim;
+        for (int s = 0, page = 0; s < count; page++) {
+            const T* at = plane + pages[page] * page_elems;
+            for (const int end = std::min(count, s + block_tokens); s < end; s++, at += step) out[s] = at;
+        }
+    }
 };
 
-// Up to eight words (a word: a pair of bf16, or a float32) of sixteen keys, which lie `offset` elements after keys[i], as
-// columns: out[w] is word w of all sixteen.
+// A row's tokens with K and V.
+struct KvRow {
+    const int64_t* pages;  // block table
+    int length;            // tokens
+};
+
+// Words of sixteen keys as columns: out[w] is word w of all sixteen; a word is a pair of bf16, or a float32.
+//
+//   keys    [16], addresses
+//   offset  elements from there to the first word
+//   words   at most eight
 template <class T>
 inline void key_columns(const T* const* keys, long offset, int words, Floats* out) {
     auto row = [&](int i) { return (const float*)(keys[i] + offset); };
@@ -29,8 +62,11 @@ inline void key_columns(const T* const* keys, long offset, int words, Floats* ou
     transpose16x8(rows, out);
 }
 
-// exp(scores · scale - the highest) over scores[0, visible), zero up to `padded`, as X in the same memory; returns 1 / their
-// sum.
+// exp(scores · scale - the highest), as X in the same memory; returns 1 / their sum.
+//
+//   scores   [padded] float32
+//   visible  that count; 0 beyond
+//   padded   a multiple of 16
 template <class X>
 inline float softmax(float* scores, int visible, int padded, float scale) {
     const Floats factor = floats(scale), low = floats(-INFINITY);
@@ -47,15 +83,22 @@ inline float softmax(float* scores, int visible, int padded, float scale) {
     return 1.0f / sum(all);
 }
 
-// Values of `Kind<X>::pair` keys, 16·COUNT columns of them, as registers to multiply a weight of each key with, of which the
-// second may not be there: the columns in order; of pairs of bf16, of every 32 columns the first four of every eight, and the
-// others.
+// Values of `Kind<X>::pair` keys, 16·COUNT columns of them, as registers to multiply a weight of each key with: the columns in
+// order; of pairs of bf16, of every 32 columns the first four of every eight, and the others.
+//
+//   one, other  [columns] of each key; other: null where it is not there
+//   columns     that are there; 0 beyond
+//   out         [COUNT]
 template <int COUNT, class T>
 inline void join_values(const T* one, const T*, int columns, Floats* out) {
 #pragma GCC unroll 4
     for (int j = 0; j < COUNT; j++) out[j] = load16(one + j * kLanes, head(std::max(0, columns - j * kLanes)));
 }
-// Sums over values as `join_values` lays them out, times factor, in order of the columns.
+// Store sums over values as `join_values` lays them out, times factor, in order of the columns.
+//
+//   sums     [COUNT]
+//   columns  to store, at most 16·COUNT
+//   out      [columns]
 template <int COUNT>
 inline void store_sums(const Floats* sums, float factor, int columns, float* out) {
 #pragma GCC unroll 4
@@ -98,15 +141,5 @@ struct AttentionScratch {
     std::vector<float> scores, sums, factors, values, keys;
     std::vector<const void*> places;
 };
-
-// Places of tokens 0 … count-1 of a row in the plane of K or of V.
-template <class T>
-inline void locate(const PagedCache<T>& cache, const T* plane, const int64_t* pages, int count, const T** out) {
-    const long step = (long)cache.kv_heads * cache.head_dim;
-    for (int s = 0, page = 0; s < count; page++) {
-        const T* at = plane + pages[page] * cache.page_elems;
-        for (const int end = std::min(count, s + cache.block_tokens); s < end; s++, at += step) out[s] = at;
-    }
-}
 
 }  // namespace chorus

@@ -6,8 +6,11 @@
 
 namespace chorus {
 
-// Sets the logits `[vocab]` of tokens to -inf whose bit is 0 in a mask of 32 tokens a word, the lowest first. Words of
-// which all may come are passed over.
+// Set logits to -inf where a mask has a 0. Words without one are passed over.
+//
+//   logits  [vocab] float32
+//   vocab   tokens
+//   mask    [⌈vocab / 32⌉], the lowest token first
 inline void ban(float* logits, int64_t vocab, const int32_t* mask) {
     for (int64_t first = 0; first < vocab; first += 32) {
         const uint32_t word = (uint32_t)mask[first / 32];

@@ -12,6 +12,11 @@ struct Best {
     int token = INT_MAX;
     bool nan = false;
 
+    // Look at a panel.
+    //
+    //   y        [columns] logits
+    //   columns  of the panel
+    //   first    token of the first
     void see(const float* y, int columns, int first) {
         for (int c = 0; c < columns; c += kLanes) {
             const unsigned valid = bits(head(columns - c));

@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <cstdlib>
 #include <vector>
+#include "operands.h"
 
 namespace chorus {
 
@@ -49,6 +50,16 @@ inline long spread(int n) {
 template <class V>
 inline void grow(V& v, size_t n) {
     if (v.size() < n) v.resize(n);
+}
+
+// Rows of `width` elements, `spread` apart, in memory that has room for them: `grow_rows` makes it.
+template <class V>
+inline Rows<V> rows_of(Buffer<V>& v, int width) {
+    return {v.data(), spread<V>(width)};
+}
+template <class V>
+inline void grow_rows(Buffer<V>& v, size_t rows, int width) {
+    grow(v, rows * spread<V>(width));
 }
 
 }  // namespace chorus

@@ -6,7 +6,8 @@
 
 namespace chorus {
 
-// e^((x - most) · inverse) of logits. 0 · inverse stays 0, and what lies below never becomes positive.
+// e^((x - most) · inverse) of logits x; most: the largest, inverse: the inverse temperature. 0 · inverse stays 0, and what lies
+// below never becomes positive.
 struct Masses {
     Doubles most, factor;
     Masses(float most, double inverse) : most(doubles(most)), factor(doubles(inverse * kLog2e)) {}
@@ -26,8 +27,11 @@ struct Found {
     double before;  // the mass of all before it
 };
 
-// The first index, of n, up to which the masses, its own included, exceed `target`; the last with any mass if rounding
-// left none. masses(i, out): the masses of 16 from i on, 0 beyond the n.
+// The first index up to which the masses, its own included, exceed `target`; the last with any mass if rounding left none.
+//
+//   n       masses
+//   target  a sum of them
+//   masses  masses(i, out): 16 from i on, 0 beyond the n
 template <class Of>
 inline Found first_above(int n, double target, Of masses) {
     double before = 0;
@@ -60,11 +64,6 @@ inline Found first_above(int n, double target, Of masses) {
     return last;
 }
 
-inline int find_in_block(const float* x, int n, float most, double inverse, double target) {
-    const Masses masses(most, inverse);
-    return first_above(n, target, [&](int i, Doubles* out) { masses.of(load_or_none(x + i, n - i), out); }).at;
-}
-
 // Tokens that may be drawn, in vocabulary order.
 struct Candidates {
     std::vector<int> ids, live;
@@ -85,7 +84,12 @@ struct Candidates {
             masses.resize(vocab + kLanes);
         }
     }
-    // Append the tokens with logits of at least `least`. x: n logits, the first of the token `first`.
+    // Append the tokens with logits of at least `least`.
+    //
+    //   x      [n] logits
+    //   n      tokens
+    //   first  token of the first
+    //   least  a logit
     void gather(const float* x, int n, int first, float least) {
         static constexpr uint32_t lanes[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         for (int i = 0; i < n; i += kLanes) {
@@ -98,6 +102,7 @@ struct Candidates {
             count += __builtin_popcount(above);
         }
     }
+    // Compute the masses of all. most, inverse: see Masses.
     void weigh(float most, double inverse) {
         const Masses m(most, inverse);
         for (int i = 0; i < count; i += kLanes) {
@@ -107,6 +112,7 @@ struct Candidates {
             store(masses.data() + i + 8, out[1]);
         }
     }
+    // Keep the tokens of which keep(i) is true.
     template <class Keep>
     void filter(Keep keep) {
         int kept = 0;
@@ -130,6 +136,7 @@ struct Candidates {
             return values[i] > value || (same && equal >= 0);
         });
     }
+    // Top-k: keep the k largest logits, of equal ones the first.
     void keep_largest(int k) {
         if (k >= count) return;
         ordered.assign(values.begin(), values.begin() + count);
@@ -177,6 +184,7 @@ struct Candidates {
         while (equal < (int)live.size() && before + equal * each < target) equal++;
         cut(values[live[0]], equal);
     }
+    // The token that is drawn. u: from 0 to 1.
     int draw(double u) const {
         return ids[first_above(count, u * mass(), [&](int i, Doubles* out) {
                        out[0] = masses_at(i), out[1] = masses_at(i + 8);

@@ -10,9 +10,14 @@ struct DecodeUnit {
     int row, first, heads;
 };
 
-// Units of about the same size, enough of them that all threads have work.
-inline std::vector<DecodeUnit> decode_units(const int32_t* kv_lens, int rows, int kv_heads, int threads) {
-    std::vector<DecodeUnit> units;
+// Make units of about the same size, enough of them that all threads have work.
+//
+//   kv_lens   [rows]: tokens of each
+//   kv_heads  of the model
+//   threads   that share the units
+//   units     written
+inline void decode_units(const int32_t* kv_lens, int rows, int kv_heads, int threads, std::vector<DecodeUnit>& units) {
+    units.clear();
     long total = 0;
     for (int row = 0; row < rows; row++) total += kv_lens[row];
     for (int row = 0; row < rows; row++) {
@@ -23,7 +28,6 @@ inline std::vector<DecodeUnit> decode_units(const int32_t* kv_lens, int rows, in
             units.push_back({row, first, kv_heads * (i + 1) / parts - first});
         }
     }
-    return units;
 }
 
 // Query vectors with scores and sums computed together: of two K/V heads where each has few, else of one. A score is
@@ -37,15 +41,20 @@ inline void with_shape(int heads, int rows, Run run) {
     else with_number<kQueries>(rows, [&](auto rows) { run(std::integral_constant<int, 1>{}, rows); });
 }
 
-// scores[r] = q[r] · key for sixteen keys, which lie `offset` elements after keys[i], HEADS K/V heads side by side and ROWS
-// queries of each: the even-numbered products one after the other, the odd-numbered likewise, then the two sums.
-// A product is one of `Kind<X>`: of an element, or of a pair of bf16.
+// scores[r] = q[r] · key for sixteen keys, HEADS K/V heads side by side and ROWS queries of each: the even-numbered products
+// one after the other, the odd-numbered likewise, then the two sums. A product is one of `Kind<X>`: of an element, or of a
+// pair of bf16.
+//
+//   q       [HEADS · ROWS, head_dim], one right after the other
+//   keys    [16], addresses
+//   offset  elements from there to the first K/V head
+//   scores  [HEADS · ROWS, 16]
 template <class T, int HEADS, int ROWS>
-inline void key_scores(const Act<T>* q, int head_dim, const T* const* keys, long offset, float* scores, long lds) {
+inline void key_scores(Rows<const Act<T>> q, const T* const* keys, long offset, Rows<float> scores) {
     using K = Kind<T>;
     using A = Kind<Act<T>>;
     constexpr int queries = HEADS * ROWS;
-    const int words = head_dim / K::pair;
+    const int head_dim = (int)q.stride, words = head_dim / K::pair;
     Floats acc[queries][2];
 #pragma GCC unroll 4
     for (int r = 0; r < queries; r++) acc[r][0] = acc[r][1] = floats(0);
@@ -61,7 +70,7 @@ inline void key_scores(const Act<T>* q, int head_dim, const T* const* keys, long
             for (int s = 0; s < K::steps; s++)
 #pragma GCC unroll 4
                 for (int r = 0; r < queries; r++) {
-                    const auto query = A::broadcast(q + (long)r * head_dim + (first + w) * K::pair + s);
+                    const auto query = A::broadcast(q[r] + (first + w) * K::pair + s);
                     Floats& to = acc[r][(w * K::steps + s) % 2];
                     to = A::mac(to, K::step(as_words(columns[r / ROWS][w]), s), query);
                 }
@@ -71,13 +80,19 @@ inline void key_scores(const Act<T>* q, int head_dim, const T* const* keys, long
     for (; w + 8 <= words; w += 8) block(w, std::true_type{});
     if (w < words) block(w, std::false_type{});
 #pragma GCC unroll 4
-    for (int r = 0; r < queries; r++) store16(scores + r * lds, acc[r][0] + acc[r][1]);
+    for (int r = 0; r < queries; r++) store16(scores[r], acc[r][0] + acc[r][1]);
 }
 
-// out[r] += Σ_s p[r][s] · v[s] for HEADS K/V heads side by side and ROWS query vectors of each, some columns at a time as
-// `join_values` lays them out; v[s] lies `offset` elements after values[s].
+// out[r] += Σ_s p[r][s] · v[s] for HEADS K/V heads side by side and ROWS query vectors of each.
+//
+//   p         [HEADS · ROWS, keys]: weights
+//   values    [keys], addresses
+//   offset    elements from there to the first K/V head
+//   keys      tokens
+//   head_dim  elements of a head
+//   out       [HEADS · ROWS, whole_columns(head_dim)], some columns at a time as `join_values` lays them out
 template <class T, int HEADS, int ROWS>
-inline void weighted_values(const Act<T>* p, long ldp, const T* const* values, long offset, int keys, int head_dim,
+inline void weighted_values(Rows<const Act<T>> p, const T* const* values, long offset, int keys, int head_dim,
                             float* out) {
     using A = Kind<Act<T>>;
     constexpr int queries = HEADS * ROWS;
@@ -103,7 +118,7 @@ inline void weighted_values(const Act<T>* p, long ldp, const T* const* values, l
                 }
 #pragma GCC unroll 4
                 for (int r = 0; r < queries; r++) {
-                    const auto weight = A::broadcast(p + r * ldp + s);
+                    const auto weight = A::broadcast(p[r] + s);
 #pragma GCC unroll 4
                     for (int j = 0; j < together; j++)
                         acc[r][first + j] = A::mac(acc[r][first + j], v[r / ROWS][j], weight);
@@ -121,25 +136,37 @@ inline void weighted_values(const Act<T>* p, long ldp, const T* const* values, l
     }
 }
 
-// q, out: [heads, head_dim] of the row's token. next_pages: the block table of the `next_len` tokens, from head next_first
-// on, that this thread reads afterwards.
+// K that a thread reads next: of a row's tokens, from a K/V head on. Of length 0: none.
+struct NextRead {
+    KvRow row;
+    int kv_head;
+};
+
+// out = softmax(q · Kᵀ · scale) · V of a unit.
+//
+//   cache    the layer
+//   unit     row and K/V heads
+//   q, out   [heads, head_dim] of the row's token
+//   row      its tokens
+//   scratch  memory of the thread
+//   next     what this thread reads afterwards
 template <class T>
-inline void attend_decode(const PagedCache<T>& cache, const DecodeUnit& unit, const Act<T>* q, Act<T>* out, int group,
-                          const int64_t* pages, int kv_len, float scale, AttentionScratch& scratch,
-                          const int64_t* next_pages, int next_len, int next_first) {
+inline void attend_decode(const PagedCache<T>& cache, const DecodeUnit& unit, const Act<T>* q, Act<T>* out, KvRow row,
+                          AttentionScratch& scratch, const NextRead& next) {
+    const int kv_len = row.length, group = cache.group;
     const int padded = (kv_len + kLanes - 1) / kLanes * kLanes, head_dim = cache.head_dim, queries = unit.heads * group;
     const int columns = whole_columns(head_dim), together = std::min(kHeads, std::max(1, kQueries / group));
     const int token_bytes = unit.heads * head_dim * (int)sizeof(T);
-    const int ahead = std::max(1, 2 * (int)kPrefetchBytes / token_bytes), upcoming = std::min(ahead, next_len);
+    const int ahead = std::max(1, 2 * (int)kPrefetchBytes / token_bytes), upcoming = std::min(ahead, next.row.length);
     scratch.scores.resize((size_t)queries * padded);
     scratch.sums.assign((size_t)queries * columns, 0.0f);
     scratch.places.resize(2 * kv_len + ahead + kLanes);
     const T** keys = (const T**)scratch.places.data();  // and V after them, then what comes next: the order of reading
     const T** values = keys + kv_len;
     const long offset = (long)unit.first * head_dim;
-    locate(cache, cache.k + offset, pages, kv_len, keys);
-    locate(cache, cache.v + offset, pages, kv_len, values);
-    locate(cache, cache.k + (long)next_first * head_dim, next_pages, upcoming, values + kv_len);
+    cache.locate(cache.k + offset, row.pages, kv_len, keys);
+    cache.locate(cache.v + offset, row.pages, kv_len, values);
+    cache.locate(cache.k + (long)next.kv_head * head_dim, next.row.pages, upcoming, values + kv_len);
     for (int s = upcoming; s < ahead + kLanes; s++) values[kv_len + s] = values[kv_len - 1];
     // run(heads, rows, s, count, h, i): the work of `count` tokens from s on for K/V heads from h on and query vectors from i
     // on. What is read `ahead` tokens later is fetched half before it and half after it: more at once would be in its way.
@@ -160,27 +187,25 @@ inline void attend_decode(const PagedCache<T>& cache, const DecodeUnit& unit, co
             }
         }
     };
-    q += offset * group;
-    out += offset * group;
-    float *scores = scratch.scores.data(), *sums = scratch.sums.data();
+    const Rows<const Act<T>> queries_of{q + offset * group, head_dim};
+    const Rows<Act<T>> outs{out + offset * group, head_dim};
+    const Rows<float> scores{scratch.scores.data(), padded}, sums{scratch.sums.data(), columns};
     each(keys, [&](auto heads, auto rows, int s, int, int h, int i) {
-        key_scores<T, heads(), rows()>(q + (long)i * head_dim, head_dim, keys + s, (long)h * head_dim,
-                                       scores + (long)i * padded + s, padded);
+        key_scores<T, heads(), rows()>(queries_of.from(i), keys + s, (long)h * head_dim, scores.from(i, s));
     });
     scratch.factors.resize(queries);
     float* factors = scratch.factors.data();
-    for (int i = 0; i < queries; i++) factors[i] = softmax<Act<T>>(scores + (long)i * padded, kv_len, padded, scale);
-    const auto* weights = (const Act<T>*)scores;
-    const long ldw = padded * (long)(sizeof(float) / sizeof(Act<T>));
+    for (int i = 0; i < queries; i++) factors[i] = softmax<Act<T>>(scores[i], kv_len, padded, cache.scale);
+    const Rows<const Act<T>> weights{(const Act<T>*)scores.data, padded * (long)(sizeof(float) / sizeof(Act<T>))};
     each(values, [&](auto heads, auto rows, int s, int count, int h, int i) {
-        weighted_values<T, heads(), rows()>(weights + (long)i * ldw + s, ldw, values + s, (long)h * head_dim, count,
-                                            head_dim, sums + (long)i * columns);
+        weighted_values<T, heads(), rows()>(weights.from(i, s), values + s, (long)h * head_dim, count, head_dim,
+                                            sums[i]);
     });
     for (int i = 0; i < queries; i++)
         for (int c = 0; c < head_dim; c += 2 * kLanes) {
-            const float* from = sums + (long)i * columns + c;
+            const float* from = sums[i] + c;
             const Floats both[2] = {load16(from), load16(from + kLanes)};
-            store_sums<2>(both, factors[i], head_dim - c, out + (long)i * head_dim + c);
+            store_sums<2>(both, factors[i], head_dim - c, outs[i] + c);
         }
 }
 

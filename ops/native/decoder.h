@@ -17,54 +17,80 @@
 
 namespace chorus {
 
+// A decoder of any element type.
+struct AnyDecoder {
+    virtual ~AnyDecoder() = default;
+
+    // Compute a step, write its K and V to their pages, and what the descriptor asks for.
+    virtual void forward(const StepDesc& step) = 0;
+
+    // Compute a share of every layer and of the logits, beside other ranks with the other shares.
+    //
+    //   ranks  with this rank's number; the caller's
+    //   vocab  of all shares: `sample` is of rows of all logits
+    virtual void join(Ranks* ranks, int vocab) = 0;
+
+    // Compute logits of some of the last step's score tokens.
+    //
+    //   first, count  of the tokens
+    //   logits        [count, vocab]: written
+    virtual void score_logits(int first, int count, float* logits) = 0;
+
+    // Write W + Σ scale·B·A of one matrix; returns how much longer the rows of W become by it, at most: see Merge.
+    virtual float merge(const MergeDesc& desc) = 0;
+
+    // Draw tokens, and compute log-probabilities, of rows of logits.
+    //
+    //   draws   [num_draws]: the tokens are written
+    //   scores  [num_scores]: the same of what they ask for
+    virtual void sample(Draw* draws, int num_draws, Score* scores, int num_scores) = 0;
+
+    // Threads of the next step.
+    virtual int threads() const = 0;
+};
+
 template <class T>
-class Decoder {
+class Decoder final : public AnyDecoder {
     using X = Act<T>;
 
    public:
-    Decoder(const ModelDesc& model, Team& team)
+    // model: the layers are copied, what they point to is not. threads: the caller's included.
+    Decoder(const ModelDesc& model, int threads)
         : m_(model),
           layers_(model.layer, model.layer + model.layers),
-          team_(team),
-          projections_(model, team),
-          head_(model, team),
-          merge_(team),
+          team_(threads),
+          projections_(model, team_),
+          head_(model, team_),
+          merge_(team_),
           lender_(model),
-          attention_scratch_(team.most()) {}
+          attention_scratch_(team_.most()) {}
 
-    void forward(const StepDesc& step) {
+    void forward(const StepDesc& step) override {
         plan(step);
         patience_ = std::chrono::nanoseconds(step.max_stall_ns);
         logits_wanted_ = step.logits_wanted;
-        team_.run([&](int thread) { walk(step, thread); });
+        team_.run([&](Team::Member& me) { walk(step, me); });
     }
 
-    // Compute a share of every layer and of the logits, beside other ranks with the other shares; `sample` is of rows of
-    // all logits.
-    void join(Ranks* ranks, int vocab) {
+    void join(Ranks* ranks, int vocab) override {
         ranks_ = ranks;
         vocab_ = vocab;
         projections_.join(ranks);
     }
 
-    // Logits of some of the last step's score tokens, `[count, vocab]`.
-    void score_logits(int first, int count, float* logits) {
+    void score_logits(int first, int count, float* logits) override {
         head_.plan(count, false);
-        team_.run([&](int thread) {
-            int phase = 0;
-            const X* x = normed_.data() + (logits_wanted_ + first) * spread<X>(m_.hidden);
-            head_.run(thread, phase, x, count, logits, nullptr, nullptr);
+        team_.run([&](Team::Member& me) {
+            head_.run(me, rows_of(normed_, m_.hidden).from(logits_wanted_ + first), {count, logits, nullptr, nullptr});
         });
     }
 
-    // W + Σ scale·B·A of one matrix; how much longer the rows of W become by it, at most: see Merge.
-    float merge(const MergeDesc& desc) {
+    float merge(const MergeDesc& desc) override {
         const Arena<T> arena{(T*)m_.arena, m_.page_elems};
-        return merge_.run(desc, projections_.group(desc.group), arena);
+        return merge_.run(desc, projections_.groups(), arena);
     }
 
-    // Tokens and log-probabilities of rows of logits.
-    void sample(Draw* draws, int num_draws, Score* scores, int num_scores) {
+    void sample(Draw* draws, int num_draws, Score* scores, int num_scores) override {
         const bool few = (int64_t)(num_draws + num_scores) * vocab_ <= kFewLogits;
         sampling_.plan(draws, num_draws, scores, num_scores, vocab_, few ? 1 : team_.size());
         const auto finish = [&](int i, int thread) {
@@ -76,140 +102,139 @@ class Decoder {
             for (int i = 0; i < sampling_.rows(); i++) finish(i, 0);
             return;
         }
-        team_.run([&](int thread) {
-            int phase = 0;
-            team_.each(phase, sampling_.units(), [&](int i) { sampling_.see(i); });
-            team_.each(phase, sampling_.rows(), [&](int i) { finish(i, thread); });
+        team_.run([&](Team::Member& me) {
+            team_.each(me, sampling_.units(), [&](int i) { sampling_.see(i); });
+            team_.each(me, sampling_.rows(), [&](int i) { finish(i, me.thread); });
         });
     }
+
+    int threads() const override { return team_.size(); }
 
    private:
     static constexpr int64_t kFewLogits = 1 << 15;  // drawn from sooner than another thread wakes
 
+    int q_size() const { return m_.heads * m_.head_dim; }
+    int kv_size() const { return m_.kv_heads * m_.head_dim; }
+    int outputs(Group g) const { return projections_.groups().outputs[g]; }
+
     // Buffers and units of work of the step, the same for all layers.
     void plan(const StepDesc& step) {
-        const int q = m_.heads * m_.head_dim, qkv = q + 2 * m_.kv_heads * m_.head_dim;
-        const size_t tokens = std::max(step.tokens, step.logits_wanted + (int)step.scores_wanted);
-        grow(x_, tokens * spread<float>(m_.hidden));
+        const size_t tokens = std::max(step.tokens, step.logits_wanted + step.scores_wanted);
+        const int qkv = outputs(kQkv);
         projections_.plan(step);
-        grow(y_, tokens * spread<float>(projections_.gated() ? qkv : std::max(qkv, 2 * m_.ffn)));
-        grow(normed_, tokens * spread<X>(m_.hidden));
-        grow(q_, tokens * spread<X>(q));
-        grow(attended_, tokens * spread<X>(q));
-        grow(act_, tokens * spread<X>(m_.ffn));
+        grow_rows(x_, tokens, m_.hidden);
+        grow_rows(y_, tokens, projections_.gated() ? qkv : std::max(qkv, outputs(kGateUp)));
+        grow_rows(normed_, tokens, m_.hidden);
+        grow_rows(q_, tokens, q_size());
+        grow_rows(attended_, tokens, q_size());
+        grow_rows(act_, tokens, m_.ffn);
         decode_ = projections_.few() && step.tokens == step.rows;
         if (decode_) {
-            decodes_ = decode_units(step.kv_lens, step.rows, m_.kv_heads, team_.size());
-            split(decodes_, team_.size(), decode_split_,
-                  [&](const DecodeUnit& u) { return step.kv_lens[u.row] * u.heads; });
+            decode_units(step.kv_lens, step.rows, m_.kv_heads, team_.size(), decodes_.units);
+            decodes_.split(team_.size(), [&](const DecodeUnit& u) { return step.kv_lens[u.row] * u.heads; });
         } else {
-            attention_units(step.qo_indptr, step.rows, m_.heads, m_.kv_heads, attention_);
-            split(attention_, team_.size(), attention_split_, [&](const AttentionUnit& u) {
+            attention_units(step.qo_indptr, step.rows, m_.heads, m_.kv_heads, attention_.units);
+            attention_.split(team_.size(), [&](const AttentionUnit& u) {
                 return u.tokens * (step.kv_lens[u.row] - step.qo_indptr[u.row + 1] + u.token + u.tokens);
             });
         }
         head_.plan(step.logits_wanted, step.draws);
     }
 
-    void walk(const StepDesc& step, int thread) {
-        int phase = 0;
-        const int tokens = step.tokens, hidden = m_.hidden, head_dim = m_.head_dim;
-        const int q = m_.heads * head_dim, kv = m_.kv_heads * head_dim, qkv = q + 2 * kv;
-        const long ldx = spread<float>(hidden), ldn = spread<X>(hidden), ldq = spread<X>(q), lda = spread<X>(m_.ffn);
-        const long ldqkv = spread<float>(qkv), ldgu = spread<float>(2 * m_.ffn);
-        const int heads_per_kv = m_.heads / m_.kv_heads;
-        const float scale = 1.0f / std::sqrt((float)head_dim);
-        auto each_token = [&](auto work) { each_part(team_, phase, thread, tokens, [&](int t, bool) { work(t); }); };
+    // A thread's part of a step.
+    void walk(const StepDesc& step, Team::Member& me) {
+        const int tokens = step.tokens, hidden = m_.hidden;
+        const Rows<float> x = rows_of(x_, hidden), y = rows_of(y_, outputs(kGateUp));
+        const Rows<X> normed = rows_of(normed_, hidden), act = rows_of(act_, m_.ffn);
         // Not by parts: a team's very first phase has the tag that untouched shares have.
-        team_.each(phase, tokens, [&](int t) {
-            convert((const T*)m_.embed + step.token_ids[t] * hidden, hidden, x_.data() + t * ldx);
-        });
-        const int64_t kv_plane = (int64_t)m_.block_tokens * kv;
+        team_.each(me, tokens, [&](int t) { convert((const T*)m_.embed + step.token_ids[t] * hidden, hidden, x[t]); });
         const LayerDesc* layers = step.layer ? step.layer : layers_.data();
         for (int l = 0; l < m_.layers; l++) {
             const LayerDesc& w = layers[l];
-            if (step.segment_ready) team_.each(phase, 1, [&](int) { wait_for_layer(step, l); });
-            T* k_plane = (T*)m_.arena + (2 * l) * kv_plane;
-            T* v_plane = k_plane + kv_plane;
-            normalise(thread, phase, tokens, w.input_norm);
-            run_product(step, thread, phase, 0, l, normed_.data(), ldn, hidden, w.qkv, qkv, y_.data(), ldqkv, false,
-                        w.qkv_bias);
-            auto rotate = [&](int t, int first, int count) {
-                for (int h = first; h < first + count; h++)
-                    rotate_and_store(step, w, t, h, y_.data() + t * ldqkv, k_plane, v_plane);
-            };
-            const PagedCache<T> cache{k_plane, v_plane, m_.page_elems, m_.block_tokens, m_.kv_heads, head_dim};
-            auto table = [&](int row) { return step.page_table + row * step.table_stride; };
-            if (decode_) {
-                each_split(team_, phase, thread, decodes_, decode_split_,
-                           [&](const DecodeUnit& unit, const DecodeUnit* next) {
-                               const long row = unit.row;
-                               rotate(row, unit.first, unit.heads);
-                               attend_decode<T>(cache, unit, q_.data() + row * ldq, attended_.data() + row * ldq,
-                                                heads_per_kv, table(row), step.kv_lens[row], scale,
-                                                attention_scratch_[thread], next ? table(next->row) : nullptr,
-                                                next ? step.kv_lens[next->row] : 0, next ? next->first : 0);
-                           });
-            } else {
-                each_token([&](int t) {
-                    for (int i = 0; i < qkv; i += kLanes) prefetch(y_.data() + (t + 1) * ldqkv + i);
-                    rotate(t, 0, m_.kv_heads);
-                });
-                each_split(team_, phase, thread, attention_, attention_split_,
-                           [&](const AttentionUnit& unit, const AttentionUnit*) {
-                               attend<T>(cache, unit, q_.data(), attended_.data(), ldq, heads_per_kv, table(unit.row),
-                                         step.kv_lens[unit.row], step.qo_indptr[unit.row + 1], scale,
-                                         attention_scratch_[thread]);
-                           });
-            }
-            add_to_residual(step, thread, phase, 1, l, attended_.data(), ldq, q, w.o, w.o_bias);
-            normalise(thread, phase, tokens, w.post_attention_norm);
+            if (step.segment_ready) team_.each(me, 1, [&](int) { wait_for_layer(step, l); });
+            normalise(me, tokens, w.input_norm);
+            attend(step, me, w, l);
+            add_to_residual(me, task(step, w, l, kO, rows_of(attended_, q_size()), x));
+            normalise(me, tokens, w.post_attention_norm);
+            const LoraTask<T> gate_up = task(step, w, l, kGateUp, normed, y);
             if (projections_.gated()) {
-                projections_.run_gated(step, thread, phase, l, normed_.data(), w, act_.data());
+                projections_.run_gated(me, gate_up, act);
             } else {
-                run_product(step, thread, phase, 2, l, normed_.data(), ldn, hidden, w.gate_up, 2 * m_.ffn, y_.data(),
-                            ldgu, false, w.gate_up_bias);
-                each_token([&](int t) {
-                    const float* gate = y_.data() + t * ldgu;
-                    silu_and_mul(gate, gate + m_.ffn, m_.ffn, act_.data() + t * lda);
-                });
+                run_product(me, gate_up);
+                each_part(team_, me, tokens, [&](int t, bool) { silu_and_mul(y[t], y[t] + m_.ffn, m_.ffn, act[t]); });
             }
-            add_to_residual(step, thread, phase, 3, l, act_.data(), lda, m_.ffn, w.down, w.down_bias);
+            add_to_residual(me, task(step, w, l, kDown, act, x));
         }
-        team_.each(phase, step.logits_wanted + step.scores_wanted, [&](int r) {
-            rms_norm(x_.data() + step.logit_tokens[r] * ldx, m_.norm, hidden, m_.eps, normed_.data() + r * ldn);
-        });
+        team_.each(me, step.logits_wanted + step.scores_wanted,
+                   [&](int r) { rms_norm(x[step.logit_tokens[r]], m_.norm, hidden, m_.eps, normed[r]); });
         const int rows = step.logits_wanted;
-        head_.run(thread, phase, normed_.data(), rows, step.logits, step.logit_rows, step.draws);
+        head_.run(me, normed, {rows, step.logits, step.logit_rows, step.draws});
         if (ranks_) {
-            if (!thread) agree(step);
+            if (!me.thread) agree(step);
         } else if (step.draws) {
-            team_.each(phase, rows, [&](int r) { head_.choose(step, thread, normed_.data(), r); });
-        } else if (!thread) {
-            for (int r = 0; r < rows; r++) head_.choose(step, thread, normed_.data(), r);
+            team_.each(me, rows, [&](int r) { head_.choose(step, me.thread, normed, r); });
+        } else if (!me.thread) {
+            for (int r = 0; r < rows; r++) head_.choose(step, me.thread, normed, r);
         }
+    }
+
+    // y = x · wᵀ + bias of a group in layer l, with the step's LoRA products.
+    LoraTask<T> task(const StepDesc& step, const LayerDesc& w, int l, Group g, Rows<const X> x, Rows<float> y) const {
+        const Weights<T> weights{(const T*)w.weights[g], w.bias[g], outputs(g), projections_.groups().inputs[g]};
+        return {step, g, l, weights, x, y, false};
+    }
+
+    // attended = attention(normed) of layer l, with weights w: q, k and v rotated, k and v written to their pages.
+    void attend(const StepDesc& step, Team::Member& me, const LayerDesc& w, int l) {
+        const Rows<float> y = rows_of(y_, outputs(kQkv));
+        const Rows<X> q = rows_of(q_, q_size()), out = rows_of(attended_, q_size());
+        run_product(me, task(step, w, l, kQkv, rows_of(normed_, m_.hidden), y));
+        const int64_t plane = (int64_t)m_.block_tokens * kv_size();
+        T* keys = (T*)m_.arena + 2 * l * plane;
+        const PagedCache<T> cache{
+            keys,        keys + plane, m_.page_elems,          m_.block_tokens,
+            m_.kv_heads, m_.head_dim,  m_.heads / m_.kv_heads, 1.0f / std::sqrt((float)m_.head_dim)};
+        auto rotate = [&](int t, int first, int count) {
+            for (int h = first; h < first + count; h++) rotate_and_store(step, w, cache, t, h);
+        };
+        auto row_of = [&](int row) { return KvRow{step.page_table + row * step.table_stride, step.kv_lens[row]}; };
+        if (decode_) {
+            decodes_.each(team_, me, [&](const DecodeUnit& unit, const DecodeUnit* next) {
+                const int row = unit.row;
+                rotate(row, unit.first, unit.heads);
+                attend_decode<T>(cache, unit, q[row], out[row], row_of(row), attention_scratch_[me.thread],
+                                 next ? NextRead{row_of(next->row), next->first} : NextRead{});
+            });
+            return;
+        }
+        each_part(team_, me, step.tokens, [&](int t, bool) {
+            for (int i = 0; i < outputs(kQkv); i += kLanes) prefetch(y[t + 1] + i);
+            rotate(t, 0, m_.kv_heads);
+        });
+        attention_.each(team_, me, [&](const AttentionUnit& unit, const AttentionUnit*) {
+            chorus::attend<T>(cache, unit, q, out, row_of(unit.row), step.qo_indptr[unit.row + 1],
+                              attention_scratch_[me.thread]);
+        });
     }
 
     // `Projections::run`, beside which other processes compute what is lent to them.
-    void run_product(const StepDesc& step, int thread, int& phase, int g, int layer, const X* x, long ldx, int k,
-                     const void* w, int n, float* y, long ldy, bool accumulate, const float* bias) {
-        if (step.lent) team_.each(phase, 1, [&](int) { lender_.lend(step, g, layer, x, ldx); });
-        projections_.run(step, thread, phase, g, layer, x, ldx, k, w, n, y, ldy, accumulate, bias);
-        if (!step.lent) return;
-        team_.each(phase, 1, [&](int) { lender_.collect(step); });
-        each_part(team_, phase, thread, step.tokens, [&](int t, bool) { lender_.add(step, g, t, y + t * ldy); });
+    void run_product(Team::Member& me, const LoraTask<T>& task) {
+        if (task.step.lent) team_.each(me, 1, [&](int) { lender_.lend(task); });
+        projections_.run(me, task);
+        if (!task.step.lent) return;
+        team_.each(me, 1, [&](int) { lender_.collect(task.step); });
+        each_part(team_, me, task.step.tokens, [&](int t, bool) { lender_.add(task, t); });
     }
 
-    // x += y · wᵀ and the step's LoRA products; of several ranks the sum of what each has of them.
-    void add_to_residual(const StepDesc& step, int thread, int& phase, int g, int layer, const X* y, long ldy, int k,
-                         const void* w, const float* bias) {
-        const long ldx = spread<float>(m_.hidden);
-        if (!ranks_)
-            return run_product(step, thread, phase, g, layer, y, ldy, k, w, m_.hidden, x_.data(), ldx, true, bias);
-        projections_.run(step, thread, phase, g, layer, y, ldy, k, w, m_.hidden, ranks_->mine(), ldx, false, bias);
-        team_.each(phase, 1, [&](int) { ranks_->meet(); });
-        each_part(team_, phase, thread, step.tokens,
-                  [&](int t, bool) { ranks_->add(x_.data() + t * ldx, t * ldx, m_.hidden); });
+    // As `run_product`, but y is added to; of several ranks the sum of what each has.
+    void add_to_residual(Team::Member& me, LoraTask<T> task) {
+        task.accumulate = !ranks_;
+        if (!ranks_) return run_product(me, task);
+        const Rows<float> x = task.y;
+        task.y.data = ranks_->mine();
+        projections_.run(me, task);
+        team_.each(me, 1, [&](int) { ranks_->meet(); });
+        each_part(team_, me, task.step.tokens, [&](int t, bool) { ranks_->add(x[t], t * x.stride, m_.hidden); });
     }
 
     // The likeliest token of each row over all ranks' shares of the vocabulary, on rank 0; the others want none.
@@ -232,7 +257,7 @@ class Decoder {
     void wait_for_layer(const StepDesc& step, int layer) {
         using Clock = std::chrono::steady_clock;
         if (step.lent) lender_.begin_layer(step, layer);
-        for (int s = 0; s < step.segments; s++) {
+        for (int s = 0; s < step.segments.count; s++) {
             const auto* ready = step.segment_ready[s];
             if (!ready || step.segment_late[s] || ready->load(std::memory_order_acquire) > layer) continue;
             if (step.lent && lender_.has(step, s)) continue;
@@ -251,45 +276,43 @@ class Decoder {
         }
     }
 
-    void normalise(int thread, int& phase, int tokens, const float* weight) {
-        const int hidden = m_.hidden;
-        each_part(team_, phase, thread, tokens, [&](int t, bool) {
-            rms_norm(x_.data() + t * spread<float>(hidden), weight, hidden, m_.eps,
-                     normed_.data() + t * spread<X>(hidden));
-        });
+    // normed = rms_norm(x) · weight.
+    void normalise(Team::Member& me, int tokens, const float* weight) {
+        const Rows<float> x = rows_of(x_, m_.hidden);
+        const Rows<X> normed = rows_of(normed_, m_.hidden);
+        each_part(team_, me, tokens, [&](int t, bool) { rms_norm(x[t], weight, m_.hidden, m_.eps, normed[t]); });
     }
 
-    // Of one K/V head and the query heads that share it: norm (where the architecture has it) and rotate q and k, then
-    // write q to its buffer, k and v to their page.
-    void rotate_and_store(const StepDesc& step, const LayerDesc& w, int t, int kv_head, float* y, T* k_plane,
-                          T* v_plane) {
-        const int head_dim = m_.head_dim, q = m_.heads * head_dim, kv = m_.kv_heads * head_dim,
-                  group = m_.heads / m_.kv_heads;
+    // Of token t, one K/V head and the query heads that share it: norm (where the architecture has it) and rotate q and k,
+    // then write q to its buffer, k and v to their page.
+    void rotate_and_store(const StepDesc& step, const LayerDesc& w, const PagedCache<T>& cache, int t, int kv_head) {
+        const int head_dim = m_.head_dim;
+        float* y = rows_of(y_, outputs(kQkv))[t];
+        X* q = rows_of(q_, q_size())[t];
         const float *cos = m_.cos + step.positions[t] * head_dim, *sin = m_.sin + step.positions[t] * head_dim;
-        const int64_t place = step.page[t] * m_.page_elems + step.offset[t] * kv + kv_head * head_dim;
-        for (int i = 0; i <= group; i++) {
-            const bool key = i == group;
-            const int head = key ? m_.heads + kv_head : kv_head * group + i;
+        const int64_t place = cache.at(step.page[t], step.offset[t], kv_head);
+        for (int i = 0; i <= cache.group; i++) {
+            const bool key = i == cache.group;
+            const int head = key ? m_.heads + kv_head : kv_head * cache.group + i;
             float* x = y + head * head_dim;
             if (const float* norm = key ? w.k_norm : w.q_norm) rms_norm(x, norm, head_dim, m_.eps, x);
-            if (key) rotate(x, cos, sin, head_dim, k_plane + place);
-            else rotate(x, cos, sin, head_dim, q_.data() + t * spread<X>(q) + head * head_dim);
+            if (key) rotate(x, cos, sin, head_dim, cache.k + place);
+            else rotate(x, cos, sin, head_dim, q + head * head_dim);
         }
-        convert(y + q + kv + kv_head * head_dim, head_dim, v_plane + place);
+        convert(y + q_size() + kv_size() + kv_head * head_dim, head_dim, cache.v + place);
     }
 
     ModelDesc m_;
     std::vector<LayerDesc> layers_;
-    Team& team_;
+    Team team_;
     Projections<T> projections_;
     OutputHead<T> head_;
     Merge<T> merge_;
     Lender<T> lender_;
     Sampling sampling_;
     std::vector<AttentionScratch> attention_scratch_;
-    std::vector<AttentionUnit> attention_;
-    std::vector<DecodeUnit> decodes_;
-    std::vector<int> decode_split_, attention_split_;
+    Shares<AttentionUnit> attention_;
+    Shares<DecodeUnit> decodes_;
     int logits_wanted_ = 0;  // of the last step: behind them come the rows to score
     Buffer<float> x_, y_;
     Buffer<X> normed_, q_, attended_, act_;

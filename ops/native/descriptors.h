@@ -8,18 +8,23 @@
 
 namespace chorus {
 
-// The descriptors mirror the ctypes structures of ops/native_library.py, field by field.
+// Groups of projections with a common input, and outputs side by side: query, key and value; attention's output; gate and up;
+// down. As QKV, ATTN_O, GATE_UP and DOWN of core/model/batch.py.
+enum Group : int32_t { kQkv, kO, kGateUp, kDown };
+constexpr int kGroups = 4;
+constexpr Group kEveryGroup[kGroups] = {kQkv, kO, kGateUp, kDown};
+
+// The descriptors mirror the ctypes structures of ops/native_library.py, field by field: layout.h has both compared.
 struct LayerDesc {
-    const float *input_norm, *post_attention_norm;
-    const void *qkv, *o, *gate_up, *down;   // packed panels
-    const float *qkv_bias, *q_norm, *k_norm;  // null where the architecture has none, like all biases
-    const float *o_bias, *gate_up_bias, *down_bias;
+    const float *input_norm, *post_attention_norm;  // [hidden]
+    const void* weights[kGroups];  // packed panels
+    const float* bias[kGroups];  // [outputs]; null where the architecture has none
+    const float *q_norm, *k_norm;  // [head_dim]; the same
 };
 
 struct ModelDesc {
     int32_t hidden, ffn, layers, heads, kv_heads, head_dim, vocab, block_tokens;
     float eps;
-    int32_t reserved;
     const LayerDesc* layer;
     const void *embed, *lm_head;  // [vocab, hidden] as it is; packed panels
     const float *norm, *cos, *sin;  // cos, sin: [positions, head_dim]
@@ -34,8 +39,8 @@ struct Handover;
 struct LentDesc {
     Ranks* ranks;
     int64_t count;
-    const int32_t* segment;                          // [count]: of the step, in order
-    const int32_t* row;                              // [count + 1]: where their rows begin in what is handed over
+    const int32_t* segment;  // [count]: of the step, in order
+    const int32_t* row;  // [count + 1]: where their rows begin in what is handed over
     const int32_t* share;  // [ranks]: where each assistant's rows begin, and where the last's end
     int64_t* const* first_elem;  // [count]: that of the segment's adapter, which has no other user
     const std::atomic<int32_t>* const* image_ready;  // [count]: layers that are in host memory
@@ -54,44 +59,40 @@ struct AssistDesc {
 };
 
 struct StepDesc {
-    int32_t tokens, rows, segments, logits_wanted;
-    const int64_t *token_ids, *positions, *page, *offset;  // [tokens]
-    const int32_t *qo_indptr, *kv_lens;  // [rows + 1], [rows]
-    const int64_t* page_table;  // [rows, table_stride]
+    int32_t tokens, rows, logits_wanted, scores_wanted;  // the last: logits that are asked for in slices afterwards
+    const int64_t *token_ids, *positions, *page, *offset;  // [tokens]; page, offset: where a token's K and V go
+    const int32_t *qo_indptr, *kv_lens;  // [rows + 1], [rows]: where a row's tokens begin; tokens of it with K and V
+    const int64_t* page_table;  // [rows, table_stride]: pages of each row
     int64_t table_stride;
     const int64_t* logit_tokens;  // [logits_wanted + scores_wanted]
-    const int32_t *segment_begin, *segment_end;  // [segments]
-    const Adapter* const* segment_adapters;  // [segments]
-    float* logits;  // rows of vocab; null when only the best are wanted
-    const int32_t* logit_rows;  // [logits_wanted]: the row of `logits` of each, below 0: not kept; null: in order
+    Segments segments;
     // Layers loaded so far of the segment's adapter (below 0: the rest never will be); null for a segment with a loaded
     // adapter; null as a whole when all are loaded. late: set for the segments with adapters waited for in vain.
     const std::atomic<int32_t>* const* segment_ready;
     int32_t* segment_late;
     int64_t max_stall_ns;  // of the step
+    float* logits;  // rows of vocab; null when only the best are wanted
+    const int32_t* logit_rows;  // [logits_wanted]: the row of `logits` of each, below 0: not kept; null: in order
     int64_t* best;  // [logits_wanted]: the likeliest token, or a drawn one; -1 when a logit is not finite
-    int64_t scores_wanted;  // tokens with logits that are asked for in slices once the step is done
-    const int32_t* segment_level;  // [segments]: see Segments; null where all are 0
-    const LayerDesc*
-        layer;  // [layers] in place of the model's own: with an adapter in some of their projections; or null
     const Draw* draws;  // [logits_wanted]: where the inverse temperature is not 0, `best` is that draw; null: nowhere
+    const LayerDesc* layer;  // [layers], with an adapter in some of their projections; null: the model's own
     const LentDesc* lent;  // null: nothing is
 };
 
 // One matrix of a layer, the projections of a group, with adapters in it; all parts change something in it.
 struct MergeDesc {
-    const void* from;  // packed panels
-    void* to;
-    int32_t group, layer, columns, inputs;  // `from` is [columns, inputs]
-    const Adapter* const* parts;
+    const void* origin;  // the group's weights, in packed panels
+    void* to;  // the same with the adapters: written
+    Group group;
+    int32_t layer;
+    const Adapter* const* parts;  // [count]
     int64_t count;
 };
 
-// Groups of modules with outputs side by side: 0 query, key and value, 1 output, 2 gate and up, 3 down. Inputs and outputs of
-// each, and its modules with their columns.
+// Inputs and outputs of each group, and its modules with their columns.
 struct Groups {
-    int inputs[4], outputs[4];
-    std::vector<Target> targets[4];
+    int inputs[kGroups], outputs[kGroups];
+    std::vector<Target> targets[kGroups];
 
     explicit Groups(const ModelDesc& m) : Groups(m.hidden, m.ffn, m.heads * m.head_dim, m.kv_heads * m.head_dim) {}
     Groups(int hidden, int ffn, int q, int kv)
@@ -102,10 +103,33 @@ struct Groups {
                   {{4, 0, ffn}, {5, ffn, ffn}},
                   {{6, 0, hidden}}} {}
 
-    bool changed(int g, const Adapter& adapter) const {
+    bool changed(Group g, const Adapter& adapter) const {
         return std::any_of(targets[g].begin(), targets[g].end(),
-                           [&](const Target& t) { return adapter.b_offset[t.module] >= 0; });
+                           [&](const Target& t) { return adapter.has(t.module); });
     }
+};
+
+// One group's product of a layer in a step, with what adapters add: y (+)= x · wᵀ + bias + Σ scale · x · Aᵀ · Bᵀ, of each
+// segment's adapter on the segment's rows.
+//
+//   layer       number of the layer
+//   w           the group's weights in the layer
+//   x           [tokens, inputs]
+//   y           [tokens, outputs]
+//   accumulate  true: y is added to
+template <class T>
+struct LoraTask {
+    const StepDesc& step;
+    Group group;
+    int layer;
+    Weights<T> w;
+    Rows<const Act<T>> x;
+    Rows<float> y;
+    bool accumulate;
+
+    const Adapter& adapter(const LoraUnit& unit) const { return *step.segments.adapters[unit.segment]; }
+    // True if the unit's adapter changes the layer.
+    bool has(const LoraUnit& unit) const { return adapter(unit).in_layer(layer); }
 };
 
 }  // namespace chorus

@@ -5,6 +5,10 @@
 namespace chorus {
 
 // out = x / sqrt(mean(x²) + eps) · weight
+//
+//   x, out  [n]; may be the same
+//   weight  [n] float32
+//   n       elements
 template <class T>
 inline void rms_norm(const float* x, const float* weight, int n, float eps, T* out) {
     Floats squares = floats(0);
@@ -19,7 +23,10 @@ inline void rms_norm(const float* x, const float* weight, int n, float eps, T* o
     }
 }
 
-// Rotate one head, half-split form; x and out may be the same.
+// Rotate one head, half-split form.
+//
+//   x, out    [head_dim]; may be the same
+//   cos, sin  [head_dim] float32: of the token's position
 template <class Out>
 inline void rotate(const float* x, const float* cos, const float* sin, int head_dim, Out* out) {
     const int half = head_dim / 2;
@@ -33,12 +40,17 @@ inline void rotate(const float* x, const float* cos, const float* sin, int head_
     }
 }
 
+// Copy n elements, rounded to the type of `out`.
 template <class In, class Out>
 inline void convert(const In* x, int n, Out* out) {
     for (int i = 0; i < n; i += kLanes) store16(out + i, load16(x + i, head(n - i)), head(n - i));
 }
 
 // out = silu(gate) · up
+//
+//   gate, up  [n] float32
+//   n         elements
+//   out       [n]
 template <class T>
 inline void silu_and_mul(const float* gate, const float* up, int n, T* out) {
     for (int i = 0; i < n; i += kLanes) {

@@ -67,7 +67,13 @@ inline ReadStations& read_stations() {
 
 class FileRows {
    public:
-    // jobs: starts are bytes from the file's beginning. The first group is on its way when this returns.
+    // The first group is on its way when this returns.
+    //
+    //   fd       of a file, open; must outlive this
+    //   spans    bytes that are read, of all groups
+    //   groups   [count]
+    //   jobs     of all groups; starts are bytes from the file's beginning; must outlive this
+    //   element  of the output
     FileRows(int fd, const Span* spans, const ReadGroup* groups, int64_t count, const ReadJob* jobs, Element element)
         : fd_(fd), groups_(groups, groups + count), jobs_(jobs), element_(element), station_(read_stations().take()) {
         char path[32];
@@ -90,8 +96,10 @@ class FileRows {
         if (direct_ >= 0) close(direct_);
     }
 
-    // Wait for the next group and lay its rows out in `out`. Whether that was done; if not, *fault says why, and the
-    // group after it comes next all the same.
+    // Wait for the next group and lay its rows out; returns whether that was done. The group after it comes next in any case.
+    //
+    //   out    where the jobs' elements are counted from
+    //   fault  of the first job that failed: written
     bool next(void* out, ReadFault& fault) {
         const int64_t g = next_++;
         const ReadGroup& group = groups_[g];
@@ -116,12 +124,15 @@ class FileRows {
         return true;
     }
 
-    // Address of the file's bytes `start` … `start + bytes`, of the group that `next` read last; null if they were not
-    // read. Until `next` is called again.
+    // Address of some of the file's bytes, of the group that `next` read last, until it is called again; null if they were
+    // not read.
+    //
+    //   start  first byte
+    //   bytes  their number
     const char* at(int64_t start, int64_t bytes) const { return next_ ? at(next_ - 1, start, bytes) : nullptr; }
 
    private:
-    static int64_t bytes_of(int64_t element) { return element == kF32 ? 4 : 2; }
+    static int64_t bytes_of(Element element) { return element == kF32 ? 4 : 2; }
 
     const char* at(int64_t g, int64_t start, int64_t bytes) const {
         for (const Read& piece : pieces_[g])

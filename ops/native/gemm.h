@@ -5,6 +5,7 @@
 #pragma once
 #include <algorithm>
 #include <vector>
+#include "operands.h"
 #include "simd.h"
 #include "tiles.h"
 
@@ -12,8 +13,6 @@ namespace chorus {
 
 constexpr int kPanel = 32;    // output columns of a panel
 constexpr long kPrefetchBytes = 8192;
-constexpr int kSegmentChunk = 300;  // the same where every chunk has an adapter's rows to pack
-constexpr int kShortChunk = kSegmentChunk / 4;  // fewer rows are not worth a pass over the weights
 constexpr int kRowChunk = 192;  // rows: their activations stay in L2 while panels pass
 
 template <class T> inline size_t panel_elems(int k) { return (size_t)k * kPanel; }
@@ -21,10 +20,8 @@ template <class T> inline size_t panel_elems(int k) { return (size_t)k * kPanel;
 // More of the reduction dimension for the same outputs, from other memory: y += Σ_k x[m, k] · w[n, k].
 template <class X>
 struct Extra {
-    const X* x;
-    long ldx;
-    const X* panel;
-    int k;
+    Rows<const X> x;
+    Panel<X> w;
 };
 
 // Weights that a pass over half a panel fetches for the passes over the next panel: a part of them each, so that memory is
@@ -57,6 +54,12 @@ struct RowAddresses {
 };
 
 // acc[r][h] += Σ_k x[r, k] · w[16·h …, k] over WORDS words of the reduction dimension.
+//
+//   x      row 0, at the first word
+//   rows   addresses of the other rows
+//   w      the panel, at the first word
+//   acc    sums
+//   ahead  moved on by what is fetched
 template <class T, int ROWS, int HALVES, bool FETCH, int WORDS>
 CHORUS_INLINE void multiply_words(const Act<T>* x, const RowAddresses<ROWS>& rows, const T* w, Floats (*acc)[HALVES],
                                   Ahead& ahead) {
@@ -86,130 +89,169 @@ CHORUS_INLINE void multiply_words(const Act<T>* x, const RowAddresses<ROWS>& row
 }
 
 // acc[r][h] += Σ_k x[r, k] · w[16·h …, k], from the first k to the last.
+//
+//   x      [ROWS, k]
+//   w      begins with the 16·HALVES columns that are multiplied
+//   acc    sums
+//   ahead  see Ahead; without FETCH nothing is fetched
 template <class T, int ROWS, int HALVES, bool FETCH>
-inline void multiply(const Act<T>* x, long ldx, const T* w, int k, Floats (*acc)[HALVES], Ahead ahead = {}) {
+inline void multiply(Rows<const Act<T>> x, Panel<T> w, Floats (*acc)[HALVES], Ahead ahead = {}) {
     constexpr int step = kWords * Kind<T>::pair;
-    const RowAddresses<ROWS> rows(ldx * (long)sizeof(Act<T>));
-    for (const Act<T>* end = x + k / step * step; x < end; x += step, w += step * kPanel)
-        multiply_words<T, ROWS, HALVES, FETCH, kWords>(x, rows, w, acc, ahead);
-    if (kWords > 1 && k % step) multiply_words<T, ROWS, HALVES, FETCH, 1>(x, rows, w, acc, ahead);
+    const RowAddresses<ROWS> rows(x.stride * (long)sizeof(Act<T>));
+    const Act<T>*at = x.data, *end = at + w.k / step * step;
+    const T* panel = w.data;
+    for (; at < end; at += step, panel += step * kPanel)
+        multiply_words<T, ROWS, HALVES, FETCH, kWords>(at, rows, panel, acc, ahead);
+    if (kWords > 1 && w.k % step) multiply_words<T, ROWS, HALVES, FETCH, 1>(at, rows, panel, acc, ahead);
 }
 
-// ROWS rows against HALVES times 16 columns of a panel, as `panel` and `y` begin with them. Not inline: heights beside each
-// other in one function leave the compiler too few registers for each.
+// ROWS rows against HALVES times 16 columns of a panel. Not inline: heights beside each other in one function leave the
+// compiler too few registers for each.
+//
+//   x      [ROWS, k]
+//   w      begins with the tile's columns
+//   out    begins with the tile's rows and columns
+//   extra  begins with them, too; null: none
+//   ahead  see Ahead
 template <class T, int ROWS, int HALVES>
-__attribute__((noinline)) void tile(const Act<T>* x, long ldx, const T* panel, int k, float* y, long ldy, int columns,
-                                    bool accumulate, const float* bias, const Extra<Act<T>>* extra, int half,
+__attribute__((noinline)) void tile(Rows<const Act<T>> x, Panel<T> w, const Outputs& out, const Extra<Act<T>>* extra,
                                     Ahead ahead) {
+    const Rows<float> y = out.y;
     Head heads[HALVES];
 #pragma GCC unroll 2
-    for (int h = 0; h < HALVES; h++) heads[h] = head(std::max(0, columns - h * kLanes));
+    for (int h = 0; h < HALVES; h++) heads[h] = head(std::max(0, out.columns - h * kLanes));
     Floats acc[ROWS][HALVES];
-#pragma GCC unroll 12
-    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 2
-        for (int h = 0; h < HALVES; h++) {
-            acc[r][h] = accumulate ? load16(y + r * ldy + h * kLanes, heads[h]) : floats(0);
-            if (bias) acc[r][h] = acc[r][h] + load16(bias + h * kLanes, heads[h]);
-        }
-    multiply<T, ROWS, HALVES, true>(x, ldx, panel, k, acc, ahead);
-    if (extra)
-        multiply<Act<T>, ROWS, HALVES, false>(extra->x, extra->ldx, extra->panel + half * Kind<Act<T>>::pair, extra->k,
-                                              acc);
+#pragma GCC unroll 24
+    for (int i = 0; i < ROWS * HALVES; i++) acc[i / HALVES][i % HALVES] = floats(0);
+    if (out.accumulate)
+#pragma GCC unroll 24
+        for (int i = 0; i < ROWS * HALVES; i++)
+            acc[i / HALVES][i % HALVES] = load16(y[i / HALVES] + i % HALVES * kLanes, heads[i % HALVES]);
+    if (out.bias)
+#pragma GCC unroll 24
+        for (int i = 0; i < ROWS * HALVES; i++)
+            acc[i / HALVES][i % HALVES] =
+                acc[i / HALVES][i % HALVES] + load16(out.bias + i % HALVES * kLanes, heads[i % HALVES]);
+    multiply<T, ROWS, HALVES, true>(x, w, acc, ahead);
+    if (extra) multiply<Act<T>, ROWS, HALVES, false>(extra->x, extra->w, acc);
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
         for (int h = 0; h < HALVES; h++)
-            if (!h || bits(heads[h])) store16(y + r * ldy + h * kLanes, acc[r][h], heads[h]);
+            if (!h || bits(heads[h])) store16(y[r] + h * kLanes, acc[r][h], heads[h]);
 }
 
 // Another thread may have written them: the product would wait for them before its first step.
-inline void fetch_outputs(const float* y, long ldy, int rows) {
+inline void fetch_outputs(Rows<float> y, int rows) {
     for (int r = 0; r < rows; r++) {
-        prefetch(y + r * ldy);
-        prefetch(y + r * ldy + kLanes);
+        prefetch(y[r]);
+        prefetch(y[r] + kLanes);
     }
 }
 
-// All `rows` rows against one panel, in tiles of about equal height: a tile of few rows takes as long as one of some more.
-// more: the panel behind this one comes next.
+// out (+)= x · wᵀ + bias (+ extra): all rows against one panel, in tiles of about equal height, as a tile of few rows takes
+// as long as one of some more.
+//
+//   x      [rows, k]
+//   w      a panel
+//   out    [rows, columns]
+//   extra  added as well; null: none
+//   more   the panel behind this one comes next, and is fetched meanwhile
 template <class T>
-inline void panel_product(const Act<T>* x, long ldx, int rows, const T* panel, int k, float* y, long ldy, int columns,
-                          bool accumulate, const float* bias, const Extra<Act<T>>* extra = nullptr, bool more = false) {
+inline void panel_product(Rows<const Act<T>> x, int rows, Panel<T> w, Outputs out, const Extra<Act<T>>* extra = nullptr,
+                          bool more = false) {
+    constexpr int pair = Kind<T>::pair;
+    constexpr long word = kPanel * pair * sizeof(T);
     Extra<Act<T>> here{};
-    if (extra) here = *extra, extra = &here;
-    constexpr long word = kPanel * Kind<T>::pair * sizeof(T);
-    const long step = more ? word / (2 * ((rows + kRows - 1) / kRows)) : 0;
-    Ahead ahead{(const char*)(more ? panel + panel_elems<T>(k) : panel), step};
-    for (int tiles = (rows + kRows - 1) / kRows; tiles > 0; tiles--) {
+    if (extra) here.x = extra->x, here.w.k = extra->w.k;
+    int tiles = (rows + kRows - 1) / kRows;
+    const long step = more ? word / (2 * tiles) : 0;
+    Ahead ahead{(const char*)(more ? w.data + panel_elems<T>(w.k) : w.data), step};
+    for (; tiles > 0; tiles--) {
         const int height = (rows + tiles - 1) / tiles;
-        if (accumulate) fetch_outputs(y + height * ldy, ldy, std::min(height, rows - height));
+        if (out.accumulate) fetch_outputs(out.y.from(height), std::min(height, rows - height));
         with_number<kRows>(height, [&](auto n) {
             constexpr int halves = n() <= kWideRows ? 2 : 1;  // of the panel in registers at once
-            for (int c = 0; c < columns; c += halves * kLanes, ahead.at += step * (k / Kind<T>::pair))
-                tile<T, n(), halves>(x, ldx, panel + c * Kind<T>::pair, k, y + c, ldy, columns - c, accumulate,
-                                     bias ? bias + c : nullptr, extra, c, ahead);
+            for (int c = 0; c < out.columns; c += halves * kLanes, ahead.at += step * (w.k / pair)) {
+                if (extra) here.w.data = extra->w.data + c * Kind<Act<T>>::pair;
+                tile<T, n(), halves>(x, {w.data + c * pair, w.k}, out.from(0, c), extra ? &here : nullptr, ahead);
+            }
         });
-        rows -= height, x += height * ldx, y += height * ldy, here.x += height * here.ldx;
+        rows -= height, x = x.from(height), out = out.from(height), here.x = here.x.from(height);
     }
 }
 
-// The same against a panel of the model's weights, in bf16 by tiles where the level has them. What is `extra`, an adapter's,
-// is added as where it comes by itself.
+// `panel_product` of the model's weights, in bf16 by tiles where the level has them. What is `extra`, an adapter's, is added
+// as where it comes by itself.
 template <class T>
-inline void weights_product(const Act<T>* x, long ldx, int rows, const T* panel, int k, float* y, long ldy, int columns,
-                            bool accumulate, const float* bias, const Extra<Act<T>>* extra = nullptr,
-                            bool more = false) {
+inline void weights_product(Rows<const Act<T>> x, int rows, Panel<T> w, const Outputs& out,
+                            const Extra<Act<T>>* extra = nullptr, bool more = false) {
 #ifdef CHORUS_AMX
     if constexpr (std::is_same_v<T, bf16>) {
-        tiles_product<AmxTiles>(x, ldx, rows, panel, k, y, ldy, columns, accumulate, bias, kPrefetchBytes);
-        if (extra)
-            panel_product<bf16>(extra->x, extra->ldx, rows, extra->panel, extra->k, y, ldy, columns, true, nullptr);
+        tiles_product<AmxTiles>(x, rows, w, out, kPrefetchBytes);
+        if (extra) panel_product<bf16>(extra->x, rows, extra->w, {out.y, out.columns, true, nullptr});
         return;
     }
 #endif
-    panel_product<T>(x, ldx, rows, panel, k, y, ldy, columns, accumulate, bias, extra, more);
+    panel_product<T>(x, rows, w, out, extra, more);
 }
+
+// All weights that rows are multiplied with at once: of a projection, or of some side by side.
+//
+//   w                [⌈outputs / kPanel⌉] panels
+//   bias             [outputs] float32; null: none
+//   outputs, inputs  columns of y, and of x
+template <class T>
+struct Weights {
+    const T* w;
+    const float* bias;
+    int outputs, inputs;
+
+    int panels() const { return (outputs + kPanel - 1) / kPanel; }
+    // Panel of outputs from `column` on, a multiple of kPanel.
+    Panel<T> panel(int column) const { return {w + (long)column / kPanel * panel_elems<T>(inputs), inputs}; }
+    // Columns of y that the panel gives.
+    int columns(int column) const { return outputs - column < kPanel ? outputs - column : kPanel; }
+};
 
 struct Tile {
     int row, rows, column, columns;
 };
 
-// A product as units of work for the team: (row chunk, panel), panels fastest so that the rows stay in L2.
+// y (+)= x · wᵀ + bias as units of work for the team: (row chunk, panel), panels fastest so that the rows stay in L2.
+//
+//   x           [rows, inputs]
+//   y           [rows, outputs]
+//   accumulate  true: the product is added to y
+//   cuts        where the row chunks begin and the last ends; null: every kRowChunk rows
 template <class T>
 struct Product {
-    const Act<T>* x;
-    long ldx;
+    Rows<const Act<T>> x;
     int rows;
-    const T* w;
-    int n, k;
-    float* y;
-    long ldy;
-    bool accumulate;
-    const float* bias;
-    const std::vector<int>* cuts = nullptr;  // where the row chunks begin and the last ends; else every kRowChunk rows
+    Weights<T> w;
+    Rows<float> y;
+    bool accumulate = false;
+    const std::vector<int>* cuts = nullptr;
 
     int chunks() const { return cuts ? (int)cuts->size() - 1 : (rows + kRowChunk - 1) / kRowChunk; }
-    int panels() const { return (n + kPanel - 1) / kPanel; }
-    int units() const { return chunks() * panels(); }
+    int units() const { return chunks() * w.panels(); }
     Tile tile_of(int unit) const {
-        const int chunk = unit / panels(), column = unit % panels() * kPanel;
+        const int panels = w.panels(), chunk = unit / panels, column = unit % panels * kPanel;
         const int row = cuts ? (*cuts)[chunk] : chunk * kRowChunk,
                   end = cuts ? (*cuts)[chunk + 1] : std::min(rows, row + kRowChunk);
-        return {row, end - row, column, n - column < kPanel ? n - column : kPanel};
+        return {row, end - row, column, w.columns(column)};
     }
-    // more: the next unit runs on the same thread.
+    // A unit, to y. more: the next unit runs on the same thread.
     void run(int unit, bool more = false) const {
         const Tile t = tile_of(unit);
-        float* out = y + t.row * ldy + t.column;
-        if (accumulate && more) fetch_outputs(out + kPanel, ldy, std::min(t.rows, kRows));
-        run(t, t.row, t.rows, out, ldy, nullptr, more);
+        const Rows<float> out = y.from(t.row, t.column);
+        if (accumulate && more) fetch_outputs(out.from(0, kPanel), std::min(t.rows, kRows));
+        run(t, out, nullptr, more);
     }
-    // Some rows of a tile, to `out`.
-    void run(const Tile& t, int row, int rows, float* out, long ldo, const Extra<Act<T>>* extra,
-             bool more = false) const {
-        weights_product<T>(x + row * ldx, ldx, rows, w + (long)t.column / kPanel * panel_elems<T>(k), k, out, ldo,
-                           t.columns, accumulate, bias ? bias + t.column : nullptr, extra, more);
+    // A tile, or some of one's rows, to `out`. extra, more: see panel_product.
+    void run(const Tile& t, Rows<float> out, const Extra<Act<T>>* extra = nullptr, bool more = false) const {
+        weights_product<T>(x.from(t.row), t.rows, w.panel(t.column),
+                           {out, t.columns, accumulate, w.bias ? w.bias + t.column : nullptr}, extra, more);
     }
 };
 

@@ -15,46 +15,54 @@ class OutputHead {
     using X = Act<T>;
 
    public:
-    OutputHead(const ModelDesc& model, Team& team) : m_(model), team_(team), scratch_(team.most()) {
-        none_split_.assign(team.most() + 1, 0);
-    }
+    OutputHead(const ModelDesc& model, Team& team)
+        : weights_{(const T*)model.lm_head, nullptr, model.vocab, model.hidden}, team_(team), scratch_(team.most()) {}
 
-    // draws: whether rows are drawn from.
+    // rows: of logits in the step. draws: whether any is drawn from.
     void plan(int rows, bool draws) {
         best_.resize((size_t)team_.size() * rows);
         for (auto& s : scratch_) grow(s.logits, (size_t)std::min(rows, kRowChunk) * kPanel);
-        if (draws) panels_.plan(rows, m_.vocab);
+        if (draws) panels_.plan(rows, weights_.outputs);
     }
 
-    // The product with x, normalised rows `spread` apart, and the best of each while they are in the cache. logits: null when
-    // none are kept. kept: which of its rows each row's logits go to, below 0 where they are not kept; null: one after the
-    // other. draws: null when none are drawn from.
-    void run(int thread, int& phase, const X* x, int rows, float* logits, const int32_t* kept, const Draw* draws) {
-        const int panel = panel_elems<T>(m_.hidden), vocab = m_.vocab;
-        Best* best = best_.data() + (long)thread * rows;
-        std::fill(best, best + rows, Best{});
-        const long ldn = spread<X>(m_.hidden);
-        Product<T> head{x, ldn, rows, (const T*)m_.lm_head, vocab, m_.hidden, logits, vocab, false, nullptr};
-        run_units(
-            team_, phase, thread, head, none_, none_split_,
-            [&](int i, bool more) {
-                const Tile t = head.tile_of(i);
-                const bool direct = logits && !kept;
-                float* y = direct ? logits + (long)t.row * vocab + t.column : scratch_[thread].logits.data();
-                const int ldy = direct ? vocab : kPanel;
-                weights_product<T>(head.x + t.row * head.ldx, head.ldx, t.rows,
-                                   head.w + (long)t.column / kPanel * panel, head.k, y, ldy, t.columns, false, nullptr,
-                                   nullptr, more);
-                for (int r = 0; r < t.rows; r++) {
-                    const float* row = y + (long)r * ldy;
-                    best[t.row + r].see(row, t.columns, t.column);
-                    if (draws && draws[t.row + r].inverse_temperature > 0)
-                        panels_.see(t.row + r, row, t.columns, t.column, draws[t.row + r].weighed(vocab));
-                    if (kept && kept[t.row + r] >= 0)
-                        convert(row, t.columns, logits + (long)kept[t.row + r] * vocab + t.column);
-                }
-            },
-            [](const LoraUnit&, const LoraUnit*) {});
+    // Rows of logits, and where they go.
+    //
+    //   count   rows
+    //   logits  [·, vocab] float32; null: none is kept
+    //   kept    [count]: which row of `logits` each goes to, below 0: none; null: one after the other
+    //   draws   [count]: draws from them; null: none
+    struct Logits {
+        int count;
+        float* logits;
+        const int32_t* kept;
+        const Draw* draws;
+    };
+
+    // The product with x, and the best of each row while the logits are in the cache.
+    //
+    //   me   the thread; all threads of the team run the same
+    //   x    [to.count, hidden], normalised
+    //   to   the logits
+    void run(Team::Member& me, Rows<const X> x, const Logits& to) {
+        const int vocab = weights_.outputs;
+        const bool direct = to.logits && !to.kept;
+        Best* best = best_.data() + (long)me.thread * to.count;
+        std::fill(best, best + to.count, Best{});
+        const Product<T> head{x, to.count, weights_, {to.logits, vocab}};
+        each_part(team_, me, head.units(), [&](int i, bool more) {
+            const Tile t = head.tile_of(i);
+            const Rows<float> y =
+                direct ? head.y.from(t.row, t.column) : Rows<float>{scratch_[me.thread].logits.data(), kPanel};
+            head.run(t, y, nullptr, more);
+            for (int r = 0; r < t.rows; r++) {
+                const int row = t.row + r;
+                best[row].see(y[r], t.columns, t.column);
+                if (to.draws && to.draws[row].inverse_temperature > 0)
+                    panels_.see(row, y[r], t.columns, t.column, to.draws[row].weighed(vocab));
+                if (to.kept && to.kept[row] >= 0)
+                    convert(y[r], t.columns, to.logits + (long)to.kept[row] * vocab + t.column);
+            }
+        });
     }
 
     // Once `run` has been: the best of a row of `rows`.
@@ -64,18 +72,23 @@ class OutputHead {
         return all;
     }
 
-    // The likeliest token of a row of x, or the one that is drawn.
-    void choose(const StepDesc& step, int thread, const X* x, int row) {
+    // Write the likeliest token of a row of x, or the one that is drawn, to the step's `best`.
+    //
+    //   step    the step
+    //   thread  that computes
+    //   x       [logits_wanted, hidden], normalised
+    //   row     of x
+    void choose(const StepDesc& step, int thread, Rows<const X> x, int row) {
         step.best[row] = best(step.logits_wanted, row).chosen();
         if (step.best[row] < 0 || !step.draws || !(step.draws[row].inverse_temperature > 0)) return;
         const int kept = !step.logits ? -1 : step.logit_rows ? step.logit_rows[row] : row;
         step.best[row] =
             panels_.draw(row, step.draws[row], scratch_[thread].candidates, [&](int panel) -> const float* {
-                if (kept >= 0) return step.logits + (long)kept * m_.vocab + panel * kPanel;
-                const long ldn = spread<X>(m_.hidden);
+                const int column = panel * kPanel;
+                if (kept >= 0) return step.logits + (long)kept * weights_.outputs + column;
                 float* y = scratch_[thread].logits.data();
-                weights_product<T>(x + row * ldn, ldn, 1, (const T*)m_.lm_head + panel * panel_elems<T>(m_.hidden),
-                                   m_.hidden, y, kPanel, std::min(kPanel, m_.vocab - panel * kPanel), false, nullptr);
+                weights_product<T>(x.from(row), 1, weights_.panel(column),
+                                   {{y, kPanel}, weights_.columns(column), false, nullptr});
                 return y;
             });
     }
@@ -86,13 +99,11 @@ class OutputHead {
         Candidates candidates;
     };
 
-    const ModelDesc m_;
+    const Weights<T> weights_;
     Team& team_;
     std::vector<Scratch> scratch_;
     std::vector<Best> best_;
     Panels panels_;
-    std::vector<LoraUnit> none_;
-    std::vector<int> none_split_;
 };
 
 }  // namespace chorus

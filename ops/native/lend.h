@@ -23,7 +23,8 @@ constexpr int kHandovers =
 
 // What a layer's group of projections needs beside the rows of x.
 struct alignas(64) Handover {
-    int32_t layer, group;
+    int32_t layer;
+    Group group;
     uint8_t active[kLent];  // of each lent segment: whether its rows are there
 };
 
@@ -41,8 +42,8 @@ class Lender {
    public:
     explicit Lender(const ModelDesc& model) : groups_(model) {}
 
-    // Before a layer: lend the segments with pages that lack it, if the image has it; a layer that is lent has no rows in the
-    // segment's own descriptor.
+    // Lend a layer of the segments with pages that lack it, if the image has it; a layer that is lent has no rows in the
+    // segment's own descriptor. Called before the layer.
     void begin_layer(const StepDesc& step, int layer) {
         const LentDesc& lent = *step.lent;
         std::fill(active_, active_ + lent.count, 0);
@@ -65,21 +66,24 @@ class Lender {
         return false;
     }
 
-    // Hand the rows over, if a segment's adapter changes the group.
-    void lend(const StepDesc& step, int g, int layer, const X* x, long ldx) {
-        const LentDesc& lent = *step.lent;
+    // Hand rows of a task's x over, if a segment's adapter changes the group.
+    void lend(const LoraTask<T>& task) {
+        const LentDesc& lent = *task.step.lent;
+        const Segments& segments = task.step.segments;
         lent_ = false;
         auto& head = handover_of(*lent.ranks, lent.handovers);
+        const Rows<X> mine{(X*)lent.ranks->mine(), task.x.stride};
         for (int i = 0; i < lent.count; i++) {
-            head.active[i] = active_[i] && groups_.changed(g, *step.segment_adapters[lent.segment[i]]);
+            const int s = lent.segment[i];
+            head.active[i] = active_[i] && groups_.changed(task.group, *segments.adapters[s]);
             if (!head.active[i]) continue;
             lent_ = true;
-            memcpy((X*)lent.ranks->mine() + lent.row[i] * ldx, x + step.segment_begin[lent.segment[i]] * ldx,
-                   (lent.row[i + 1] - lent.row[i]) * ldx * sizeof(X));
+            memcpy(mine[lent.row[i]], task.x[segments.begin[s]],
+                   (lent.row[i + 1] - lent.row[i]) * mine.stride * sizeof(X));
         }
         if (!lent_) return;
-        head.layer = layer;
-        head.group = g;
+        head.layer = task.layer;
+        head.group = task.group;
         lent.ranks->post();
     }
 
@@ -92,21 +96,22 @@ class Lender {
         std::fill(active_, active_ + step.lent->count, 0);
     }
 
-    // y: the token's row of the group's outputs.
-    void add(const StepDesc& step, int g, int token, float* y) const {
+    // Add what was computed to the token's row of a task's y.
+    void add(const LoraTask<T>& task, int token) const {
         if (!lent_) return;
-        const LentDesc& lent = *step.lent;
-        const long ldy = spread<float>(groups_.outputs[g]);
+        const LentDesc& lent = *task.step.lent;
+        const Segments& segments = task.step.segments;
+        float* y = task.y[token];
         for (int i = 0; i < lent.count; i++) {
             const int s = lent.segment[i];
-            const Adapter& adapter = *step.segment_adapters[s];
-            if (!active_[i] || token < step.segment_begin[s] || token >= step.segment_end[s]) continue;
-            const int row = lent.row[i] + token - step.segment_begin[s];
+            const Adapter& adapter = *segments.adapters[s];
+            if (!active_[i] || token < segments.begin[s] || token >= segments.end[s]) continue;
+            const int row = lent.row[i] + token - segments.begin[s];
             const int32_t* end = std::upper_bound(lent.share, lent.share + lent.ranks->size(), row);
             const int rank = (int)(end - lent.share);
-            const float* part = lent.ranks->part(rank) + (row - end[-1]) * ldy;
-            for (const Target& t : groups_.targets[g])
-                if (adapter.b_offset[t.module] >= 0)
+            const float* part = lent.ranks->part(rank) + (row - end[-1]) * spread<float>(groups_.outputs[task.group]);
+            for (const Target& t : groups_.targets[task.group])
+                if (adapter.has(t.module))
                     for (int c = t.column; c < t.column + t.width; c++) y[c] += part[c];
         }
     }
@@ -117,11 +122,16 @@ class Lender {
     bool lent_ = false;  // the group that is under way
 };
 
-// To measure what a hand-over takes: rows of float32 as the first group's input of layer 0, of one segment.
+// Hand rows over as the first group's input of layer 0, of one segment, to measure what that takes.
+//
+//   ranks      rank 0's
+//   handovers  [kHandovers]
+//   x          [rows, k] float32
 template <class T>
 void hand_over(Ranks& ranks, Handover* handovers, const float* x, int64_t rows, int k) {
     auto& head = handover_of(ranks, handovers);
-    head.layer = head.group = 0;
+    head.layer = 0;
+    head.group = kQkv;
     head.active[0] = 1;
     for (int64_t r = 0; r < rows; r++) convert(x + r * k, k, (Act<T>*)ranks.mine() + r * spread<Act<T>>(k));
     ranks.post();
@@ -149,45 +159,48 @@ class Assistant final : public AnyAssistant {
     }
 
    private:
-    void compute(const Groups& groups, const AssistDesc& desc, const Handover& head, const X* x, float* y) {
-        const int g = head.group, first = desc.first, last = desc.last, k = groups.inputs[g];
-        const long ldx = spread<X>(k), ldy = spread<float>(groups.outputs[g]);
-        const auto& targets = groups.targets[g];
+    // This assistant's share of a hand-over.
+    //
+    //   groups  of the model
+    //   desc    of the step
+    //   head    what is to be computed
+    //   all_x   the rows that were handed over
+    //   all_y   the products of this assistant's rows: written
+    void compute(const Groups& groups, const AssistDesc& desc, const Handover& head, const X* all_x, float* all_y) {
+        const int inputs = groups.inputs[head.group];
+        const Rows<const X> every_x{all_x, spread<X>(inputs)};
+        const Rows<float> every_y{all_y, spread<float>(groups.outputs[head.group])};
+        const auto& targets = groups.targets[head.group];
         for (int i = 0; i < desc.count; i++) {
             const Adapter& adapter = *desc.adapters[i];
-            const int begin = std::max(first, desc.row[i]), end = std::min(last, desc.row[i + 1]);
+            const int begin = std::max(desc.first, desc.row[i]), end = std::min(desc.last, desc.row[i + 1]);
             if (!head.active[i] || begin >= end) continue;
             const Arena<T> image{(T*)desc.images[i], desc.page_elems};
             const int32_t own_begin = 0, own_end = end - begin;
             const Adapter* adapters[1] = {&adapter};
             const Segments one{1, &own_begin, &own_end, adapters, nullptr};
-            const X* rows = x + begin * ldx;
-            float* out = y + (begin - first) * ldy;
+            const Rows<const X> x = every_x.from(begin);
+            const Rows<float> y = every_y.from(begin - desc.first);
             const long ldh = (adapter.rank + 2) & ~1;
             grow(h_, targets.size() * own_end * ldh);
-            grow(spare_, (size_t)std::max(kRankChunk * k, adapter.rank * kColumnChunk));
-            grow(panel_, (size_t)(adapter.rank + 1) * kPanel);
-            pointers_.resize(adapter.rank + kAddedRows);
-            auto h = [&](const LoraUnit& u) { return h_.data() + u.module * own_end * ldh; };
+            scratch_.reserve(adapter.rank, inputs);
+            auto module = [&](const LoraUnit& u) { return targets[u.module].module; };
+            auto h = [&](const LoraUnit& u) { return Rows<X>{h_.data() + u.module * own_end * ldh, ldh}; };
             units_.clear();
             shrink_units(one, targets, 0, own_end, units_);
             for (const LoraUnit& u : units_)
-                shrink<T>(image, adapter, head.layer, targets[u.module].module, u, rows, ldx, k, h(u), ldh,
-                          spare_.data(), Upcoming{});
+                shrink<T>(image, a_rows(adapter, head.layer, module(u), u, inputs), u, x, h(u), scratch_, {});
             for (const Target& t : targets)
-                for (int r = 0; r < own_end; r++) std::fill_n(out + r * ldy + t.column, t.width, 0.0f);
+                for (int r = 0; r < own_end; r++) std::fill_n(y[r] + t.column, t.width, 0.0f);
             expand_units(one, 0, targets, 1, units_);
             for (const LoraUnit& u : units_)
-                expand<T>(image, adapter, head.layer, targets[u.module].module, u, h(u), ldh,
-                          out + targets[u.module].column, ldy, pointers_.data(), panel_.data(), spare_.data(),
-                          Upcoming{});
+                expand<T>(image, b_rows(adapter, head.layer, module(u), u), u, h(u),
+                          y.from(0, targets[u.module].column), scratch_, {});
         }
     }
 
     Buffer<X> h_;
-    Buffer<T> spare_;
-    Buffer<X> panel_;
-    std::vector<const T*> pointers_;
+    LoraScratch<T> scratch_;
     std::vector<LoraUnit> units_;
 };
 

@@ -7,7 +7,8 @@
 #include <limits>
 #include <vector>
 #include "buffer.h"
-#include "shares.h"
+#include "descriptors.h"
+#include "pool.h"
 
 namespace chorus {
 
@@ -50,25 +51,35 @@ class Merge {
    public:
     explicit Merge(Team& team) : team_(team), scratch_(team.most()) {}
 
-    // The largest ratio of the norms of a row of the result and of the row of W that it comes from, 0 where nothing changes;
-    // infinite where a result is not finite. Rounding makes an error in proportion to the result.
-    float run(const MergeDesc& desc, const std::vector<Target>& group, const Arena<T>& arena) {
+    // Write W + Σ scale·B·A of one matrix.
+    //
+    //   desc     the matrix and its adapters
+    //   groups   of the model
+    //   arena    with the adapters
+    //   returns  the largest ratio of the norms of a row of the result and of the row of W that it comes from, 0 where nothing
+    //            changes; infinite where a result is not finite. Rounding makes an error in proportion to the result.
+    float run(const MergeDesc& desc, const Groups& groups, const Arena<T>& arena) {
+        const Task task{desc, groups.targets[desc.group], arena, groups.inputs[desc.group], groups.outputs[desc.group]};
         for (auto& scratch : scratch_) {
-            grow(scratch.parts, desc.count * group.size());
+            grow(scratch.parts, desc.count * task.group.size());
             for (Part& part : scratch.parts) part.ready = false;
             scratch.growth = 0;
         }
-        const int panels = (desc.columns + kPanel - 1) / kPanel;
-        team_.run([&](int thread) {
-            int phase = 0;
-            team_.each(phase, panels, [&](int p) { panel(desc, group, arena, scratch_[thread], p); });
-        });
+        const int panels = (task.outputs + kPanel - 1) / kPanel;
+        team_.run(
+            [&](Team::Member& me) { team_.each(me, panels, [&](int p) { panel(task, scratch_[me.thread], p); }); });
         float growth = 0;
         for (const auto& scratch : scratch_) growth = std::max(growth, scratch.growth);
         return std::sqrt(growth);
     }
 
    private:
+    struct Task {
+        const MergeDesc& desc;
+        const std::vector<Target>& group;
+        const Arena<T>& arena;
+        int inputs, outputs;
+    };
     struct Part {  // of an adapter, for one module
         Buffer<float> a;  // [inputs / kInputs, rank, kInputs]
         std::vector<float> b;  // [rank, kPanel] of the panel, scaled
@@ -82,24 +93,27 @@ class Merge {
         float growth = 0;
     };
 
-    void panel(const MergeDesc& desc, const std::vector<Target>& group, const Arena<T>& arena, Scratch& own, int p) {
-        const int inputs = desc.inputs, column = p * kPanel, columns = std::min(kPanel, desc.columns - column);
+    void panel(const Task& task, Scratch& own, int p) {
+        const MergeDesc& desc = task.desc;
+        const int modules = (int)task.group.size();
+        const int inputs = task.inputs, column = p * kPanel, columns = std::min(kPanel, task.outputs - column);
         own.used.clear();
         for (int i = 0; i < desc.count; i++)
-            for (int g = 0; g < (int)group.size(); g++) {
-                const Target& target = group[g];
-                const int first = std::max(column, target.column),
-                          last = std::min(column + columns, target.column + target.width);
+            for (int g = 0; g < modules; g++) {
+                const Target& target = task.group[g];
                 const Adapter& adapter = *desc.parts[i];
-                if (first >= last || adapter.b_offset[target.module] < 0 || adapter.first_elem[desc.layer] < 0)
-                    continue;
-                const int index = i * (int)group.size() + g;
+                const auto here = target.within(column, columns);
+                if (!here.any() || !adapter.has(target.module) || !adapter.in_layer(desc.layer)) continue;
+                const int index = i * modules + g;
                 Part& part = own.parts[index];
-                if (!part.ready) read_a(desc, adapter, target.module, arena, own, part);
-                read_b(desc, adapter, target, first, last, column, arena, own, part);
+                if (!part.ready) read_a(task, adapter, target.module, own, part);
+                read_b(task,
+                       {&adapter, desc.layer, 0, adapter.rank, adapter.b_offset[target.module] + here.first,
+                        here.last - here.first},
+                       target.column + here.first - column, own, part);
                 own.used.push_back(index);
             }
-        const T* from = (const T*)desc.from + (long)p * panel_elems<T>(inputs);
+        const T* from = (const T*)desc.origin + (long)p * panel_elems<T>(inputs);
         T* to = (T*)desc.to + (long)p * panel_elems<T>(inputs);
         if (own.used.empty()) return (void)memcpy(to, from, panel_elems<T>(inputs) * sizeof(T));
         for (int half = 0; half < 2; half += kHalves) {
@@ -115,7 +129,7 @@ class Merge {
                     for (int i = 0; i < kInputs; i++) before[h] = fma(v[i][h], v[i][h], before[h]);
                 for (const int index : own.used) {
                     const Part& part = own.parts[index];
-                    const int rank = desc.parts[index / (int)group.size()]->rank;
+                    const int rank = desc.parts[index / modules]->rank;
                     const float *a = part.a.data() + (long)k * rank, *b = part.b.data() + half * kLanes;
                     for (int r = 0; r < rank; r++, a += kInputs, b += kPanel) {
                         Floats outputs[kHalves];
@@ -144,11 +158,10 @@ class Merge {
         }
     }
 
-    // Once for each thread and matrix.
-    void read_a(const MergeDesc& desc, const Adapter& adapter, int module, const Arena<T>& arena, Scratch& own,
-                Part& part) {
-        const int inputs = desc.inputs, rank = adapter.rank, blocks = (inputs + kInputs - 1) / kInputs;
-        rows(desc, adapter, adapter.a_offset[module], inputs, arena, own);
+    // A of a module, once for each thread and matrix.
+    void read_a(const Task& task, const Adapter& adapter, int module, Scratch& own, Part& part) {
+        const int inputs = task.inputs, rank = adapter.rank, blocks = (inputs + kInputs - 1) / kInputs;
+        locate(task, {&adapter, task.desc.layer, 0, rank, adapter.a_offset[module], inputs}, own);
         grow(part.a, (size_t)blocks * rank * kInputs);
         for (int r = 0; r < rank; r++)
             for (int k = 0; k < blocks * kInputs; k++)
@@ -157,22 +170,19 @@ class Merge {
         part.ready = true;
     }
 
-    void read_b(const MergeDesc& desc, const Adapter& adapter, const Target& target, int first, int last, int column,
-                const Arena<T>& arena, Scratch& own, Part& part) {
-        rows(desc, adapter, adapter.b_offset[target.module] + first - target.column, last - first, arena, own);
-        part.b.assign((size_t)adapter.rank * kPanel, 0.0f);
-        for (int r = 0; r < adapter.rank; r++)
-            for (int c = first; c < last; c++)
-                part.b[r * kPanel + c - column] = adapter.scale * widen(own.rows[r][c - first]);
+    // Bᵀ of a module for a panel, scaled. b: the rows. column: of the panel, where they begin.
+    void read_b(const Task& task, const RankRows& b, int column, Scratch& own, Part& part) {
+        locate(task, b, own);
+        part.b.assign((size_t)b.count * kPanel, 0.0f);
+        for (int r = 0; r < b.count; r++)
+            for (int c = 0; c < b.columns; c++)
+                part.b[r * kPanel + column + c] = b.adapter->scale * widen(own.rows[r][c]);
     }
 
-    // `width` elements of each rank-row, from `offset` of its slab on.
-    void rows(const MergeDesc& desc, const Adapter& adapter, int offset, int width, const Arena<T>& arena,
-              Scratch& own) {
-        grow(own.rows, adapter.rank);
-        grow(own.spare, (size_t)adapter.rank * width);
-        arena.rows(adapter, first_row(adapter, desc.layer, 0, offset), adapter.slab_elems, adapter.rank, width,
-                   own.rows.data(), own.spare.data(), width);
+    void locate(const Task& task, const RankRows& rows, Scratch& own) {
+        grow(own.rows, rows.count);
+        grow(own.spare, (size_t)rows.count * rows.columns);
+        task.arena.locate(rows, own.rows.data(), own.spare.data(), rows.columns);
     }
 
     Team& team_;

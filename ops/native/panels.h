@@ -27,6 +27,7 @@ struct Draw {
 
 class Panels {
    public:
+    // Make room for rows of `vocab` logits.
     void plan(int rows, int vocab) {
         vocab_ = vocab;
         panels_ = (vocab + kPanel - 1) / kPanel;
@@ -35,7 +36,13 @@ class Panels {
         peak_.resize(most_.size());
     }
 
-    // Every panel of a row once, by whichever thread has it. inverse: the inverse temperature, 0 where no masses are wanted.
+    // Look at a panel: at every one of a row once, on any thread.
+    //
+    //   row      number of the row
+    //   logits   [columns]
+    //   columns  of the panel
+    //   first    token of the first
+    //   inverse  the inverse temperature, 0 where no masses are wanted
     void see(int row, const float* logits, int columns, int first, double inverse) {
         const Floats x[2] = {load_or_none(logits, columns), load_or_none(logits + kLanes, columns - kLanes)};
         const bool nan = (equal(x[0], x[0]) & equal(x[1], x[1])) != 0xFFFF;
@@ -58,7 +65,11 @@ class Panels {
         return largest(above);
     }
 
-    // Once: make a row's masses relative to its largest logit. Their sum.
+    // Make a row's masses relative to its largest logit, once; returns their sum.
+    //
+    //   row      number of the row
+    //   most     its largest logit
+    //   inverse  the inverse temperature
     double weigh(int row, float most, double inverse) {
         const Masses masses(most, inverse);
         const float* mosts = most_.data() + (long)row * panels_;
@@ -78,7 +89,7 @@ class Panels {
         return sum(all);
     }
 
-    // At least k logits are not below this: as many panels have one.
+    // A logit that at least k logits of a row are not below: as many panels have one. scratch: any memory.
     float threshold(int row, int64_t k, std::vector<float>& scratch) const {
         if (k > panels_) return -INFINITY;
         const float* most = most_.data() + (long)row * panels_;
@@ -87,7 +98,12 @@ class Panels {
         return scratch[k - 1];
     }
 
-    // All of a row's logits that are at least `least`. logits(panel): the logits of one.
+    // Gather all of a row's logits that are at least `least`.
+    //
+    //   row     number of the row
+    //   least   a logit
+    //   c       written
+    //   logits  logits(panel): a panel's logits
     template <class Logits>
     void gather(int row, float least, Candidates& c, Logits logits) const {
         const float* most = most_.data() + (long)row * panels_;
@@ -102,7 +118,12 @@ class Panels {
         }
     }
 
-    // Once all of a row's panels have been seen: the token that is drawn. logits(panel): the logits of one.
+    // The token that is drawn, once all of a row's panels have been seen.
+    //
+    //   row     number of the row
+    //   d       how to draw
+    //   c       memory of the thread
+    //   logits  logits(panel): a panel's logits
     template <class Logits>
     int64_t draw(int row, const Draw& d, Candidates& c, Logits logits) {
         const double inverse = d.inverse_temperature;

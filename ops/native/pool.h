@@ -26,6 +26,7 @@ namespace chorus {
 
 class Team {
    public:
+    // threads: the most of a step, the caller's included.
     explicit Team(int threads) : most_(std::clamp(threads, 1, kMost)), size_(most_), shares_(most_) {
         for (int i = 1; i < most_; i++) helpers_.emplace_back([this, i] { serve(i); });
     }
@@ -37,44 +38,59 @@ class Team {
     int most() const { return most_; }  // threads there are
     int size() const { return size_; }  // threads of the next step: 0 … size-1
 
-    // Run body(thread) on the threads of the step; the caller is thread 0.
-    void run(const std::function<void(int)>& body) {
+    // A thread of the team within a `run`.
+    struct Member {
+        const int thread;
+        int phase = 0;  // barriers that the thread has passed
+    };
+
+    // Run body(member) on the threads of the step; the caller is thread 0.
+    void run(const std::function<void(Member&)>& body) {
         body_ = &body;
         caller_ = pthread_self();
         round_ += phase_.load(std::memory_order_relaxed);
         phase_ = 0;
-        for (auto& counter : counters_) counter.store(0, std::memory_order_relaxed);
+        for (auto& counter : counters_) counter.next.store(0, std::memory_order_relaxed);
         done_.store(0, std::memory_order_relaxed);
-        if (size_ == 1 && most_ == 1) return body(0);
+        Member caller{0};
+        if (size_ == 1 && most_ == 1) return body(caller);
         const auto began = Clock::now(), worked = work_time();
         if (size_ > 1 || size_ < told_) begin_round(size_);
-        body(0);
+        body(caller);
         wait(done_, [this](int done) { return done == size_ - 1; });
         const auto ended = Clock::now();
         choose_size(ended, ended - began, work_time() - worked);
     }
 
-    // Hand out units 0 … count-1 to whichever thread is free, then meet. Called by every thread of the team alike.
+    // Hand out units to whichever thread is free, then meet. Called by every thread of the team alike.
+    //
+    //   me     the calling thread
+    //   count  units
+    //   work   work(unit)
     template <class Work>
-    void each(int& phase, int count, Work work) {
-        auto& counter = counters_[phase % 3];
-        for (int unit; (unit = counter.fetch_add(1, std::memory_order_relaxed)) < count;) work(unit);
-        barrier(phase);
+    void each(Member& me, int count, Work work) {
+        auto& next = counters_[me.phase % 3].next;
+        for (int unit; (unit = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(unit);
+        barrier(me);
     }
 
-    // As `each`, but every thread has its own units 0 … count(thread)-1 and does them in order, so that what a unit leads
-    // up to in memory is this thread's too. A thread that is done takes units from the end of another's.
-    // work(owner, unit, more): more says that the owner's next unit follows on the same thread.
-    template <class Count, class Work>
-    void each_own(int& phase, int thread, Count count, Work work) {
-        const uint32_t tag = (round_ + phase) & kTagMask;
+    // As `each`, but thread t has units begin(t) … begin(t + 1)-1 and does them in order, so that what a unit leads up to
+    // in memory is this thread's too. A thread that is done takes units from the end of another's.
+    //
+    //   me     the calling thread
+    //   begin  first unit of a thread; of the team's size: their number
+    //   work   work(unit, more, owner); more: the owner's next unit follows on the same thread
+    template <class Begin, class Work>
+    void each_own(Member& me, Begin begin, Work work) {
+        const uint32_t tag = (round_ + me.phase) & kTagMask;
         const int size = size_;
         for (int i = 0; i < size; i++) {
-            const int owner = (thread + i) % size;
+            const int owner = (me.thread + i) % size, first = begin(owner), count = begin(owner + 1) - first;
             bool more = false;
-            for (int unit; (unit = take(shares_[owner], tag, count(owner), i > 0, more)) >= 0;) work(owner, unit, more);
+            for (int unit; (unit = take(shares_[owner], tag, count, i > 0, more)) >= 0;)
+                work(first + unit, more, owner);
         }
-        barrier(phase);
+        barrier(me);
     }
 
     // Work that units of a phase wait for: how much of it, since the step began, has been handed out, and how much is done.
@@ -82,8 +98,12 @@ class Team {
         std::atomic<int> given{0}, done{0};
     };
 
-    // Return once the gate's work below `end` is done; this thread runs work(i) for the units that no thread has begun.
-    // The work of a later phase follows that of earlier phases.
+    // Return once a gate's work below `end` is done; this thread runs the units that no thread has begun. The work of a
+    // later phase follows that of earlier phases.
+    //
+    //   gate  counts the work
+    //   end   unit behind the last, since the step began
+    //   work  work(unit)
     template <class Work>
     void pass(Gate& gate, int end, Work work) {
         if (gate.done.load(std::memory_order_acquire) >= end) return;
@@ -128,16 +148,16 @@ class Team {
         }
     }
 
-    void barrier(int& phase) {
-        int at = phase++;
+    void barrier(Member& me) {
+        const int at = me.phase++;
         if (size_ == 1) {
-            counters_[at % 3].store(0, std::memory_order_relaxed);
+            counters_[at % 3].next.store(0, std::memory_order_relaxed);
             phase_.store(at + 1, std::memory_order_relaxed);
             return;
         }
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
             arrived_.store(0, std::memory_order_relaxed);
-            counters_[(at + 2) % 3].store(0, std::memory_order_relaxed);  // of phases at - 1 and at + 2, now empty
+            counters_[(at + 2) % 3].next.store(0, std::memory_order_relaxed);  // of phases at - 1 and at + 2, now empty
             phase_.store(at + 1);
             if (sleepers_.load()) futex(phase_, FUTEX_WAKE_BITSET_PRIVATE, INT_MAX);
         } else {
@@ -220,7 +240,8 @@ class Team {
             const int size = now % (kMost + 1);
             idle = thread >= size;
             if (idle) continue;
-            (*body_)(thread);
+            Member me{thread};
+            (*body_)(me);
             if (done_.fetch_add(1) == size - 2 && sleepers_.load()) futex(done_, FUTEX_WAKE_BITSET_PRIVATE, INT_MAX);
         }
     }
@@ -228,7 +249,7 @@ class Team {
     const int most_;
     int size_, told_ = 0;  // told_: of the last step that woke helpers
     std::vector<std::thread> helpers_;
-    const std::function<void(int)>* body_ = nullptr;
+    const std::function<void(Member&)>* body_ = nullptr;
     std::atomic<bool> stop_{false};
     pthread_t caller_{};
     Clock::duration spent_{}, worked_{},
@@ -240,9 +261,8 @@ class Team {
     alignas(64) std::atomic<int> phase_{0};
     alignas(64) std::atomic<int> done_{0};
     alignas(64) std::atomic<int> sleepers_{0};
-    struct alignas(64) Counter : std::atomic<int> {
-        using std::atomic<int>::atomic;
-        using std::atomic<int>::operator=;
+    struct alignas(64) Counter {
+        std::atomic<int> next{0};  // unit of a phase
     };
     Counter counters_[3];
     uint32_t round_ = 0;  // phases of all steps before this one

@@ -12,10 +12,16 @@ namespace chorus {
 constexpr int kQueryBlock = 48;  // query vectors (token, head) of a unit
 constexpr int kQueryTile = 6;  // that share a pass over the values
 
+// Some tokens of a row, for the query heads that share a K/V head.
 struct AttentionUnit {
     int row, kv_head, token, tokens;
 };
 
+// Make units of about kQueryBlock query vectors.
+//
+//   qo_indptr        [rows + 1]: where each row's tokens begin
+//   heads, kv_heads  of the model
+//   units            written
 inline void attention_units(const int32_t* qo_indptr, int rows, int heads, int kv_heads,
                             std::vector<AttentionUnit>& units) {
     units.clear();
@@ -27,7 +33,12 @@ inline void attention_units(const int32_t* qo_indptr, int rows, int heads, int k
     }
 }
 
-// Sixteen keys as columns: word w of each, sixteen side by side, for w < words; elements that are widened become a word each.
+// Sixteen keys as columns: word w of each, sixteen side by side; elements that are widened become a word each.
+//
+//   keys    [16], addresses
+//   offset  elements from there to the first word
+//   words   of a key
+//   out     [words · steps, 16]
 template <class T>
 inline void transpose_keys(const T* const* keys, long offset, int words, float* out) {
     using K = Kind<T>;
@@ -43,10 +54,15 @@ inline void transpose_keys(const T* const* keys, long offset, int words, float* 
     }
 }
 
-// scores[r][0 … 16·BLOCKS-1] = q[r] · key for ROWS queries and the keys of as many `transpose_keys`: the
-// even-numbered words one after the other, the odd-numbered likewise, then the two sums.
+// scores[r] = q[r] · key for ROWS queries and 16·BLOCKS keys: the even-numbered words one after the other, the odd-numbered
+// likewise, then the two sums.
+//
+//   q       [ROWS], addresses
+//   keys    [BLOCKS, words, 16], as `transpose_keys` lays them out
+//   words   of a key
+//   scores  [ROWS, 16·BLOCKS]
 template <class X, int ROWS, int BLOCKS>
-inline void column_scores(const X* const* q, const float* keys, int words, float* scores, long lds) {
+inline void column_scores(const X* const* q, const float* keys, int words, Rows<float> scores) {
     using K = Kind<X>;
     Floats acc[2][ROWS][BLOCKS];
 #pragma GCC unroll 24
@@ -68,16 +84,30 @@ inline void column_scores(const X* const* q, const float* keys, int words, float
 #pragma GCC unroll 6
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
-        for (int b = 0; b < BLOCKS; b++) store16(scores + r * lds + b * kLanes, acc[0][r][b] + acc[1][r][b]);
+        for (int b = 0; b < BLOCKS; b++) store16(scores[r] + b * kLanes, acc[0][r][b] + acc[1][r][b]);
 }
 
-// out[r] = factor[r] · Σ_s p[r][s] · v[s] over the visible[r] keys that each of ROWS queries sees, the last the most; v: pairs of
-// keys, [columns] of each as `join_values` lays them out. Keys that a query doesn't see stay out of its sum: what they hold
-// may be NaN, which a weight of 0 does not undo.
+// Query vectors that share a pass over the values.
+template <class X>
+struct QueryTile {
+    const X* q[kQueryTile];  // [head_dim] of each
+    X* out[kQueryTile];  // the same
+    int visible[kQueryTile];  // keys that each sees; of the last the most
+};
+
+// out[r] = factor[r] · Σ_s p[r][s] · v[s] over the keys that each of ROWS queries sees. Other keys stay out of its sum: what they
+// hold may be NaN, which a weight of 0 does not undo.
+//
+//   tile      the queries
+//   p         [ROWS, keys]: weights
+//   v         [keys / pair, whole_columns(head_dim), pair], as `join_values` lays them out
+//   factor    [ROWS]
+//   head_dim  elements of a head
 template <class X, int ROWS>
-inline void weigh(const X* p, long ldp, const X* v, int columns, const int* visible, const float* factor, int head_dim,
-                  X* const* out) {
+inline void weigh(const QueryTile<X>& tile, Rows<const X> p, const X* v, const float* factor, int head_dim) {
     using K = Kind<X>;
+    const int columns = whole_columns(head_dim);
+    const int* visible = tile.visible;
     constexpr int count = kTileVectors / kQueryTile;  // registers of columns
     for (int c = 0; c < head_dim; c += count * kLanes) {
         Floats acc[ROWS][count];
@@ -92,7 +122,7 @@ inline void weigh(const X* p, long ldp, const X* v, int columns, const int* visi
             for (int j = 0; j < count; j++) values[j] = load(j);
 #pragma GCC unroll 6
             for (int r = 0; r < ROWS; r++) {
-                const auto weight = K::broadcast(p + r * ldp + s);
+                const auto weight = K::broadcast(p[r] + s);
 #pragma GCC unroll 4
                 for (int j = 0; j < count; j++) acc[r][j] = K::mac(acc[r][j], values[j], weight);
             }
@@ -101,56 +131,66 @@ inline void weigh(const X* p, long ldp, const X* v, int columns, const int* visi
 #pragma GCC unroll 6
             for (int r = 0; r < ROWS; r++) {
                 if (visible[r] <= s) continue;
-                const auto weight = K::broadcast(p + r * ldp + s);
+                const auto weight = K::broadcast(p[r] + s);
                 for (int j = 0; j < count; j++)
                     acc[r][j] = K::mac(acc[r][j], visible[r] == s + 1 ? K::first(load(j)) : load(j), weight);
             }
-        for (int r = 0; r < ROWS; r++) store_sums<count>(acc[r], factor[r], head_dim - c, out[r] + c);
+        for (int r = 0; r < ROWS; r++) store_sums<count>(acc[r], factor[r], head_dim - c, tile.out[r] + c);
     }
 }
 
-// ROWS queries, of which the last sees the most keys.
+// out = softmax(q · Kᵀ · scale) · V for ROWS queries.
+//
+//   tile      the queries
+//   head_dim  elements of a head
+//   padded    keys for which scratch has room, a multiple of 32
+//   scale     of a score
+//   scratch   memory of the thread, with the keys and values
 template <class X, int ROWS>
-inline void attend_tile(const X* const* q, X* const* out, const int* visible, int head_dim, int columns, int padded,
-                        float scale, AttentionScratch& scratch) {
+inline void attend_tile(const QueryTile<X>& tile, int head_dim, int padded, float scale, AttentionScratch& scratch) {
     constexpr int blocks = kTileVectors >= 24 ? 2 : 1, rows = std::min(ROWS, kTileVectors / (2 * blocks));
-    const int most = visible[ROWS - 1], words = head_dim / Kind<X>::pair;
-    float* scores = scratch.scores.data();
+    const int most = tile.visible[ROWS - 1], words = head_dim / Kind<X>::pair;
+    const Rows<float> scores{scratch.scores.data(), padded};
     for (int s = 0; s < most; s += blocks * kLanes) {
         const float* keys = scratch.keys.data() + (long)s * words;
         int r = 0;
-        for (; r + rows <= ROWS; r += rows)
-            column_scores<X, rows, blocks>(q + r, keys, words, scores + (long)r * padded + s, padded);
-        if constexpr (ROWS % rows)
-            column_scores<X, ROWS % rows, blocks>(q + r, keys, words, scores + (long)r * padded + s, padded);
+        for (; r + rows <= ROWS; r += rows) column_scores<X, rows, blocks>(tile.q + r, keys, words, scores.from(r, s));
+        if constexpr (ROWS % rows) column_scores<X, ROWS % rows, blocks>(tile.q + r, keys, words, scores.from(r, s));
     }
     float factor[ROWS];
     for (int r = 0; r < ROWS; r++)
-        factor[r] = softmax<X>(scores + (long)r * padded, visible[r], (most + kLanes - 1) / kLanes * kLanes, scale);
-    weigh<X, ROWS>((const X*)scores, padded * (long)(sizeof(float) / sizeof(X)), (const X*)scratch.values.data(),
-                   columns, visible, factor, head_dim, out);
+        factor[r] = softmax<X>(scores[r], tile.visible[r], (most + kLanes - 1) / kLanes * kLanes, scale);
+    const Rows<const X> weights{(const X*)scores.data, padded * (long)(sizeof(float) / sizeof(X))};
+    weigh<X, ROWS>(tile, weights, (const X*)scratch.values.data(), factor, head_dim);
 }
 
-// q, out: [tokens, heads, head_dim] with row stride ld. pages: the row's block table.
+// out = softmax(q · Kᵀ · scale) · V of a unit.
+//
+//   cache    the layer
+//   unit     tokens of a row, and a K/V head
+//   q, out   [tokens of the step, heads · head_dim]
+//   row      its tokens, the unit's included
+//   row_end  the step's token behind the row's last
+//   scratch  memory of the thread
 template <class T>
-inline void attend(const PagedCache<T>& cache, const AttentionUnit& unit, const Act<T>* q, Act<T>* out, long ld,
-                   int group, const int64_t* pages, int kv_len, int row_end, float scale, AttentionScratch& scratch) {
-    const int seen = kv_len - (row_end - (unit.token + unit.tokens));  // keys that the unit's last token sees
+inline void attend(const PagedCache<T>& cache, const AttentionUnit& unit, Rows<const Act<T>> q, Rows<Act<T>> out,
+                   KvRow row, int row_end, AttentionScratch& scratch) {
+    const int seen = row.length - (row_end - (unit.token + unit.tokens));  // keys that the unit's last token sees
     const int padded = (seen + 2 * kLanes - 1) / (2 * kLanes) * 2 * kLanes, head_dim = cache.head_dim;
     using A = Kind<Act<T>>;
     constexpr int pair = A::pair;
-    const int columns = whole_columns(head_dim), pairs = (seen + pair - 1) / pair;
+    const int columns = whole_columns(head_dim), pairs = (seen + pair - 1) / pair, group = cache.group;
     grow(scratch.scores, (size_t)kQueryTile * padded);
     grow(scratch.values, (size_t)pairs * columns);  // a pair of bf16 is as large as a float32
     grow(scratch.places, padded);
     grow(scratch.keys, (size_t)padded * (head_dim / pair));
     const T** places = (const T**)scratch.places.data();
     const long offset = (long)unit.kv_head * head_dim;
-    locate(cache, cache.k, pages, seen, places);
+    cache.locate(cache.k, row.pages, seen, places);
     for (int s = seen; s < padded; s++) places[s] = places[seen - 1];
     for (int s = 0; s < padded; s += kLanes)
         transpose_keys(places + s, offset, head_dim / Kind<T>::pair, scratch.keys.data() + (long)s * (head_dim / pair));
-    locate(cache, cache.v, pages, seen, places);
+    cache.locate(cache.v, row.pages, seen, places);
     for (int s = 0; s < pairs; s++) {
         const T *one = places[s * pair] + offset,
                 *other = (s + 1) * pair <= seen ? places[(s + 1) * pair - 1] + offset : nullptr;
@@ -163,18 +203,15 @@ inline void attend(const PagedCache<T>& cache, const AttentionUnit& unit, const 
     }
     for (int first = 0, total = unit.tokens * group; first < total; first += kQueryTile) {
         const int count = std::min(kQueryTile, total - first);
-        const Act<T>* queries[kQueryTile];
-        Act<T>* outs[kQueryTile];
-        int visible[kQueryTile];
+        QueryTile<Act<T>> tile;
         for (int i = 0; i < count; i++) {
             const int token = unit.token + (first + i) / group;
-            const long at = token * ld + (long)(unit.kv_head * group + (first + i) % group) * head_dim;
-            queries[i] = q + at, outs[i] = out + at;
-            visible[i] = kv_len - (row_end - 1 - token);
+            const long at = (long)(unit.kv_head * group + (first + i) % group) * head_dim;
+            tile.q[i] = q[token] + at, tile.out[i] = out[token] + at;
+            tile.visible[i] = row.length - (row_end - 1 - token);
         }
-        with_number<kQueryTile>(count, [&](auto n) {
-            attend_tile<Act<T>, n()>(queries, outs, visible, head_dim, columns, padded, scale, scratch);
-        });
+        with_number<kQueryTile>(
+            count, [&](auto n) { attend_tile<Act<T>, n()>(tile, head_dim, padded, cache.scale, scratch); });
     }
 }
 

@@ -19,44 +19,53 @@ class RankShrinks {
    public:
     void join(Ranks* ranks) { ranks_ = ranks; }
 
-    // A step of few tokens, or not, and the elements of h of a group: the same on every rank.
+    // Begin a step, alike on every rank.
+    //
+    //   few    the step has few tokens
+    //   elems  of h of a group
     void begin(bool few, size_t elems) {
         is_shared_ = few && ranks_ && elems * sizeof(X) <= ranks_->floats() * sizeof(float);
     }
 
-    // Note a group's units, and leave in `units` what this rank is to compute of them.
-    void plan(int g, std::vector<LoraUnit>& units) {
-        all_[g].clear();
-        if (!is_shared_ || g % 2) return;  // o and down have a share of A on each rank
-        all_[g] = units;
-        split(units, ranks_->size(), bounds_[g], [](const LoraUnit& u) { return u.count * u.tokens; });
-        const auto first = all_[g].begin();
-        units.assign(first + bounds_[g][ranks_->rank()], first + bounds_[g][ranks_->rank() + 1]);
+    // Note a group's units.
+    //
+    //   g      the group
+    //   units  all of them; what remains is what this rank is to compute
+    void plan(Group g, std::vector<LoraUnit>& units) {
+        all_[g].units.clear();
+        if (!is_shared_ || g == kO || g == kDown) return;  // o and down have a share of A on each rank
+        all_[g].units = units;
+        all_[g].split(ranks_->size(), [](const LoraUnit& u) { return u.count * u.tokens; });
+        const auto first = all_[g].units.begin();
+        const int* own = all_[g].bounds.data() + ranks_->rank();
+        units.assign(first + own[0], first + own[1]);
     }
 
     // True if the ranks share the group's shrinks.
-    bool of(int g) const { return !all_[g].empty(); }
+    bool of(Group g) const { return !all_[g].units.empty(); }
 
     // Where this rank's h of the group goes, laid out as h is; then `post`, once, by one thread.
     X* mine() const { return (X*)ranks_->mine(); }
     void post() { ranks_->post(); }
 
-    // Wait for all ranks and write the whole of a layer's h. at(unit): where the unit's module, of its level, begins in h. ldh: elements
-    // from token to token. If a rank has ended, h is void, and so is the step.
-    template <class At>
-    void collect(const StepDesc& step, int g, int layer, X* h, long ldh, At at) const {
+    // Wait for all ranks and write the whole of a layer's h. If a rank has ended, h is void, and so is the step.
+    //
+    //   task    the group's product
+    //   h       all modules and levels: [·, rank + 1]
+    //   row_of  row_of(unit): row of h of the unit's first token
+    template <class RowOf>
+    void collect(const LoraTask<T>& task, Rows<X> h, RowOf row_of) const {
         if (ranks_->wait() != Ranks::kWell) return;
+        const Shares<LoraUnit>& all = all_[task.group];
         for (int owner = 0; owner < ranks_->size(); owner++) {
-            const X* part = (const X*)ranks_->part(owner);
-            for (int i = bounds_[g][owner]; i < bounds_[g][owner + 1]; i++) {
-                const LoraUnit& u = all_[g][i];
-                const Adapter& adapter = *step.segment_adapters[u.segment];
-                if (adapter.first_elem[layer] < 0) continue;  // where another part's h of the same tokens may lie
-                const bool last = u.first + u.count == adapter.rank;
-                for (int t = u.token; t < u.token + u.tokens; t++) {
-                    const long place = at(u) + t * ldh + u.first;
-                    std::copy_n(part + place, u.count + last, h + place);  // with the zero behind the last
-                }
+            const Rows<const X> part{(const X*)ranks_->part(owner), h.stride};
+            for (int i = all.bounds[owner]; i < all.bounds[owner + 1]; i++) {
+                const LoraUnit& u = all.units[i];
+                if (!task.has(u)) continue;  // where another part's h of the same tokens may lie
+                const bool last = u.first + u.count == task.adapter(u).rank;
+                const long row = row_of(u);
+                for (long t = row; t < row + u.tokens; t++)
+                    std::copy_n(part[t] + u.first, u.count + last, h[t] + u.first);  // with the zero behind the last
             }
         }
     }
@@ -64,8 +73,7 @@ class RankShrinks {
    private:
     Ranks* ranks_ = nullptr;
     bool is_shared_ = false;
-    std::vector<LoraUnit> all_[4];  // of the groups that are shared
-    std::vector<int> bounds_[4];  // each rank's first unit, and the end
+    Shares<LoraUnit> all_[kGroups];  // of the groups that are shared; each rank's run
 };
 
 }  // namespace chorus

@@ -23,9 +23,14 @@ class Ranks {
     static constexpr int kMost = 64;
     enum State { kWell, kFailed, kLost };  // of the step: some rank gave it up; of the ranks: they never meet again
 
-    // memory: zeroed, `bytes(size, floats)` on a page boundary, the same for all ranks. floats: of a buffer. seconds:
-    // that a rank waits for the others; then all are lost. spinning: seconds after which a rank that waits sleeps, to be
-    // woken by the others.
+    // One rank.
+    //
+    //   memory    [bytes(size, floats)], zeroed, on a page boundary, the same for all ranks
+    //   rank      number of this one, from 0
+    //   size      ranks
+    //   floats    of a buffer
+    //   seconds   that a rank waits for the others; then all are lost
+    //   spinning  seconds after which a rank that waits sleeps, to be woken by the others
     Ranks(void* memory, int rank, int size, int64_t floats, double seconds, double spinning)
         : shared_((Shared*)memory),
           rank_(rank),
@@ -92,11 +97,11 @@ class Ranks {
     // A rank's part of the sum that `meet` was for.
     const float* part(int rank) const { return buffer(at_, rank); }
 
-    // The sum of all parts from `first` on.
-    void sum(float* out, int64_t first, int64_t count) const {
-        memcpy(out, part(0) + first, count * sizeof(float));
-        add(out, first, count, 1);
-    }
+    // Add the parts of the ranks from `from` on.
+    //
+    //   out    [count] float32: added to
+    //   first  element of the parts
+    //   from   rank
     void add(float* out, int64_t first, int64_t count, int from = 0) const {
         for (int r = from; r < size_; r++) {
             const float* x = part(r) + first;
@@ -104,19 +109,24 @@ class Ranks {
         }
     }
 
-    // data becomes the sum of all ranks' data.
+    // Replace data, [count] float32, by the sum of all ranks' data: rank 0's first, so that nothing is added to 0.
     State add_up(float* data, int64_t count) {
         for (int64_t first = 0; first < count; first += floats_) {
             const int64_t now = std::min(floats_, count - first);
             memcpy(mine(), data + first, now * sizeof(float));
             if (const State state = meet(); state != kWell) return state;
-            sum(data + first, 0, now);
+            memcpy(data + first, part(0), now * sizeof(float));
+            add(data + first, 0, now, 1);
         }
         return kWell;
     }
 
-    // Of rows of `width` each rank has the columns from `width·rank / size` on, packed; out: whole rows, null on a rank that
-    // wants none.
+    // Gather rows of which each rank has some columns.
+    //
+    //   part   [rows, this rank's columns, from width · rank / size on] float32
+    //   rows   of all ranks
+    //   width  columns of all ranks
+    //   out    [rows, width]: written; null on a rank that wants none
     State gather(const float* part, int64_t rows, int64_t width, float* out) {
         auto begin = [&](int r) { return width * r / size_; };
         const int64_t own = begin(rank_ + 1) - begin(rank_), most = floats_ / ((width + size_ - 1) / size_);

@@ -6,21 +6,24 @@
 
 namespace chorus {
 
-// Seconds in which all threads together run work(thread).
+// Seconds in which all threads together run work(member).
 template <class Work>
 inline double seconds_of(Team& team, Work work) {
-    team.run([](int) {});  // they are awake
+    team.run([](Team::Member&) {});  // they are awake
     const auto began = std::chrono::steady_clock::now();
     team.run(work);
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
 }
 
 // Bytes per second that threads read from memory, each a part of it.
+//
+//   team    threads
+//   memory  [bytes]
 inline double read_rate(Team& team, const char* memory, int64_t bytes) {
     const int64_t part = bytes / team.size() / 256 * 256;
-    const double seconds = seconds_of(team, [&](int thread) {
+    const double seconds = seconds_of(team, [&](Team::Member& me) {
         Words seen[4] = {words(0), words(0), words(0), words(0)};
-        const char* from = memory + part * thread;
+        const char* from = memory + part * me.thread;
         for (int64_t at = 0; at < part; at += 256)
             for (int i = 0; i < 4; i++) {
                 prefetch(from + at + 64 * i, kPrefetchBytes);
@@ -35,7 +38,7 @@ inline double read_rate(Team& team, const char* memory, int64_t bytes) {
 #ifdef CHORUS_AMX
 // The same of tiles.
 inline double tiles_rate(Team& team, int64_t rounds) {
-    const double seconds = seconds_of(team, [&](int) {
+    const double seconds = seconds_of(team, [&](Team::Member&) {
         alignas(64) static const bf16 zeros[kTileRows * kTileDepth] = {};
         AmxTiles::configure(kTileRows, kTileRows);
         AmxTiles::load<4>(zeros, 64), AmxTiles::load<5>(zeros, 64), AmxTiles::load<6>(zeros, 64);
@@ -51,13 +54,16 @@ inline double tiles_rate(Team& team, int64_t rounds) {
 #endif
 
 // Floating-point operations per second of products of T with operands in registers.
+//
+//   team    threads
+//   rounds  how often a register tile is multiplied
 template <class T>
 inline double product_rate(Team& team, int64_t rounds) {
 #ifdef CHORUS_AMX
     if constexpr (std::is_same_v<T, bf16>) return tiles_rate(team, rounds);
 #endif
     using A = Kind<Act<T>>;
-    const double seconds = seconds_of(team, [&](int) {
+    const double seconds = seconds_of(team, [&](Team::Member&) {
         alignas(64) Act<T> operands[64] = {};
         float start[kTileVectors * kLanes];  // all different: the compiler would compute what is equal once
         for (int i = 0; i < kTileVectors * kLanes; i++) start[i] = (float)i;

@@ -27,6 +27,12 @@ class Sampling {
     };
 
    public:
+    // Make room for draws and scores.
+    //
+    //   draws    [num_draws]
+    //   scores   [num_scores]
+    //   vocab    logits of a row
+    //   threads  that share them
     void plan(const Draw* draws, int num_draws, const Score* scores, int num_scores, int vocab, int threads) {
         vocab_ = vocab;
         blocks_ = (vocab + kBlock - 1) / kBlock;
@@ -39,11 +45,13 @@ class Sampling {
     int rows() const { return (int)rows_.size(); }
     int units() const { return rows() * blocks_; }
 
+    // Look at a unit of a row, in the first phase.
     void see(int unit) {
         const int r = unit / blocks_, begin = unit % blocks_ * kBlock, end = std::min(vocab_, begin + kBlock);
         for (int i = begin; i < end; i += kPanel)
             panels_.see(r, rows_[r].logits + i, std::min(kPanel, end - i), i, rows_[r].inverse);
     }
+    // Finish row r, in the second phase, on a thread: write a draw's token, or what a score asks for.
     void draw(int r, Draw& d, int thread) { d.token = panels_.draw(r, d, candidates_[thread], rows_[r]); }
     void score(int r, Score& s, int thread) {
         const float most = panels_.most(r);

@@ -25,11 +25,6 @@ CHORUS_INLINE Words load_words(const void* p) {
     load((const uint32_t*)p, v);
     return v;
 }
-CHORUS_INLINE Doubles load8(const double* p) {
-    Doubles v;
-    load(p, v);
-    return v;
-}
 CHORUS_INLINE Doubles load8(const double* p, Head h) {
     Doubles v;
     load(p, h, v);
@@ -153,22 +148,11 @@ constexpr double kNoMass = -700;  // e^x below that is taken as 0 where probabil
 // 2^x in float64 for x <= 0, within 1 ulp or so; 0 below kNoMass and for NaN. 2^(i/16) comes from a table, what is left of
 // x is at most 1/32 and takes few terms.
 inline Doubles exp2_8(Doubles x) {
-    alignas(64) static constexpr double powers[16] = {1.0,
-                                                      1.0442737824274138,
-                                                      1.0905077326652577,
-                                                      1.1387886347566916,
-                                                      1.189207115002721,
-                                                      1.241857812073484,
-                                                      1.2968395546510096,
-                                                      1.3542555469368927,
-                                                      1.4142135623730951,
-                                                      1.4768261459394993,
-                                                      1.5422108254079407,
-                                                      1.6104903319492543,
-                                                      1.681792830507429,
-                                                      1.7562521603732995,
-                                                      1.8340080864093424,
-                                                      1.9152065613971474};
+    alignas(64) static constexpr double powers[16] = {
+        1.0000000000000000, 1.0442737824274138, 1.0905077326652577, 1.1387886347566916,
+        1.1892071150027210, 1.241857812073484,  1.2968395546510096, 1.3542555469368927,
+        1.4142135623730951, 1.4768261459394993, 1.5422108254079407, 1.6104903319492543,
+        1.681792830507429,  1.7562521603732995, 1.8340080864093424, 1.9152065613971474};
     const Doubles round = doubles(6755399441055744.0 / 16);  // 1.5 · 2^52 / 16: its sum's last bits count sixteenths
     const Doubles sum = x + round, n = sum - round, r = x - n;
     const Doubles whole = sixteenth(powers, sum);
@@ -238,6 +222,13 @@ template <int MOST, class Run> inline void with_number(int n, Run&& run) {
         if (n < MOST) return with_number<MOST - 1>(n, run);
     }
     run(std::integral_constant<int, MOST>{});
+}
+
+// run(n, at) for parts of `count` things in order, as large as possible: n, which the compiler knows, is MOST or a smaller
+// power of two; at: the part's first thing.
+template <int MOST, class Run> inline void in_parts(int count, Run&& run, int at = 0) {
+    for (; at + MOST <= count; at += MOST) run(std::integral_constant<int, MOST>{}, at);
+    if constexpr (MOST > 1) in_parts<MOST / 2>(count, run, at);
 }
 
 }  // namespace chorus

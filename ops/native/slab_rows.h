@@ -3,6 +3,7 @@
 #pragma once
 #include <algorithm>
 #include <vector>
+#include "operands.h"
 #include "simd.h"
 
 namespace chorus {
@@ -15,15 +16,16 @@ enum Fault : int64_t { kNone = 0, kEnds = 1, kUnreadable = 2, kNotFinite = 3, kB
 // One module of one layer; mirrors ReadJob in ops/native_reader.py.
 struct ReadJob {
     int64_t a_start, b_start;        // bytes from the file's beginning; addresses where they are in memory
-    int64_t a_element, b_element;    // Element of the file's tensors
+    Element a_element, b_element;    // Element of the file's tensors
     int64_t rank, d_in, d_out;       // A: [rank, d_in], B: [d_out, rank]
     int64_t first, slab_elems;       // rank-row i's slab begins at element first + i·slab_elems of the output
     int64_t a_offset, b_offset;      // from the slab's beginning to row i of A, and of Bᵀ
 };
 
 struct ReadFault {
-    int64_t fault, job, side, error;
-};  // side: 0 for A, 1 for B; error: errno
+    Fault fault;
+    int64_t job, side, error;  // side: 0 for A, 1 for B; error: errno
+};
 
 template <Element E> struct Stored {
     using type = uint16_t;
@@ -60,7 +62,12 @@ inline void convert16(Words x, typename Stored<D>::type* out, Head here) {
     else store(out, x, here);
 }
 
-// Convert n values to `out`, unless it is null; the bits of the largest magnitude seen are kept in `top`.
+// Convert n values from S to D.
+//
+//   x    [n]
+//   n    values
+//   out  [n]; null: nothing is written
+//   top  raised to the bits of the largest magnitude
 template <Element S, Element D>
 inline void convert_values(const typename Stored<S>::type* x, long n, typename Stored<D>::type* out, uint32_t& top) {
     Words most = words(0);
@@ -82,12 +89,16 @@ inline void convert_values(const typename Stored<S>::type* x, long n, typename S
     top = std::max(top, largest(most));
 }
 
-// out[c · ldo + r] = x[r · ldx + c] for at most 16 rows and 16 columns.
-inline void transpose16(const uint16_t* x, long ldx, int rows, int columns, uint16_t* out, long ldo) {
+// out[c][r] = x[r][c].
+//
+//   x              [rows, columns]
+//   rows, columns  at most 16 of each
+//   out            [columns, rows]
+inline void transpose16(Rows<const uint16_t> x, int rows, int columns, Rows<uint16_t> out) {
     Halves a[16], b[16];
     const Head in = head(columns), to = head(rows);
 #pragma GCC unroll 16
-    for (int r = 0; r < 16; r++) load(x + r * ldx, r < rows ? in : head(0), a[r]);
+    for (int r = 0; r < 16; r++) load(x[r], r < rows ? in : head(0), a[r]);
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) {
         b[i] = zip_low16(a[2 * i], a[2 * i + 1]);
@@ -111,27 +122,30 @@ inline void transpose16(const uint16_t* x, long ldx, int rows, int columns, uint
     // b[2c + p]: column c (low half) and c + 8 (high half) of rows 8p … 8p+7
 #pragma GCC unroll 8
     for (int c = 0; c < 8; c++) {
-        if (c < columns) store(out + c * ldo, join_first(b[2 * c], b[2 * c + 1]), to);
-        if (c + 8 < columns) store(out + (c + 8) * ldo, join_second(b[2 * c], b[2 * c + 1]), to);
+        if (c < columns) store(out[c], join_first(b[2 * c], b[2 * c + 1]), to);
+        if (c + 8 < columns) store(out[c + 8], join_second(b[2 * c], b[2 * c + 1]), to);
     }
 }
 
-inline void transpose16(const float* x, long ldx, int rows, int columns, float* out, long ldo) {
+inline void transpose16(Rows<const float> x, int rows, int columns, Rows<float> out) {
     Floats a[16], b[16];
     const Head in = head(columns), to = head(rows);
 #pragma GCC unroll 16
-    for (int r = 0; r < 16; r++) load(x + r * ldx, r < rows ? in : head(0), a[r]);
+    for (int r = 0; r < 16; r++) load(x[r], r < rows ? in : head(0), a[r]);
     transpose16(a, b);
 #pragma GCC unroll 16
     for (int c = 0; c < 16; c++)
-        if (c < columns) store(out + c * ldo, b[c], to);
+        if (c < columns) store(out[c], b[c], to);
 }
 
 class SlabRows {
    public:
     SlabRows(Element out, void* data) : out_(out), data_(data) {}
 
-    // A's rows and Bᵀ's rows of one job. What lies between the rows stays as it is.
+    // Write A's rows and Bᵀ's rows of one job; returns whether that was done. What lies between the rows stays as it is.
+    //
+    //   job    its starts are addresses
+    //   fault  written: why not
     bool write(const ReadJob& job, ReadFault& fault) { return side(job, 0, fault) && side(job, 1, fault); }
 
    private:
@@ -158,7 +172,7 @@ class SlabRows {
         Out* out = (Out*)data_ + job.first + (side ? job.b_offset : job.a_offset);
         const In* in = (const In*)(side ? job.b_start : job.a_start);
         uint32_t top = 0;
-        if (side) transpose<S, D>(in, job.d_out, job.rank, out, job.slab_elems, top);
+        if (side) transpose<S, D>(in, job.d_out, job.rank, {out, job.slab_elems}, top);
         else
             for (long r = 0; r < job.rank; r++)
                 convert_values<S, D>(in + r * job.d_in, job.d_in, out + r * job.slab_elems, top);
@@ -167,10 +181,14 @@ class SlabRows {
         return fault.fault == kNone;
     }
 
-    // out[c · ldo + r] = x[r · width + c], as many rows at a time as stay in the cache.
+    // out[c][r] = x[r][c], as many rows at a time as stay in the cache.
+    //
+    //   x      [rows, width]
+    //   out    [width, rows]
+    //   top    see convert_values
     template <Element S, Element D>
-    static void transpose(const typename Stored<S>::type* x, long rows, long width, typename Stored<D>::type* out,
-                          long ldo, uint32_t& top) {
+    static void transpose(const typename Stored<S>::type* x, long rows, long width, Rows<typename Stored<D>::type> out,
+                          uint32_t& top) {
         using Out = typename Stored<D>::type;
         const long most = std::max<long>(16, kChunkBytes / (width * (long)sizeof(*x)) / 16 * 16);
         thread_local std::vector<char> buffer;  // kept: the system clears fresh pages at some cost
@@ -188,8 +206,8 @@ class SlabRows {
             }
             for (long c = 0; c < width; c += 16)
                 for (long r = 0; r < count; r += 16)
-                    transpose16(from + r * width + c, width, (int)std::min<long>(16, count - r),
-                                (int)std::min<long>(16, width - c), out + c * ldo + row + r, ldo);
+                    transpose16(Rows<const Out>{from + r * width + c, width}, (int)std::min<long>(16, count - r),
+                                (int)std::min<long>(16, width - c), out.from(c, row + r));
         }
     }
 

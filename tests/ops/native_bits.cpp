@@ -7,7 +7,7 @@ using namespace chorus;
 
 namespace {
 
-constexpr int kHidden = 72, kFfn = 136, kLayers = 3, kHeads = 6, kKvHeads = 2, kHeadDim = 20, kVocab = 203, kBlock = 16;
+constexpr int kHidden = 72, kLayers = 3, kHeads = 6, kKvHeads = 2, kHeadDim = 20, kVocab = 203, kBlock = 16;
 constexpr int kQ = kHeads * kHeadDim, kKv = kKvHeads * kHeadDim, kPages = 200, kTable = 12, kRank = 5;
 
 uint64_t state = 1;
@@ -27,7 +27,18 @@ template <class T> std::vector<T> numbers(size_t count, float scale, float middl
     return all;
 }
 
-template <class T> void run() {
+uint64_t hash(const void* data, size_t bytes) {  // of words of 32 bits, by FNV-1a
+    uint64_t bits = 1469598103934665603ull;
+    for (size_t i = 0; i < bytes; i += 4) {
+        uint32_t own;
+        memcpy(&own, (const char*)data + i, 4);
+        bits = (bits ^ own) * 1099511628211ull;
+    }
+    return bits;
+}
+
+// kFfn: not a multiple of a panel, or one, by which gate and up get panels of their own.
+template <class T, int kFfn> void run() {
     std::vector<std::vector<T>> weights;
     std::vector<std::vector<float>> vectors;
     auto weight = [&](int n, int k) -> const void* {  // in panels; what lies beyond n is never stored
@@ -42,36 +53,20 @@ template <class T> void run() {
     for (LayerDesc& layer : layers) {
         layer.input_norm = vector(kHidden, 0.3f, 1);
         layer.post_attention_norm = vector(kHidden, 0.3f, 1);
-        layer.qkv = weight(kQ + 2 * kKv, kHidden), layer.o = weight(kHidden, kQ);
-        layer.gate_up = weight(2 * kFfn, kHidden), layer.down = weight(kHidden, kFfn);
+        layer.weights[kQkv] = weight(kQ + 2 * kKv, kHidden), layer.weights[kO] = weight(kHidden, kQ);
+        layer.weights[kGateUp] = weight(2 * kFfn, kHidden), layer.weights[kDown] = weight(kHidden, kFfn);
     }
-    layers[1].qkv_bias = vector(kQ + 2 * kKv, 0.3f, 0);
+    layers[1].bias[kQkv] = vector(kQ + 2 * kKv, 0.3f, 0);
     layers[1].q_norm = vector(kHeadDim, 0.3f, 1), layers[1].k_norm = vector(kHeadDim, 0.3f, 1);
     const auto embed = numbers<T>(kVocab * kHidden, 2);
     const int64_t page_elems = 2 * kLayers * kBlock * kKv;
     auto arena = numbers<T>(page_elems * kPages, 0.4f);
     const float *norm = vector(kHidden, 0.3f, 1), *cos = vector(256 * kHeadDim, 2, 0),
                 *sin = vector(256 * kHeadDim, 2, 0);
-    const ModelDesc model{kHidden,
-                          kFfn,
-                          kLayers,
-                          kHeads,
-                          kKvHeads,
-                          kHeadDim,
-                          kVocab,
-                          kBlock,
-                          1e-5f,
-                          0,
-                          layers,
-                          embed.data(),
-                          weight(kVocab, kHidden),
-                          norm,
-                          cos,
-                          sin,
-                          arena.data(),
-                          page_elems};
-    Team team(2);
-    Decoder<T> decoder(model, team);
+    const ModelDesc model{kHidden, kFfn,   kLayers, kHeads,       kKvHeads,     kHeadDim,
+                          kVocab,  kBlock, 1e-5f,   layers,       embed.data(), weight(kVocab, kHidden),
+                          norm,    cos,    sin,     arena.data(), page_elems};
+    Decoder<T> decoder(model, 2);
 
     Adapter adapter{};
     const int in[] = {kHidden, kHidden, kHidden, kQ, kHidden, kHidden, kFfn},
@@ -84,9 +79,12 @@ template <class T> void run() {
     for (int l = 0; l < kLayers; l++) first[l] = l * kRank * adapter.slab_elems;
     for (int i = 0; i < 90; i++) pages[i] = 100 + i * 7 % 90;
     adapter.pages = pages, adapter.first_elem = first, adapter.rank = kRank, adapter.scale = 0.7f;
-    const Adapter* both[] = {&adapter, &adapter};
+    Adapter part = adapter;  // a second part for the same tokens, without some modules
+    part.pages = pages + 9, part.scale = -0.3f,
+    part.a_offset[1] = part.b_offset[1] = part.b_offset[6] = part.a_offset[6] = -1;
+    const Adapter* adapters[] = {&adapter, &adapter, &part};
 
-    auto step = [&](const std::vector<int>& counts, const std::vector<int>& before, bool lora) {
+    auto step = [&](const std::vector<int>& counts, const std::vector<int>& before, int segments) {
         const int rows = (int)counts.size();
         std::vector<int64_t> ids, positions, page, offset, table, wanted;
         std::vector<int32_t> begin{0}, lengths;
@@ -99,44 +97,48 @@ template <class T> void run() {
             begin.push_back((int)ids.size()), lengths.push_back(before[r] + counts[r]);
         }
         const int tokens = (int)ids.size();
-        const int32_t from[] = {0, begin[1]}, to[] = {begin[1], tokens};
+        const int32_t from[] = {0, begin[1], 0}, to[] = {begin[1], tokens, tokens}, level[] = {0, 0, 1};
         std::vector<float> logits((size_t)tokens * kVocab);
         std::vector<int64_t> best(tokens);
         std::vector<Draw> draws(tokens);
         for (int i = 0; i < tokens; i++)
             draws[i] = {i % 4 ? 1.3 : 0, i % 17 / 17.0, i % 3 ? 0.8 : 1.0, i % 5 ? 0 : 0.05, i % 7 ? 0 : 9, nullptr, 0};
         StepDesc desc{};
-        desc.tokens = tokens, desc.rows = rows, desc.segments = lora ? std::min(rows, 2) : 0,
-        desc.logits_wanted = tokens;
+        desc.tokens = tokens, desc.rows = rows, desc.logits_wanted = tokens;
+        const int count = segments < 3 ? std::min(rows, segments) : segments;
         desc.token_ids = ids.data(), desc.positions = positions.data(), desc.page = page.data();
         desc.offset = offset.data(), desc.qo_indptr = begin.data(), desc.kv_lens = lengths.data();
         desc.page_table = table.data(), desc.table_stride = kTable, desc.logit_tokens = wanted.data();
-        desc.segment_begin = from, desc.segment_end = to, desc.segment_adapters = both;
+        desc.segments = {count, from, to, adapters, segments == 3 ? level : nullptr};
         desc.logits = logits.data(), desc.best = best.data(), desc.draws = draws.data();
         decoder.forward(desc);
-        uint64_t bits = 1469598103934665603ull, drawn = 7;
-        for (float x : logits) {
-            uint32_t own;
-            memcpy(&own, &x, 4);
-            bits = (bits ^ own) * 1099511628211ull;
-        }
+        uint64_t drawn = 7;
         for (int64_t token : best) drawn = drawn * 1000003 + token;
-        printf("%d tokens, %d bytes, %d: logits %016llx, draws %016llx\n", tokens, (int)sizeof(T), (int)lora,
-               (unsigned long long)bits, (unsigned long long)drawn);
+        printf("%d tokens, %d bytes, %d: logits %016llx, draws %016llx\n", tokens, (int)sizeof(T), segments,
+               (unsigned long long)hash(logits.data(), logits.size() * 4), (unsigned long long)drawn);
     };
-    for (bool lora : {false, true}) {
-        step({70, 33}, {0, 0}, lora);
-        step({1}, {70}, lora);
-        step({1, 1}, {71, 33}, lora);
-        step({3, 1}, {72, 34}, lora);
-        step({1, 1, 1, 1, 1, 1, 1, 1}, {75, 35, 0, 0, 0, 0, 0, 0}, lora);
-        step({60, 5}, {76, 36}, lora);
+    for (int segments : {0, 2, 3}) {
+        step({70, 33}, {0, 0}, segments);
+        step({1}, {70}, segments);
+        step({1, 1}, {71, 33}, segments);
+        step({3, 1}, {72, 34}, segments);
+        step({1, 1, 1, 1, 1, 1, 1, 1}, {75, 35, 0, 0, 0, 0, 0, 0}, segments);
+        step({60, 5}, {76, 36}, segments);
+    }
+    for (const Group group : kEveryGroup) {
+        const int inputs[] = {kHidden, kQ, kHidden, kFfn}, outputs[] = {kQ + 2 * kKv, kHidden, 2 * kFfn, kHidden};
+        std::vector<T> out((size_t)(outputs[group] + kPanel - 1) / kPanel * kPanel * inputs[group]);
+        const MergeDesc desc{layers[1].weights[group], out.data(), group, 1, adapters + 1, 2};
+        const float growth = decoder.merge(desc);
+        printf("merge %d: %016llx, %a\n", group, (unsigned long long)hash(out.data(), out.size() * sizeof(T)), growth);
     }
 }
 
 }  // namespace
 
 int main() {
-    run<float>();
-    run<bf16>();
+    run<float, 136>();
+    run<bf16, 136>();
+    run<float, 160>();
+    run<bf16, 160>();
 }

@@ -89,11 +89,12 @@ int main() {
             for (auto& v : x) v = narrow(random_number());
             for (auto& v : panel) v = narrow(random_number());
             std::vector<float> y(rows * kTilePanel), one(kTilePanel);
-            tiles_product<EmulatedTiles>(x.data(), k, rows, panel.data(), k, y.data(), kTilePanel, kTilePanel, false,
-                                         nullptr, 0);
+            const Panel<bf16> w{panel.data(), k};
+            tiles_product<EmulatedTiles>({x.data(), k}, rows, w, {{y.data(), kTilePanel}, kTilePanel, false, nullptr},
+                                         0);
             for (int r = 0; r < rows; r++) {
-                tiles_product<EmulatedTiles>(x.data() + r * k, k, 1, panel.data(), k, one.data(), kTilePanel,
-                                             kTilePanel, false, nullptr, 0);
+                tiles_product<EmulatedTiles>({x.data() + r * k, k}, 1, w,
+                                             {{one.data(), kTilePanel}, kTilePanel, false, nullptr}, 0);
                 alone &= !memcmp(one.data(), y.data() + r * kTilePanel, kTilePanel * sizeof(float));
                 for (int c = 0; c < kTilePanel; c++) {
                     double sum = 0, size = 0;

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chorus.ops.native_reader import ELEMENTS, FileRows, ReadJob, ReadJobs
+from chorus.ops.native_descriptors import Element, ReadJob
+from chorus.ops.native_reader import FileRows, ReadJobs
 
 pytestmark = pytest.mark.native
 
@@ -52,7 +53,7 @@ def opened(fd, groups, joined=False):
         begin = len(spans), len(jobs)
         spans += [(wanted[0][0], wanted[-1][1])] if joined and wanted else wanted
         jobs += [
-            ReadJob(STARTS[number], STARTS[number] + 4 * WIDTH, ELEMENTS["F32"], ELEMENTS["F32"], 1, WIDTH, 1,
+            ReadJob(STARTS[number], STARTS[number] + 4 * WIDTH, Element.F32, Element.F32, 1, WIDTH, 1,
                     (len(jobs) + index) * (WIDTH + 1), WIDTH + 1, 0, WIDTH)
             for index, number in enumerate(numbers)
         ]  # fmt: skip

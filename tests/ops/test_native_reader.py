@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chorus.ops.native_reader import ELEMENTS, FileRows, ReadJob, ReadJobs
+from chorus.ops.native_descriptors import Element, ReadJob
+from chorus.ops.native_reader import FileRows, ReadJobs
 
 pytestmark = pytest.mark.native
 
@@ -40,7 +41,7 @@ class Layer:
         self.slab_elems = offset
         self.rank = len(tensors[0][0])
         self.out_elems = first + self.rank * self.slab_elems
-        names = {dtype: number for name, number in ELEMENTS.items() for dtype in [DTYPES[name]]}
+        names = {dtype: number for name, number in Element.__members__.items() for dtype in [DTYPES[name]]}
         self.jobs = [
             ReadJob(
                 starts[2 * m], starts[2 * m + 1], names[a.dtype], names[b.dtype], self.rank, a.shape[1], b.shape[0],

@@ -7,7 +7,6 @@ another one), to see what a change to a kernel costs.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -19,6 +18,7 @@ import torch
 
 from ....memory.pages import hugepages
 from ....ops import native, native_library
+from ....ops.native_descriptors import ELEMENT_OF
 from ...report.table import Table
 from ..context import Context
 from ..subject import Subject
@@ -72,20 +72,8 @@ def _used(level: str, build: Path | None) -> AbstractContextManager[Any]:
     """While it is open, decoders are made of a level, or of another build of the level that is used."""
     if build is None:
         return patch.dict(os.environ, {native_library.ISA: level})
-    library = _opened(build)
+    library = native_library.opened(build)
     return patch.object(native, "library", lambda: library)
-
-
-def _opened(path: Path) -> ctypes.CDLL:
-    """A build of the library. ValueError where its descriptors are not ours: it would read them wrongly."""
-    found, ours = ctypes.CDLL(str(path)), native_library.library()
-    found.chorus_descriptors.restype = ctypes.c_int64
-    if ours is None or found.chorus_descriptors() != ours.chorus_descriptors():
-        raise ValueError(f"{path} takes other descriptors; compare it with the benchmark of the checkout it is from")
-    for name, *_ in native_library._FUNCTIONS:  # noqa: SLF001
-        function, like = getattr(found, f"chorus_{name}"), getattr(ours, f"chorus_{name}")
-        function.restype, function.argtypes = like.restype, like.argtypes
-    return found
 
 
 def _rates(context: Context, threads: int) -> dict[str, float]:
@@ -93,8 +81,8 @@ def _rates(context: Context, threads: int) -> dict[str, float]:
     library, num_bytes = native.library(), context.pick(1 << 20, 512 << 20, 512 << 20)
     memory = hugepages.zeros((num_bytes,), torch.uint8).fill_(1)
     reads = [library.chorus_read_rate(threads, memory.data_ptr(), num_bytes) for _ in range(context.pick(1, 4, 4))]
-    itemsize = context.dtype.itemsize
-    products = [library.chorus_product_rate(threads, itemsize, _PRODUCTS) for _ in range(context.pick(1, 4, 4))]
+    element = ELEMENT_OF[context.dtype]
+    products = [library.chorus_product_rate(threads, element, _PRODUCTS) for _ in range(context.pick(1, 4, 4))]
     return {"read": max(reads), "products": max(products)}
 
 

@@ -19,7 +19,7 @@ from chorus.core.requests.types import BASE_SLOT, ScheduledRow, StepPlan
 from chorus.memory.files.tensor_file import ITEM_BYTES
 from chorus.ops import native_library
 from chorus.ops.native import NativeSampling
-from chorus.ops.native_reader import ELEMENTS
+from chorus.ops.native_descriptors import Element
 
 
 def test_a_closed_executor_frees_its_arena_at_once(subject, kernels):
@@ -103,7 +103,7 @@ def test_logits_that_no_one_edits_are_drawn_from_once_and_alike_by_all_kernels(s
 
 def test_files_and_the_reader_count_element_types_alike():
     """A header's number goes to the library as it is: another order would read bfloat16 as float16."""
-    assert {name: number for number, name in enumerate(ITEM_BYTES)} == ELEMENTS
+    assert {name: number for number, name in enumerate(ITEM_BYTES)} == Element.__members__
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from chorus.memory.transfers import cuda_driver
 from chorus.memory.transfers.cuda_driver import CupyDriver
 from chorus.ops import native_library
 from chorus.ops.lend import HANDOVERS_BYTES, group_widths, row_elems
-from chorus.ops.native_library import HANDOVER
+from chorus.ops.native_descriptors import HANDOVER
 from chorus.ops.ranks import Ranks
 
 from ...memory.fake_cuda import FakeDriver

@@ -1,0 +1,68 @@
+// Layouts of the structures that Python hands over: ops/native_library.py compares them with its own when it loads a library,
+// so that one built from other sources is refused.
+#pragma once
+#include <cstddef>
+#include "file_rows.h"
+#include "lend.h"
+#include "sampling.h"
+
+namespace chorus {
+
+// A structure or, of one, a field.
+struct Field {
+    const char* name;
+    int64_t offset, bytes;
+};
+
+#define ALL(S) {#S, 0, sizeof(S)}
+#define NAMED(S, name, field) {#S "." #name, offsetof(S, field), sizeof(S::field)}
+#define AT(S, field) NAMED(S, field, field)
+// clang-format off: by structure
+constexpr Field kLayout[] = {
+    ALL(Adapter), AT(Adapter, pages), AT(Adapter, first_elem), AT(Adapter, rank), AT(Adapter, scale),
+        AT(Adapter, slab_elems), AT(Adapter, a_offset), AT(Adapter, b_offset),
+    ALL(LayerDesc), AT(LayerDesc, input_norm), AT(LayerDesc, post_attention_norm),
+        NAMED(LayerDesc, qkv, weights[kQkv]), NAMED(LayerDesc, qkv_bias, bias[kQkv]),
+        NAMED(LayerDesc, o, weights[kO]), NAMED(LayerDesc, o_bias, bias[kO]),
+        NAMED(LayerDesc, gate_up, weights[kGateUp]), NAMED(LayerDesc, gate_up_bias, bias[kGateUp]),
+        NAMED(LayerDesc, down, weights[kDown]), NAMED(LayerDesc, down_bias, bias[kDown]),
+        AT(LayerDesc, q_norm), AT(LayerDesc, k_norm),
+    ALL(ModelDesc), AT(ModelDesc, hidden), AT(ModelDesc, ffn), AT(ModelDesc, layers), AT(ModelDesc, heads),
+        AT(ModelDesc, kv_heads), AT(ModelDesc, head_dim), AT(ModelDesc, vocab), AT(ModelDesc, block_tokens),
+        AT(ModelDesc, eps), AT(ModelDesc, layer), AT(ModelDesc, embed), AT(ModelDesc, lm_head), AT(ModelDesc, norm),
+        AT(ModelDesc, cos), AT(ModelDesc, sin), AT(ModelDesc, arena), AT(ModelDesc, page_elems),
+    ALL(Segments), AT(Segments, count), AT(Segments, begin), AT(Segments, end), AT(Segments, adapters),
+        AT(Segments, level),
+    ALL(StepDesc), AT(StepDesc, tokens), AT(StepDesc, rows), AT(StepDesc, logits_wanted), AT(StepDesc, scores_wanted),
+        AT(StepDesc, token_ids), AT(StepDesc, positions), AT(StepDesc, page), AT(StepDesc, offset),
+        AT(StepDesc, qo_indptr), AT(StepDesc, kv_lens), AT(StepDesc, page_table), AT(StepDesc, table_stride),
+        AT(StepDesc, logit_tokens), AT(StepDesc, segments), AT(StepDesc, segment_ready), AT(StepDesc, segment_late),
+        AT(StepDesc, max_stall_ns), AT(StepDesc, logits), AT(StepDesc, logit_rows), AT(StepDesc, best),
+        AT(StepDesc, draws), AT(StepDesc, layer), AT(StepDesc, lent),
+    ALL(LentDesc), AT(LentDesc, ranks), AT(LentDesc, count), AT(LentDesc, segment), AT(LentDesc, row),
+        AT(LentDesc, share), AT(LentDesc, first_elem), AT(LentDesc, image_ready), AT(LentDesc, layers),
+        AT(LentDesc, handovers),
+    ALL(AssistDesc), AT(AssistDesc, hidden), AT(AssistDesc, ffn), AT(AssistDesc, q), AT(AssistDesc, kv),
+        AT(AssistDesc, first), AT(AssistDesc, last), AT(AssistDesc, count), AT(AssistDesc, page_elems),
+        AT(AssistDesc, row), AT(AssistDesc, adapters), AT(AssistDesc, images), AT(AssistDesc, handovers),
+    ALL(MergeDesc), AT(MergeDesc, origin), AT(MergeDesc, to), AT(MergeDesc, group), AT(MergeDesc, layer),
+        AT(MergeDesc, parts), AT(MergeDesc, count),
+    ALL(Handover), AT(Handover, layer), AT(Handover, group), AT(Handover, active),
+    ALL(Draw), AT(Draw, inverse_temperature), AT(Draw, u), AT(Draw, top_p), AT(Draw, min_p), AT(Draw, top_k),
+        AT(Draw, logits), AT(Draw, token),
+    ALL(Score), AT(Score, logits), AT(Score, token), AT(Score, count), AT(Score, ids), AT(Score, values),
+        AT(Score, own),
+    ALL(ReadJob), AT(ReadJob, a_start), AT(ReadJob, b_start), AT(ReadJob, a_element), AT(ReadJob, b_element),
+        AT(ReadJob, rank), AT(ReadJob, d_in), AT(ReadJob, d_out), AT(ReadJob, first), AT(ReadJob, slab_elems),
+        AT(ReadJob, a_offset), AT(ReadJob, b_offset),
+    ALL(ReadGroup), AT(ReadGroup, spans_begin), AT(ReadGroup, spans_end), AT(ReadGroup, jobs_begin),
+        AT(ReadGroup, jobs_end),
+    ALL(Span), AT(Span, start), AT(Span, end),
+    ALL(ReadFault), AT(ReadFault, fault), AT(ReadFault, job), AT(ReadFault, side), AT(ReadFault, error),
+};
+// clang-format on
+#undef ALL
+#undef AT
+#undef NAMED
+
+}  // namespace chorus

@@ -1,0 +1,180 @@
+"""The structures that the native library takes, as `ops/native/*.h` define them.
+
+`layout` says where each field lies; `native_library` compares that with what a library says itself (`native/layout.h`).
+"""
+
+from __future__ import annotations
+
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p, sizeof
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+MODULES = 7
+"""Projections of a layer that adapters may change."""
+
+
+class Element(IntEnum):
+    """An element type's number in the library, by its name in safetensors files."""
+
+    F32 = 0
+    F16 = 1
+    BF16 = 2
+
+
+ELEMENT_OF = {torch.float32: Element.F32, torch.float16: Element.F16, torch.bfloat16: Element.BF16}
+
+
+class AdapterDescriptor(Structure):
+    """One part of an adapter: its pages, and where a rank-row has the A and B of each module."""
+
+    _fields_ = [
+        ("pages", c_void_p), ("first_elem", c_void_p), ("rank", c_int32), ("scale", c_float),
+        ("slab_elems", c_int64),
+        ("a_offset", c_int32 * MODULES), ("b_offset", c_int32 * MODULES),
+    ]  # fmt: skip
+
+
+class LayerDescriptor(Structure):
+    """A layer's tensors, null where it has none."""
+
+    _fields_ = [
+        (name, c_void_p)
+        for name in ("input_norm", "post_attention_norm", "qkv", "o", "gate_up", "down",
+                     "qkv_bias", "o_bias", "gate_up_bias", "down_bias", "q_norm", "k_norm")
+    ]  # fmt: skip
+
+
+class ModelDescriptor(Structure):
+    """Shapes and weights of a model."""
+
+    _fields_ = [
+        *((name, c_int32) for name in
+          ("hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "vocab", "block_tokens")),
+        ("eps", c_float), ("layer", POINTER(LayerDescriptor)),
+        *((name, c_void_p) for name in ("embed", "lm_head", "norm", "cos", "sin", "arena")), ("page_elems", c_int64),
+    ]  # fmt: skip
+
+
+class SegmentsDescriptor(Structure):
+    """A step's segments: tokens `begin` … `end`-1 use an adapter."""
+
+    _fields_ = [("count", c_int32), *((name, c_void_p) for name in ("begin", "end", "adapters", "level"))]
+
+
+class StepDescriptor(Structure):
+    """Everything that one step reads and writes."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("tokens", "rows", "logits_wanted", "scores_wanted")),
+        *((name, c_void_p) for name in
+          ("token_ids", "positions", "page", "offset", "qo_indptr", "kv_lens", "page_table")),
+        ("table_stride", c_int64), ("logit_tokens", c_void_p), ("segments", SegmentsDescriptor),
+        ("segment_ready", c_void_p), ("segment_late", c_void_p), ("max_stall_ns", c_int64),
+        *((name, c_void_p) for name in ("logits", "logit_rows", "best", "draws", "layer", "lent")),
+    ]  # fmt: skip
+
+
+class LentDescriptor(Structure):
+    """Segments of a step that other processes compute: see `native/lend.h`."""
+
+    _fields_ = [
+        ("ranks", c_void_p), ("count", c_int64),
+        *((name, c_void_p) for name in ("segment", "row", "share", "first_elem", "image_ready", "layers", "handovers")),
+    ]  # fmt: skip
+
+
+class AssistDescriptor(Structure):
+    """A step's segments as a process that computes a share of them knows them."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("hidden", "ffn", "q", "kv", "first", "last")),
+        ("count", c_int64), ("page_elems", c_int64),
+        *((name, c_void_p) for name in ("row", "adapters", "images", "handovers")),
+    ]  # fmt: skip
+
+
+class MergeDescriptor(Structure):
+    """A group of a layer's projections, and what is added to it."""
+
+    _fields_ = [
+        ("origin", c_void_p), ("to", c_void_p),
+        ("group", c_int32), ("layer", c_int32), ("parts", c_void_p), ("count", c_int64),
+    ]  # fmt: skip
+
+
+class ReadFaultDescriptor(Structure):
+    """Why rows of a file were not laid out."""
+
+    _fields_ = [(name, c_int64) for name in ("fault", "job", "side", "error")]
+
+
+class ReadJob(NamedTuple):
+    """One module of one layer: A `[rank, d_in]` and B `[d_out, rank]` of the file, to rows of the output.
+
+    a_start, b_start: bytes from the file's beginning; a_element, b_element: of `Element`. Row i of A is written at
+    element `first + i · slab_elems + a_offset`, row i of Bᵀ at `first + i · slab_elems + b_offset`.
+    """
+
+    a_start: int
+    b_start: int
+    a_element: int
+    b_element: int
+    rank: int
+    d_in: int
+    d_out: int
+    first: int
+    slab_elems: int
+    a_offset: int
+    b_offset: int
+
+
+#: Most segments of a step that are handed over, and most hand-overs: kLent and kHandovers in lend.h.
+MOST_LENT, MOST_HANDOVERS = 1000, 1 << 12
+
+
+def _numbers(*names: str) -> np.dtype:
+    return np.dtype([(name, "i8") for name in names])
+
+
+DRAW = np.dtype(
+    [("inverse_temperature", "f8"), ("u", "f8"), ("top_p", "f8"), ("min_p", "f8"), ("top_k", "i8"), ("logits", "i8"),
+     ("token", "i8")]
+)  # fmt: skip
+SCORE = np.dtype([("logits", "i8"), ("token", "i8"), ("count", "i8"), ("ids", "i8"), ("values", "i8"), ("own", "f8")])
+HANDOVER = np.dtype({
+    "names": ["layer", "group", "active"], "formats": ["i4", "i4", ("u1", MOST_LENT)], "offsets": [0, 4, 8],
+    "itemsize": -(-(8 + MOST_LENT) // 64) * 64,
+})  # fmt: skip
+READ_JOB = _numbers(*ReadJob._fields)
+READ_GROUP = _numbers("spans_begin", "spans_end", "jobs_begin", "jobs_end")
+SPAN = _numbers("start", "end")
+
+#: The library's structures by their names there.
+_STRUCTURES: dict[str, type[Structure] | np.dtype] = {
+    "Adapter": AdapterDescriptor, "LayerDesc": LayerDescriptor, "ModelDesc": ModelDescriptor,
+    "Segments": SegmentsDescriptor, "StepDesc": StepDescriptor, "LentDesc": LentDescriptor,
+    "AssistDesc": AssistDescriptor, "MergeDesc": MergeDescriptor, "ReadFault": ReadFaultDescriptor,
+    "Handover": HANDOVER, "Draw": DRAW, "Score": SCORE, "ReadJob": READ_JOB, "ReadGroup": READ_GROUP, "Span": SPAN,
+}  # fmt: skip
+
+
+def layout() -> dict[str, tuple[int, int]]:
+    """Where each field begins in its structure and how long it is, in bytes, by names like `StepDesc.rows`.
+
+    A structure as a whole has its own name, and begins at 0.
+    """
+    places: dict[str, tuple[int, int]] = {}
+    for name, structure in _STRUCTURES.items():
+        if isinstance(structure, np.dtype):
+            places[name] = (0, structure.itemsize)
+            for field, (dtype, offset, *_) in (structure.fields or {}).items():
+                places[f"{name}.{field}"] = (offset, dtype.itemsize)
+        else:
+            places[name] = (0, sizeof(structure))
+            for field, *_ in structure._fields_:
+                place = getattr(structure, field)
+                places[f"{name}.{field}"] = (place.offset, place.size)
+    return places
