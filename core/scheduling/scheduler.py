@@ -241,7 +241,7 @@ class Scheduler:
             if output is not None:
                 outputs.append(output)
         if result.unready:
-            self._send_back_late(plan, result)
+            self._send_back_late(result)
         return outputs
 
     def count_by_adapter(self, most: int) -> tuple[dict[Adapter | None, int], dict[Adapter | None, int]]:
@@ -395,13 +395,12 @@ class Scheduler:
         if self._limits.prefetch:
             self._ahead.load(self.waiting)
 
-    def _send_back_late(self, plan: StepPlan, result: StepResult) -> None:
+    def _send_back_late(self, result: StepResult) -> None:
         """Send requests for adapters that missed their deadline back to the queue until the load is complete.
 
         They keep neither slots nor pages, and the adapter's own pages may be evicted.
         """
-        slots = {row.slot for row in plan.rows if row.request_id in result.unready}
-        late = {plan.adapters[slot] for slot in slots}
+        late = {request.adapter for each in result.unready if (request := self._requests.get(each)) is not None}
         for request in [request for request in reversed(self.running) if request.adapter in late]:
             self.lifecycle.send_back(request, RequestState.LATE)
         for adapter in late:
