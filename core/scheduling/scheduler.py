@@ -79,8 +79,9 @@ class Scheduler:
         self.num_generated_tokens = 0
 
     def has_work(self) -> bool:
-        """True while a request is in progress, or KV is being copied whose request may have ended."""
-        return bool(self._requests or self.lifecycle.failed or self._memory.swapped.copies)
+        """True while a request is in progress, or KV or an adapter is being copied, whatever has become of requests."""
+        lifecycle, memory = self.lifecycle, self._memory
+        return bool(self._requests or lifecycle.failed or memory.swapped.copies or self._store.loads.under_way)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
