@@ -269,12 +269,23 @@ def as_if_done(plan: StepPlan, find: Callable[[ScheduledRow], Request | None]) -
             request.token_ids.pop()
 
 
-def go_on(plan: StepPlan, ahead: StepPlan, sources: Sequence[int]) -> None:
-    """Have the rows of `ahead` go on from the tokens that `plan`, which is under way, draws. sources: of `StepPlan`."""
-    ahead.sources = sources
+def go_on(plan: StepPlan, ahead: StepPlan, places: Mapping[str, int] | None) -> None:
+    """Have the rows of `ahead` go on from the tokens that `plan`, which is under way, draws. places: of the requests in
+    `plan`; None: all draw one, and none of its rows is stale.
+    """
+    rows = plan.rows
+    if ahead.rows is rows:
+        ahead.sources = range(len(rows))
+        for row in rows:
+            row.start += 1
+            row.tokens = PENDING
+        return
+    if places is None:
+        places = {row.request_id: place for place, row in enumerate(rows)}
+    ahead.sources = sources = [places.get(row.request_id, -1) for row in ahead.rows]
     for row, place in zip(ahead.rows, sources, strict=True):
         if place >= 0:
-            before = plan.rows[place]
+            before = rows[place]
             row.start, row.tokens = before.start + len(before.tokens), PENDING
 
 

@@ -124,10 +124,10 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None when nothing can run. Its rows' block tables already cover their new tokens."""
         self._finish_ended()
-        plan = self._plan_next(self.num_steps + 1, self._candidates())
+        plan = self._plan_next(self.num_steps + 1)
         if plan is None and self.only is not None:
             self.only = None
-            plan = self._plan_next(self.num_steps + 1, self._candidates())
+            plan = self._plan_next(self.num_steps + 1)
         return plan
 
     def foresee(self, plan: StepPlan) -> StepPlan | None:
@@ -141,38 +141,45 @@ class Scheduler:
         if self.only is not None or self._loading or memory.arriving or memory.swapped.copies:
             return None
         self._finish_ended()
-        if self._goes_on(plan):
-            ahead = StepPlan(plan.step_id + 1, plan.rows, plan.adapters, plan.bucket)
-            go_on(plan, ahead, range(len(plan.rows)))
-            return ahead
-        if plan.bucket is None and any(row.scores_prompt for row in plan.rows):  # from what the next step overwrites
+        if self._all_go_on(plan):
+            ahead = self._draft(plan.step_id + 1, self.running, all_decode=True, is_ahead=True)
+            places = None
+        elif plan.bucket is None and any(row.scores_prompt for row in plan.rows):  # from what the next step overwrites
             return None
-        with as_if_done(plan, self._find) as drawn:
-            ends = [each for each in drawn if len(each.token_ids) >= each.max_length]
-            if ends and self.waiting:  # a successor should not wait a step more
-                return None
-            ahead = self._plan_next(plan.step_id + 1, self._candidates(ends, is_ahead=True), is_ahead=True)
+        else:
+            with as_if_done(plan, self._find) as drawn:
+                ends = [each for each in drawn if len(each.token_ids) >= each.max_length]
+                if ends and self.waiting:  # a successor should not wait a step more
+                    return None
+                ahead = self._plan_next(plan.step_id + 1, ends, is_ahead=True)
             places = {request.id: place for request, place in drawn.items()}
         if ahead is not None:
-            go_on(plan, ahead, [places.get(row.request_id, -1) for row in ahead.rows])
+            go_on(plan, ahead, places)
         return ahead
 
-    def _goes_on(self, plan: StepPlan) -> bool:
+    def _all_go_on(self, plan: StepPlan) -> bool:
         """True if all running requests decode in `plan`, which is under way, and in the step after it, too, for which
-        they have pages now, and no request waits.
+        they have pages now. Planning then asks nothing of them that `plan` changes.
         """
         running, last = self.running, self.running.plan
-        if self.waiting or running.calls or last is None or last.rows is not plan.rows:
+        if running.calls or last is None or last.rows is not plan.rows:
             return False
         ends = [request for request in running if request.num_computed_tokens + 2 >= request.max_length]
         return not ends and self._grow_decodes(1)
 
-    def _plan_next(self, step_id: int, candidates: Sequence[Request], *, is_ahead: bool = False) -> StepPlan | None:
+    def _plan_next(self, step_id: int, ending: Collection[Request] = (), *, is_ahead: bool = False) -> StepPlan | None:
+        """Plan a step of the running requests but `ending`, and of waiting ones. is_ahead, None: as of `_draft`."""
+        candidates = self._candidates(ending, is_ahead=is_ahead)
+        all_decode = candidates is self.running and self._grow_decodes()
+        return self._draft(step_id, candidates, all_decode=all_decode, is_ahead=is_ahead)
+
+    def _draft(
+        self, step_id: int, candidates: Sequence[Request], *, all_decode: bool, is_ahead: bool
+    ) -> StepPlan | None:
         """Plan a step of running requests, the `candidates`, and of waiting ones; None if nothing can run.
 
         is_ahead: the step before it is under way. None also if a request would be preempted, or wait for its adapter.
         """
-        all_decode = candidates is self.running and self._grow_decodes()
         if all_decode and not self.waiting:
             return self._plan(step_id, {}, True)
         draft = Draft(
