@@ -105,6 +105,7 @@ class WaitingQueue(OrderedDict[Request, None]):
         """Tenants with candidates for an adapter, or for the base model."""
         self._new_accounts: dict[str, None] = {}
         self._held: dict[Request, None] = {}
+        self._absent: Adapter | None = None  # an adapter without pages, when one was last looked for
 
     def has(self, account: str) -> bool:
         """True if a tenant has a waiting request, held back or not."""
@@ -166,8 +167,11 @@ class WaitingQueue(OrderedDict[Request, None]):
         return any(group.firsts for groups in self.accounts.values() for group in groups.values())
 
     def has_absent(self) -> bool:
-        """True if a request waits for an adapter without pages; looks at one such, and no more than are resident."""
-        return any(adapter is not None and not adapter.pages for adapter in self.num_of)
+        """True if a request waits for an adapter without pages; one such is remembered, as it mostly waits on."""
+        last = self._absent
+        if last is None or last.pages or last not in self.num_of:
+            self._absent = next((each for each in self.num_of if each is not None and not each.pages), None)
+        return self._absent is not None
 
     def adapters(self) -> set[Adapter]:
         """Return the adapters of all candidates for admission."""

@@ -335,8 +335,6 @@ class Scheduler:
 
     def _fail_hopeless(self) -> None:
         """End the waiting requests for adapters that can't be loaded."""
-        if not self.waiting.has_absent():
-            return
         for request, error in self._ahead.hopeless(self.waiting):
             self.lifecycle.end(request, *load_error(request, error))
 
@@ -381,14 +379,16 @@ class Scheduler:
 
     def _take_waiting(self, draft: Draft) -> None:
         """Admit waiting requests and prefetch adapters for the queue."""
-        self._fail_hopeless()
+        if lacks_adapters := self.waiting.has_absent():
+            self._fail_hopeless()
         lifecycle, swapped = self.lifecycle, self._memory.swapped
         before = lifecycle.num_preemptions
         if not draft.was_short and not (swapped.copies and swapped.frees_pages):  # else pages are free after a copy
             draft.begin_admission()
             self._admission.admit(draft)
             self._loading += [request for request in draft.begun if request.state is RequestState.LOADING]
-        self._read_ahead()
+        if lacks_adapters:
+            self._read_ahead()
         full = draft.num_rows > self._limits.max_num_seqs or lifecycle.num_preemptions > before
         if full or (draft.all_decode and self._memory.arriving):  # admitted just now, without a row
             draft.yield_rows()
@@ -397,8 +397,6 @@ class Scheduler:
 
     def _read_ahead(self) -> None:
         """Read and load the adapters of the next candidates."""
-        if not self.waiting.has_absent():
-            return
         self._ahead.read(self._admission.coming())
         if self._limits.prefetch:
             self._ahead.load(self.waiting)
