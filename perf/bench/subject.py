@@ -267,13 +267,12 @@ class Subject:
     def waiting_loads(self) -> Iterator[None]:
         """The way of engines that load before they compute: a transfer is over when `place` returns."""
         backend = self.executor.adapters
-        inner, advance = backend.place, getattr(backend, "advance", lambda: None)
+        inner = backend.place
 
         def place(*arguments: Any) -> Any:
             transfer = inner(*arguments)
             while transfer is not None and not (transfer.is_done() or transfer.has_failed()):
                 time.sleep(0)
-                advance()
             self._context.timer.synchronize()
             return transfer
 

@@ -120,17 +120,17 @@ def test_a_load_is_waited_for_whole():
     """`place` comes back when the transfer is over, having driven it; afterwards it is as it was."""
     left = [3]
 
-    def advance() -> None:
+    def is_done() -> bool:  # it issues what can be issued
         left[0] -= 1
+        return left[0] <= 0
 
-    transfer = SimpleNamespace(is_done=lambda: left[0] <= 0, has_failed=lambda: False)
+    transfer = SimpleNamespace(is_done=is_done, has_failed=lambda: False)
 
     class Backend:
         def place(self, image, layout, pages):
             return transfer
 
     backend = Backend()
-    backend.advance = advance
     timer = SimpleNamespace(synchronize=lambda: None)
     subject = SimpleNamespace(executor=SimpleNamespace(adapters=backend), _context=SimpleNamespace(timer=timer))
     with Subject.waiting_loads(subject):
