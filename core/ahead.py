@@ -39,7 +39,7 @@ class StepAhead:
         self._foresee = foresee
         self._take_back = take_back
         self._started: StartedStep | None = None  # of `plan`
-        self._runs_alone = False  # the next step, which failed with another behind it
+        self._runs_alone = False  # the next step, which has failed
         self.plan: StepPlan | None = None
         self.num_ahead = 0
         """Steps launched ahead."""
@@ -47,8 +47,9 @@ class StepAhead:
     def run(self, plan: StepPlan) -> StepResult | None:
         """Return the result of a step, having launched the next one if `foresee` plans it.
 
-        None when it failed and one of the two was ahead: neither has happened, and the next `run` launches nothing
-        ahead. Otherwise it raises what `Executor.execute` raises.
+        None when it failed: neither has happened, and the step is to be planned anew, as planning the next one may have
+        changed its rows, and taken the pages of its shadow weights. The next `run` launches nothing ahead, and raises
+        what `Executor.execute` raises.
         """
         if self._runs_alone:
             self._runs_alone = False
@@ -65,8 +66,6 @@ class StepAhead:
         except ExecutorLost:
             raise
         except Exception:
-            if self.plan is None and plan.sources is None:
-                raise
             logger.exception("step %d failed; it is run again with none ahead of it", plan.step_id)
         if self.plan is not None:
             self._take_back(self.plan)

@@ -1,4 +1,4 @@
-"""Products with a model's weights by torch: plain weights anywhere, on a CPU packed ones.
+"""Products on a CPU with weights that are packed for them.
 
 oneDNN packs a weight into the blocks that its kernels read, once, for products of any number of rows; a plain weight is
 reordered by the library, or read against its grain, in every product. Packed weights take no more memory.
@@ -22,8 +22,6 @@ def unpack(weight: torch.Tensor) -> torch.Tensor:
     return weight.to_dense() if weight.is_mkldnn else weight
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`x @ weightᵀ + bias`. x: `[rows, in]`, weight: `[out, in]`, packed or not."""
-    if weight.is_mkldnn:
-        return _OPS._linear_pointwise(x, weight, bias, "none", [], "")  # noqa: SLF001
-    return torch.nn.functional.linear(x, weight, bias)
+def packed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x @ weightᵀ + bias`. x: `[rows, in]`, weight: `[out, in]`, packed."""
+    return _OPS._linear_pointwise(x, weight, bias, "none", [], "")  # noqa: SLF001

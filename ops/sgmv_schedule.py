@@ -82,9 +82,9 @@ def decode(tokens: int, max_rank: int) -> Schedule:
     )
 
 
-def rank_class(rank: int, max_rank: int) -> int:
-    """Return the rank class, for a prefill schedule, of a step's largest rank. Few, as each is compiled ahead."""
-    return next((limit for limit in RANK_CLASSES if rank <= limit < max_rank), max_rank)
+def rank_classes(max_rank: int) -> list[int]:
+    """Largest ranks, rising to the tables' own, for which prefill has schedules. Few, as each is compiled ahead."""
+    return [*(limit for limit in RANK_CLASSES if limit < max_rank), max_rank]
 
 
 def prefill(tokens: int, max_rank: int, itemsize: int = 2) -> Schedule:

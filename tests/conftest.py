@@ -7,11 +7,13 @@ import itertools
 import logging
 import os
 import re
+import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -87,6 +89,29 @@ def pytest_collection_finish() -> None:
     """What all tests share stays: `gc.collect`, which many call, need not go through a million objects each time."""
     gc.collect()
     gc.freeze()
+
+
+class TimeIsUp(BaseException):
+    """A test has run for as long as it may. Hypothesis would take pytest's own failure, as any `Exception`, for a
+    counterexample, run it again, and say that a strategy is flaky where it was drawing when the time was up.
+    """
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_timeout_set_timer() -> Generator[None, object, object]:
+    """Have pytest-timeout's signal raise `TimeIsUp`."""
+    is_set = yield
+    fail = signal.getsignal(signal.SIGALRM)
+    if callable(fail):
+
+        def end(number: int, frame: FrameType | None) -> None:
+            try:
+                fail(number, frame)
+            except pytest.fail.Exception as error:
+                raise TimeIsUp(error.msg) from None
+
+        signal.signal(signal.SIGALRM, end)
+    return is_set
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

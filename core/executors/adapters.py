@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from weakref import WeakValueDictionary
 
 import torch
 
-from ...graphs.device import CudaDevice
 from ...memory.adapters.image import ImageForm, RowJobs, read_image
 from ...memory.files.format import AdapterFormatError, AdapterManifest, inspect_adapter
 from ...memory.host.image import HostImage
@@ -21,7 +20,6 @@ from ...memory.transfers.transfer import Transfer
 from ...ops import native_reader
 from ..model.config import ModelConfig
 from ..model.lora_state_cuda import MAX_PARTS
-from .base import watched
 
 
 class ModelAdapters:
@@ -98,21 +96,18 @@ class CudaAdapters(ModelAdapters):
         config: ModelConfig,
         arena: Arena,
         dtype: torch.dtype,
-        device: CudaDevice,
+        scope: Callable[[], AbstractContextManager[None]],
+        failure: Callable[[], str | None],
         max_rank: int,
         pinned_bytes: int,
     ) -> None:
-        super().__init__(config, arena, dtype, pinned_bytes, partial(watched, device), device.failure)
+        super().__init__(config, arena, dtype, pinned_bytes, scope, failure)
         self._max_rank = max_rank
 
     def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
         manifest = super().inspect(path, roots)
         check_tables(manifest, path, self._max_rank)
         return manifest
-
-    def advance(self) -> None:
-        """Issue the next copies, and release images that have been copied completely."""
-        self.dma.copies.advance()
 
     def close(self) -> None:
         """Wait until nothing is being copied."""

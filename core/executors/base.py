@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ...memory.adapters.adapter import Adapter, AdapterBackend
@@ -21,38 +20,9 @@ from ..requests.types import StepPlan, StepResult
 if TYPE_CHECKING:
     import torch
 
-    from ...graphs.device import CudaDevice
     from ..cold_start import ColdStarts
 
 logger = logging.getLogger(__name__)
-
-
-class watched:
-    """Scope of a device's work; raises ExecutorLost instead of an error that has ended the device."""
-
-    __slots__ = ("_device", "_scope")
-
-    def __init__(self, device: CudaDevice) -> None:
-        self._device = device
-
-    def __enter__(self) -> None:
-        try:
-            self._scope = self._device.scope()
-            self._scope.__enter__()
-        except Exception as error:
-            self._tell(error)
-            raise
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._scope.__exit__(kind, error, trace)
-        if isinstance(error, Exception):
-            self._tell(error)
-
-    def _tell(self, error: Exception) -> None:
-        if (failure := self._device.failure()) is not None:
-            raise ExecutorLost(f"the device failed: {failure}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +74,7 @@ class StartedStep(Protocol):
     """A step that was launched."""
 
     def draw(self) -> None:
-        """Launch the draw of a step ahead with rows that look back (`SamplingParams.looks_back`); other steps have been
+        """Launch the draw of a step ahead with rows that look back (`ScheduledRow.looks_back`); other steps have been
         launched whole. Call it once the rows' requests have the tokens of the step before, and before the next step is
         launched. Raises what `Executor.execute` raises.
         """

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import TracebackType
 
 import torch
 
@@ -27,7 +28,7 @@ from ..model.weights import num_weights
 from ..requests.types import StepPlan, StepResult
 from . import cuda_memory
 from .adapters import CudaAdapters
-from .base import ModelExecutor, watched
+from .base import ModelExecutor
 from .cuda_assist import CudaAssist, CudaLendableAdapters
 from .cuda_merged import CudaShadow
 from .cuda_rank_memory import DeviceSeat
@@ -35,6 +36,34 @@ from .cuda_steps import CudaSteps, Outputs
 from .swaps import PageSwaps
 
 logger = logging.getLogger(__name__)
+
+
+class watched:
+    """Scope of a device's work; raises ExecutorLost instead of an error that has ended the device."""
+
+    __slots__ = ("_device", "_scope")
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        try:
+            self._scope = self._device.scope()
+            self._scope.__enter__()
+        except Exception as error:
+            self._tell(error)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._scope.__exit__(kind, error, trace)
+        if isinstance(error, Exception):
+            self._tell(error)
+
+    def _tell(self, error: Exception) -> None:
+        if (failure := self._device.failure()) is not None:
+            raise ExecutorLost(f"the device failed: {failure}") from error
 
 
 class CudaExecutor(ModelExecutor):
@@ -56,6 +85,7 @@ class CudaExecutor(ModelExecutor):
         self._config, self._seat = config, seat
         dependent_launch.allow(config.dependent_launch == "auto")
         self._device = CudaDevice(_index(config.device)) if device is None else device
+        self._watched = partial(watched, self._device)
         self.weight_bytes = num_weights(self.whole, self.shard) * self._dtype.itemsize
         with self._device.scope():
             self._free, _ = self._device.memory()  # before anything is loaded
@@ -83,9 +113,9 @@ class CudaExecutor(ModelExecutor):
             self.arena = Arena(self.layout, self.num_pages, self._dtype, self._device.torch_device)
             self.steps.use_arena(self.arena)
             self.adapters = self._open_adapters()
-            self.swaps = PageSwaps(self.arena, self.adapters.dma, partial(watched, self._device))
+            self.swaps = PageSwaps(self.arena, self.adapters.dma, self._watched)
             steps = self.steps
-            self.shadow = CudaShadow(steps.decoder, self.arena, steps.lora, steps.merged_graphs, self._device)
+            self.shadow = CudaShadow(steps.decoder, self.arena, steps.lora, steps.merged_graphs, self._watched)
             with torch.inference_mode():
                 self.steps.capture_ahead()
             self._device.synchronize()
@@ -105,7 +135,7 @@ class CudaExecutor(ModelExecutor):
 
     def start(self, plan: StepPlan) -> _Started:
         """Launch a step. What is computed from its tokens on the device is in order whatever the host does."""
-        with watched(self._device), torch.inference_mode(), span(_name(plan)):
+        with self._watched(), torch.inference_mode(), span(_name(plan)):
             rows, steps = plan.rows, self.steps
             outputs = self._launch(plan, steps.asks_logits(rows))
             draw = partial(steps.draw, rows, *outputs)
@@ -119,15 +149,15 @@ class CudaExecutor(ModelExecutor):
 
         asks_logits: a row asks for more than the largest of its logits.
         """
-        with watched(self._device), torch.inference_mode(), span(_name(plan)):
+        with self._watched(), torch.inference_mode(), span(_name(plan)):
             self._launch(plan, asks_logits)
             self.steps.follow_scores(plan.rows)
             return self.steps.lora.late_requests(plan.rows) if plan.adapters else []
 
     def advance(self) -> None:
         """Issue the next copies. Raises ExecutorLost if the device has failed."""
-        with watched(self._device):
-            self.adapters.advance()
+        with self._watched():
+            self.adapters.dma.copies.advance()
             if (failure := self._device.failure()) is not None:
                 raise ExecutorLost(f"the device failed: {failure}")
 
@@ -143,7 +173,7 @@ class CudaExecutor(ModelExecutor):
         self._device.release()
 
     def _launch(self, plan: StepPlan, asks_logits: bool) -> Outputs:
-        self.adapters.advance()
+        self.adapters.dma.copies.advance()
         if plan.merged is not None:
             self.shadow.check(plan.merged)
         if plan.bucket is None:
@@ -169,7 +199,7 @@ class CudaExecutor(ModelExecutor):
 
     def _open_adapters(self) -> CudaAdapters:
         config = self._config
-        of_arena = self.config, self.arena, self._dtype, self._device, config.max_lora_rank
+        of_arena = self.config, self.arena, self._dtype, self._watched, self._device.failure, config.max_lora_rank
         if self._assist is None:
             return CudaAdapters(*of_arena, config.host_bytes if self._seat is None else 0)  # or ranks' images
         adapters = CudaLendableAdapters(*of_arena, 0)

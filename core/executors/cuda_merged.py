@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
-from ...graphs.device import CudaDevice
 from ...graphs.runner import CapturedStep, GraphRunner, StepMode
 from ...memory.pages.arena import Arena
 from ..model.batch import LoraState
 from ..model.decoder import DecoderModel
 from ..model.shadow import Places, ShadowWeights
-from .base import watched
 
 #: Modes that steps with shadow weights are captured in.
 MERGED_MODES = (StepMode.MERGED, StepMode.MIXTURE)
@@ -95,12 +94,18 @@ class CudaShadow(ShadowWeights):
     """Shadow weights on a GPU: work runs in stream order with the steps; a fatal device error raises ExecutorLost."""
 
     def __init__(
-        self, model: DecoderModel, arena: Arena, lora: LoraState, graphs: PlacedGraphs, device: CudaDevice
+        self,
+        model: DecoderModel,
+        arena: Arena,
+        lora: LoraState,
+        graphs: PlacedGraphs,
+        scope: Callable[[], AbstractContextManager[None]],
     ) -> None:
+        """scope: of work on the device."""
         super().__init__(model, arena, lora, graphs)
-        self._device = device
+        self._scope = scope
 
     def advance(self, max_seconds: float) -> bool:
         """See `ShadowWeights.advance`."""
-        with watched(self._device), torch.inference_mode():
+        with self._scope(), torch.inference_mode():
             return super().advance(max_seconds)

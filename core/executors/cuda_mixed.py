@@ -11,7 +11,7 @@ from ...graphs.device import CudaDevice
 from ...graphs.runner import GraphRunner, StepMode
 from ...memory.adapters.adapter import Adapter
 from ...ops.attention import Attention
-from ..model.batch import StepBatch
+from ..model.batch import StepBatch, column_width
 from ..model.decoder import DecoderModel, Residual
 from ..model.lora_state_cuda import CudaLoraState, LoraLaunches
 
@@ -50,7 +50,7 @@ class MixedSteps:
         sizes: Sequence[int],
     ) -> None:
         """attention: for rows of any lengths. columns: int64, flat; a step's token ids, positions, pages and offsets
-        lie in it one behind the other, `width(bucket)` of each. sizes: buckets, rising; there may be none.
+        lie in it one behind the other, `column_width(bucket)` of each. sizes: buckets, rising; there may be none.
         """
         self._decoder, self._device, self._attention, self._lora = decoder, device, attention, lora
         self._columns, self.sizes = columns, sizes
@@ -60,14 +60,9 @@ class MixedSteps:
         self.launches = {size: lora.padded(size) for size in sizes}
         self.graphs: GraphRunner[None] = GraphRunner(self._capture, lambda: device.memory()[0])
 
-    @staticmethod
-    def width(tokens: int) -> int:
-        """Elements of a column: columns begin on 16 bytes, as kernels are compiled for that."""
-        return -(-tokens // 2) * 2
-
-    def bucket(self, tokens: int) -> int | None:
-        """The smallest bucket that holds so many tokens; None if none does."""
-        return next((size for size in self.sizes if size >= tokens), None)
+    def bucket(self, tokens: int) -> int:
+        """The smallest bucket that holds so many tokens; there must be one."""
+        return next(size for size in self.sizes if size >= tokens)
 
     def begin(self, bucket: int, adapters: Sequence[Adapter], slots: Sequence[int], lengths: Sequence[int]) -> Lora:
         """Write a step's tables of adapters; the launches of its bucket, or others where these have too few tiles."""
@@ -90,11 +85,11 @@ class MixedSteps:
 
     def prepare(self, bucket: int) -> None:
         """Have a bucket's buffers, and the tables of adapters, hold a step without rows."""
-        self._columns[: 4 * self.width(bucket)].zero_()
+        self._columns[: 4 * column_width(bucket)].zero_()
         self._lora.rest()
 
     def _pieces(self, bucket: int, lora: Lora) -> list[Callable[[], None]]:
-        width = self.width(bucket)
+        width = column_width(bucket)
         token_ids, positions, page, offset = self._columns[: 4 * width].view(4, width)[:, :bucket].unbind(0)
         batch = StepBatch(token_ids, positions, page, offset, self._attention, lora)
         flow = self._flow.of(bucket)

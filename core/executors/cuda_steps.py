@@ -21,7 +21,7 @@ from ...ops.attention_backend import AttentionBackend
 from ...ops.ranks import Sums
 from ...ops.sampling import TorchSampling
 from ..config import EngineConfig
-from ..model.batch import BY_LIBRARY, StepBatch, Ways, ragged_batch
+from ..model.batch import BY_LIBRARY, StepBatch, Ways, column_width, ragged_batch
 from ..model.decoder import DecoderModel
 from ..model.load_progress import progress
 from ..model.lora_state_cuda import CudaLoraState, LoraLaunches, StepLimits
@@ -79,7 +79,7 @@ class CudaSteps:
         self._max_model_len = max_model_len
         self._layout = layout = arena.layout
         rows, tokens, where = config.max_num_seqs, config.max_num_batched_tokens, device.torch_device
-        padded = min(config.mixed_graph_tokens, tokens)
+        self._most_padded = padded = min(config.mixed_graph_tokens, tokens)
         self._sizes = sizes = DecodeBuckets(rows).sizes
         self._ragged_attention = attention.ragged()
         self._attention = {size: attention.decode(size) for size in sizes}
@@ -142,7 +142,7 @@ class CudaSteps:
         lora, is_merged = None, merged is not None
         slots, lengths = [row.slot for row in rows], [len(row.tokens) for row in rows]
         num_tokens = sum(lengths)
-        bucket = None if is_merged else self.mixed.bucket(num_tokens)
+        bucket = None if is_merged or num_tokens > self._most_padded else self.mixed.bucket(num_tokens)
         if bucket is not None:
             lora = self.mixed.begin(bucket, adapters, slots, lengths)
         elif adapters or is_merged:
@@ -242,14 +242,14 @@ class CudaSteps:
         return self._asks_of(rows).logits
 
     def look_back(self, rows: Sequence[ScheduledRow]) -> bool:
-        """True if a row's draw takes the tokens before it on the host; see `SamplingParams.looks_back`."""
+        """True if a row's draw takes the tokens before it on the host; see `ScheduledRow.looks_back`."""
         return self._asks_of(rows).tokens
 
     def _asks_of(self, rows: Sequence[ScheduledRow]) -> _Asks:
         """Decode rows go from step to step, and what they ask for stays: it is found once for the same list."""
         if rows is not self._last_asks[0]:
             logits, scores = any(map(needs_logits, rows)), any(row.scores_prompt for row in rows)
-            self._last_asks = rows, _Asks(logits, scores, any(row.params.looks_back for row in rows))
+            self._last_asks = rows, _Asks(logits, scores, any(row.looks_back for row in rows))
         return self._last_asks[1]
 
     def _places(self, rows: Sequence[ScheduledRow], sources: Sequence[int] | None) -> Sequence[int] | None:
@@ -310,7 +310,7 @@ class CudaSteps:
         if batch.score_tokens is not None:
             names.append("score_tokens")
         values = [getattr(batch, name) for name in names]
-        columns = torch.zeros(len(names), self.mixed.width(tokens), dtype=torch.long)
+        columns = torch.zeros(len(names), column_width(tokens), dtype=torch.long)
         for column, value in zip(columns, values, strict=True):
             column[: len(value)] = value
         static = self._inputs[: columns.numel()].view(columns.shape)

@@ -288,6 +288,13 @@ class StepBatch(Generic[P, L]):
     ways: Ways = BY_LIBRARY
 
 
+def column_width(tokens: int) -> int:
+    """Elements of one of a batch's columns where they lie in static buffers one behind the other: each begins on 16
+    bytes, as kernels are compiled for that.
+    """
+    return -(-tokens // 2) * 2
+
+
 def ragged_batch(
     rows: list[ScheduledRow],
     block_tokens: int,

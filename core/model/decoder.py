@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, linear
 
 from ...memory.pages.arena import Arena
 from ...ops.attention import Attention, PagedAttention
@@ -21,7 +21,7 @@ from ...ops.elementwise import (
     silu_and_mul,
 )
 from ...ops.merge import merge
-from ...ops.products import linear, pack, unpack
+from ...ops.products import pack, packed_linear, unpack
 from ...ops.ranks import Sums
 from ...ops.sgmv import AdapterRows
 from .batch import ATTN_O, DOWN, GATE_UP, QKV, StepBatch, StepLora, Way, Ways, lora_groups
@@ -159,7 +159,7 @@ def multiply(
     same bits as one after the other of the same way. shrunk: of adapters that are expanded in the product's launch.
     """
     if way is Way.LIBRARY:
-        y = linear(x, weight, bias)
+        y = (packed_linear if weight.is_mkldnn else linear)(x, weight, bias)
         return silu_and_mul(y) if gate else y
     from ...ops import small_gemm_triton  # needs triton
 
@@ -302,7 +302,7 @@ class DecoderModel:
         """Logits `[end - begin, vocab]` float32 of some of the last step's score tokens."""
         if self.scored is None:
             raise RuntimeError("the last step had no score tokens")
-        return self.gathered(linear(self.scored[begin:end], self._lm_head)).float()
+        return self.gathered(multiply(Way.LIBRARY, self.scored[begin:end], self._lm_head)).float()
 
     def gathered(self, logits: torch.Tensor) -> torch.Tensor:
         """All ranks' columns, on the first rank; on others no rows."""

@@ -15,7 +15,7 @@ from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from ...memory.pages.layout import MODULES, PageLayout
 from ...memory.transfers.transfer import Transfer
 from ...ops.sgmv import Segments
-from ...ops.sgmv_schedule import RANK_CLASSES, Schedule, decode, prefill, rank_class, token_limits
+from ...ops.sgmv_schedule import Schedule, decode, prefill, rank_classes, token_limits
 from ...ops.sgmv_tables import Copy, SgmvTables
 from ..cpus import available_cpus
 from .batch import LoraState, RowAdapters, lora_groups, rows_in
@@ -89,8 +89,14 @@ class CudaLoraState(LoraState):
         self.max_rank, max_adapters, self._max_rows, self._max_tokens, padded = limits
         self._config, self._num_layers = config, config.num_layers
         self._page_elems, self._itemsize = layout.page_elems, layout.itemsize
+        self._decodes = {most: decode(most, self.max_rank) for most in token_limits("decode", self._max_rows)}
+        self._prefills = {
+            (most, rank): prefill(most, rank, self._itemsize)
+            for most in token_limits("prefill", self._max_tokens)
+            for rank in rank_classes(self.max_rank)
+        }
         possible = self._possible()
-        least_tile = min(schedule.tile_tokens for _, schedule in possible if schedule.tensor_cores)
+        least_tile = min(schedule.tile_tokens for schedule in self._prefills.values())
         self.widths = [(config.module_dims[MODULES[group[0][0]]][0], group) for group in lora_groups(config)]
         _, widest = self._whole(self.max_rank)
         self._products: dict[Schedule, list[Sgmv]] = {}
@@ -106,7 +112,7 @@ class CudaLoraState(LoraState):
             page_elems=layout.page_elems,
             slab_elems=widest.parts[0].slabs.slab_elems,
             max_tiles=MAX_PARTS * (self._max_tokens // least_tile + 2 * self._max_rows),
-            scratch=max(self._scratch(max(tokens, padded), schedule) for tokens, schedule in possible),
+            scratch=max(self._scratch(max(tokens, padded), schedule) for schedule, tokens in possible.items()),
             device=arena.device,
             make_copy=make_copy,
         )
@@ -215,13 +221,13 @@ class CudaLoraState(LoraState):
         segments, tokens = self.segments, sum(lengths)
         covered = sum(end - begin for begin, end, _ in segments)
         if tokens <= self._max_rows and covered <= _SHORT * len(segments.rows):
-            schedule = decode(tokens, self.max_rank)
+            schedule = self._decode(tokens)
             num_tiles = self.tables.plan(segments, schedule.tile_tokens)
             return LoraLaunches(self, schedule, num_tiles, self.wait, self.tables.passes)
         border = _border(lengths)
         rank = max((rows.rank for begin, _, rows in segments if begin < border), default=1)
-        schedule = prefill(border, rank_class(rank, self.max_rank), self._itemsize)
-        tail = decode(tokens - border, self.max_rank)
+        schedule = next(each for (most, limit), each in self._prefills.items() if border <= most and rank <= limit)
+        tail = self._decode(tokens - border)
         num_tiles = self.tables.plan(segments, schedule.tile_tokens, border, tail.tile_tokens)
         return LoraLaunches(
             self, schedule, num_tiles, self.wait, self.tables.passes,
@@ -274,7 +280,7 @@ class CudaLoraState(LoraState):
 
         device, dtype = self.arena.device, self.arena.dtype
         cases = []
-        for _, schedule in self._possible():
+        for schedule in self._possible():
             launches = LoraLaunches(self, schedule, 1)
             for group, (d_in, modules) in enumerate(self.widths):
                 out = sum(width for _, _, width in modules)
@@ -292,15 +298,16 @@ class CudaLoraState(LoraState):
         sizes = self._config.module_dims, self._num_layers, self._page_elems, self._itemsize
         return part, AdapterLayout.build((part,), *sizes)
 
-    def _possible(self) -> list[tuple[int, Schedule]]:
+    def _possible(self) -> dict[Schedule, int]:
         """Every schedule that a step may take, with the most tokens that it is taken for."""
-        ranks = {rank_class(limit, self.max_rank) for limit in (*RANK_CLASSES, self.max_rank)}
-        found: dict[Schedule, int] = {}
-        for tokens in token_limits("decode", self._max_rows):  # rising, so the last is the most
-            found[decode(tokens, self.max_rank)] = tokens
-        for tokens in token_limits("prefill", self._max_tokens):
-            found |= {prefill(tokens, rank, self._itemsize): tokens for rank in ranks}
-        return [(tokens, schedule) for schedule, tokens in found.items()]
+        return {
+            **{schedule: most for most, schedule in self._decodes.items()},  # rising, so the last is the most
+            **{schedule: most for (most, _), schedule in self._prefills.items()},
+        }
+
+    def _decode(self, tokens: int) -> Schedule:
+        """The schedule of so many tokens in a row each."""
+        return next(schedule for most, schedule in self._decodes.items() if tokens <= most)
 
     def _scratch(self, tokens: int, schedule: Schedule) -> int:
         return max(

@@ -75,7 +75,7 @@ class LogitEdits:
 
     def banned(self, eos_token_ids: Collection[int], num_tokens: int) -> list[int]:
         """Return the token ids that are banned behind the first `num_tokens`; the last may not be known yet, unless
-        `SamplingParams.looks_back`.
+        `ScheduledRow.looks_back`.
         """
         params, output = self._params, num_tokens - self._prompt
         banned = self._banned

@@ -77,12 +77,6 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()
 
-    @property
-    def looks_back(self) -> bool:
-        """True if the tokens generated so far change what may be drawn next."""
-        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
-        return bool(penalties or self.grammar is not None or any(len(word) > 1 for word in self.bad_words))
-
     def __post_init__(self) -> None:
         most = math.inf if self.max_tokens is None else self.max_tokens
         _require("max_tokens", self.max_tokens, most >= 1, "at least 1, or None for all that fit")

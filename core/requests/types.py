@@ -68,6 +68,13 @@ class ScheduledRow:
         return self.params.prompt_logprobs is not None and self.start + 1 < self.num_prompt_tokens
 
     @property
+    def looks_back(self) -> bool:
+        """True if the tokens generated so far change what may be drawn next."""
+        params = self.params
+        penalties = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+        return bool(penalties or params.grammar is not None or any(len(word) > 1 for word in params.bad_words))
+
+    @property
     def is_ragged(self) -> bool:
         """True if no captured step can compute it: it has several tokens, or prompt tokens to score."""
         return len(self.tokens) != 1 or self.scores_prompt

@@ -187,7 +187,7 @@ class Draft:
     overdue_before: float = 0.0
     _adapters: set[Adapter] = field(default_factory=set)
     _rows: dict[str, int] = field(default_factory=dict)  # number of rows by tenant, with admitted requests
-    _new_rows: Counter[str] = field(default_factory=Counter)  # of these, rows of admitted requests
+    _new_rows: dict[str, int] = field(default_factory=dict)  # of these, rows of admitted requests
     _served: dict[str, float] = field(default_factory=dict)  # cost of tenants, as of this step
     _giver: tuple[str | None] | None = None  # None: unknown
 
@@ -309,7 +309,7 @@ class Draft:
         if count:
             self.counts[request] = count
             self.budget -= count
-            self._new_rows[account] += 1
+            self._new_rows[account] = self._new_rows.get(account, 0) + 1
         self._change(account, bool(count))
         if count and sum(self._rows.values()) > self._limits.max_num_seqs and (giver := self._find_giver()) is not None:
             self._change(giver, -1)
@@ -414,7 +414,7 @@ class Draft:
         """Return the tenant that gives a row to the next admitted request; None if no tenant has one to give."""
         if self._giver is None:
             rows, new = self._rows, self._new_rows
-            givers = [account for account, own in rows.items() if own > 1 and own > new[account]]
+            givers = [account for account, own in rows.items() if own > 1 and own > new.get(account, 0)]
             self._giver = (max(givers, key=lambda each: (self._served_of(each), rows[each]), default=None),)
         return self._giver[0]
 

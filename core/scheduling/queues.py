@@ -105,6 +105,7 @@ class WaitingQueue(OrderedDict[Request, None]):
         """Tenants with candidates for an adapter, or for the base model."""
         self._new_accounts: dict[str, None] = {}
         self._held: dict[Request, None] = {}
+        self._absent: Adapter | None = None  # an adapter without pages, when one was last looked for
 
     def has(self, account: str) -> bool:
         """True if a tenant has a waiting request, held back or not."""
@@ -166,8 +167,11 @@ class WaitingQueue(OrderedDict[Request, None]):
         return any(group.firsts for groups in self.accounts.values() for group in groups.values())
 
     def has_absent(self) -> bool:
-        """True if a request waits for an adapter without pages; looks at one such, and no more than are resident."""
-        return any(adapter is not None and not adapter.pages for adapter in self.num_of)
+        """True if a request waits for an adapter without pages; one such is remembered, as it mostly waits on."""
+        last = self._absent
+        if last is None or last.pages or last not in self.num_of:
+            self._absent = next((each for each in self.num_of if each is not None and not each.pages), None)
+        return self._absent is not None
 
     def adapters(self) -> set[Adapter]:
         """Return the adapters of all candidates for admission."""
@@ -269,12 +273,23 @@ def as_if_done(plan: StepPlan, find: Callable[[ScheduledRow], Request | None]) -
             request.token_ids.pop()
 
 
-def go_on(plan: StepPlan, ahead: StepPlan, sources: Sequence[int]) -> None:
-    """Have the rows of `ahead` go on from the tokens that `plan`, which is under way, draws. sources: of `StepPlan`."""
-    ahead.sources = sources
+def go_on(plan: StepPlan, ahead: StepPlan, places: Mapping[str, int] | None) -> None:
+    """Have the rows of `ahead` go on from the tokens that `plan`, which is under way, draws. places: of the requests in
+    `plan`; None: all draw one, and none of its rows is stale.
+    """
+    rows = plan.rows
+    if ahead.rows is rows:
+        ahead.sources = range(len(rows))
+        for row in rows:
+            row.start += 1
+            row.tokens = PENDING
+        return
+    if places is None:
+        places = {row.request_id: place for place, row in enumerate(rows)}
+    ahead.sources = sources = [places.get(row.request_id, -1) for row in ahead.rows]
     for row, place in zip(ahead.rows, sources, strict=True):
         if place >= 0:
-            before = plan.rows[place]
+            before = rows[place]
             row.start, row.tokens = before.start + len(before.tokens), PENDING
 
 

@@ -79,8 +79,9 @@ class Scheduler:
         self.num_generated_tokens = 0
 
     def has_work(self) -> bool:
-        """True while a request is in progress, or KV is being copied whose request may have ended."""
-        return bool(self._requests or self.lifecycle.failed or self._memory.swapped.copies)
+        """True while a request is in progress, or KV or an adapter is being copied, whatever has become of requests."""
+        lifecycle, memory = self.lifecycle, self._memory
+        return bool(self._requests or lifecycle.failed or memory.swapped.copies or self._store.loads.under_way)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -123,10 +124,10 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None when nothing can run. Its rows' block tables already cover their new tokens."""
         self._finish_ended()
-        plan = self._plan_next(self.num_steps + 1, self._candidates())
+        plan = self._plan_next(self.num_steps + 1)
         if plan is None and self.only is not None:
             self.only = None
-            plan = self._plan_next(self.num_steps + 1, self._candidates())
+            plan = self._plan_next(self.num_steps + 1)
         return plan
 
     def foresee(self, plan: StepPlan) -> StepPlan | None:
@@ -140,38 +141,45 @@ class Scheduler:
         if self.only is not None or self._loading or memory.arriving or memory.swapped.copies:
             return None
         self._finish_ended()
-        if self._goes_on(plan):
-            ahead = StepPlan(plan.step_id + 1, plan.rows, plan.adapters, plan.bucket)
-            go_on(plan, ahead, range(len(plan.rows)))
-            return ahead
-        if plan.bucket is None and any(row.scores_prompt for row in plan.rows):  # from what the next step overwrites
+        if self._all_go_on(plan):
+            ahead = self._draft(plan.step_id + 1, self.running, all_decode=True, is_ahead=True)
+            places = None
+        elif plan.bucket is None and any(row.scores_prompt for row in plan.rows):  # from what the next step overwrites
             return None
-        with as_if_done(plan, self._find) as drawn:
-            ends = [each for each in drawn if len(each.token_ids) >= each.max_length]
-            if ends and self.waiting:  # a successor should not wait a step more
-                return None
-            ahead = self._plan_next(plan.step_id + 1, self._candidates(ends, is_ahead=True), is_ahead=True)
+        else:
+            with as_if_done(plan, self._find) as drawn:
+                ends = [each for each in drawn if len(each.token_ids) >= each.max_length]
+                if ends and self.waiting:  # a successor should not wait a step more
+                    return None
+                ahead = self._plan_next(plan.step_id + 1, ends, is_ahead=True)
             places = {request.id: place for request, place in drawn.items()}
         if ahead is not None:
-            go_on(plan, ahead, [places.get(row.request_id, -1) for row in ahead.rows])
+            go_on(plan, ahead, places)
         return ahead
 
-    def _goes_on(self, plan: StepPlan) -> bool:
+    def _all_go_on(self, plan: StepPlan) -> bool:
         """True if all running requests decode in `plan`, which is under way, and in the step after it, too, for which
-        they have pages now, and no request waits.
+        they have pages now. Planning then asks nothing of them that `plan` changes.
         """
         running, last = self.running, self.running.plan
-        if self.waiting or running.calls or last is None or last.rows is not plan.rows:
+        if running.calls or last is None or last.rows is not plan.rows:
             return False
         ends = [request for request in running if request.num_computed_tokens + 2 >= request.max_length]
         return not ends and self._grow_decodes(1)
 
-    def _plan_next(self, step_id: int, candidates: Sequence[Request], *, is_ahead: bool = False) -> StepPlan | None:
+    def _plan_next(self, step_id: int, ending: Collection[Request] = (), *, is_ahead: bool = False) -> StepPlan | None:
+        """Plan a step of the running requests but `ending`, and of waiting ones. is_ahead, None: as of `_draft`."""
+        candidates = self._candidates(ending, is_ahead=is_ahead)
+        all_decode = candidates is self.running and self._grow_decodes()
+        return self._draft(step_id, candidates, all_decode=all_decode, is_ahead=is_ahead)
+
+    def _draft(
+        self, step_id: int, candidates: Sequence[Request], *, all_decode: bool, is_ahead: bool
+    ) -> StepPlan | None:
         """Plan a step of running requests, the `candidates`, and of waiting ones; None if nothing can run.
 
         is_ahead: the step before it is under way. None also if a request would be preempted, or wait for its adapter.
         """
-        all_decode = candidates is self.running and self._grow_decodes()
         if all_decode and not self.waiting:
             return self._plan(step_id, {}, True)
         draft = Draft(
@@ -241,7 +249,7 @@ class Scheduler:
             if output is not None:
                 outputs.append(output)
         if result.unready:
-            self._send_back_late(plan, result)
+            self._send_back_late(result)
         return outputs
 
     def count_by_adapter(self, most: int) -> tuple[dict[Adapter | None, int], dict[Adapter | None, int]]:
@@ -327,8 +335,6 @@ class Scheduler:
 
     def _fail_hopeless(self) -> None:
         """End the waiting requests for adapters that can't be loaded."""
-        if not self.waiting.has_absent():
-            return
         for request, error in self._ahead.hopeless(self.waiting):
             self.lifecycle.end(request, *load_error(request, error))
 
@@ -373,14 +379,16 @@ class Scheduler:
 
     def _take_waiting(self, draft: Draft) -> None:
         """Admit waiting requests and prefetch adapters for the queue."""
-        self._fail_hopeless()
+        if lacks_adapters := self.waiting.has_absent():
+            self._fail_hopeless()
         lifecycle, swapped = self.lifecycle, self._memory.swapped
         before = lifecycle.num_preemptions
         if not draft.was_short and not (swapped.copies and swapped.frees_pages):  # else pages are free after a copy
             draft.begin_admission()
             self._admission.admit(draft)
             self._loading += [request for request in draft.begun if request.state is RequestState.LOADING]
-        self._read_ahead()
+        if lacks_adapters:
+            self._read_ahead()
         full = draft.num_rows > self._limits.max_num_seqs or lifecycle.num_preemptions > before
         if full or (draft.all_decode and self._memory.arriving):  # admitted just now, without a row
             draft.yield_rows()
@@ -389,19 +397,16 @@ class Scheduler:
 
     def _read_ahead(self) -> None:
         """Read and load the adapters of the next candidates."""
-        if not self.waiting.has_absent():
-            return
         self._ahead.read(self._admission.coming())
         if self._limits.prefetch:
             self._ahead.load(self.waiting)
 
-    def _send_back_late(self, plan: StepPlan, result: StepResult) -> None:
+    def _send_back_late(self, result: StepResult) -> None:
         """Send requests for adapters that missed their deadline back to the queue until the load is complete.
 
         They keep neither slots nor pages, and the adapter's own pages may be evicted.
         """
-        slots = {row.slot for row in plan.rows if row.request_id in result.unready}
-        late = {plan.adapters[slot] for slot in slots}
+        late = {request.adapter for each in result.unready if (request := self._requests.get(each)) is not None}
         for request in [request for request in reversed(self.running) if request.adapter in late]:
             self.lifecycle.send_back(request, RequestState.LATE)
         for adapter in late:

@@ -60,6 +60,9 @@ class InlineReads(Reads):
         """Nothing is under way."""
 
 
+#: Seconds between looks at copies that are awaited with no read under way: chosen, a small part of a step.
+LOOK_SECONDS = 5e-4
+
 #: Seconds that `shutdown` waits at most for reads that were going well.
 CLOSE_SECONDS = 1.0
 
@@ -84,13 +87,13 @@ class ThreadReads(Reads):
         return future
 
     def wait(self, pending: list[Future], timeout: float) -> None:
-        """Sleep until a read has ended or `wake` is called, at most `timeout` seconds; not if nothing is pending.
+        """Sleep until a read has ended or `wake` is called, at most `timeout` seconds, or `LOOK_SECONDS` if nothing is
+        pending: a copy to a device may be awaited, which gives no signal when it has ended.
 
         The overhead does not depend on the number of pending reads.
         """
-        if pending:
-            self._news.wait(timeout)
-            self._news.clear()
+        self._news.wait(timeout if pending else min(timeout, LOOK_SECONDS))
+        self._news.clear()
 
     def wake(self) -> None:
         self._news.set()

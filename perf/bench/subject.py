@@ -292,8 +292,10 @@ class Subject:
         return self._steps.graphs
 
     def _expect(self, name: str, tier: Tier) -> None:
+        """Wait until a read that has brought all it has to has returned, too; Unsettled in any other tier."""
         store = self.engine.store
         adapter = store.get(name)
-        store.poll()
+        while not store.poll() and store.tier(adapter) is Tier.LOADING:
+            store.images.wait(0.01)
         if store.tier(adapter) is not tier:
             raise Unsettled(f"{adapter} should be in tier {tier} but is in {store.tier(adapter)}")

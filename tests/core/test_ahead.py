@@ -271,6 +271,57 @@ def test_a_step_that_cannot_be_launched_ahead_is_launched_in_its_turn(gqa, drive
     assert answers["other"].tokens == gqa.greedy(None, PROMPT[::-1], 9)
 
 
+def fail_when_read(driver):
+    """Have the next step fail, which shows when it is read."""
+    inner = driver.executor.inner._inner  # noqa: SLF001
+    execute = inner.execute
+
+    def failing(plan):
+        inner.execute = execute
+        raise RuntimeError("a fault")
+
+    inner.execute = failing
+
+
+def test_a_step_that_fails_beside_one_that_cannot_be_launched_is_planned_again(gqa, drive):
+    """The step ahead has an adapter less, and gave another slot to a row that both have."""
+
+    def before(plan):
+        if len(driver.plans) == 2:
+            raise RuntimeError("a fault")
+
+    driver = drive(gqa, before=before)
+    fail_when_read(driver)
+    driver.add("ends", "r1-all", [5], max_tokens=1)
+    driver.add("goes on", "r2-qv", [9], max_tokens=9)
+    driver.add("goes on, too", "r3-mlp", [11], max_tokens=9)
+    answers = driver.drain()
+    assert answers["ends"].tokens == gqa.greedy("r1-all", [5], 1)
+    assert answers["goes on"].tokens == gqa.greedy("r2-qv", [9], 9)
+    planned = [(plan.sources is None, len(plan.adapters)) for plan in driver.plans[:3]]
+    assert planned == [(True, 3), (False, 2), (True, 3)]
+
+
+def test_a_merged_step_that_fails_is_run_unmerged_where_its_shadow_is_gone(gqa, drive, monkeypatch):
+    """Its pages were taken for the step ahead, which could not be planned in the end."""
+    driver = drive(gqa)
+    driver.run("loads", "r1-all", PROMPT, max_tokens=1)
+    engine = driver.engine
+    engine.merge("r1-all")
+    while engine.merging.is_under_way:
+        engine.merging.advance(1.0)
+    fail_when_read(driver)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.ahead, "_foresee", lambda plan: engine.reclaimer.shadow.give_up())
+        driver.add("one", "r1-all", PROMPT, max_tokens=9)
+        driver.step()
+    assert driver.plans[-1].merged is not None
+    assert engine.merging.merged is None
+    count = len(driver.plans)
+    assert driver.drain()["one"].tokens == gqa.greedy("r1-all", PROMPT, 9)
+    assert not any(plan.merged for plan in driver.plans[count:])
+
+
 @pytest.mark.parametrize("at", range(1, 6))
 def test_a_lost_device_ends_the_engine_whichever_step_tells(gqa, drive, at):
     driver = drive(gqa)

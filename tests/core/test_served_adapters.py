@@ -1,6 +1,12 @@
-"""Adapters that are pinned: nothing is pinned before all of it has been read."""
+"""Adapters that are pinned: nothing is pinned before all of it has been read, and its copy is seen to end."""
 
 from __future__ import annotations
+
+from unittest.mock import Mock, patch
+
+import pytest
+
+from chorus.memory.adapters.adapter import Tier
 
 from ..world.house import House
 from .scheduling.test_scheduling import HeldReads
@@ -25,3 +31,28 @@ def test_a_pin_waits_for_the_read_of_an_image_that_made_room_for_what_the_pin_ev
     reads.finish()
     assert adapters.pin("b")
     assert store.get("b").transfer is None
+
+
+@pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "unpinned"])
+def test_an_engine_with_nothing_else_to_do_sees_a_pinned_adapter_s_copy_end(is_kept):
+    """It stayed "loading" until the next request came, and the pages of a copy given up stayed taken."""
+    house = House(adapters="a")
+    backend, store = house.executor.adapters, house.engine.store
+    inner, looks = backend.place, iter([False] * 3)
+
+    def place(image, layout, pages):
+        assert inner(image, layout, pages) is None
+        ended = lambda: next(looks, True)  # noqa: E731
+        return Mock(is_done=ended, is_quiet=ended, has_failed=lambda: False)
+
+    with patch.object(backend, "place", place):
+        assert house.engine.adapters.pin("a")
+    adapter = store.get("a")
+    assert store.tier(adapter) is Tier.LOADING
+    if not is_kept:
+        house.engine.adapters.unpin("a")
+        store.evict(adapter)
+    assert house.engine.has_work()
+    house.drain(limit=10)
+    assert store.tier(adapter) is (Tier.DEVICE if is_kept else Tier.HOST)
+    assert house.engine.pool.num_free == house.engine.pool.num_usable - len(adapter.pages)

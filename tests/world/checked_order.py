@@ -114,7 +114,7 @@ class CheckedOrder:
         reached["a step ahead"] += 1
         reached["a step ahead without those that end"] += bool(ending)
         reached["a step ahead while others wait"] += bool(self._scheduler.waiting)
-        reached["a step ahead that looks back"] += any(row.params.looks_back for row in plan.rows)
+        reached["a step ahead that looks back"] += any(row.looks_back for row in plan.rows)
         reached["a step of prompts ahead"] += plan.bucket is None
         reached["begun in a step ahead"] += bool(started)
         in_step = {self._asked[row.request_id].request for row in plan.rows}

@@ -85,7 +85,8 @@ class House:
         for _ in range(limit):
             if not self.engine.has_work():
                 break
-            self.step()
+            if not self.step():
+                self.clock.advance(0.001)  # a copy may be under way
         assert not self.engine.has_work()
         for asked in self.asked.values():
             if asked.told.reason is not None:

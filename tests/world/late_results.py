@@ -81,7 +81,7 @@ class LateResults:
         self.promise(before is None or before.was_drawn or not before.unseen, "a step is launched before one is drawn")
         if plan.sources is not None:
             rows, last, plan = plan.rows, before, self._told(plan)
-            unseen = [(row, told.token_ids) for row, told in zip(rows, plan.rows, strict=True) if row.params.looks_back]
+            unseen = [(row, told.token_ids) for row, told in zip(rows, plan.rows, strict=True) if row.looks_back]
             self.num_ahead += 1
         outcome: StepResult | Exception = StepResult()
         if last is not None and isinstance(last.outcome, Exception):

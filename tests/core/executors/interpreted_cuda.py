@@ -551,7 +551,7 @@ def test_steps_ahead_take_tokens_that_were_drawn_on_the_device(drive, tiny):
     assert answers[0] == answers[1]
     ahead = [plan for plan in drivers[0].plans if plan.sources is not None]
     assert any(list(plan.sources) != list(range(len(plan.rows))) for plan in ahead), "no row was left out"
-    assert any(row.params.looks_back for plan in ahead for row in plan.rows), "none was drawn behind the host's tokens"
+    assert any(row.looks_back for plan in ahead for row in plan.rows), "none was drawn behind the host's tokens"
     assert not any(plan.sources is not None for plan in drivers[1].plans)
 
 
@@ -658,7 +658,7 @@ def test_a_closed_executor_frees_its_arena_at_once(tiny):
         gc.enable()
 
 
-@pytest.mark.parametrize(("arrives", "most"), [(False, 24), (True, 34)])
+@pytest.mark.parametrize(("arrives", "most"), [(False, 21), (True, 28)])
 def test_a_step_enters_few_files(drive, tiny, arrives, most):
     """A replay here calls what was captured, so that the kernels' launches are counted too."""
     driver = drive(adapters=["r1-qv"], max_num_seqs=3, async_scheduling=not arrives)

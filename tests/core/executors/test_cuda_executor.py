@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from chorus.core.executors.base import watched
+from chorus.core.executors.cuda import watched
 from chorus.memory.transfers.transfer import ExecutorLost
 
 from ...graphs.host_device import HostDevice

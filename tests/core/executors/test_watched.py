@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 
-from chorus.core.executors.base import watched
+from chorus.core.executors.cuda import watched
 from chorus.memory.transfers.transfer import ExecutorLost
 
 

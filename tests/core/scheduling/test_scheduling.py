@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from concurrent.futures import Future
 from itertools import chain
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -428,6 +430,33 @@ def test_steps_of_the_same_decodes_reuse_the_rows_of_their_plan():
     assert after.rows is not plan.rows
     assert step().rows is after.rows
     house.drain()
+
+
+def test_a_step_ahead_of_rows_that_go_on_calls_nothing_for_each_though_others_wait():
+    """As the host plans it beside each step of the device, for hundreds of rows; counted, as calls need no quiet."""
+
+    def fewest_calls(rows):
+        house = House(max_num_seqs=rows, max_num_batched_tokens=8 * rows, num_pages=1000, is_ahead=True)
+        foresee, counts = house.engine.scheduler.foresee, []
+
+        def counted(plan):
+            calls = []
+            sys.setprofile(lambda frame, event, argument: calls.append(event) if "call" in event else None)
+            try:
+                return foresee(plan)
+            finally:
+                sys.setprofile(None)
+                counts.append(len(calls))
+
+        for index in range(rows + 3):
+            house.add(str(index), max_tokens=20)
+        with patch.object(house.engine.ahead, "_foresee", counted):
+            for _ in range(12):
+                house.step()
+        assert len(house.engine.scheduler.waiting) == 3
+        return min(counts)
+
+    assert fewest_calls(8) == fewest_calls(64) < 300
 
 
 class TestTokensOfAStep:

@@ -38,6 +38,21 @@ def test_tiers(subject):
     assert not subject.engine.has_work()
 
 
+def test_an_adapter_whose_read_has_brought_all_but_not_returned_is_waited_for(tmp_path, monkeypatch):
+    context = Options.parse(["--quick", "--device", "cpu", "--out", str(tmp_path)]).context()
+    adapters = context.adapters(4, 1)
+    with Subject(context, adapters, max_seqs=4, max_batched=16, max_len=48) as threaded:
+        backend, read = threaded.executor.adapters, threaded.executor.adapters.read
+
+        def lingering(*arguments):
+            read(*arguments)
+            time.sleep(0.3)
+
+        monkeypatch.setattr(backend, "read", lingering)
+        threaded.load(adapters)
+        threaded.to_host("r4-000")
+
+
 def test_steps_of_other_rows_are_refused(subject):
     requests = subject.decoding([None, "r4-001"], 4, 6)
     assert len(subject.step_seconds(2, 2)) == 2
