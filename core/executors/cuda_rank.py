@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
+from ...memory.transfers.host_copies import CompleteTransfer
 from ...memory.transfers.transfer import ExecutorLost
 from ..config import EngineConfig
 from ..model.shard import Shard
@@ -14,32 +15,18 @@ from ..requests.types import StepPlan
 from .cuda import CudaExecutor
 from .cuda_rank_copies import FollowerCopies
 from .cuda_rank_memory import DeviceSeat, RankDevices
-from .image_memory import ImageLayout, ImageMemory
 from .rank import Follower
+from .shared_memory import MemoryLayout, SharedMemory
 
 #: Seconds for which it waits for a message before it looks at its copies, or, without any, at its device.
 _COPY_SECONDS, _IDLE_SECONDS = 5e-4, 0.5
 
 
-class _Unread:
+class _Unread(CompleteTransfer):
     """An adapter that is still being read, into no rank's pages: its rows are void."""
-
-    address = 0
 
     def wait_layer(self, layer: int, timeout: float = 0.0) -> bool:
         return False
-
-    def is_done(self) -> bool:
-        return False
-
-    def has_failed(self) -> bool:
-        return False
-
-    def cancel(self) -> None:
-        """Nothing has begun."""
-
-    def is_quiet(self) -> bool:
-        return True
 
 
 class CudaFollower(Follower):
@@ -49,13 +36,11 @@ class CudaFollower(Follower):
     """
 
     def __init__(
-        self, config: EngineConfig, shard: Shard, layout: ImageLayout, seconds: float, devices: RankDevices,
-        memory_fd: int,
-    ) -> None:  # fmt: skip
+        self, config: EngineConfig, layout: MemoryLayout, devices: RankDevices, shard: Shard, memory_fd: int
+    ) -> None:
         device = devices.open_device(shard.rank)
-        memory = ImageMemory(memory_fd, layout)
-        self._devices, self._seconds = devices, seconds
-        self._seat = DeviceSeat(shard, memory, device, seconds)
+        self._devices = devices
+        self._seat = DeviceSeat(shard, SharedMemory(memory_fd, layout), device)
         self._cuda = CudaExecutor(config, device, seat=self._seat)
         self._copies: FollowerCopies | None = None
         self.is_lost = False
@@ -100,8 +85,15 @@ class CudaFollower(Follower):
                 if link.poll(_COPY_SECONDS if is_copying else _IDLE_SECONDS):
                     return link.recv()
         except (EOFError, OSError):  # the first rank has closed
-            self._seat.close()
+            self._close()
             raise
+
+    def _close(self) -> None:
+        """End what the device waits for, then its work, then the captured steps, which the ranks' end waits for."""
+        self._seat.lose()
+        if self._copies is not None:
+            self._cuda.close()
+        self._seat.close()
 
     @property
     def _opened(self) -> FollowerCopies:

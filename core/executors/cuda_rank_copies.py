@@ -26,8 +26,9 @@ from ..model.config import ModelConfig
 from .adapters import check_tables
 from .cuda import CudaExecutor
 from .cuda_rank_memory import COMING, DONE, FAILED, NUM_COPIES, VOID, DeviceSeat
-from .image_memory import ImageMemory
 from .rank_adapters import RankAdapters
+from .shared_memory import SharedMemory
+from .swaps import seconds_of_a_page
 
 #: Seconds between two looks at a copy that the host waits for.
 _LOOK_SECONDS = 5e-4
@@ -116,10 +117,10 @@ class RankCopies:
         whole.publish(len(pages))
         return RankTransfer(self, begin, whole, len(pages))
 
-    def finish(self, transfer: RankTransfer) -> None:
+    def finish(self, transfer: Transfer | None) -> None:
         """Wait for a copy. Raises ExecutorLost if it can't be, or takes too long."""
         deadline = time.monotonic() + self._patience
-        while not transfer.is_done():
+        while transfer is not None and not transfer.is_done():
             if transfer.has_failed() or time.monotonic() > deadline:
                 raise ExecutorLost("a rank could not copy its pages")
             time.sleep(_LOOK_SECONDS)
@@ -136,11 +137,11 @@ class CudaRankAdapters(RankAdapters):
     """Has every rank copy its share of an adapter into its arena."""
 
     def __init__(
-        self, whole: ModelConfig, share: ModelConfig, copies: RankCopies, memory: ImageMemory, max_rank: int
+        self, whole: ModelConfig, share: ModelConfig, copies: RankCopies, memory: SharedMemory, max_rank: int
     ) -> None:
         arena = copies.first.arena
         shape = Arena(arena.layout, 2, arena.pages.dtype, "cpu")
-        buffers = PinnedBuffers(memory, memory.layout.image_bytes)
+        buffers = PinnedBuffers(memory, memory.layout.room_bytes)
         super().__init__(whole, share, shape, memory.layout.size, buffers)
         self._copies, self._memory, self._max_rank, self._num_pages = copies, memory, max_rank, arena.num_pages
 
@@ -181,8 +182,9 @@ class CudaRankAdapters(RankAdapters):
 class CudaRankSwaps:
     """Copies pages of all ranks; an image is all ranks' pages."""
 
-    def __init__(self, adapters: CudaRankAdapters, copies: RankCopies, page_seconds: float) -> None:
-        self._adapters, self._copies, self.page_seconds = adapters, copies, page_seconds
+    def __init__(self, adapters: CudaRankAdapters, copies: RankCopies) -> None:
+        self._adapters, self._copies = adapters, copies
+        self.page_seconds = seconds_of_a_page(self, copies.first.num_pages, copies.finish)
 
     def copy_out(self, pages: Sequence[int]) -> tuple[list[torch.Tensor], Transfer | None]:
         image = self._adapters.take(len(pages))
@@ -245,7 +247,7 @@ class FollowerCopies:
     def _image(self, places: Sequence[tuple[int, int, int]], num_pages: int) -> torch.Tensor:
         offset, chunk, num_bytes = places[self._seat.shard.rank]
         self._pin(chunk, num_bytes)
-        return self._seat.memory.image(offset, (num_pages, self._page_elems), self._dtype)
+        return self._seat.memory.tensor(offset, (num_pages, self._page_elems), self._dtype)
 
     def _pin(self, chunk: int, num_bytes: int) -> None:
         """Pin a chunk that the first rank has, in place of those that it no longer has."""

@@ -143,7 +143,7 @@ class Followers:
             try:
                 if not link.poll(max(0.0, deadline - time.monotonic())):
                     self._ranks.lose()
-                    raise ExecutorLost(f"{name} kept the others waiting for {seconds:g} s")
+                    raise ExecutorLost(f"{name} kept the others waiting for too long")
                 value, error = link.recv()
             except (EOFError, OSError) as error:
                 raise self._lost(index) from error

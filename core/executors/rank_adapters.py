@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from ...memory.files.format import AdapterManifest
@@ -19,7 +20,6 @@ from ...memory.transfers.transfer import Transfer, check_pages
 from ..model.config import ModelConfig
 from ..model.shard import Shard
 from .adapters import ModelAdapters
-from .rank_memory import NUM_COUNTS, RankMemory
 
 
 class RankAdapters:
@@ -79,18 +79,19 @@ class RankAdapters:
 class ArenaAdapters(RankAdapters):
     """Copies every rank's share into its arena, all of which this process sees."""
 
-    def __init__(self, whole: ModelConfig, share: ModelConfig, arenas: Sequence[Arena], memory: RankMemory) -> None:
+    def __init__(self, whole: ModelConfig, share: ModelConfig, arenas: Sequence[Arena], counts: np.ndarray) -> None:
+        """counts: see `CpuSeat`."""
         super().__init__(whole, share, arenas[0], len(arenas))
         self._copies = [HostCopies(arena.pages) for arena in arenas]
         self._num_pages = arenas[0].num_pages
-        self._counts = memory.counts
-        self._free_counts = list(range(NUM_COUNTS))
+        self._counts = counts
+        self._free_counts = list(range(len(counts)))
         self._used_counts: weakref.WeakKeyDictionary[Transfer, int] = weakref.WeakKeyDictionary()
 
     def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
         check_pages(pages, layout.num_pages, self._num_pages)
         if not self._free_counts:
-            raise RuntimeError(f"{NUM_COUNTS} adapters are on their way into the arenas already")
+            raise RuntimeError(f"{len(self._counts)} adapters are on their way into the arenas already")
         at = self._free_counts.pop()
         self._counts[at] = 0
         transfer = HostTransfer(self, image, layout, pages, LayerStream(self._counts[at : at + 1]))

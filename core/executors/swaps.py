@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from statistics import median
+from typing import Any
 
 import torch
 
 from ...memory.pages.arena import Arena
 from ...memory.transfers.dma import Dma
+from ...memory.transfers.swapped_kv import SwapBackend
 from ...memory.transfers.transfer import Transfer
 
 _PROBE_PAGES = 16
@@ -30,7 +32,7 @@ class PageSwaps:
         self._scope = scope
         self._page_elems = arena.layout.page_elems
         self._dtype = arena.pages.dtype
-        self.page_seconds = self._measure(arena.num_pages)
+        self.page_seconds = seconds_of_a_page(self, arena.num_pages, _finish)
 
     def copy_out(self, pages: Sequence[int]) -> tuple[torch.Tensor, Transfer | None]:
         """Raises MemoryError where the system grants no host memory."""
@@ -46,17 +48,20 @@ class PageSwaps:
         """Sleep briefly, then poll again: the host gets no signal when a device's copy has ended."""
         time.sleep(min(timeout, _LOOK_SECONDS))
 
-    def _measure(self, num_pages: int) -> float:
-        """Seconds that a page takes out and back: the median of a few copies of pages that hold nothing yet."""
-        pages = range(min(_PROBE_PAGES, num_pages))
-        seconds = []
-        for _ in range(_PROBES):
-            began = time.perf_counter()
-            image, leaving = self.copy_out(pages)
-            _finish(leaving)
-            _finish(self.copy_in(image, 0, pages))
-            seconds.append((time.perf_counter() - began) / len(pages))
-        return median(seconds)
+
+def seconds_of_a_page(swaps: SwapBackend, num_pages: int, finish: Callable[[Any], None]) -> float:
+    """Seconds that a page takes out and back: the median of a few copies of pages that hold nothing yet. finish: waits
+    for a copy that `swaps` has begun.
+    """
+    pages = range(min(_PROBE_PAGES, num_pages))
+    seconds = []
+    for _ in range(_PROBES):
+        began = time.perf_counter()
+        image, leaving = swaps.copy_out(pages)
+        finish(leaving)
+        finish(swaps.copy_in(image, 0, pages))
+        seconds.append((time.perf_counter() - began) / len(pages))
+    return median(seconds)
 
 
 def _rest(transfer: Transfer) -> Transfer | None:

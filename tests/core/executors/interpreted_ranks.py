@@ -6,6 +6,7 @@ share. The interpreter keeps the state of the launch it is in for the process, s
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -20,11 +22,11 @@ from triton.runtime import interpreter
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.core.executors import followers
+from chorus.core.executors import cuda_ranks, followers
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.cuda_memory import OutOfDeviceMemory
 from chorus.core.executors.cuda_rank import CudaFollower
-from chorus.core.executors.cuda_rank_copies import RankTransfer
+from chorus.core.executors.cuda_rank_copies import RankCopies, RankTransfer
 from chorus.core.executors.cuda_rank_memory import RankDevices
 from chorus.core.executors.cuda_ranks import CudaRanksExecutor
 from chorus.core.model.decoder import DecoderModel
@@ -35,6 +37,7 @@ from chorus.memory.host.image import HostImage, LayerStream
 from chorus.memory.host.images import InlineReads, ThreadReads
 from chorus.memory.transfers.transfer import ExecutorLost
 from chorus.ops.device_ranks import open_group
+from chorus.ops.ranks import Ranks
 
 from ...conftest import Subject
 from ...graphs.late_device import LateDevice
@@ -51,8 +54,30 @@ def no_driver(device):
     return None
 
 
-def host_sums(ranks, device, store, seconds):
-    return ranks
+#: Values that ranks add up at once.
+FLOATS = 1 << 13
+
+
+class HostSums(Ranks):
+    """Ranks of the host, in memory that the threads share."""
+
+    memories: ClassVar[dict[str, mmap.mmap]] = {}
+
+    def __init__(self, shard, store, seconds):
+        with LOCK:
+            memory = self.memories.setdefault(store, mmap.mmap(-1, Ranks.num_bytes(shard.size, FLOATS)))
+        super().__init__(memory, shard.rank, shard.size, FLOATS, seconds)
+        self.begin(1)  # steps of a device follow each other without a pause: all are one
+
+    def close(self):
+        """Its memory goes with the last reference to it."""
+
+
+LOCK = threading.Lock()
+
+
+def host_sums(shard, device, store, seconds):
+    return HostSums(shard, store, seconds)
 
 
 DEVICES = RankDevices(late_device, no_driver, host_sums)
@@ -212,6 +237,18 @@ def test_an_adapter_that_is_still_being_read_is_void_on_all_ranks(drive, tiny): 
     assert not inner.execute(plan).unready
 
 
+def test_the_time_of_a_page_is_of_copies_on_all_ranks(drive, monkeypatch):
+    """Each from memory that all see, which is pinned; a rank's own measure is of memory that is not."""
+    copies, pages = [], RankCopies.pages
+    monkeypatch.setattr(
+        RankCopies, "pages",
+        lambda self, image, *args, **options: (copies.append(len(image)), pages(self, image, *args, **options))[1],
+    )  # fmt: skip
+    driver = drive(adapters=[], graph_capture="off")
+    assert set(copies) == {2}
+    assert driver.executor.swaps.page_seconds > 0
+
+
 def test_saved_pages_of_an_adapter_are_those_of_all_ranks(drive, tiny):  # noqa: F811
     driver = drive(adapters=["r17-all"], max_num_seqs=1)
     check(driver, ask(driver, tiny, ("r17-all", 3, 2)))
@@ -245,8 +282,8 @@ def unequal_device(index):
 # -- in processes
 
 
-def gloo_sums(ranks, device, store, seconds):
-    return open_group("gloo", ranks.rank, ranks.size, device, store, seconds)
+def gloo_sums(shard, device, store, seconds):
+    return open_group("gloo", shard.rank, shard.size, device, store, seconds)
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -280,7 +317,7 @@ def test_a_step_that_fails_on_another_rank_ends_all(drive, tiny, monkeypatch):  
         driver.engine.step()
 
 
-def raising(self, *args):
+def raising(*args):
     raise MemoryError("no room")
 
 
@@ -348,6 +385,44 @@ def test_a_rank_that_fails_while_others_wait_for_it_is_named(tiny, monkeypatch, 
     with pytest.raises(RuntimeError, match="rank 1 of 2: MemoryError: no room"):
         CudaRanksExecutor(config_of(tiny, max_num_seqs=1), DEVICES)
     assert time.monotonic() - began < 50, "the first rank waited for a rank that had said why it failed"
+
+
+NEVER = threading.Event()
+
+
+def failing_sums(shard, device, store, seconds):
+    return raising() if shard.rank else NEVER.wait(600)
+
+
+def ending_sums(shard, device, store, seconds):
+    return sys.exit(1) if shard.rank else NEVER.wait(600)
+
+
+@pytest.mark.parametrize(("open_sums", "why"), [
+    (failing_sums, "rank 1 of 2: MemoryError: no room"), (ending_sums, r"rank 1 of 2 has ended \(exit status 1\)"),
+])  # fmt: skip
+def test_a_rank_that_does_not_come_to_the_meeting_is_named(tiny, open_sums, why):  # noqa: F811
+    """NCCL has no end to its wait for it."""
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=why):
+        CudaRanksExecutor(config_of(tiny), RankDevices(late_device, no_driver, open_sums))
+    assert time.monotonic() - began < 60
+
+
+def test_ranks_that_do_not_add_up_are_not_started(tiny, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(HostSums, "add_up", lambda self, part: part)
+    with pytest.raises(RuntimeError, match="the sum of 2 ranks' ones is 1"):
+        CudaRanksExecutor(config_of(tiny), DEVICES)
+
+
+def test_ranks_that_never_meet_end_the_start(tiny, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(cuda_ranks, "_JOIN_SECONDS", 0.3)
+    monkeypatch.setattr(followers, "STOP_SECONDS", 0.5)
+    come = threading.Event()
+    monkeypatch.setattr(HostSums, "add_up", lambda self, part: come.wait(60))
+    with pytest.raises(RuntimeError, match=r"have not added up a first sum within 0.3 s; with NCCL_DEBUG=INFO"):
+        CudaRanksExecutor(config_of(tiny), DEVICES)
+    come.set()
 
 
 def test_a_first_rank_that_does_not_fit_says_so(tiny):  # noqa: F811

@@ -204,7 +204,7 @@ def test_an_assistant_that_can_not_join_ends_the_start(subject, monkeypatch):
         raise MemoryError("no room")
 
     monkeypatch.setattr("chorus.core.executors.followers.Popen", ThreadProcess)
-    monkeypatch.setattr("chorus.core.executors.assistant.ImageMemory", broken)
+    monkeypatch.setattr("chorus.core.executors.assistant.SharedMemory", broken)
     settings = EngineConfig(
         model=subject("gqa").model, dtype="float32", memory_bytes=8 << 20, device="cpu", assist_workers=2
     )
