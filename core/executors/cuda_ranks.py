@@ -31,11 +31,12 @@ from ..requests.types import StepPlan, StepResult
 from .base import StartedStep
 from .cuda import CudaExecutor
 from .cuda_rank import CudaFollower
-from .cuda_rank_copies import CudaRankAdapters, CudaRankSwaps, RankCopies, RankTransfer
+from .cuda_rank_copies import CudaRankAdapters, RankCopies, RankTransfer
 from .cuda_rank_memory import DeviceSeat, RankDevices
 from .followers import STOP_SECONDS
 from .ranks import PATIENCE_SECONDS, RanksFront
 from .shared_memory import MemoryLayout, SharedMemory, image_bytes
+from .swaps import PageSwaps
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +81,8 @@ class CudaRanksExecutor(RanksFront):
             self._join()
             self.num_pages = self._meet(devices)
             copies = RankCopies(seat, self.first, self._followers.send, patience)
-            self.adapters = CudaRankAdapters(shapes.whole, shapes.config, copies, memory, config.max_lora_rank)
-            self.swaps = CudaRankSwaps(self.adapters, copies)
+            self.adapters = CudaRankAdapters(shapes, copies, memory, config.max_lora_rank)
+            self.swaps = PageSwaps(self.first.arena, self.adapters.dma)
         except BaseException:
             self._followers.close()
             seat.close()

@@ -93,7 +93,11 @@ class Followers:
         return found
 
     def watch(self, on_lost: Callable[[ExecutorLost], None]) -> None:
+        """Have `on_lost` called, from any thread, when a process ends by itself, or has."""
         self._on_lost = on_lost
+        for index, process in enumerate(self._processes):
+            if process.poll() is not None:
+                on_lost(self._lost(index))
 
     def send(self, name: str, *arguments: Any) -> None:
         """Send all a message. Raises ExecutorLost."""

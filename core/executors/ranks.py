@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...memory.adapters.adapter import Adapter
+from ...memory.host.buffers import HostBuffers
 from ...memory.pages.arena import Arena
 from ...memory.pages.layout import PageLayout
-from ...memory.transfers.dma import open_dma
 from ...memory.transfers.transfer import ExecutorLost
 from ...ops import native_library
 from ..config import EngineConfig
@@ -35,7 +35,7 @@ from .base import ModelExecutor
 from .cpu import CpuExecutor, cpu_pages
 from .followers import Followers, Losable
 from .rank import CpuFollower, CpuSeat, arena_bytes
-from .rank_adapters import ArenaAdapters
+from .rank_adapters import ArenaCopies, RankAdapters, RankBuffers
 from .shared_memory import MemoryLayout, SharedMemory
 from .swaps import PageSwaps
 
@@ -151,14 +151,16 @@ class RanksExecutor(RanksFront):
         dtype, others = self.first.arena.pages.dtype, range(1, size)
         arenas = [self.first.arena]
         arenas += [Arena(one, num_pages, dtype, "cpu", seat.arena(rank, dtype)) for rank in others]
-        self.adapters = ArenaAdapters(shapes.whole, self.first.config, arenas, seat.counts)
-        self.swaps = RankSwaps(arenas)
+        self._copies = ArenaCopies(arenas, seat.counts)
+        buffers = RankBuffers(HostBuffers(), size)
+        self.adapters = RankAdapters(shapes.whole, shapes.config, arenas[0], self._copies, buffers, size)
+        self.swaps = PageSwaps(arenas[0], self.adapters.dma)
         self._serve(self._followers.beside)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See `Executor.execute`. A step that fails on one rank is given up by all of them."""
         coming = {
-            slot: self.adapters.count_of(adapter.transfer)
+            slot: self._copies.count_of(adapter.transfer)
             for slot, adapter in enumerate(plan.adapters)
             if adapter.transfer is not None
         }
@@ -208,24 +210,6 @@ class KnownAdapters:
         """An adapter as the other ranks receive it; they know it from now on."""
         self.introduce([adapter])
         return adapter_to_wire(adapter)
-
-
-class RankSwaps:
-    """Copies pages of all arenas. An image is all ranks' pages; a CPU's copies are complete at once."""
-
-    def __init__(self, arenas: Sequence[Arena]) -> None:
-        self._swaps = [PageSwaps(arena, open_dma(arena.pages, 0)) for arena in arenas]
-        self.page_seconds = sum(swaps.page_seconds for swaps in self._swaps)
-
-    def copy_out(self, pages: Sequence[int]) -> tuple[list[torch.Tensor], None]:
-        return [swaps.copy_out(pages)[0] for swaps in self._swaps], None
-
-    def copy_in(self, image: Sequence[torch.Tensor], skip: int, pages: Sequence[int]) -> None:
-        for swaps, share in zip(self._swaps, image, strict=True):
-            swaps.copy_in(share, skip, pages)
-
-    def wait(self, timeout: float) -> None:
-        self._swaps[0].wait(timeout)
 
 
 class RankShadow:

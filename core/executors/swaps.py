@@ -6,13 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from statistics import median
-from typing import Any
 
 import torch
 
 from ...memory.pages.arena import Arena
 from ...memory.transfers.dma import Dma
-from ...memory.transfers.swapped_kv import SwapBackend
 from ...memory.transfers.transfer import Transfer
 
 _PROBE_PAGES = 16
@@ -24,7 +22,7 @@ class PageSwaps:
     """Copies pages with the engine that copies adapters, into buffers like theirs.
 
     On a CPU the copies are complete when they have begun: no others' memory is involved, so nothing would be gained by
-    a thread. scope: in which the arena's device is given copies.
+    a thread. Of several ranks, `dma` copies the pages of all. scope: in which the arena's device is given copies.
     """
 
     def __init__(self, arena: Arena, dma: Dma, scope: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
@@ -32,7 +30,7 @@ class PageSwaps:
         self._scope = scope
         self._page_elems = arena.layout.page_elems
         self._dtype = arena.pages.dtype
-        self.page_seconds = seconds_of_a_page(self, arena.num_pages, _finish)
+        self.page_seconds = self._measure(arena.num_pages)
 
     def copy_out(self, pages: Sequence[int]) -> tuple[torch.Tensor, Transfer | None]:
         """Raises MemoryError where the system grants no host memory."""
@@ -42,26 +40,23 @@ class PageSwaps:
 
     def copy_in(self, image: torch.Tensor, skip: int, pages: Sequence[int]) -> Transfer | None:
         with self._scope():
-            return _rest(self._dma.copies.copy_pages(image[skip:], pages, to_device=True))
+            return _rest(self._dma.copies.copy_pages(image[..., skip:, :], pages, to_device=True))
 
     def wait(self, timeout: float) -> None:
         """Sleep briefly, then poll again: the host gets no signal when a device's copy has ended."""
         time.sleep(min(timeout, _LOOK_SECONDS))
 
-
-def seconds_of_a_page(swaps: SwapBackend, num_pages: int, finish: Callable[[Any], None]) -> float:
-    """Seconds that a page takes out and back: the median of a few copies of pages that hold nothing yet. finish: waits
-    for a copy that `swaps` has begun.
-    """
-    pages = range(min(_PROBE_PAGES, num_pages))
-    seconds = []
-    for _ in range(_PROBES):
-        began = time.perf_counter()
-        image, leaving = swaps.copy_out(pages)
-        finish(leaving)
-        finish(swaps.copy_in(image, 0, pages))
-        seconds.append((time.perf_counter() - began) / len(pages))
-    return median(seconds)
+    def _measure(self, num_pages: int) -> float:
+        """Seconds that a page takes out and back: the median of a few copies of pages that hold nothing yet."""
+        pages = range(min(_PROBE_PAGES, num_pages))
+        seconds = []
+        for _ in range(_PROBES):
+            began = time.perf_counter()
+            image, leaving = self.copy_out(pages)
+            _finish(leaving)
+            _finish(self.copy_in(image, 0, pages))
+            seconds.append((time.perf_counter() - began) / len(pages))
+        return median(seconds)
 
 
 def _rest(transfer: Transfer) -> Transfer | None:
