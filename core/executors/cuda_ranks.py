@@ -163,7 +163,7 @@ class CudaRanksExecutor(RanksFront):
             if isinstance(error, ExecutorLost):
                 raise
             if isinstance(error, RanksLost):
-                raise ExecutorLost(_LOST) from error
+                raise ExecutorLost(str(error)) from error
             raise ExecutorLost(f"the first rank could not compute its share of a step: {error}") from error
 
     def _beside(self, work: Callable[[], T], name: str, *arguments: Any) -> tuple[T, list[Any]]:

@@ -123,12 +123,12 @@ class Followers:
     def why(self) -> str | None:
         """What another rank says has failed, if it still says anything; of ranks that have been lost."""
         try:
-            self.answers(seconds=STOP_SECONDS)
+            while True:  # messages before the one that failed may not have been answered either
+                self.answers(seconds=STOP_SECONDS)
         except ExecutorLost as error:
             return str(error) if self.have_ended else None
         except Exception as error:
             return str(error)
-        return None
 
     @property
     def have_ended(self) -> bool:

@@ -9,6 +9,7 @@ import pytest
 
 from chorus.ops import device_ranks
 from chorus.ops.device_ranks import GroupSums
+from chorus.ops.ranks import RanksLost
 
 
 class Group:
@@ -39,7 +40,7 @@ def test_an_abort_that_waits_for_captured_steps_keeps_no_thread(ended):
     sums.lose()
     assert group.is_aborted.wait(60)
     sums.lose()
-    with pytest.raises(RuntimeError, match="the ranks have been given up"):
+    with pytest.raises(RanksLost, match="the ranks have been given up"):
         sums.lead(None)
     assert not ended
     group.graphs_are_gone.set()
@@ -63,3 +64,14 @@ def test_a_group_that_has_failed_is_ended_all_the_same(ended):
 
     GroupSums(SimpleNamespace(abort=abort)).close()
     assert ended
+
+
+def test_a_sum_that_fails_is_another_ranks_fault(ended, monkeypatch):
+    """The connection of a process that was killed is reset before its end is known."""
+
+    def reset(values, first, group):
+        raise RuntimeError("connection reset by peer")
+
+    monkeypatch.setattr(device_ranks.dist, "broadcast", reset)
+    with pytest.raises(RanksLost, match="a sum with the other ranks failed: connection reset by peer"):
+        GroupSums(Group()).lead(None)
