@@ -78,7 +78,7 @@ class RankTransfer:
     def is_quiet(self) -> bool:
         if self._own is None:
             return self.has_failed()
-        return self._own.is_quiet() and bool(np.isin(self._others(), (DONE, VOID)).all())
+        return self._own.is_quiet() and (self._copies.is_lost or bool(np.isin(self._others(), (DONE, VOID)).all()))
 
     def _others(self) -> np.ndarray:
         return self._copies.states[1:, self.number]
@@ -91,8 +91,13 @@ class RankCopies:
 
     def __init__(self, seat: DeviceSeat, first: CudaExecutor, send: Callable[..., None], patience: float) -> None:
         self.states, self.send, self.first = seat.states, send, first
-        self._memory, self._patience = seat.memory, patience
+        self._seat, self._memory, self._patience = seat, seat.memory, patience
         self._free = list(range(NUM_COPIES))
+
+    @property
+    def is_lost(self) -> bool:
+        """True if other ranks may have ended: nothing is computed any more in the pages that they copy."""
+        return self._seat.is_lost
 
     def take(self, transfer: RankTransfer) -> int:
         """A number for a copy, until its transfer is gone."""

@@ -83,6 +83,8 @@ class CudaRanksExecutor(RanksFront):
             copies = RankCopies(seat, self.first, self._followers.send, patience)
             self.adapters = CudaRankAdapters(shapes, copies, memory, config.max_lora_rank)
             self.swaps = PageSwaps(self.first.arena, self.adapters.dma)
+            if seat.is_lost:
+                raise RuntimeError(self._followers.why() or _LOST)
         except BaseException:
             self._followers.close()
             seat.close()
@@ -111,9 +113,11 @@ class CudaRanksExecutor(RanksFront):
 
     def close(self) -> None:
         self._is_closed.set()
-        super().close()
-        self._seat.close()
-        self._folder.cleanup()
+        try:
+            super().close()
+        finally:
+            self._seat.close()
+            self._folder.cleanup()
 
     def read(self, step: _RankStep) -> StepResult:
         """Wait for a step's tokens, and for what the other ranks say of it."""

@@ -84,7 +84,7 @@ class RanksFront:
         by_formula = weights_of_rank(self.shapes.whole, self._size) * self.layout.itemsize
         logger.info(
             "%d ranks: weights of %s MiB (V·h + h + L·(2h + (2h·q + 2h·kv + 3h·f)/N) + V·h/N of untied embeddings: "
-            "%.1f)", self._size, " + ".join(f"{each / _MIB:.1f}" for each in weights), by_formula / _MIB,
+            "%.2f)", self._size, " + ".join(f"{each / _MIB:.2f}" for each in weights), by_formula / _MIB,
         )  # fmt: skip
 
     def _serve(self, beside: Callable[..., tuple[Any, list[Any]]]) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import mmap
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -26,7 +28,7 @@ from chorus.core.executors import cuda_ranks, followers
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.cuda_memory import OutOfDeviceMemory
 from chorus.core.executors.cuda_rank import CudaFollower
-from chorus.core.executors.cuda_rank_copies import RankCopies, RankTransfer
+from chorus.core.executors.cuda_rank_copies import FollowerCopies, RankCopies, RankTransfer
 from chorus.core.executors.cuda_rank_memory import RankDevices
 from chorus.core.executors.cuda_ranks import CudaRanksExecutor
 from chorus.core.model.decoder import DecoderModel
@@ -42,7 +44,7 @@ from chorus.ops.ranks import Ranks
 from ...conftest import Subject
 from ...graphs.late_device import LateDevice
 from ..conftest import Driver, RecordingExecutor, ticking
-from .interpreted_cuda import RECIPES, ask, check, make_config, merge, tiny  # noqa: F401 - a fixture
+from .interpreted_cuda import RECIPES, SPEC, ask, check, make_config, merge, saved, tiny  # noqa: F401 - a fixture
 from .thread_ranks import ThreadProcess
 
 
@@ -105,13 +107,13 @@ def drive(tiny):  # noqa: F811
     """`drive(adapters=[…], **config)`: an engine on two late devices with those adapters registered."""
     engines = []
 
-    def make(adapters=tuple(RECIPES), reads=None, patience=60.0, **config) -> Driver:
-        settings = config_of(tiny, **config)
+    def make(adapters=tuple(RECIPES), reads=None, patience=60.0, it=tiny, **config) -> Driver:
+        settings = config_of(it, **config)
         executor = RecordingExecutor(CudaRanksExecutor(settings, DEVICES, patience))
         engine = Engine(settings, executor, ticking(), reads or InlineReads())
         engines.append(engine)
         for name in adapters:
-            engine.store.register(name, tiny.adapters[name])
+            engine.store.register(name, it.adapters[name])
         return Driver(engine, executor)
 
     yield make
@@ -215,6 +217,46 @@ def test_swapped_requests_come_back(drive, tiny, monkeypatch):  # noqa: F811
     check(driver, ask(driver, tiny, ("r1-qv", 4, 2)))
 
 
+@pytest.fixture(scope="session")
+def four(tmp_path_factory) -> Subject:
+    """A model that four ranks may have: two of them have a copy of a K/V head each."""
+    return saved(tmp_path_factory.mktemp("four"), replace(SPEC, layers=1, heads=4, kv_heads=2))
+
+
+def test_a_short_life_of_four_ranks(drive, four, monkeypatch):
+    """Requests of all adapters and of none, drawn from a seed, with aborts, swaps, evictions and a merge."""
+    monkeypatch.setattr(
+        "chorus.core.scheduling.output_lengths.OutputLengths.final_lengths", lambda self, them: [0] * len(them)
+    )
+    rng, names = random.Random(4), ["r1-qv", "r5-o-down", "pattern"]
+    driver = drive(
+        adapters=names, it=four, tensor_parallel_size=4, num_pages=26, memory_bytes=None, preemption="swap",
+        max_num_seqs=3, mixed_graph_tokens=12, graph_capture="lazy",
+    )  # fmt: skip
+
+    def live(turns: int) -> None:
+        want = {}
+        for _ in range(turns):
+            want |= ask(driver, four, (rng.choice([*names, None]), rng.randint(6, 13), rng.randint(8, 14)))
+            for _ in range(rng.randint(0, 2)):
+                driver.step()
+            if rng.random() < 0.2:
+                under_way = [name for name in want if driver.answers[name].finish_reason is None]
+                driver.engine.abort(name := rng.choice([*under_way, *want]))
+                want.pop(name)
+            elif rng.random() < 0.2:
+                driver.engine.reclaim_idle()
+        check(driver, want)
+
+    live(4)
+    merge(driver, "r5-o-down")
+    live(1)
+    stats, plans = driver.engine.stats(), driver.plans
+    assert min(stats.num_swaps_in, stats.num_steps_ahead) > 0
+    assert StepMode.MERGED in {plan.mode for plan in plans}
+    assert max(plan.num_adapters for plan in plans) > 1
+
+
 def test_adapters_are_read_while_others_run(drive, tiny):  # noqa: F811
     driver = drive(adapters=["r1-qv", "r5-o-down"], reads=(reads := ThreadReads()), max_num_seqs=2)
     check(driver, ask(driver, tiny, ("r1-qv", 4, 2), (None, 3, 3), ("r5-o-down", 5, 2)))
@@ -252,9 +294,9 @@ def test_saved_pages_of_an_adapter_are_those_of_all_ranks(drive, tiny):  # noqa:
     adapter, backend = driver.engine.store.get("r17-all"), driver.executor.adapters
     image, read = backend.save(adapter.layout, adapter.pages), HostImage()
     backend.read(adapter.manifest, adapter.layout, read)
-    for saved, share in zip(image.data, read.data, strict=True):
+    for kept, share in zip(image.data, read.data, strict=True):
         count = adapter.layout.num_elems
-        assert torch.equal(saved.view(-1)[:count], share.view(-1)[:count])
+        assert torch.equal(kept.view(-1)[:count], share.view(-1)[:count])
     assert not torch.equal(image.data[0], image.data[1])
 
 
@@ -404,6 +446,12 @@ def test_a_rank_that_does_not_come_to_the_meeting_is_named(tiny, open_sums, why)
     with pytest.raises(RuntimeError, match=why):
         CudaRanksExecutor(config_of(tiny), RankDevices(late_device, no_driver, open_sums))
     assert time.monotonic() - began < 60
+
+
+def test_a_rank_that_ends_while_pages_are_timed_is_named(tiny, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(FollowerCopies, "copy", lambda *args: sys.exit(3))
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2 has ended \(exit status 1\)"):
+        CudaRanksExecutor(config_of(tiny, max_num_seqs=1, graph_capture="off"), DEVICES)
 
 
 def test_ranks_that_do_not_add_up_are_not_started(tiny, monkeypatch):  # noqa: F811
