@@ -38,12 +38,8 @@ class DeviceSums(Sums, Protocol):
         ...
 
 
-class OpenSums(Protocol):
-    """How ranks meet."""
-
-    def __call__(self, shard: Shard, device: torch.device, store: str, seconds: float) -> DeviceSums:
-        """Join the other ranks, which name the same file, as rank `shard.rank` of `shard.size`."""
-        ...
+#: Joins the other ranks, which name the same file, within so many seconds.
+OpenSums = Callable[[Shard, torch.device, str, float], DeviceSums]
 
 
 def _open_driver(device: CudaDevice) -> Pinning | None:

@@ -166,7 +166,7 @@ class CpuFollower(Follower):
 
 def follow(link: Connection, memory_fd: int) -> int:
     """Join, then answer the first rank's messages until it sends None. Its first one makes what has their methods, and
-    may have work to do while it waits for them (`receive`).
+    may have work to do while it waits for them (`receive`), and methods that must not fail (`fatal`).
     """
     make = link.recv()
     try:
@@ -186,7 +186,7 @@ def follow(link: Connection, memory_fd: int) -> int:
             answer = None, f"{type(error).__name__}: {error}"
         if name not in _UNANSWERED:
             link.send(answer)
-        if getattr(follower, "is_lost", False):
+        if answer[1] is not None and name in getattr(follower, "fatal", ()):
             return 1
     return 0
 

@@ -224,12 +224,7 @@ class RankShadow:
     ) -> None:  # fmt: skip
         """beside: see `Followers.beside`. entry: an adapter, which the followers know, as they receive it."""
         self._first, self._beside, self._entry = first, beside, entry
-
-    def sizes(self, adapter: Adapter) -> list[int]:
-        return self._first.sizes(adapter)
-
-    def wished_runs(self, adapter: Adapter) -> list[range] | None:
-        return self._first.wished_runs(adapter)
+        self.sizes, self.wished_runs = first.sizes, first.wished_runs
 
     def begin(self, adapter: Adapter, runs: Sequence[range]) -> None:
         entry = self._entry(adapter)

@@ -191,13 +191,17 @@ def test_the_likeliest_token_is_of_all_ranks_shares(drive, monkeypatch, bad):
         assert "not finite" in answer.error
 
 
+def load_and_merge(driver: Driver, name: str) -> None:
+    driver.run("load", name, [3], max_tokens=1)
+    while driver.engine.store.get(name).transfer is not None:  # another rank's copy may be behind this one's
+        driver.step()
+    merge(driver, name)
+
+
 def test_merged_steps_beside_others(drive, tiny):  # noqa: F811
     """Made by both ranks, captured when a step needs it, and switched back."""
     driver = drive(adapters=["r5-o-down", "r1-qv"], max_num_seqs=2, graph_capture="ahead")
-    driver.run("load", "r5-o-down", [3], max_tokens=1)
-    while driver.engine.store.get("r5-o-down").transfer is not None:  # another rank's copy may be behind this one's
-        driver.step()
-    merge(driver, "r5-o-down")
+    load_and_merge(driver, "r5-o-down")
     driver.plans.clear()
     check(driver, ask(driver, tiny, ("r5-o-down", 13, 2), (None, 2, 3), ("r1-qv", 2, 2)))
     assert {plan.mode for plan in driver.plans} == {StepMode.MERGED}
@@ -249,7 +253,7 @@ def test_a_short_life_of_four_ranks(drive, four, monkeypatch):
         check(driver, want)
 
     live(4)
-    merge(driver, "r5-o-down")
+    load_and_merge(driver, "r5-o-down")
     live(1)
     stats, plans = driver.engine.stats(), driver.plans
     assert min(stats.num_swaps_in, stats.num_steps_ahead) > 0
