@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any, Protocol, TypeVar
 
@@ -141,26 +141,29 @@ class Followers:
         """
         if seconds is None:
             seconds = STOP_SECONDS if isinstance(failure, RanksLost) else self._seconds
-        deadline, found, errors = time.monotonic() + seconds, [], []
-        for index, link in enumerate(self._links):
-            name = self._names[index]
-            try:
-                if not link.poll(max(0.0, deadline - time.monotonic())):
-                    self._ranks.lose()
-                    raise ExecutorLost(f"{name} kept the others waiting for too long")
-                value, error = link.recv()
-            except (EOFError, OSError) as error:
-                raise self._lost(index) from error
-            found.append(value)
-            if isinstance(error, Exception):
-                errors.append(error)
-            elif error is not None:
-                errors.append(RuntimeError(f"{name}: {error}"))
+        deadline, pending = time.monotonic() + seconds, dict(enumerate(self._links))
+        found: dict[int, Any] = {}
+        errors: list[Exception] = []
+        while pending:
+            ready = wait(pending.values(), max(0.0, deadline - time.monotonic()))
+            if not ready:  # one that has failed tells more than one that waits for it
+                self._ranks.lose()
+                late = f"{self._names[min(pending)]} kept the others waiting for too long"
+                raise ExecutorLost(str(errors[0]) if errors else late)
+            for index in [index for index, link in pending.items() if link in ready]:
+                try:
+                    found[index], error = pending.pop(index).recv()
+                except (EOFError, OSError) as error:
+                    raise self._lost(index) from error
+                if isinstance(error, Exception):
+                    errors.append(error)
+                elif error is not None:
+                    errors.append(RuntimeError(f"{self._names[index]}: {error}"))
         if isinstance(failure, RanksLost):
             raise ExecutorLost(str(failure)) from failure
         if errors and (failure is None or isinstance(failure, StepGivenUp)):
             raise errors[0]
-        return found
+        return [found[index] for index in range(len(self._links))]
 
     def close(self) -> None:
         """End all processes, by force where they don't end by themselves."""

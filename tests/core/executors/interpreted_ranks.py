@@ -234,8 +234,8 @@ def test_a_short_life_of_four_ranks(drive, four, monkeypatch):
     )
     rng, names = random.Random(4), ["r1-qv", "r5-o-down", "pattern"]
     driver = drive(
-        adapters=names, it=four, tensor_parallel_size=4, num_pages=26, memory_bytes=None, preemption="swap",
-        max_num_seqs=3, mixed_graph_tokens=12, graph_capture="lazy",
+        adapters=names, it=four, tensor_parallel_size=4, num_pages=27, memory_bytes=None, preemption="swap",
+        prefix_cache=False, mixed_graph_tokens=12, graph_capture="lazy",
     )  # fmt: skip
 
     def live(turns: int) -> None:
@@ -252,7 +252,7 @@ def test_a_short_life_of_four_ranks(drive, four, monkeypatch):
                 driver.engine.reclaim_idle()
         check(driver, want)
 
-    live(4)
+    live(5)
     load_and_merge(driver, "r5-o-down")
     live(1)
     stats, plans = driver.engine.stats(), driver.plans

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing import Pipe
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.executors import choice, followers, rank
 from chorus.core.executors.cpu import CpuExecutor
+from chorus.core.executors.followers import Followers
 from chorus.core.executors.ranks import RanksExecutor, weights_of_rank
 from chorus.core.model.config import ModelConfig, UnsupportedModel
 from chorus.core.model.open_weights import open_weights
@@ -345,6 +348,20 @@ def test_a_server_whose_rank_ends_while_idle_is_unhealthy(opened):
     worker._thread.join(60)  # noqa: SLF001
     assert worker.failure == "rank 1 of 2 has ended (exit status 0); the server ends and has to be started again"
     worker.stop()
+
+
+def test_the_rank_that_has_failed_is_named_and_not_one_that_waits_for_it(monkeypatch):
+    monkeypatch.setattr(followers, "STOP_SECONDS", 0.1)
+    pairs, group = [Pipe() for _ in range(2)], Followers.__new__(Followers)
+    group._names, group._links = ["rank 1 of 3", "rank 2 of 3"], [here for here, _ in pairs]  # noqa: SLF001
+    group._ranks = SimpleNamespace(lose=lambda: None)  # noqa: SLF001
+    group._processes = [SimpleNamespace(poll=lambda: None), SimpleNamespace(poll=lambda: 1)]  # noqa: SLF001
+    pairs[1][1].send((None, "MemoryError: no room"))
+    assert group.why() == "rank 2 of 3: MemoryError: no room"
+    pairs[1][1].send((["b"], None))
+    pairs[0][1].send((["a"], None))
+    group._seconds = 60.0  # noqa: SLF001
+    assert group.answers() == [["a"], ["b"]]
 
 
 def test_a_rank_that_has_ended_before_it_is_watched_is_told_of(opened):
