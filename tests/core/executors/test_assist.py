@@ -202,7 +202,8 @@ def test_a_loaded_adapter_is_no_cold_start(subject, assisted):
 def test_an_assistant_that_dies_leaves_prompts_to_wait(subject, assisted, caplog):
     it = subject("gqa")
     driver, link, assist = assisted(it, max_load_stall_seconds=0.0)
-    cases = make_cases(it, 6, seed=8, longest=60, tokens=(4, 6))
+    others = [name for name in it.adapters if name != "r33-all"]
+    cases = make_cases(it, 6, adapters=others, seed=8, longest=60, tokens=(4, 6))
     add_all(driver, cases)
     driver.step()
     assert assist.lent is not None
@@ -211,8 +212,14 @@ def test_an_assistant_that_dies_leaves_prompts_to_wait(subject, assisted, caplog
         driver.step()
     assert "no prompt is assisted any more" in caplog.text
     assert "assistant 1 of 2 has ended" in caplog.text
+    before = assist.starts.num_assisted, assist.starts.num_streamed
+    later = make_cases(it, 1, adapters=["r33-all"], seed=9, longest=60, tokens=(4, 6))
+    add_all(driver, later)
+    for _ in range(3):
+        driver.step()
+    assert (assist.starts.num_assisted, assist.starts.num_streamed) == (before[0], before[1] + 1)
     link.let(1000)
-    check(driver, cases)
+    check(driver, cases + later)
 
 
 def test_an_assistant_that_dies_within_a_layer_voids_its_rows(subject, assisted, monkeypatch):
