@@ -146,8 +146,9 @@ class RankCopies:
 
     def _places(self, image: torch.Tensor) -> tuple[list[int], tuple[int, int]]:
         """The byte of the ranks' memory at which each rank's share begins, and the chunk: its first byte and bytes."""
-        offsets = [self._memory.offset(share) for share in image]
-        first = min(offset for offset in offsets if offset is not None)
+        first = self._memory.offset(image)
+        assert first is not None
+        offsets = [first + rank * image.stride(0) * image.itemsize for rank in range(len(image))]
         chunks = list(self._memory.chunks.items())
         return offsets, next((begin, size) for begin, size in chunks if begin <= first < begin + size)
 

@@ -51,10 +51,8 @@ _LOOK_SECONDS = 1.0
 _LOST = "a rank has ended or kept the others waiting for too long"
 
 
-class CudaRanksExecutor(RanksFront):
+class CudaRanksExecutor(RanksFront[CudaExecutor]):
     """Runs steps on `config.tensor_parallel_size` GPUs, of which the first is a `CudaExecutor` of this process."""
-
-    first: CudaExecutor
 
     def __init__(
         self, config: EngineConfig, devices: RankDevices | None = None, patience: float = PATIENCE_SECONDS

@@ -13,7 +13,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+First = TypeVar("First", bound="CpuExecutor | CudaExecutor")
+
 #: Seconds that ranks wait for each other before they are lost: many times a step of any model.
 PATIENCE_SECONDS = 60.0
 
@@ -53,13 +55,13 @@ _ROW_ROOM = 32
 _MIB = 1 << 20
 
 
-class RanksFront:
+class RanksFront(Generic[First]):
     """Ranks as an engine has them: one executor, of which `first` computes the first rank's share in this process.
 
     shapes: of the first rank. layout: of a page of all ranks.
     """
 
-    first: CpuExecutor | CudaExecutor
+    first: First
     num_pages: int
 
     def __init__(self, config: EngineConfig, patience: float) -> None:
@@ -117,10 +119,9 @@ def weights_of_rank(whole: ModelConfig, size: int) -> int:
     return embeddings + head + hidden + whole.num_layers * (2 * hidden + shared // size)
 
 
-class RanksExecutor(RanksFront):
+class RanksExecutor(RanksFront[CpuExecutor]):
     """Runs steps on `config.tensor_parallel_size` ranks, of which the first is a `CpuExecutor` of this process."""
 
-    first: CpuExecutor
     start = None  # as of the CPU's executor
 
     def __init__(self, config: EngineConfig, patience: float = PATIENCE_SECONDS) -> None:
