@@ -103,6 +103,10 @@ class CudaDevice:
         self.synchronize()
         return torch.cuda.max_memory_allocated(self.torch_device) - before
 
+    def is_done(self) -> bool:
+        """True if all work of the stream is done; does not wait. RuntimeError when the device is in error."""
+        return self._stream.query()
+
     def synchronize(self) -> None:
         """Wait until all work is done."""
         torch.cuda.synchronize(self.torch_device)

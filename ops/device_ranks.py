@@ -16,6 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .ranks import RanksLost
+
+#: Seconds that `close` waits for the group's end: NCCL's takes milliseconds once no captured step refers to it.
+ABORT_SECONDS = 5.0
+
 #: Its name since torch 2.13, and before.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -25,17 +30,18 @@ class RanksUnavailable(RuntimeError):
 
 
 class GroupSums:
-    """See `Sums`, of this process's group; NCCL's on GPUs."""
+    """See `Sums`, of this process's group; NCCL's on GPUs. What can't be launched raises RanksLost."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._group: dist.ProcessGroup | None = group
         self._lock = threading.Lock()
+        self._abort: threading.Thread | None = None
 
     def add_up(self, part: torch.Tensor) -> torch.Tensor:
         """See `Sums.add_up`; in part's dtype, in its place."""
         part = part.contiguous()
-        dist.all_reduce(part, group=self._now())
+        self._launch(dist.all_reduce, part)
         return part
 
     def gather(self, part: torch.Tensor, width: int) -> torch.Tensor:
@@ -44,7 +50,7 @@ class GroupSums:
         sent = part.new_zeros(rows, most, dtype=torch.float32)
         sent[:, : part.shape[1]] = part
         found = sent.new_empty(self.size * rows, most)
-        _all_gather(found, sent, group=self._now())
+        self._launch(_all_gather, found, sent)
         if self.rank:
             return found[:0, :0]
         shares = found.view(self.size, rows, most).unbind(0)
@@ -53,26 +59,41 @@ class GroupSums:
 
     def lead(self, values: torch.Tensor) -> None:
         """See `Sums.lead`."""
-        dist.broadcast(values, 0, group=self._now())
+        self._launch(dist.broadcast, values, 0)
 
     def lose(self) -> None:
-        """Abort the group: its kernels end, wherever they wait; from any thread."""
+        """Abort the group: its kernels end, wherever they wait; from any thread. The abort itself ends only when all
+        captured steps with its sums are gone, which the caller may have, so that it has a thread of its own.
+        """
         with self._lock:
+            if self._group is None:
+                return
             group, self._group = self._group, None
-        if group is not None:
-            with suppress(Exception):  # of a group that failed by itself, or a backend that has no abort
-                group.abort()
+            self._abort = threading.Thread(target=_abort, args=[group], name="chorus-abort", daemon=True)
+            self._abort.start()
 
     def close(self) -> None:
-        """End the group, which lets this process have another one."""
+        """End the group, of which no captured step has sums any more: this process may then have another one."""
         self.lose()
-        with suppress(Exception):
-            dist.destroy_process_group()
+        assert self._abort is not None
+        self._abort.join(ABORT_SECONDS)
+        if not self._abort.is_alive():
+            with suppress(Exception):
+                dist.destroy_process_group()
 
-    def _now(self) -> dist.ProcessGroup:
+    def _launch(self, collective: Callable[..., Any], *arguments: Any) -> None:
+        """Raises RanksLost."""
         if (group := self._group) is None:
-            raise RuntimeError("the ranks have been given up")
-        return group
+            raise RanksLost("the ranks have been given up")
+        try:
+            collective(*arguments, group=group)
+        except RuntimeError as error:
+            raise RanksLost(f"a sum with the other ranks failed: {error}") from error
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    with suppress(Exception):  # of a group that failed by itself, or a backend that has no abort
+        group.abort()
 
 
 def check_nccl() -> None:

@@ -151,9 +151,6 @@ class Ranks:
         """Have all ranks leave this step and never wait again; from any thread."""
         self._library.chorus_ranks_lose(self.handle)
 
-    def close(self) -> None:
-        """Its memory goes with the last reference to it."""
-
     def _check(self, state: int) -> None:
         if state == _LOST:
             raise RanksLost("a rank has ended or kept the others waiting for too long")

@@ -39,7 +39,7 @@ from ..requests.types import StepPlan
 from .adapters import ModelAdapters
 from .assistant import AssistantProcess
 from .followers import Followers
-from .image_memory import ImageLayout, ImageMemory, Pinning, image_bytes
+from .shared_memory import MemoryLayout, Pinning, SharedMemory, image_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -92,9 +92,9 @@ class LendableAdapters(ModelAdapters):
 
     coming: weakref.WeakKeyDictionary[Transfer, _Coming]
 
-    def share(self, memory: ImageMemory) -> None:
+    def share(self, memory: SharedMemory) -> None:
         """Read into this memory from now on."""
-        self.dma = Dma(self.dma.copies, PinnedBuffers(memory, memory.layout.image_bytes))
+        self.dma = Dma(self.dma.copies, PinnedBuffers(memory, memory.layout.room_bytes))
         self.coming = weakref.WeakKeyDictionary()
 
     def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
@@ -131,13 +131,13 @@ class Assist:
         self._shapes = model.hidden_size, model.intermediate_size, model.q_size, model.kv_size
         self._widths = group_widths(self._shapes)
         self._most_rows = max(_PROFILE_TOKENS, most_rows or config.max_num_batched_tokens)
-        layout = ImageLayout(
-            1 + workers, handed_floats(self._shapes, self._most_rows), image_bytes(config.host_bytes), HANDOVERS_BYTES,
+        layout = MemoryLayout(
+            1 + workers, handed_floats(self._shapes, self._most_rows), HANDOVERS_BYTES, image_bytes(config.host_bytes),
             is_woken=pinning is None,
         )  # fmt: skip
-        fd = ImageMemory.create(layout)
+        fd = SharedMemory.create(layout)
         try:
-            self._memory = ImageMemory(fd, layout, pinning)
+            self._memory = SharedMemory(fd, layout, pinning)
             self._ranks = self._memory.ranks(0, PATIENCE_SECONDS)
             cpus = assistant_cpus(workers)
             makers = {

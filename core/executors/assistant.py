@@ -9,7 +9,7 @@ import torch
 
 from ...ops.lend import Assistant
 from ...ops.sgmv import AdapterRows
-from .image_memory import ImageLayout, ImageMemory
+from .shared_memory import MemoryLayout, SharedMemory
 
 #: Seconds that an assistant waits for the base model within a step: more than any step takes.
 _PATIENCE_SECONDS = 600.0
@@ -22,7 +22,7 @@ class AssistantProcess:
 
     def __init__(
         self,
-        layout: ImageLayout,
+        layout: MemoryLayout,
         number: int,
         shapes: tuple[int, int, int, int],
         dtype: torch.dtype,
@@ -33,7 +33,7 @@ class AssistantProcess:
         """cpu: the processor that it stays on."""
         if cpu is not None:
             os.sched_setaffinity(0, {cpu})
-        self._memory = ImageMemory(memory_fd, layout)
+        self._memory = SharedMemory(memory_fd, layout)
         self._ranks = self._memory.ranks(number, _PATIENCE_SECONDS)
         self._assistant = Assistant(shapes, dtype)
         self._number, self._page_elems = number, page_elems

@@ -6,131 +6,86 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
+from ...memory.transfers.host_copies import CompleteTransfer
 from ...memory.transfers.transfer import ExecutorLost
 from ..config import EngineConfig
 from ..model.shard import Shard
 from ..requests.plan_wire import plan_from_wire
-from ..requests.types import StepPlan
 from .cuda import CudaExecutor
 from .cuda_rank_copies import FollowerCopies
 from .cuda_rank_memory import DeviceSeat, RankDevices
-from .image_memory import ImageLayout, ImageMemory
 from .rank import Follower
+from .shared_memory import MemoryLayout, SharedMemory
 
 #: Seconds for which it waits for a message before it looks at its copies, or, without any, at its device.
 _COPY_SECONDS, _IDLE_SECONDS = 5e-4, 0.5
 
 
-class _Unread:
+class _Unread(CompleteTransfer):
     """An adapter that is still being read, into no rank's pages: its rows are void."""
-
-    address = 0
 
     def wait_layer(self, layer: int, timeout: float = 0.0) -> bool:
         return False
 
-    def is_done(self) -> bool:
-        return False
-
-    def has_failed(self) -> bool:
-        return False
-
-    def cancel(self) -> None:
-        """Nothing has begun."""
-
-    def is_quiet(self) -> bool:
-        return True
-
 
 class CudaFollower(Follower):
-    """Launches a share of what the first rank launches. What fails in it fails for good: no sum can be given up.
+    """Launches a share of what the first rank launches. What fails in it ends it: no sum can be given up."""
 
-    is_lost: the process ends.
-    """
+    fatal = "meet", "measure", "open", "step"
+    _copies: FollowerCopies | None = None
 
     def __init__(
-        self, config: EngineConfig, shard: Shard, layout: ImageLayout, seconds: float, devices: RankDevices,
-        memory_fd: int,
-    ) -> None:  # fmt: skip
+        self, config: EngineConfig, layout: MemoryLayout, devices: RankDevices, shard: Shard, memory_fd: int
+    ) -> None:
         device = devices.open_device(shard.rank)
-        memory = ImageMemory(memory_fd, layout)
-        self._devices, self._seconds = devices, seconds
-        self._seat = DeviceSeat(shard, memory, device, seconds)
+        self._devices = devices
+        self._seat = DeviceSeat(shard, SharedMemory(memory_fd, layout), device)
         self._cuda = CudaExecutor(config, device, seat=self._seat)
-        self._copies: FollowerCopies | None = None
-        self.is_lost = False
         super().__init__(self._cuda)
 
     def meet(self, store: str, seconds: float) -> None:
-        with _Fatal(self):
-            self._seat.meet(self._devices.open_sums, store, seconds)
+        self._seat.meet(self._devices.open_sums, store, seconds)
 
     def measure(self) -> int:
-        with _Fatal(self):
-            return self._cuda.measure()
+        return self._cuda.measure()
 
     def open(self, num_pages: int) -> None:
-        with _Fatal(self):
-            self._cuda.open(num_pages)
-            self._copies = FollowerCopies(self._seat, self._cuda, self._devices.open_driver(self._seat.device))
+        self._cuda.open(num_pages)
+        self._copies = copies = FollowerCopies(self._seat, self._cuda, self._devices.open_driver(self._seat.device))
+        self.place, self.copy, self.cancel = copies.place, copies.copy, copies.cancel
 
     def step(self, plan: Mapping[str, Any], asks_logits: bool, coming: Mapping[int, int | None]) -> list[str]:
         """Launch a step; see `CudaExecutor.follow`. coming: numbers of the copies of slots with adapters on their way;
         None: none has begun.
         """
-        with _Fatal(self):
-            return self._cuda.follow(self._planned(plan, coming), asks_logits)
-
-    def place(self, *copy: Any) -> None:
-        """See `FollowerCopies.place`."""
-        self._opened.place(*copy)
-
-    def copy(self, *copy: Any) -> None:
-        """See `FollowerCopies.copy`."""
-        self._opened.copy(*copy)
-
-    def cancel(self, number: int) -> None:
-        self._opened.cancel(number)
+        assert self._copies is not None
+        found = plan_from_wire(plan, self._find)
+        for slot, adapter in enumerate(found.adapters):
+            number = coming.get(slot, -1)
+            adapter.transfer = _Unread() if number is None else self._copies.get(number)
+        return self._cuda.follow(found, asks_logits)
 
     def receive(self, link: Connection) -> Any:
         """The next message; copies go on until it comes, and a device that fails meanwhile ends the process."""
         try:
             while True:
-                is_copying = self._copies is not None and self._look()
+                is_copying = self._copies is not None and self._look(self._copies)
                 if link.poll(_COPY_SECONDS if is_copying else _IDLE_SECONDS):
                     return link.recv()
         except (EOFError, OSError):  # the first rank has closed
-            self._seat.close()
+            self._close()
             raise
 
-    @property
-    def _opened(self) -> FollowerCopies:
-        assert self._copies is not None
-        return self._copies
+    def _close(self) -> None:
+        """End what the device waits for, then its work, then the captured steps, which the ranks' end waits for."""
+        self._seat.lose()
+        if self._copies is not None:
+            self._cuda.close()
+        self._seat.close()
 
-    def _look(self) -> bool:
+    def _look(self, copies: FollowerCopies) -> bool:
         try:
             self._cuda.advance()
-            return self._opened.look()
+            return copies.look()
         except ExecutorLost as error:
             raise SystemExit(f"chorus: error: {error}") from error
-
-    def _planned(self, wire: Mapping[str, Any], coming: Mapping[int, int | None]) -> StepPlan:
-        plan = plan_from_wire(wire, self._find)
-        for slot, adapter in enumerate(plan.adapters):
-            number = coming.get(slot, -1)
-            adapter.transfer = _Unread() if number is None else self._opened.get(number)
-        return plan
-
-
-class _Fatal:
-    """What is raised within ends the rank once the first one has heard of it."""
-
-    def __init__(self, follower: CudaFollower) -> None:
-        self._follower = follower
-
-    def __enter__(self) -> None:
-        """Nothing is to be done."""
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._follower.is_lost = error is not None

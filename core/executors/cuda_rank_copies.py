@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,12 +23,12 @@ from ...memory.pages.adapter_layout import AdapterLayout
 from ...memory.pages.arena import Arena
 from ...memory.transfers.pinned import PinnedBuffers
 from ...memory.transfers.transfer import ExecutorLost, Transfer, check_pages
-from ..model.config import ModelConfig
 from .adapters import check_tables
+from .base import ModelExecutor
 from .cuda import CudaExecutor
 from .cuda_rank_memory import COMING, DONE, FAILED, NUM_COPIES, VOID, DeviceSeat
-from .image_memory import ImageMemory
-from .rank_adapters import RankAdapters
+from .rank_adapters import RankAdapters, RankBuffers
+from .shared_memory import SharedMemory
 
 #: Seconds between two looks at a copy that the host waits for.
 _LOOK_SECONDS = 5e-4
@@ -77,19 +78,26 @@ class RankTransfer:
     def is_quiet(self) -> bool:
         if self._own is None:
             return self.has_failed()
-        return self._own.is_quiet() and bool(np.isin(self._others(), (DONE, VOID)).all())
+        return self._own.is_quiet() and (self._copies.is_lost or bool(np.isin(self._others(), (DONE, VOID)).all()))
 
     def _others(self) -> np.ndarray:
         return self._copies.states[1:, self.number]
 
 
 class RankCopies:
-    """Copies on all ranks, by number; of the first rank. send: a message to all others, which is not answered."""
+    """Copies on all ranks, by number, of images of all; see `CopyEngine`. send: a message to all others, which is not
+    answered.
+    """
 
     def __init__(self, seat: DeviceSeat, first: CudaExecutor, send: Callable[..., None], patience: float) -> None:
         self.states, self.send, self.first = seat.states, send, first
-        self._memory, self._patience = seat.memory, patience
+        self._seat, self._memory, self._patience = seat, seat.memory, patience
         self._free = list(range(NUM_COPIES))
+
+    @property
+    def is_lost(self) -> bool:
+        """True if other ranks may have ended: nothing is computed any more in the pages that they copy."""
+        return self._seat.is_lost
 
     def take(self, transfer: RankTransfer) -> int:
         """A number for a copy, until its transfer is gone."""
@@ -100,99 +108,66 @@ class RankCopies:
         weakref.finalize(transfer, self._free.append, number).atexit = False
         return number
 
-    def places(self, shares: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
-        """Of each rank's share where it lies in the ranks' memory, and its chunk: first byte and bytes."""
-        return [self._place(share) for share in shares]
-
-    def pages(self, image: Sequence[torch.Tensor], pages: Sequence[int], *, to_device: bool) -> RankTransfer:
-        """Begin to copy whole pages of every rank."""
+    def start(self, image: HostImage, layout: AdapterLayout, pages: Sequence[int]) -> RankTransfer:
+        check_pages(pages, layout.num_pages, self.first.num_pages)
         pages = list(pages)
 
         def begin(number: int) -> Transfer:
-            self.send("copy", number, self.places(image), pages, to_device)
+            self.send("place", number, *self._places(image.data), layout, pages)
+            return self.first.adapters.start(_whole(image.data[0], layout.num_layers), layout, pages)
+
+        return RankTransfer(self, begin, image.stream, layout.num_layers)
+
+    def copy_pages(self, image: torch.Tensor, pages: Sequence[int], *, to_device: bool) -> RankTransfer:
+        pages = list(pages)
+
+        def begin(number: int) -> Transfer:
+            self.send("copy", number, *self._places(image), pages, to_device)
             return self.first.adapters.copy_pages(image[0], pages, to_device=to_device)
 
         whole = LayerStream()
         whole.publish(len(pages))
         return RankTransfer(self, begin, whole, len(pages))
 
-    def finish(self, transfer: RankTransfer) -> None:
-        """Wait for a copy. Raises ExecutorLost if it can't be, or takes too long."""
+    def copy_out(self, pages: Sequence[int], image: torch.Tensor) -> None:
+        """Raises ExecutorLost if it can't be, or takes too long."""
+        transfer = self.copy_pages(image, pages, to_device=False)
         deadline = time.monotonic() + self._patience
         while not transfer.is_done():
             if transfer.has_failed() or time.monotonic() > deadline:
                 raise ExecutorLost("a rank could not copy its pages")
             time.sleep(_LOOK_SECONDS)
 
-    def _place(self, share: torch.Tensor) -> tuple[int, int, int]:
-        offset = self._memory.offset(share)
-        assert offset is not None
+    def advance(self) -> None:
+        """Nothing to do: steps have each rank advance its own copies."""
+
+    def close(self) -> None:
+        """Ranks that end copy nothing any more."""
+
+    def _places(self, image: torch.Tensor) -> tuple[list[int], tuple[int, int]]:
+        """The byte of the ranks' memory at which each rank's share begins, and the chunk: its first byte and bytes."""
+        first = self._memory.offset(image)
+        assert first is not None
+        offsets = [first + rank * image.stride(0) * image.itemsize for rank in range(len(image))]
         chunks = list(self._memory.chunks.items())
-        chunk, num_bytes = next((begin, size) for begin, size in chunks if begin <= offset < begin + size)
-        return offset, chunk, num_bytes
+        return offsets, next((begin, size) for begin, size in chunks if begin <= first < begin + size)
 
 
 class CudaRankAdapters(RankAdapters):
-    """Has every rank copy its share of an adapter into its arena."""
+    """Refuses what the static tables of a GPU can't hold."""
 
-    def __init__(
-        self, whole: ModelConfig, share: ModelConfig, copies: RankCopies, memory: ImageMemory, max_rank: int
-    ) -> None:
-        arena = copies.first.arena
-        shape = Arena(arena.layout, 2, arena.pages.dtype, "cpu")
-        buffers = PinnedBuffers(memory, memory.layout.image_bytes)
-        super().__init__(whole, share, shape, memory.layout.size, buffers)
-        self._copies, self._memory, self._max_rank, self._num_pages = copies, memory, max_rank, arena.num_pages
+    def __init__(self, shapes: ModelExecutor, copies: RankCopies, memory: SharedMemory, max_rank: int) -> None:
+        """shapes: of a rank."""
+        arena, size = copies.first.arena, memory.layout.size
+        host = Arena(arena.layout, 2, arena.pages.dtype, "cpu")
+        buffers = RankBuffers(PinnedBuffers(memory, memory.layout.room_bytes), size, memory)
+        super().__init__(shapes.whole, shapes.config, host, copies, buffers, size)
+        self._max_rank = max_rank
 
-    def inspect(self, path: Any, roots: Any = ()) -> AdapterManifest:
+    def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
         manifest = super().inspect(path, roots)
         check_tables(manifest, path, self._max_rank)
         return manifest
-
-    def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
-        check_pages(pages, layout.num_pages, self._num_pages)
-
-        def begin(number: int) -> Transfer:
-            shares = image.data
-            self._copies.send("place", number, self._copies.places(shares), layout, list(pages))
-            return self._copies.first.adapters.start(_whole(shares[0], layout.num_layers), layout, list(pages))
-
-        transfer = RankTransfer(self._copies, begin, image.stream, layout.num_layers)
-        return None if transfer.is_done() else transfer
-
-    def save(self, layout: AdapterLayout, pages: list[int]) -> HostImage:
-        image = HostImage()
-        image.data = self.take(len(pages))
-        self._copies.finish(self._copies.pages(image.data, pages, to_device=False))
-        image.publish(layout.num_layers)
-        return image
-
-    def take(self, num_pages: int) -> list[torch.Tensor]:
-        """Memory that all ranks see, for pages of every rank. MemoryError where there is no more."""
-        shares = super()._take(num_pages)
-        if any(self._memory.offset(share) is None for share in shares):
-            raise MemoryError(f"no {num_pages} pages are left of the memory that ranks share")
-        return shares
-
-    def _take(self, num_pages: int) -> list[torch.Tensor]:
-        return self.take(num_pages)
-
-
-class CudaRankSwaps:
-    """Copies pages of all ranks; an image is all ranks' pages."""
-
-    def __init__(self, adapters: CudaRankAdapters, copies: RankCopies, page_seconds: float) -> None:
-        self._adapters, self._copies, self.page_seconds = adapters, copies, page_seconds
-
-    def copy_out(self, pages: Sequence[int]) -> tuple[list[torch.Tensor], Transfer | None]:
-        image = self._adapters.take(len(pages))
-        return image, _rest(self._copies.pages(image, pages, to_device=False))
-
-    def copy_in(self, image: Sequence[torch.Tensor], skip: int, pages: Sequence[int]) -> Transfer | None:
-        return _rest(self._copies.pages([share[skip:] for share in image], pages, to_device=True))
-
-    def wait(self, timeout: float) -> None:
-        time.sleep(min(timeout, _LOOK_SECONDS))
 
 
 class FollowerCopies:
@@ -210,12 +185,14 @@ class FollowerCopies:
         """A copy, or None if it is over."""
         return self._transfers.get(number)
 
-    def place(self, number: int, places: list[tuple[int, int, int]], layout: AdapterLayout, pages: list[int]) -> None:
-        image = _whole(self._image(places, len(pages)), layout.num_layers)
+    def place(
+        self, number: int, offsets: list[int], chunk: tuple[int, int], layout: AdapterLayout, pages: list[int]
+    ) -> None:
+        image = _whole(self._image(offsets, chunk, len(pages)), layout.num_layers)
         self._begin(number, lambda: self._executor.adapters.start(image, layout, pages))
 
-    def copy(self, number: int, places: list[tuple[int, int, int]], pages: list[int], to_device: bool) -> None:
-        image = self._image(places, len(pages))
+    def copy(self, number: int, offsets: list[int], chunk: tuple[int, int], pages: list[int], to_device: bool) -> None:
+        image = self._image(offsets, chunk, len(pages))
         self._begin(number, lambda: self._executor.adapters.copy_pages(image, pages, to_device=to_device))
 
     def cancel(self, number: int) -> None:
@@ -242,10 +219,10 @@ class FollowerCopies:
             self._states[number] = VOID
             raise
 
-    def _image(self, places: Sequence[tuple[int, int, int]], num_pages: int) -> torch.Tensor:
-        offset, chunk, num_bytes = places[self._seat.shard.rank]
-        self._pin(chunk, num_bytes)
-        return self._seat.memory.image(offset, (num_pages, self._page_elems), self._dtype)
+    def _image(self, offsets: Sequence[int], chunk: tuple[int, int], num_pages: int) -> torch.Tensor:
+        self._pin(*chunk)
+        offset = offsets[self._seat.shard.rank]
+        return self._seat.memory.tensor(offset, (num_pages, self._page_elems), self._dtype)
 
     def _pin(self, chunk: int, num_bytes: int) -> None:
         """Pin a chunk that the first rank has, in place of those that it no longer has."""
@@ -265,8 +242,3 @@ def _whole(data: torch.Tensor, num_layers: int) -> HostImage:
     image.data = data
     image.publish(num_layers)
     return image
-
-
-def _rest(transfer: RankTransfer) -> Transfer | None:
-    """The transfer if it is still to be waited for."""
-    return None if transfer.is_done() else transfer

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -13,12 +16,15 @@ import torch
 from ...graphs.device import CudaDevice
 from ...memory.transfers.cuda_driver import CupyDriver, MissingCupy
 from ...ops.device_ranks import open_group
-from ...ops.ranks import Ranks, Sums
+from ...ops.ranks import RanksLost, Sums
 from ..model.shard import Shard
-from .image_memory import ImageMemory, Pinning
+from .shared_memory import Pinning, SharedMemory
 
 #: Copies between host memory and all ranks' arenas that may be under way at once.
 NUM_COPIES = 4096
+
+#: Seconds between two looks at whether a rank has ended for which this one waits.
+_LOOK_SECONDS = 0.1
 
 #: How far a rank's share of a copy is; the last two are over.
 COMING, FAILED, DONE, VOID = range(4)
@@ -32,12 +38,8 @@ class DeviceSums(Sums, Protocol):
         ...
 
 
-class OpenSums(Protocol):
-    """How ranks meet."""
-
-    def __call__(self, ranks: Ranks, device: torch.device, store: str, seconds: float) -> DeviceSums:
-        """Join the other ranks, which name the same file; ranks: of the host's memory."""
-        ...
+#: Joins the other ranks, which name the same file, within so many seconds.
+OpenSums = Callable[[Shard, torch.device, str, float], DeviceSums]
 
 
 def _open_driver(device: CudaDevice) -> Pinning | None:
@@ -47,8 +49,8 @@ def _open_driver(device: CudaDevice) -> Pinning | None:
         return None
 
 
-def _open_sums(ranks: Ranks, device: torch.device, store: str, seconds: float) -> DeviceSums:
-    return open_group("nccl", ranks.rank, ranks.size, device, store, seconds)
+def _open_sums(shard: Shard, device: torch.device, store: str, seconds: float) -> DeviceSums:
+    return open_group("nccl", shard.rank, shard.size, device, store, seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +70,9 @@ class DeviceSeat:
     states: `[size, NUM_COPIES]`, how far each rank's share of each copy is.
     """
 
-    def __init__(self, shard: Shard, memory: ImageMemory, device: CudaDevice, seconds: float) -> None:
+    def __init__(self, shard: Shard, memory: SharedMemory, device: CudaDevice) -> None:
         self.shard, self.memory, self.device = shard, memory, device
         self.states = memory.more(np.int32).reshape(shard.size, NUM_COPIES)
-        self._ranks = memory.ranks(shard.rank, seconds)
-        self._ranks.begin(1)  # steps of a device follow each other without a pause: all are one
         self._sums: DeviceSums | None = None
         self._lock = threading.Lock()
         self.is_lost = False
@@ -83,14 +83,38 @@ class DeviceSeat:
         return size * NUM_COPIES * np.dtype(np.int32).itemsize
 
     def meet(self, open_sums: OpenSums, store: str, seconds: float) -> None:
-        """Join the other ranks; see `RankDevices.open_sums`."""
-        with self.device.scope():
-            sums = open_sums(self._ranks, self.device.torch_device, store, seconds)
-        with self._lock:
-            self._sums = sums
-            is_lost = self.is_lost
-        if is_lost:
-            sums.lose()
+        """Join the other ranks, and add up a first sum with them; see `RankDevices.open_sums`. On a thread of its own,
+        as the wait for a rank that does not come may have no end. Raises RanksLost after so many seconds, or once the
+        ranks are lost.
+        """
+        met: Future[None] = Future()
+        work = partial(self._meet, met, open_sums, store, seconds)
+        threading.Thread(target=work, name="chorus-meeting", daemon=True).start()
+        deadline = time.monotonic() + seconds
+        while not wait([met], _LOOK_SECONDS).done:
+            if self.is_lost:
+                raise RanksLost("a rank has ended before all had met")
+            if time.monotonic() > deadline:
+                raise RanksLost(
+                    f"the ranks have not added up a first sum within {seconds:g} s; with NCCL_DEBUG=INFO NCCL says why"
+                )
+        met.result()
+
+    def _meet(self, met: Future[None], open_sums: OpenSums, store: str, seconds: float) -> None:
+        try:
+            with self.device.scope():
+                sums = open_sums(self.shard, self.device.torch_device, store, seconds)
+                with self._lock:
+                    self._sums = sums
+                if self.is_lost:
+                    sums.lose()
+                total = int(sums.add_up(torch.ones(1, device=self.device.torch_device)).item())
+            if total != self.shard.size:
+                raise RuntimeError(f"the sum of {self.shard.size} ranks' ones is {total}")
+        except BaseException as error:
+            met.set_exception(error)
+        else:
+            met.set_result(None)
 
     @property
     def sums(self) -> Sums:
@@ -103,12 +127,11 @@ class DeviceSeat:
         """Have this rank never wait for the others again; from any thread."""
         with self._lock:
             self.is_lost, sums = True, self._sums
-        self._ranks.lose()
         if sums is not None:
             sums.lose()
 
     def close(self) -> None:
-        """Let this process join other ranks; nothing waits for these any more."""
+        """Let this process join other ranks; nothing waits for these any more, and no captured step has their sums."""
         self.lose()
         if self._sums is not None:
             self._sums.close()

@@ -11,9 +11,9 @@ import logging
 import os
 import tempfile
 import threading
-import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,25 +21,22 @@ from typing import Any, TypeVar
 import torch
 
 from ...graphs.device import DeviceError
-from ...memory.pages.layout import PageLayout
 from ...memory.transfers.transfer import ExecutorLost
-from ...ops import native_library
 from ...ops.device_ranks import RanksUnavailable, check_nccl
 from ...ops.ranks import RanksLost
 from ..cold_start import ColdStarts
 from ..config import EngineConfig
-from ..model.config import UnsupportedModel
-from ..model.shard import Shard
 from ..requests.plan_wire import plan_to_wire
 from ..requests.types import StepPlan, StepResult
-from .base import ModelExecutor, StartedStep
+from .base import StartedStep
 from .cuda import CudaExecutor
 from .cuda_rank import CudaFollower
-from .cuda_rank_copies import CudaRankAdapters, CudaRankSwaps, RankCopies, RankTransfer
+from .cuda_rank_copies import CudaRankAdapters, RankCopies, RankTransfer
 from .cuda_rank_memory import DeviceSeat, RankDevices
-from .followers import Followers
-from .image_memory import ImageLayout, ImageMemory, image_bytes
-from .ranks import PATIENCE_SECONDS, KnownAdapters, RankShadow
+from .followers import STOP_SECONDS
+from .ranks import PATIENCE_SECONDS, RanksFront
+from .shared_memory import MemoryLayout, SharedMemory, image_bytes
+from .swaps import PageSwaps
 
 logger = logging.getLogger(__name__)
 
@@ -48,70 +45,52 @@ T = TypeVar("T")
 #: Seconds that ranks may take to join: they have loaded their weights by then.
 _JOIN_SECONDS = 300.0
 
-#: Values beside a token's hidden state in the sums of host memory, see `ranks`.
-_ROW_ROOM = 32
-
+#: Seconds between two looks at whether the host waits for a device.
 _LOOK_SECONDS = 1.0
 
 _LOST = "a rank has ended or kept the others waiting for too long"
 
 
-class CudaRanksExecutor:
+class CudaRanksExecutor(RanksFront[CudaExecutor]):
     """Runs steps on `config.tensor_parallel_size` GPUs, of which the first is a `CudaExecutor` of this process."""
 
     def __init__(
         self, config: EngineConfig, devices: RankDevices | None = None, patience: float = PATIENCE_SECONDS
     ) -> None:
         """Raises UnsupportedModel, DeviceError, and RuntimeError, which names it, when a rank can't join."""
-        size = config.tensor_parallel_size
-        if reason := native_library.why_unavailable(torch.float32):
-            raise UnsupportedModel(f"tensor_parallel_size is {size}, and ranks meet by the native library: {reason}")
         if devices is None:
             devices = RankDevices()
             check_gpus(config)
-        self._patience, self._open = patience, deque[_RankStep]()
-        shapes = ModelExecutor(config, Shard(0, size))
-        one, hidden = shapes.layout, shapes.whole.hidden_size
-        self.model = shapes.model
-        self.layout = PageLayout(one.num_layers, size * one.kv_heads, one.head_dim, one.block_tokens, one.itemsize)
-        floats = max(config.max_num_batched_tokens * (hidden + _ROW_ROOM), shapes.whole.vocab_size)
-        layout = ImageLayout(size, floats, image_bytes(config.host_bytes), DeviceSeat.more_bytes(size))
+        super().__init__(config, patience)
+        shapes, size = self.shapes, config.tensor_parallel_size
+        self._open, self._wait, self._is_closed = deque[_RankStep](), None, threading.Event()
+        layout = MemoryLayout(size, 0, DeviceSeat.more_bytes(size), image_bytes(config.host_bytes))
         device = devices.open_device(0)
         self._folder = tempfile.TemporaryDirectory(prefix="chorus-ranks-")  # in which the processes find each other
-        fd = ImageMemory.create(layout)
+        fd = SharedMemory.create(layout)
         try:
-            memory = ImageMemory(fd, layout, devices.open_driver(device))
-            self._seat = seat = DeviceSeat(shapes.shard, memory, device, patience)
-            makers = {
-                f"rank {rank} of {size}": partial(CudaFollower, config, Shard(rank, size), layout, patience, devices)
-                for rank in range(1, size)
-            }
-            self._followers = Followers(makers, fd, seat, patience)
+            memory = SharedMemory(fd, layout, devices.open_driver(device))
+            self._seat = seat = DeviceSeat(shapes.shard, memory, device)
+            self._begin(partial(CudaFollower, config, layout, devices), fd, seat)
         finally:
             os.close(fd)
         try:
             self.first = CudaExecutor(config, device, seat=seat)
-            weight_bytes = [self.first.weight_bytes, *self._followers.join()]
-            self.num_pages = self._join(devices)
+            self._join()
+            self.num_pages = self._meet(devices)
+            copies = RankCopies(seat, self.first, self._followers.send, patience)
+            self.adapters = CudaRankAdapters(shapes, copies, memory, config.max_lora_rank)
+            self.swaps = PageSwaps(self.first.arena, self.adapters.dma)
+            if seat.is_lost:
+                raise RuntimeError(self._followers.why() or _LOST)
         except BaseException:
             self._followers.close()
             seat.close()
             self._folder.cleanup()
             raise
-        copies = RankCopies(seat, self.first, self._send, patience)
-        self.adapters = CudaRankAdapters(shapes.whole, shapes.config, copies, memory, config.max_lora_rank)
-        self.swaps = CudaRankSwaps(self.adapters, copies, self.first.swaps.page_seconds)
-        self._known = KnownAdapters(self._followers)
-        self.shadow = RankShadow(self.first.shadow, self._beside, self._known.entry)
+        self._serve(self._beside)
         self.cold_starts = ColdStarts()
-        self._waits_since: float | None = None  # of a step's result
-        self._is_closed = threading.Event()
-        threading.Thread(target=self._watch_steps, name="chorus-ranks", daemon=True).start()
-        logger.info(
-            "%d GPUs: weights of %s GiB, KV and adapters of %.2f GiB each", size,
-            " + ".join(f"{num_bytes / 2**30:.2f}" for num_bytes in weight_bytes),
-            self.num_pages * one.page_bytes / 2**30,
-        )  # fmt: skip
+        threading.Thread(target=self._watch_waits, name="chorus-ranks", daemon=True).start()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See `Executor.execute`. A step that fails ends the executor."""
@@ -130,29 +109,17 @@ class CudaRanksExecutor:
         self._open.append(step)
         return step
 
-    def watch(self, on_lost: Callable[[ExecutorLost], None]) -> None:
-        """Have `on_lost` called, from any thread, when a rank ends by itself."""
-        self._followers.watch(on_lost)
-
-    @property
-    def pids(self) -> list[int]:
-        """Processes of the other ranks."""
-        return self._followers.pids
-
     def close(self) -> None:
         self._is_closed.set()
-        self._followers.close()
-        self.first.close()
-        self._seat.close()
-        self._folder.cleanup()
+        try:
+            super().close()
+        finally:
+            self._seat.close()
+            self._folder.cleanup()
 
     def read(self, step: _RankStep) -> StepResult:
         """Wait for a step's tokens, and for what the other ranks say of it."""
-        self._waits_since = time.monotonic()
-        try:
-            result = self._launched(step.started.result)
-        finally:
-            self._waits_since = None
+        result = self._launched(step.started.result)
         while step in self._open:
             self._collect()
         if self._seat.is_lost:
@@ -161,7 +128,7 @@ class CudaRanksExecutor:
             result.retract(request_id)
         return result
 
-    def _join(self, devices: RankDevices) -> int:
+    def _meet(self, devices: RankDevices) -> int:
         """Have all ranks meet, measure and open; the number of pages of each."""
         store = str(Path(self._folder.name) / "store")
         self._together(lambda: self._seat.meet(devices.open_sums, store, _JOIN_SECONDS), "meet", store, _JOIN_SECONDS)
@@ -190,42 +157,58 @@ class CudaRanksExecutor:
     def _launched(self, work: Callable[[], T]) -> T:
         """Do the first rank's part of a step. Raises ExecutorLost if it fails."""
         try:
-            return work()
+            with self._limited():
+                return work()
         except Exception as error:
             if (why := self._lose(error)) is not None:
                 raise ExecutorLost(why) from error
             if isinstance(error, ExecutorLost):
                 raise
             if isinstance(error, RanksLost):
-                raise ExecutorLost(_LOST) from error
+                raise ExecutorLost(str(error)) from error
             raise ExecutorLost(f"the first rank could not compute its share of a step: {error}") from error
-
-    def _send(self, name: str, *arguments: Any) -> None:
-        self._followers.send(name, *arguments)
 
     def _beside(self, work: Callable[[], T], name: str, *arguments: Any) -> tuple[T, list[Any]]:
         while self._open:
             self._collect()
-        return self._followers.beside(work, name, *arguments)
+        with self._limited():
+            return self._followers.beside(work, name, *arguments)
 
     def _collect(self) -> None:
         """Take the answers to the first step that has not been answered. Raises ExecutorLost."""
         step = self._open.popleft()
+        seconds = STOP_SECONDS if self._seat.is_lost else None
         try:
-            step.late = {name for names in self._followers.answers() for name in names}
+            step.late = {name for names in self._followers.answers(seconds=seconds) for name in names}
         except ExecutorLost:
             raise
         except Exception as error:
             self._seat.lose()
             raise ExecutorLost(str(error)) from error
 
-    def _watch_steps(self) -> None:
-        """End the wait for a device that is stuck; on a thread of its own."""
+    @contextmanager
+    def _limited(self) -> Iterator[None]:
+        """Within, the ranks are lost once the patience is over: the host may wait for a device that is stuck."""
+        self._wait = object()
+        try:
+            yield
+        finally:
+            self._wait = None
+
+    def _watch_waits(self) -> None:
+        """End a wait that takes too long; on a thread of its own. Time for which this process is stopped counts for
+        nothing.
+        """
+        looks, before = 0, None
         while not self._is_closed.wait(_LOOK_SECONDS):
-            since = self._waits_since
-            if since is not None and time.monotonic() - since > self._patience:
-                logger.error("a step took more than %g s on the ranks' GPUs", self._patience)
+            now = self._wait
+            looks, before = looks + 1 if now is not None and now is before else 0, now
+            waited = looks * _LOOK_SECONDS
+            if waited > self._patience and not self._seat.is_lost:
+                logger.error("what the ranks' GPUs were given took more than %g s", self._patience)
                 self._seat.lose()
+            if waited > self._patience + STOP_SECONDS:  # a wait that nothing but the other processes' ends may end
+                self._followers.close()
                 return
 
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any, Protocol, TypeVar
 
@@ -93,7 +93,11 @@ class Followers:
         return found
 
     def watch(self, on_lost: Callable[[ExecutorLost], None]) -> None:
+        """Have `on_lost` called, from any thread, when a process ends by itself, or has."""
         self._on_lost = on_lost
+        for index, process in enumerate(self._processes):
+            if process.poll() is not None:
+                on_lost(self._lost(index))
 
     def send(self, name: str, *arguments: Any) -> None:
         """Send all a message. Raises ExecutorLost."""
@@ -118,13 +122,15 @@ class Followers:
 
     def why(self) -> str | None:
         """What another rank says has failed, if it still says anything; of ranks that have been lost."""
+        if self._is_closed:
+            return None
         try:
-            self.answers(seconds=STOP_SECONDS)
+            while True:  # messages before the one that failed may not have been answered either
+                self.answers(seconds=STOP_SECONDS)
         except ExecutorLost as error:
             return str(error) if self.have_ended else None
         except Exception as error:
             return str(error)
-        return None
 
     @property
     def have_ended(self) -> bool:
@@ -137,26 +143,38 @@ class Followers:
         """
         if seconds is None:
             seconds = STOP_SECONDS if isinstance(failure, RanksLost) else self._seconds
-        deadline, found, errors = time.monotonic() + seconds, [], []
-        for index, link in enumerate(self._links):
-            name = self._names[index]
-            try:
-                if not link.poll(max(0.0, deadline - time.monotonic())):
-                    self._ranks.lose()
-                    raise ExecutorLost(f"{name} kept the others waiting for {seconds:g} s")
-                value, error = link.recv()
-            except (EOFError, OSError) as error:
-                raise self._lost(index) from error
-            found.append(value)
-            if isinstance(error, Exception):
-                errors.append(error)
-            elif error is not None:
-                errors.append(RuntimeError(f"{name}: {error}"))
+        found, errors = self._collect(seconds)
         if isinstance(failure, RanksLost):
             raise ExecutorLost(str(failure)) from failure
         if errors and (failure is None or isinstance(failure, StepGivenUp)):
             raise errors[0]
         return found
+
+    def _collect(self, seconds: float) -> tuple[list[Any], list[Exception]]:
+        """An answer of each, and the errors that they are. Raises ExecutorLost."""
+        deadline, pending = time.monotonic() + seconds, dict(enumerate(self._links))
+        found: list[Any] = [None] * len(pending)
+        errors: list[Exception] = []
+        while pending:
+            ready = wait(pending.values(), max(0.0, deadline - time.monotonic()))
+            if not ready:  # one that has failed tells more than one that waits for it
+                self._ranks.lose()
+                late = f"{self._names[min(pending)]} kept the others waiting for too long"
+                raise ExecutorLost(str(errors[0]) if errors else late)
+            for index in [index for index, link in pending.items() if link in ready]:
+                del pending[index]
+                found[index], error = self._receive(index)
+                errors += [] if error is None else [error]
+        return found, errors
+
+    def _receive(self, index: int) -> tuple[Any, Exception | None]:
+        try:
+            value, error = self._links[index].recv()
+        except (EOFError, OSError) as error:
+            raise self._lost(index) from error
+        if error is None or isinstance(error, Exception):
+            return value, error
+        return value, RuntimeError(f"{self._names[index]}: {error}")
 
     def close(self) -> None:
         """End all processes, by force where they don't end by themselves."""

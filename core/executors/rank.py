@@ -7,6 +7,7 @@ socket, for commands and answers, and the memory that all ranks share. It ends w
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from ...memory.adapters.adapter import Adapter
@@ -31,10 +33,13 @@ from ..model.shard import Shard
 from ..requests.plan_wire import plan_from_wire
 from ..requests.types import CannotMerge
 from .cpu import CpuExecutor
-from .rank_memory import MemoryLayout, RankMemory, RankSeat
+from .shared_memory import MemoryLayout, SharedMemory
 
 #: Seconds between two looks at how far an adapter has come.
 LOOK_SECONDS = 2e-5
+
+#: Adapters that may be on their way into the arenas at once.
+NUM_COUNTS = 4096
 
 #: Messages that are not answered.
 _UNANSWERED = ("know", "place", "copy", "cancel")
@@ -102,12 +107,45 @@ class Follower:
         return adapter
 
 
+class CpuSeat:
+    """A rank's place on processors: its share of the model, all arenas, and the sums over all ranks.
+
+    counts: int32, the layers that have arrived of each adapter on its way, into all arenas at once.
+    """
+
+    COUNT_BYTES = 4 * NUM_COUNTS
+
+    def __init__(self, shard: Shard, memory: SharedMemory, layout: PageLayout, num_pages: int, seconds: float) -> None:
+        """layout: of a rank's pages. seconds: see `Ranks`."""
+        self.shard, self.num_pages = shard, num_pages
+        self._memory, self._layout = memory, layout
+        self.ranks = memory.ranks(shard.rank, seconds)
+        self.counts = memory.more(np.int32)
+
+    def pages(self, dtype: torch.dtype) -> torch.Tensor:
+        """The rank's arena."""
+        return self.arena(self.shard.rank, dtype)
+
+    def arena(self, rank: int, dtype: torch.dtype) -> torch.Tensor:
+        """A rank's arena, `[num_pages, page_elems]`."""
+        offset = self._memory.layout.first_room + rank * arena_bytes(self._layout, self.num_pages)
+        return self._memory.tensor(offset, (self.num_pages, self._layout.page_elems), dtype)
+
+
+def arena_bytes(layout: PageLayout, num_pages: int) -> int:
+    """Bytes from a rank's arena to the next one's, which begins on a page of the system's."""
+    return -(-num_pages * layout.page_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
 class CpuFollower(Follower):
     """A rank on processors of this machine."""
 
-    def __init__(self, config: EngineConfig, shard: Shard, layout: MemoryLayout, memory_fd: int) -> None:
-        self._memory = RankMemory(memory_fd, layout)
-        self._seat = RankSeat(shard, self._memory)
+    def __init__(
+        self, config: EngineConfig, layout: MemoryLayout, page: PageLayout, num_pages: int, seconds: float,
+        shard: Shard, memory_fd: int,
+    ) -> None:  # fmt: skip
+        """page: of a rank. seconds: see `Ranks`."""
+        self._seat = CpuSeat(shard, SharedMemory(memory_fd, layout), page, num_pages, seconds)
         self._cpu = CpuExecutor(config, self._seat)
         super().__init__(self._cpu)
 
@@ -119,7 +157,7 @@ class CpuFollower(Follower):
             found = plan_from_wire(plan, self._find)
             for slot, adapter in enumerate(found.adapters):
                 at = coming.get(slot)
-                adapter.transfer = None if at is None else CountedTransfer(self._memory.counts[at : at + 1])
+                adapter.transfer = None if at is None else CountedTransfer(self._seat.counts[at : at + 1])
             return self._cpu.compute(found, kept)
         except BaseException:
             ranks.fail(number)
@@ -128,7 +166,7 @@ class CpuFollower(Follower):
 
 def follow(link: Connection, memory_fd: int) -> int:
     """Join, then answer the first rank's messages until it sends None. Its first one makes what has their methods, and
-    may have work to do while it waits for them (`receive`).
+    may have work to do while it waits for them (`receive`), and methods that must not fail (`fatal`).
     """
     make = link.recv()
     try:
@@ -148,7 +186,7 @@ def follow(link: Connection, memory_fd: int) -> int:
             answer = None, f"{type(error).__name__}: {error}"
         if name not in _UNANSWERED:
             link.send(answer)
-        if getattr(follower, "is_lost", False):
+        if answer[1] is not None and name in getattr(follower, "fatal", ()):
             return 1
     return 0
 
@@ -174,4 +212,6 @@ def main(link_fd: int, memory_fd: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
+    status = main(int(sys.argv[1]), int(sys.argv[2]))
+    logging.shutdown()
+    os._exit(status)  # the interpreter's own end would wait for a device that waits for other ranks

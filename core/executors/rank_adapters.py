@@ -1,4 +1,4 @@
-"""Adapters of several ranks: read once, cut into shares, and, on a CPU, copied into every rank's arena."""
+"""Adapters and swapped KV of several ranks: images of all ranks' shares, and, on a CPU, their copies."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from ...memory.files.format import AdapterManifest
@@ -14,32 +15,49 @@ from ...memory.host.image import HostImage, LayerStream
 from ...memory.pages.adapter_layout import AdapterLayout
 from ...memory.pages.arena import Arena
 from ...memory.pages.layout import MODULES, ModuleDims
-from ...memory.transfers.host_copies import HostCopies, HostTransfer
-from ...memory.transfers.transfer import Transfer, check_pages
+from ...memory.transfers.dma import Dma
+from ...memory.transfers.host_copies import CompleteTransfer, HostCopies, HostTransfer
+from ...memory.transfers.transfer import CopyEngine, Transfer, check_pages
 from ..model.config import ModelConfig
 from ..model.shard import Shard
 from .adapters import ModelAdapters
-from .rank_memory import NUM_COUNTS, RankMemory
+from .shared_memory import SharedMemory
 
 
-class RankAdapters:
+class RankBuffers:
+    """Host memory for images of all ranks: `[ranks, pages, page_elems]`, each rank's pages one behind the other.
+
+    memory: in which they must lie, if other processes copy them.
+    """
+
+    def __init__(self, buffers: Buffers, size: int, memory: SharedMemory | None = None) -> None:
+        self._buffers, self._size, self._memory = buffers, size, memory
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """See `Buffers.take`; shape: of a rank's share. MemoryError where there is no more."""
+        image = self._buffers.take((self._size, *shape), dtype)
+        if self._memory is not None and self._memory.offset(image) is None:
+            raise MemoryError(f"no {self._size} times {shape[0]} pages are left of the memory that ranks share")
+        return image
+
+
+class RankAdapters(ModelAdapters):
     """Reads adapters once and cuts them into shares of the ranks. A share has the same layout on all ranks.
 
     Of a projection with shares of its outputs A is whole on every rank and B a share; with shares of its inputs A is a
-    share and B whole. An image's data are the shares of all ranks.
+    share and B whole.
     """
 
     def __init__(
-        self, whole: ModelConfig, share: ModelConfig, arena: Arena, size: int, buffers: Buffers | None = None
+        self, whole: ModelConfig, share: ModelConfig, arena: Arena, copies: CopyEngine, buffers: RankBuffers, size: int
     ) -> None:
         """whole, share: shapes of the model, and of a rank's share of it. arena: on the host, of a rank's layout.
-        buffers: for shares, by default in ordinary memory.
+        copies: of images of all ranks.
         """
-        self._dtype, self._page = arena.pages.dtype, arena.layout
-        self._whole = ModelAdapters(whole, arena, self._dtype)
-        self._share = ModelAdapters(share, arena, self._dtype)
-        self._buffers = buffers or self._share.dma.buffers
-        self._size = size
+        dtype = arena.pages.dtype
+        super().__init__(share, arena, dtype)
+        self.dma = Dma(copies, buffers)
+        self._whole = ModelAdapters(whole, arena, dtype)
         self._parts = [
             {name: Shard(rank, size).of_module(name, whole) for name in MODULES} for rank in range(size)
         ]  # fmt: skip
@@ -48,15 +66,10 @@ class RankAdapters:
     def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
         return self._whole.inspect(path, roots)
 
-    def layout(self, manifest: AdapterManifest) -> AdapterLayout:
-        """The layout of a share."""
-        return self._share.layout(manifest)
-
     def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
         """Read the file once; a layer's shares are cut from it as soon as it is there."""
         whole_layout, whole = self._whole.layout(manifest), HostImage()
-        shares = self._take(layout.num_pages)
-        image.data = shares
+        image.data = shares = self.dma.buffers.take((layout.num_pages, self._page.page_elems), self._dtype)
         done = 0
 
         def cut() -> None:
@@ -71,48 +84,51 @@ class RankAdapters:
         whole.follow(cut)
         self._whole.read(manifest, whole_layout, whole)
 
-    def _take(self, num_pages: int) -> list[torch.Tensor]:
-        """Host memory for pages of every rank."""
-        return [self._buffers.take((num_pages, self._page.page_elems), self._dtype) for _ in range(self._size)]
 
+class ArenaCopies:
+    """Copies between images of all ranks and their arenas, all of which this process sees; see `CopyEngine`."""
 
-class ArenaAdapters(RankAdapters):
-    """Copies every rank's share into its arena, all of which this process sees."""
-
-    def __init__(self, whole: ModelConfig, share: ModelConfig, arenas: Sequence[Arena], memory: RankMemory) -> None:
-        super().__init__(whole, share, arenas[0], len(arenas))
+    def __init__(self, arenas: Sequence[Arena], counts: np.ndarray) -> None:
+        """counts: see `CpuSeat`."""
         self._copies = [HostCopies(arena.pages) for arena in arenas]
         self._num_pages = arenas[0].num_pages
-        self._counts = memory.counts
-        self._free_counts = list(range(NUM_COUNTS))
+        self._counts = counts
+        self._free_counts = list(range(len(counts)))
         self._used_counts: weakref.WeakKeyDictionary[Transfer, int] = weakref.WeakKeyDictionary()
 
-    def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
+    def start(self, image: HostImage, layout: AdapterLayout, pages: Sequence[int]) -> HostTransfer:
         check_pages(pages, layout.num_pages, self._num_pages)
         if not self._free_counts:
-            raise RuntimeError(f"{NUM_COUNTS} adapters are on their way into the arenas already")
+            raise RuntimeError(f"{len(self._counts)} adapters are on their way into the arenas already")
         at = self._free_counts.pop()
         self._counts[at] = 0
         transfer = HostTransfer(self, image, layout, pages, LayerStream(self._counts[at : at + 1]))
         self._used_counts[transfer] = at
         weakref.finalize(transfer, self._free_counts.append, at).atexit = False
-        return None if transfer.is_done() else transfer
+        return transfer
 
-    def save(self, layout: AdapterLayout, pages: list[int]) -> HostImage:
-        image = HostImage()
-        image.data = self._take(len(pages))
-        for copies, share in zip(self._copies, image.data, strict=True):
-            copies.copy_out(pages, share)
-        image.publish(layout.num_layers)
-        return image
-
-    def copy_in(self, image: Sequence[torch.Tensor], ranges: Sequence[tuple[int, int]], pages: Sequence[int]) -> None:
+    def copy_in(self, image: torch.Tensor, ranges: Sequence[tuple[int, int]], pages: Sequence[int]) -> None:
         for copies, share in zip(self._copies, image, strict=True):
             copies.copy_in(share, ranges, pages)
+
+    def copy_out(self, pages: Sequence[int], image: torch.Tensor) -> None:
+        for copies, share in zip(self._copies, image, strict=True):
+            copies.copy_out(pages, share)
+
+    def copy_pages(self, image: torch.Tensor, pages: Sequence[int], *, to_device: bool) -> CompleteTransfer:
+        for copies, share in zip(self._copies, image, strict=True):
+            copies.copy_pages(share, pages, to_device=to_device)
+        return CompleteTransfer()
 
     def count_of(self, transfer: Transfer) -> int:
         """Number of the count, in the ranks' memory, of the layers that have arrived."""
         return self._used_counts[transfer]
+
+    def advance(self) -> None:
+        """Nothing to do: readers issue copies as layers come."""
+
+    def close(self) -> None:
+        """No copy is running, and no more begin once the reads have ended."""
 
 
 def _cut(

@@ -1,8 +1,9 @@
 """An executor of several ranks: processes of this machine that compute each layer together (tensor parallel).
 
-The first rank is this process. It draws the tokens, and reads and moves what lies in the arenas, which it sees all of;
-the other ranks compute their shares of the same steps. What clocks decide is decided here, or by all ranks together: a
-step is done, and a shadow made, when it is on every rank, and a row is void that is void on any.
+The first rank is this process. It draws the tokens, and what clocks decide is decided here, or by all ranks together: a
+step is done, and a shadow made, when it is on every rank, and a row is void that is void on any. `RanksFront` is what
+ranks on processors and on GPUs (`cuda_ranks`) have in common. On processors the first rank also reads and moves what
+lies in the arenas, which it sees all of; the other ranks compute their shares of the same steps.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
 from ...memory.adapters.adapter import Adapter
+from ...memory.host.buffers import HostBuffers
 from ...memory.pages.arena import Arena
 from ...memory.pages.layout import PageLayout
-from ...memory.transfers.dma import open_dma
 from ...memory.transfers.transfer import ExecutorLost
 from ...ops import native_library
 from ..config import EngineConfig
-from ..model.config import UnsupportedModel
+from ..model.config import ModelConfig, UnsupportedModel
 from ..model.sampler import needs_logits
 from ..model.shadow import ShadowWeights
 from ..model.shard import Shard
@@ -31,14 +32,19 @@ from ..model.weights import num_weights
 from ..requests.plan_wire import adapter_to_wire, plan_to_wire
 from ..requests.types import StepPlan, StepResult
 from .base import ModelExecutor
-from .cpu import CpuExecutor, cpu_pages, cpu_threads
-from .followers import Followers
-from .rank import CpuFollower
-from .rank_adapters import ArenaAdapters
-from .rank_memory import MemoryLayout, RankMemory, RankSeat
+from .cpu import CpuExecutor, cpu_pages
+from .followers import Followers, Losable
+from .rank import CpuFollower, CpuSeat, arena_bytes
+from .rank_adapters import ArenaCopies, RankAdapters, RankBuffers
+from .shared_memory import MemoryLayout, SharedMemory
 from .swaps import PageSwaps
 
+if TYPE_CHECKING:
+    from .cuda import CudaExecutor
+
 logger = logging.getLogger(__name__)
+
+First = TypeVar("First", bound="CpuExecutor | CudaExecutor")
 
 #: Seconds that ranks wait for each other before they are lost: many times a step of any model.
 PATIENCE_SECONDS = 60.0
@@ -46,8 +52,74 @@ PATIENCE_SECONDS = 60.0
 #: Values beside a token's hidden state, to which the native decoder rounds up rows.
 _ROW_ROOM = 32
 
+_MIB = 1 << 20
 
-class RanksExecutor:
+
+class RanksFront(Generic[First]):
+    """Ranks as an engine has them: one executor, of which `first` computes the first rank's share in this process.
+
+    shapes: of the first rank. layout: of a page of all ranks.
+    """
+
+    first: First
+    num_pages: int
+
+    def __init__(self, config: EngineConfig, patience: float) -> None:
+        """patience: seconds that ranks wait for each other. Raises UnsupportedModel."""
+        self._config, self._patience, self._size = config, patience, config.tensor_parallel_size
+        self.shapes = ModelExecutor(config, Shard(0, self._size))
+        self.model, one = self.shapes.model, self.shapes.layout
+        heads = self._size * one.kv_heads
+        self.layout = PageLayout(one.num_layers, heads, one.head_dim, one.block_tokens, one.itemsize)
+
+    def _begin(self, make: Callable[[Shard, int], Any], memory_fd: int, ranks: Losable) -> None:
+        """Start the other ranks. make: called in each, see `Followers`."""
+        size = self._size
+        makers = {f"rank {rank} of {size}": partial(make, Shard(rank, size)) for rank in range(1, size)}
+        self._followers = Followers(makers, memory_fd, ranks, self._patience)
+
+    def _join(self) -> None:
+        """Wait for the other ranks, once `first` has loaded its share. Raises RuntimeError, which names the rank that
+        can't join.
+        """
+        weights = [self.first.weight_bytes, *self._followers.join()]
+        by_formula = weights_of_rank(self.shapes.whole, self._size) * self.layout.itemsize
+        logger.info(
+            "%d ranks: weights of %s MiB (V·h + h + L·(2h + (2h·q + 2h·kv + 3h·f)/N) + V·h/N of untied embeddings: "
+            "%.2f)", self._size, " + ".join(f"{each / _MIB:.2f}" for each in weights), by_formula / _MIB,
+        )  # fmt: skip
+
+    def _serve(self, beside: Callable[..., tuple[Any, list[Any]]]) -> None:
+        """Take plans and shadows from now on. beside: see `Followers.beside`."""
+        self._known = KnownAdapters(self._followers)
+        self.shadow = RankShadow(self.first.shadow, beside, self._known.entry)
+        page_bytes = self.shapes.layout.page_bytes
+        logger.info("KV and adapters of %.1f MiB on each rank", self.num_pages * page_bytes / _MIB)
+
+    def watch(self, on_lost: Callable[[ExecutorLost], None]) -> None:
+        """Have `on_lost` called, from any thread, when a rank ends by itself."""
+        self._followers.watch(on_lost)
+
+    @property
+    def pids(self) -> list[int]:
+        """Processes of the other ranks."""
+        return self._followers.pids
+
+    def close(self) -> None:
+        self._followers.close()
+        self.first.close()
+
+
+def weights_of_rank(whole: ModelConfig, size: int) -> int:
+    """Weights that each of `size` ranks keeps, by the formula of docs/serving.md, which counts no biases."""
+    hidden, q, kv, ffn = whole.hidden_size, whole.q_size, whole.kv_size, whole.intermediate_size
+    shared = 2 * hidden * q + 2 * hidden * kv + 3 * hidden * ffn
+    embeddings = whole.vocab_size * hidden
+    head = 0 if whole.tie_word_embeddings else embeddings // size
+    return embeddings + head + hidden + whole.num_layers * (2 * hidden + shared // size)
+
+
+class RanksExecutor(RanksFront[CpuExecutor]):
     """Runs steps on `config.tensor_parallel_size` ranks, of which the first is a `CpuExecutor` of this process."""
 
     start = None  # as of the CPU's executor
@@ -57,51 +129,39 @@ class RanksExecutor:
         size = config.tensor_parallel_size
         if reason := native_library.why_unavailable(torch.float32):
             raise UnsupportedModel(f"tensor_parallel_size is {size}, and ranks add up by the native library: {reason}")
-        shapes = [ModelExecutor(config, Shard(rank, size)) for rank in range(size)]
-        first = shapes[0]
-        one = first.layout
-        self.model = first.model
-        self.layout = PageLayout(one.num_layers, size * one.kv_heads, one.head_dim, one.block_tokens, one.itemsize)
-        weights = sum(num_weights(each.whole, each.shard) for each in shapes) * one.itemsize
-        self.num_pages = cpu_pages(config, first, self.layout, weights)
-        floats = max(config.max_num_batched_tokens * (first.whole.hidden_size + _ROW_ROOM), first.whole.vocab_size)
-        layout = MemoryLayout(size, floats, self.num_pages, self.num_pages * one.page_bytes, patience)
-        fd = RankMemory.create(layout)
+        super().__init__(config, patience)
+        shapes, one = self.shapes, self.shapes.layout
+        weights = sum(num_weights(shapes.whole, Shard(rank, size)) for rank in range(size)) * one.itemsize
+        self.num_pages = num_pages = cpu_pages(config, shapes, self.layout, weights)
+        floats = max(config.max_num_batched_tokens * (shapes.whole.hidden_size + _ROW_ROOM), shapes.whole.vocab_size)
+        layout = MemoryLayout(size, floats, CpuSeat.COUNT_BYTES, size * arena_bytes(one, num_pages))
+        fd = SharedMemory.create(layout)
         try:
-            memory = RankMemory(fd, layout)
-            seat = RankSeat(first.shard, memory)
-            makers = {
-                f"rank {rank} of {size}": partial(CpuFollower, config, Shard(rank, size), layout)
-                for rank in range(1, size)
-            }
-            self._followers = Followers(makers, fd, seat.ranks, patience)
+            memory = SharedMemory(fd, layout)
+            seat = CpuSeat(shapes.shard, memory, one, num_pages, patience)
+            self._ranks, self._steps = seat.ranks, 0
+            self._begin(partial(CpuFollower, config, layout, one, num_pages, patience), fd, seat.ranks)
         finally:
             os.close(fd)
-        self._ranks = seat.ranks
-        self._steps = 0
         try:
             self.first = CpuExecutor(config, seat)
-            weight_bytes = [self.first.weight_bytes, *self._followers.join()]
+            self._join()
         except BaseException:
             self._followers.close()
             raise
-        dtype = self.first.arena.pages.dtype
+        dtype, others = self.first.arena.pages.dtype, range(1, size)
         arenas = [self.first.arena]
-        arenas += [Arena(one, self.num_pages, dtype, "cpu", memory.arena(rank, dtype)) for rank in range(1, size)]
-        self.adapters = ArenaAdapters(first.whole, self.first.config, arenas, memory)
-        self.swaps = RankSwaps(arenas)
-        self._known = KnownAdapters(self._followers)
-        self.shadow = RankShadow(self.first.shadow, self._followers.beside, self._known.entry)
-        mib = " + ".join(f"{num_bytes / 2**20:.1f}" for num_bytes in weight_bytes)
-        logger.info(
-            "%d ranks of %d threads: weights of %s MiB, KV and adapters of %.1f MiB each", size, cpu_threads(config),
-            mib, layout.arena_bytes / 2**20,
-        )  # fmt: skip
+        arenas += [Arena(one, num_pages, dtype, "cpu", seat.arena(rank, dtype)) for rank in others]
+        self._copies = ArenaCopies(arenas, seat.counts)
+        buffers = RankBuffers(HostBuffers(), size)
+        self.adapters = RankAdapters(shapes.whole, shapes.config, arenas[0], self._copies, buffers, size)
+        self.swaps = PageSwaps(arenas[0], self.adapters.dma)
+        self._serve(self._followers.beside)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See `Executor.execute`. A step that fails on one rank is given up by all of them."""
         coming = {
-            slot: self.adapters.count_of(adapter.transfer)
+            slot: self._copies.count_of(adapter.transfer)
             for slot, adapter in enumerate(plan.adapters)
             if adapter.transfer is not None
         }
@@ -121,19 +181,6 @@ class RanksExecutor:
         except Exception:
             self._ranks.fail(number)
             raise
-
-    def watch(self, on_lost: Callable[[ExecutorLost], None]) -> None:
-        """Have `on_lost` called, from any thread, when a rank ends by itself."""
-        self._followers.watch(on_lost)
-
-    @property
-    def pids(self) -> list[int]:
-        """Processes of the other ranks."""
-        return self._followers.pids
-
-    def close(self) -> None:
-        self._followers.close()
-        self.first.close()
 
 
 class KnownAdapters:
@@ -166,24 +213,6 @@ class KnownAdapters:
         return adapter_to_wire(adapter)
 
 
-class RankSwaps:
-    """Copies pages of all arenas. An image is all ranks' pages; a CPU's copies are complete at once."""
-
-    def __init__(self, arenas: Sequence[Arena]) -> None:
-        self._swaps = [PageSwaps(arena, open_dma(arena.pages, 0)) for arena in arenas]
-        self.page_seconds = sum(swaps.page_seconds for swaps in self._swaps)
-
-    def copy_out(self, pages: Sequence[int]) -> tuple[list[torch.Tensor], None]:
-        return [swaps.copy_out(pages)[0] for swaps in self._swaps], None
-
-    def copy_in(self, image: Sequence[torch.Tensor], skip: int, pages: Sequence[int]) -> None:
-        for swaps, share in zip(self._swaps, image, strict=True):
-            swaps.copy_in(share, skip, pages)
-
-    def wait(self, timeout: float) -> None:
-        self._swaps[0].wait(timeout)
-
-
 class RankShadow:
     """The shadow of an adapter on all ranks, each of which makes its share of every matrix.
 
@@ -196,12 +225,7 @@ class RankShadow:
     ) -> None:  # fmt: skip
         """beside: see `Followers.beside`. entry: an adapter, which the followers know, as they receive it."""
         self._first, self._beside, self._entry = first, beside, entry
-
-    def sizes(self, adapter: Adapter) -> list[int]:
-        return self._first.sizes(adapter)
-
-    def wished_runs(self, adapter: Adapter) -> list[range] | None:
-        return self._first.wished_runs(adapter)
+        self.sizes, self.wished_runs = first.sizes, first.wished_runs
 
     def begin(self, adapter: Adapter, runs: Sequence[range]) -> None:
         entry = self._entry(adapter)

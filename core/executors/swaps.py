@@ -22,7 +22,7 @@ class PageSwaps:
     """Copies pages with the engine that copies adapters, into buffers like theirs.
 
     On a CPU the copies are complete when they have begun: no others' memory is involved, so nothing would be gained by
-    a thread. scope: in which the arena's device is given copies.
+    a thread. Of several ranks, `dma` copies the pages of all. scope: in which the arena's device is given copies.
     """
 
     def __init__(self, arena: Arena, dma: Dma, scope: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
@@ -40,7 +40,7 @@ class PageSwaps:
 
     def copy_in(self, image: torch.Tensor, skip: int, pages: Sequence[int]) -> Transfer | None:
         with self._scope():
-            return _rest(self._dma.copies.copy_pages(image[skip:], pages, to_device=True))
+            return _rest(self._dma.copies.copy_pages(image[..., skip:, :], pages, to_device=True))
 
     def wait(self, timeout: float) -> None:
         """Sleep briefly, then poll again: the host gets no signal when a device's copy has ended."""

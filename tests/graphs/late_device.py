@@ -48,6 +48,9 @@ class LateDevice(HostDevice):
         self.num_captures += 1
         return super().capture(work)
 
+    def is_done(self):
+        return self.num_ended == self.num_copies
+
     def synchronize(self):
         self.end(self.num_copies)
 

@@ -218,9 +218,9 @@ def test_a_step_that_fails_is_launched_again(assisted, tiny, monkeypatch):  # no
 def test_images_and_what_is_handed_over_are_pinned_while_they_are_used(assisted, tiny):  # noqa: F811
     driver, cuda, assist = assisted(1, adapters=["r17-all"])
     memory = assist._memory  # noqa: SLF001
-    assert cuda.pinned[memory.address(0)] == memory.layout.first_image
+    assert cuda.pinned[memory.address(0)] == memory.layout.first_room
     check(driver, ask(driver, tiny, ("r17-all", 9, 2)))
-    assert max(cuda.pinned) >= memory.address(memory.layout.first_image)
+    assert max(cuda.pinned) >= memory.address(memory.layout.first_room)
 
 
 def test_a_step_behind_one_that_is_under_way_is_not_timed_and_nor_is_that_one(assisted):

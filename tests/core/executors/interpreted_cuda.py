@@ -67,8 +67,12 @@ RECIPES = {
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Subject:
-    root = tmp_path_factory.mktemp("tiny")
-    save_model(SPEC, root / "model")
+    return saved(tmp_path_factory.mktemp("tiny"), SPEC)
+
+
+def saved(root: Path, spec: ModelSpec) -> Subject:
+    """A model of these shapes, with an adapter of each recipe."""
+    save_model(spec, root / "model")
     for seed, (name, it) in enumerate(RECIPES.items()):
         save_adapter(root / "model", root / name, it.rank, it.alpha, it.targets, it.rslora, seed, **it.more)
     return Subject(root / "model", {name: root / name for name in RECIPES})

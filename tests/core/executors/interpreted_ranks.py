@@ -6,13 +6,16 @@ share. The interpreter keeps the state of the launch it is in for the process, s
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -20,11 +23,11 @@ from triton.runtime import interpreter
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.core.executors import followers
+from chorus.core.executors import cuda_ranks, followers
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.cuda_memory import OutOfDeviceMemory
 from chorus.core.executors.cuda_rank import CudaFollower
-from chorus.core.executors.cuda_rank_copies import RankTransfer
+from chorus.core.executors.cuda_rank_copies import FollowerCopies, RankCopies, RankTransfer
 from chorus.core.executors.cuda_rank_memory import RankDevices
 from chorus.core.executors.cuda_ranks import CudaRanksExecutor
 from chorus.core.model.decoder import DecoderModel
@@ -35,11 +38,12 @@ from chorus.memory.host.image import HostImage, LayerStream
 from chorus.memory.host.images import InlineReads, ThreadReads
 from chorus.memory.transfers.transfer import ExecutorLost
 from chorus.ops.device_ranks import open_group
+from chorus.ops.ranks import Ranks
 
 from ...conftest import Subject
 from ...graphs.late_device import LateDevice
 from ..conftest import Driver, RecordingExecutor, ticking
-from .interpreted_cuda import RECIPES, ask, check, make_config, merge, tiny  # noqa: F401 - a fixture
+from .interpreted_cuda import RECIPES, SPEC, ask, check, make_config, merge, saved, tiny  # noqa: F401 - a fixture
 from .thread_ranks import ThreadProcess
 
 
@@ -51,8 +55,30 @@ def no_driver(device):
     return None
 
 
-def host_sums(ranks, device, store, seconds):
-    return ranks
+#: Values that ranks add up at once.
+FLOATS = 1 << 13
+
+
+class HostSums(Ranks):
+    """Ranks of the host, in memory that the threads share."""
+
+    memories: ClassVar[dict[str, mmap.mmap]] = {}
+
+    def __init__(self, shard, store, seconds):
+        with LOCK:
+            memory = self.memories.setdefault(store, mmap.mmap(-1, Ranks.num_bytes(shard.size, FLOATS)))
+        super().__init__(memory, shard.rank, shard.size, FLOATS, seconds)
+        self.begin(1)  # steps of a device follow each other without a pause: all are one
+
+    def close(self):
+        """Its memory goes with the last reference to it."""
+
+
+LOCK = threading.Lock()
+
+
+def host_sums(shard, device, store, seconds):
+    return HostSums(shard, store, seconds)
 
 
 DEVICES = RankDevices(late_device, no_driver, host_sums)
@@ -80,13 +106,13 @@ def drive(tiny):  # noqa: F811
     """`drive(adapters=[…], **config)`: an engine on two late devices with those adapters registered."""
     engines = []
 
-    def make(adapters=tuple(RECIPES), reads=None, patience=60.0, **config) -> Driver:
-        settings = config_of(tiny, **config)
+    def make(adapters=tuple(RECIPES), reads=None, patience=60.0, it=tiny, **config) -> Driver:
+        settings = config_of(it, **config)
         executor = RecordingExecutor(CudaRanksExecutor(settings, DEVICES, patience))
         engine = Engine(settings, executor, ticking(), reads or InlineReads())
         engines.append(engine)
         for name in adapters:
-            engine.store.register(name, tiny.adapters[name])
+            engine.store.register(name, it.adapters[name])
         return Driver(engine, executor)
 
     yield make
@@ -164,13 +190,17 @@ def test_the_likeliest_token_is_of_all_ranks_shares(drive, monkeypatch, bad):
         assert "not finite" in answer.error
 
 
+def load_and_merge(driver: Driver, name: str) -> None:
+    driver.run("load", name, [3], max_tokens=1)
+    while driver.engine.store.get(name).transfer is not None:  # another rank's copy may be behind this one's
+        driver.step()
+    merge(driver, name)
+
+
 def test_merged_steps_beside_others(drive, tiny):  # noqa: F811
     """Made by both ranks, captured when a step needs it, and switched back."""
     driver = drive(adapters=["r5-o-down", "r1-qv"], max_num_seqs=2, graph_capture="ahead")
-    driver.run("load", "r5-o-down", [3], max_tokens=1)
-    while driver.engine.store.get("r5-o-down").transfer is not None:  # another rank's copy may be behind this one's
-        driver.step()
-    merge(driver, "r5-o-down")
+    load_and_merge(driver, "r5-o-down")
     driver.plans.clear()
     check(driver, ask(driver, tiny, ("r5-o-down", 13, 2), (None, 2, 3), ("r1-qv", 2, 2)))
     assert {plan.mode for plan in driver.plans} == {StepMode.MERGED}
@@ -188,6 +218,36 @@ def test_swapped_requests_come_back(drive, tiny, monkeypatch):  # noqa: F811
     assert driver.engine.stats().num_swaps_in > 0
     driver.engine.reclaim_idle()
     check(driver, ask(driver, tiny, ("r1-qv", 4, 2)))
+
+
+@pytest.fixture(scope="session")
+def four(tmp_path_factory) -> Subject:
+    """A model that four ranks may have: two of them have a copy of a K/V head each."""
+    return saved(tmp_path_factory.mktemp("four"), replace(SPEC, layers=1, heads=4, kv_heads=2))
+
+
+def test_four_ranks_swap_go_ahead_and_merge(drive, four, monkeypatch):
+    """Beside a request that is aborted; then mixed steps with one adapter in the weights."""
+    monkeypatch.setattr(
+        "chorus.core.scheduling.output_lengths.OutputLengths.final_lengths", lambda self, them: [0] * len(them)
+    )
+    driver = drive(
+        adapters=["r1-qv", "r5-o-down"], it=four, tensor_parallel_size=4, num_pages=22, memory_bytes=None,
+        preemption="swap", prefix_cache=False, mixed_graph_tokens=12, graph_capture="lazy",
+    )  # fmt: skip
+    want = ask(driver, four, (None, 9, 16), ("r1-qv", 9, 16), (None, 10, 16), ("r1-qv", 11, 16))
+    driver.add("aborted", "r5-o-down", [3, 4, 5], max_tokens=20)
+    while not driver.answers["aborted"].tokens:
+        driver.step()
+    driver.engine.abort("aborted")
+    check(driver, want)
+    stats = driver.engine.stats()
+    assert min(stats.num_swaps_in, stats.num_steps_ahead) > 0
+    driver.engine.reclaim_idle()
+    load_and_merge(driver, "r5-o-down")
+    driver.plans.clear()
+    check(driver, ask(driver, four, ("r5-o-down", 7, 2), (None, 2, 3), ("r1-qv", 2, 2)))
+    assert {plan.mode for plan in driver.plans} == {StepMode.MERGED}
 
 
 def test_adapters_are_read_while_others_run(drive, tiny):  # noqa: F811
@@ -212,15 +272,24 @@ def test_an_adapter_that_is_still_being_read_is_void_on_all_ranks(drive, tiny): 
     assert not inner.execute(plan).unready
 
 
+def test_the_time_of_a_page_is_of_copies_on_all_ranks(drive, monkeypatch):
+    """From memory that all see, which is pinned; a rank's own measure is of memory that is not."""
+    numbers, take = [], RankCopies.take
+    monkeypatch.setattr(RankCopies, "take", lambda *args: (numbers.append(take(*args)), numbers[-1])[1])
+    driver = drive(adapters=[], graph_capture="off")
+    assert numbers
+    assert driver.executor.swaps.page_seconds > 0
+
+
 def test_saved_pages_of_an_adapter_are_those_of_all_ranks(drive, tiny):  # noqa: F811
     driver = drive(adapters=["r17-all"], max_num_seqs=1)
     check(driver, ask(driver, tiny, ("r17-all", 3, 2)))
     adapter, backend = driver.engine.store.get("r17-all"), driver.executor.adapters
     image, read = backend.save(adapter.layout, adapter.pages), HostImage()
     backend.read(adapter.manifest, adapter.layout, read)
-    for saved, share in zip(image.data, read.data, strict=True):
+    for kept, share in zip(image.data, read.data, strict=True):
         count = adapter.layout.num_elems
-        assert torch.equal(saved.view(-1)[:count], share.view(-1)[:count])
+        assert torch.equal(kept.view(-1)[:count], share.view(-1)[:count])
     assert not torch.equal(image.data[0], image.data[1])
 
 
@@ -245,8 +314,8 @@ def unequal_device(index):
 # -- in processes
 
 
-def gloo_sums(ranks, device, store, seconds):
-    return open_group("gloo", ranks.rank, ranks.size, device, store, seconds)
+def gloo_sums(shard, device, store, seconds):
+    return open_group("gloo", shard.rank, shard.size, device, store, seconds)
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -280,7 +349,7 @@ def test_a_step_that_fails_on_another_rank_ends_all(drive, tiny, monkeypatch):  
         driver.engine.step()
 
 
-def raising(self, *args):
+def raising(*args):
     raise MemoryError("no room")
 
 
@@ -348,6 +417,50 @@ def test_a_rank_that_fails_while_others_wait_for_it_is_named(tiny, monkeypatch, 
     with pytest.raises(RuntimeError, match="rank 1 of 2: MemoryError: no room"):
         CudaRanksExecutor(config_of(tiny, max_num_seqs=1), DEVICES)
     assert time.monotonic() - began < 50, "the first rank waited for a rank that had said why it failed"
+
+
+NEVER = threading.Event()
+
+
+def failing_sums(shard, device, store, seconds):
+    return raising() if shard.rank else NEVER.wait(600)
+
+
+def ending_sums(shard, device, store, seconds):
+    return sys.exit(1) if shard.rank else NEVER.wait(600)
+
+
+@pytest.mark.parametrize(("open_sums", "why"), [
+    (failing_sums, "rank 1 of 2: MemoryError: no room"), (ending_sums, r"rank 1 of 2 has ended \(exit status 1\)"),
+])  # fmt: skip
+def test_a_rank_that_does_not_come_to_the_meeting_is_named(tiny, open_sums, why):  # noqa: F811
+    """NCCL has no end to its wait for it."""
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=why):
+        CudaRanksExecutor(config_of(tiny), RankDevices(late_device, no_driver, open_sums))
+    assert time.monotonic() - began < 60
+
+
+def test_a_rank_that_ends_while_pages_are_timed_is_named(tiny, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(FollowerCopies, "copy", lambda *args: sys.exit(3))
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2 has ended \(exit status 1\)"):
+        CudaRanksExecutor(config_of(tiny, max_num_seqs=1, graph_capture="off"), DEVICES)
+
+
+def test_ranks_that_do_not_add_up_are_not_started(tiny, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(HostSums, "add_up", lambda self, part: part)
+    with pytest.raises(RuntimeError, match="the sum of 2 ranks' ones is 1"):
+        CudaRanksExecutor(config_of(tiny), DEVICES)
+
+
+def test_ranks_that_never_meet_end_the_start(tiny, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(cuda_ranks, "_JOIN_SECONDS", 0.3)
+    monkeypatch.setattr(followers, "STOP_SECONDS", 0.5)
+    come = threading.Event()
+    monkeypatch.setattr(HostSums, "add_up", lambda self, part: come.wait(60))
+    with pytest.raises(RuntimeError, match=r"have not added up a first sum within 0.3 s; with NCCL_DEBUG=INFO"):
+        CudaRanksExecutor(config_of(tiny), DEVICES)
+    come.set()
 
 
 def test_a_first_rank_that_does_not_fit_says_so(tiny):  # noqa: F811

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
 import time
 
@@ -94,6 +96,11 @@ def test_bfloat16_differs_by_rounding_alone(subject, assisted, drive):
     assert sum(same) >= len(cases) - 1
 
 
+def wait_for(transfer, layers):
+    while transfer.arrived.num_ready < layers:
+        time.sleep(0.001)
+
+
 @pytest.mark.parametrize("arrived", [0, 1, 2])
 def test_sgmv_takes_over_in_mid_prefill(subject, assisted, arrived):
     it = subject("gqa")
@@ -108,9 +115,7 @@ def test_sgmv_takes_over_in_mid_prefill(subject, assisted, arrived):
     )
     engine = driver.engine
     plan = engine.begin_step()
-    transfer = plan.adapters[0].transfer
-    while transfer.arrived.num_ready < arrived:
-        time.sleep(0.001)
+    wait_for(plan.adapters[0].transfer, arrived)
     engine.end_step(plan)
     assert set(assist.lent.layers) == {layers - arrived}
 
@@ -131,6 +136,60 @@ def test_the_cost_model_chooses(subject, assisted, handover, way):
     check(driver, case)
 
 
+@pytest.mark.parametrize(("way", "handover"), [(ColdStart.STREAM, 1e-7), (ColdStart.ASSIST, 10.0)])
+def test_what_a_worse_choice_has_cost_is_counted(subject, assisted, way, handover):
+    """A stream over a link of which the first layer comes late, and assistants that take longer than the stream."""
+    it = subject("gqa")
+    driver, link, assist = assisted(it, way=way, max_load_stall_seconds=60.0)
+    assist.profile = AssistProfile(handover, 0.0)
+    add_all(driver, make_cases(it, 1, adapters=["r33-all"], seed=5, longest=40, tokens=(1, 1)))
+    plan = driver.engine.begin_step()
+    coming = assist.adapters.coming[plan.adapters[0].transfer]
+    coming.began -= 3.0
+    if way is ColdStart.ASSIST:
+        link.let(1)
+        wait_for(plan.adapters[0].transfer, 1)
+    else:
+        threading.Timer(0.2, link.let, [1000]).start()
+    driver.engine.end_step(plan)
+    regret = driver.engine.stats().cold_start_regret
+    assert regret == assist.starts.regret_seconds
+    # a layer was lent for 40 s, and all would have come after 9 s; or they came 3 s late, and hand-overs take no time
+    assert 20.0 < regret < 40.0 if way is ColdStart.ASSIST else 0.5 < regret < 60.0
+
+
+def test_a_prompt_is_split_by_the_machines_profile(subject, assisted):
+    """Over ⌈L/c⌉ assistants, where c tokens take eight times as long as a hand-over."""
+    it = subject("gqa")
+    found = {}
+    for each in (10, 60):
+        driver, *_, assist = assisted(it, workers=3)
+        case = make_cases(it, 1, adapters=["r33-all"], seed=5, longest=40, tokens=(1, 1))
+        add_all(driver, case)
+        plan = driver.engine.begin_step()
+        layout = plan.adapters[0].layout
+        # of a token: all elements; of hand-overs: four a layer
+        assist.profile = AssistProfile(each * layout.num_elems * 1e-9 / (8 * 4 * layout.num_layers), 1e-9)
+        driver.engine.end_step(plan)
+        tokens = plan.num_tokens
+        assert 20 < tokens < 60
+        found[each] = [end - begin for begin, end in itertools.pairwise(assist.lent.share)]
+        assert found[each] == [tokens, 0, 0] if each == 60 else max(found[each]) <= tokens // 2
+
+
+def test_each_assistant_stays_on_its_processor(subject):
+    """Of processes as they are, the last processors; where there is one alone, on any."""
+    settings = EngineConfig(
+        model=subject("gqa").model, dtype="float32", memory_bytes=8 << 20, device="cpu", assist_workers=2, threads=1
+    )
+    executor = open_executor(settings)
+    try:
+        found = [os.sched_getaffinity(pid) for pid in executor._assist.pids]  # noqa: SLF001
+    finally:
+        executor.close()
+    assert found == [{cpu} if cpu is not None else os.sched_getaffinity(0) for cpu in assistant_cpus(2)]
+
+
 def test_a_loaded_adapter_is_no_cold_start(subject, assisted):
     driver, link, assist = assisted(subject("gqa"), way=None)
     link.let(1000)
@@ -143,7 +202,8 @@ def test_a_loaded_adapter_is_no_cold_start(subject, assisted):
 def test_an_assistant_that_dies_leaves_prompts_to_wait(subject, assisted, caplog):
     it = subject("gqa")
     driver, link, assist = assisted(it, max_load_stall_seconds=0.0)
-    cases = make_cases(it, 6, seed=8, longest=60, tokens=(4, 6))
+    others = [name for name in it.adapters if name != "r33-all"]
+    cases = make_cases(it, 6, adapters=others, seed=8, longest=60, tokens=(4, 6))
     add_all(driver, cases)
     driver.step()
     assert assist.lent is not None
@@ -152,8 +212,14 @@ def test_an_assistant_that_dies_leaves_prompts_to_wait(subject, assisted, caplog
         driver.step()
     assert "no prompt is assisted any more" in caplog.text
     assert "assistant 1 of 2 has ended" in caplog.text
+    before = assist.starts.num_assisted, assist.starts.num_streamed
+    later = make_cases(it, 1, adapters=["r33-all"], seed=9, longest=60, tokens=(4, 6))
+    add_all(driver, later)
+    for _ in range(3):
+        driver.step()
+    assert (assist.starts.num_assisted, assist.starts.num_streamed) == (before[0], before[1] + 1)
     link.let(1000)
-    check(driver, cases)
+    check(driver, cases + later)
 
 
 def test_an_assistant_that_dies_within_a_layer_voids_its_rows(subject, assisted, monkeypatch):
@@ -204,7 +270,7 @@ def test_an_assistant_that_can_not_join_ends_the_start(subject, monkeypatch):
         raise MemoryError("no room")
 
     monkeypatch.setattr("chorus.core.executors.followers.Popen", ThreadProcess)
-    monkeypatch.setattr("chorus.core.executors.assistant.ImageMemory", broken)
+    monkeypatch.setattr("chorus.core.executors.assistant.SharedMemory", broken)
     settings = EngineConfig(
         model=subject("gqa").model, dtype="float32", memory_bytes=8 << 20, device="cpu", assist_workers=2
     )

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from chorus.core.config import EngineConfig
 from chorus.core.executors import choice
-from chorus.graphs.device import DeviceError
+from chorus.core.executors.cuda import CudaExecutor
+from chorus.core.executors.shared_memory import MemoryLayout, SharedMemory
+from chorus.graphs.device import CudaDevice, DeviceError
+from chorus.memory.transfers.transfer import ExecutorLost
 from chorus.ops import device_ranks, native_library
 
+from ...graphs.late_device import LateDevice
+from ...memory.fake_cuda import FakeDriver
 from ...processes import PYTEST, run_python
 
 HERE = Path(__file__).parent
@@ -76,3 +84,46 @@ def test_ranks_on_gpus_begin_no_request_before_its_adapter_is_read(monkeypatch, 
     monkeypatch.setattr(choice, "gpu_bytes", lambda device: 0)
     config = choice.completed(EngineConfig(model=".", device=device, tensor_parallel_size=size))
     assert config.max_load_stall_seconds == want
+
+
+class Busy(LateDevice):
+    """It has work that waits for another rank."""
+
+    failure = CudaDevice.failure
+    is_failed = False
+
+    def is_done(self):
+        if self.is_failed:
+            raise RuntimeError("an illegal address")
+        return False
+
+    def synchronize(self):
+        assert self.is_failed, "the host waits for the device"
+        raise RuntimeError("an illegal address")
+
+
+def test_a_rank_waits_for_no_device_between_two_messages():
+    """The next step reaches it while the device runs the last one, and so does the first rank's end."""
+    executor = CudaExecutor.__new__(CudaExecutor)
+    executor._device = Busy()  # noqa: SLF001
+    executor.adapters = SimpleNamespace(advance=lambda: None)
+    executor.advance()
+    executor._device.is_failed = True  # noqa: SLF001
+    with pytest.raises(ExecutorLost, match="the device failed: an illegal address"):
+        executor.advance()
+
+
+def test_images_alone_are_pinned_where_devices_add_up_among_themselves():
+    """What processors hand over is for a device that is the first rank alone."""
+    layout = MemoryLayout(2, 1 << 10, 64, 1 << 16)
+    for is_woken in (True, False):
+        driver, of = FakeDriver(), dataclasses.replace(layout, is_woken=is_woken)
+        fd = SharedMemory.create(of)
+        memory = SharedMemory(fd, of, driver)
+        os.close(fd)
+        assert bool(driver.pinned) is not is_woken
+        chunk = memory.allocate(4096)
+        assert driver.pinned[memory.address(of.first_room)] == 4096
+        del chunk
+        memory.close()
+        assert not driver.pinned

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import subprocess
 import sys
 import threading
 import time
+from multiprocessing import Pipe
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +18,8 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.executors import choice, followers, rank
 from chorus.core.executors.cpu import CpuExecutor
-from chorus.core.executors.ranks import RanksExecutor
+from chorus.core.executors.followers import Followers
+from chorus.core.executors.ranks import RanksExecutor, weights_of_rank
 from chorus.core.model.config import ModelConfig, UnsupportedModel
 from chorus.core.model.open_weights import open_weights
 from chorus.core.model.shard import Shard
@@ -343,6 +348,41 @@ def test_a_server_whose_rank_ends_while_idle_is_unhealthy(opened):
     worker._thread.join(60)  # noqa: SLF001
     assert worker.failure == "rank 1 of 2 has ended (exit status 0); the server ends and has to be started again"
     worker.stop()
+
+
+def test_the_rank_that_has_failed_is_named_and_not_one_that_waits_for_it(monkeypatch):
+    monkeypatch.setattr(followers, "STOP_SECONDS", 0.1)
+    pairs, group = [Pipe() for _ in range(2)], Followers.__new__(Followers)
+    group._names, group._links = ["rank 1 of 3", "rank 2 of 3"], [here for here, _ in pairs]  # noqa: SLF001
+    group._ranks, group._is_closed = SimpleNamespace(lose=lambda: None), False  # noqa: SLF001
+    group._processes = [SimpleNamespace(poll=lambda: None), SimpleNamespace(poll=lambda: 1)]  # noqa: SLF001
+    pairs[1][1].send((None, "MemoryError: no room"))
+    assert group.why() == "rank 2 of 3: MemoryError: no room"
+    pairs[1][1].send((["b"], None))
+    pairs[0][1].send((["a"], None))
+    group._seconds = 60.0  # noqa: SLF001
+    assert group.answers() == [["a"], ["b"]]
+
+
+def test_a_rank_that_has_ended_before_it_is_watched_is_told_of(opened):
+    """Between its joining and the server's first look."""
+    executor, lost = opened().executor, []
+    executor._followers._processes[0].kill()  # noqa: SLF001 - as if the system did
+    executor._followers._processes[0].wait(60)  # noqa: SLF001
+    executor.watch(lost.append)
+    assert "rank 1 of 2 has ended" in str(lost[0])
+
+
+def test_bytes_of_each_rank_are_said_beside_the_formulas(subject, opened, caplog):
+    """The formula of docs/serving.md; what a rank keeps is counted by the tensors that it reads."""
+    with caplog.at_level(logging.INFO, "chorus"):
+        opened()
+    found = re.search(r"2 ranks: weights of ([\d.]+) \+ ([\d.]+) MiB \(V·h \+ h .*: ([\d.]+)\)", caplog.text)
+    config = ModelConfig.read(subject("gqa").model)
+    h, f, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
+    wanted = config.vocab_size * h * 1.5 + h + config.num_layers * (2 * h + (2 * h * q + 2 * h * kv + 3 * h * f) / 2)
+    assert [float(each) for each in found.groups()] == pytest.approx([4 * wanted / 2**20] * 3, abs=0.005)
+    assert weights_of_rank(config, 2) == wanted == num_weights(config, Shard(1, 2))
 
 
 def test_a_rank_that_cannot_join_is_named_with_the_reason(opened, monkeypatch):

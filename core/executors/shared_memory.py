@@ -1,4 +1,4 @@
-"""Memory that an executor shares with its assistants, or with ranks on other GPUs: sums, and the images of adapters."""
+"""Memory that processes of an executor share: their sums, and arenas, or images of adapters on their way to others."""
 
 from __future__ import annotations
 
@@ -34,53 +34,54 @@ class Pinning(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ImageLayout:
-    """Processes, values that each hands over at once, bytes of images, and bytes between the two, for whatever else all
-    see.
+class MemoryLayout:
+    """Processes, values that each adds up or hands over at once, bytes that all see beside, and bytes of room behind
+    them, for arenas or images.
 
     is_woken: rank 0 wakes the others, which a device can't: then they never sleep within a step.
     """
 
     size: int
     floats: int
-    image_bytes: int
     more_bytes: int
+    room_bytes: int
     is_woken: bool = True
 
     @property
     def first_more(self) -> int:
         """Byte at which the `more_bytes` begin."""
-        return -(-Ranks.num_bytes(self.size, self.floats) // mmap.PAGESIZE) * mmap.PAGESIZE
+        return _whole_pages(Ranks.num_bytes(self.size, self.floats))
 
     @property
-    def first_image(self) -> int:
-        """Byte at which the images begin."""
-        return -(-(self.first_more + self.more_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    def first_room(self) -> int:
+        """Byte at which the room begins."""
+        return _whole_pages(self.first_more + self.more_bytes)
 
     @property
     def num_bytes(self) -> int:
         """Bytes in all; the system gives memory as it is written."""
-        return self.first_image + self.image_bytes
+        return self.first_room + self.room_bytes
 
 
-class ImageMemory:
+class SharedMemory:
     """The memory of an open file, of `layout.num_bytes`, mapped; images are cut from chunks that `allocate` gives."""
 
-    def __init__(self, fd: int, layout: ImageLayout, pinning: Pinning | None = None) -> None:
-        """pinning: of the device that is to see it, images as they are allocated."""
+    def __init__(self, fd: int, layout: MemoryLayout, pinning: Pinning | None = None) -> None:
+        """pinning: of the device that is to see images as they are allocated, and, as rank 0, what is handed over."""
         self.layout, self._pinning = layout, pinning
         self._mapping = mmap.mmap(fd, layout.num_bytes)
         self._bytes = np.frombuffer(self._mapping, np.uint8)
-        self._free = Extents(layout.image_bytes)
+        self._free = Extents(layout.room_bytes)
         self.chunks: dict[int, int] = {}
         """Bytes of each chunk, by its first byte."""
-        if pinning is not None:
-            pinning.pin(self.address(0), layout.first_image)
+        self._pinned_sums = None if layout.is_woken else pinning
+        if self._pinned_sums is not None:
+            self._pinned_sums.pin(self.address(0), layout.first_room)
 
     @staticmethod
-    def create(layout: ImageLayout) -> int:
+    def create(layout: MemoryLayout) -> int:
         """An open file for it, with no name."""
-        fd = os.memfd_create("chorus-images")
+        fd = os.memfd_create("chorus-ranks")
         os.ftruncate(fd, layout.num_bytes)
         return fd
 
@@ -94,8 +95,8 @@ class ImageMemory:
         begin = self.layout.first_more
         return self._bytes[begin : begin + self.layout.more_bytes].view(dtype)
 
-    def image(self, offset: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        """An image of another process, from its first byte."""
+    def tensor(self, offset: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        """What begins at a byte: another process's image, or an arena."""
         return torch.frombuffer(self._mapping, dtype=dtype, count=shape[0] * shape[1], offset=offset).view(shape)
 
     @property
@@ -107,8 +108,8 @@ class ImageMemory:
         """Bytes for images, until they are no longer referenced. MemoryError where there are none."""
         first = self._free.take(num_bytes)
         if first is None:
-            raise MemoryError(f"{num_bytes} bytes of images are not left of {self.layout.image_bytes}")
-        begin = self.layout.first_image + first
+            raise MemoryError(f"{num_bytes} bytes of images are not left of {self.layout.room_bytes}")
+        begin = self.layout.first_room + first
         if self._pinning is not None:
             try:
                 self._pinning.pin(self.address(begin), num_bytes)
@@ -121,9 +122,9 @@ class ImageMemory:
         return chunk
 
     def _give(self, first: int, num_bytes: int) -> None:
-        self.chunks.pop(self.layout.first_image + first, None)
+        self.chunks.pop(self.layout.first_room + first, None)
         if self._pinning is not None:
-            self._pinning.unpin(self.address(self.layout.first_image + first))
+            self._pinning.unpin(self.address(self.layout.first_room + first))
         self._free.give(first, num_bytes)
 
     def trim(self) -> None:
@@ -131,14 +132,18 @@ class ImageMemory:
 
     def close(self) -> None:
         """Nothing is handed over any more; images are until they are no longer referenced."""
-        if self._pinning is not None:
-            self._pinning.unpin(self.address(0))
+        if self._pinned_sums is not None:
+            self._pinned_sums.unpin(self.address(0))
 
     def address(self, offset: int) -> int:
         """Address of a byte."""
         return self._bytes.ctypes.data + offset
 
     def offset(self, data: torch.Tensor) -> int | None:
-        """Byte at which a tensor begins; None where it lies elsewhere."""
+        """Byte at which an image begins; None where it lies elsewhere."""
         found = data.data_ptr() - self._bytes.ctypes.data
-        return found if self.layout.first_image <= found < self.layout.num_bytes else None
+        return found if self.layout.first_room <= found < self.layout.num_bytes else None
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
