@@ -14,13 +14,10 @@ TILE_ROWS = 16, 64
 #: Most rows of a product.
 MAX_ROWS = TILE_ROWS[-1]
 
-#: Most rows of a product behind which adapters are expanded. A program loads rank-rows for `_TILES` rows before the
-#: product, and for the others behind it, group after group, each of which waits for three loads: with 64 rows for
-#: longer than launches of their own take.
+#: Most rows of a product behind which adapters are expanded. A program loads rank-rows for `GemmSchedule.tiles` rows
+#: before the product, and for the others behind it, group after group, each of which waits for three loads: with 64
+#: rows for longer than launches of their own take.
 MAX_EXPANDED_ROWS = 32
-
-#: Rows with adapters that are expanded at once. 32 would take all registers that there are.
-_TILES = 16
 
 #: Outputs from which on programs of 32 columns are as many as a large GPU's multiprocessors (4096 / 32 = 128, and an
 #: H100 has 132). Chosen from the shapes, not measured. Below, programs have 16: each reads all of x.
@@ -58,6 +55,13 @@ class GemmSchedule:
     def columns(self, silu: bool) -> int:
         """Columns of the result that a program has; each is of two of the weight's with an activation."""
         return max(16, self.block_n // 2) if silu else self.block_n
+
+    @property
+    def tiles(self) -> int:
+        """Rows with adapters that are expanded at once: half of those that a tile may have. With all of 16 rows, a
+        program takes up to 253 registers, and Triton 3.6 spills 288 to 1,888 bytes.
+        """
+        return 2 * self.warps
 
     @property
     def fetched(self) -> int:
@@ -102,7 +106,7 @@ def gemm_constants(
     return {
         "D_IN": d_in, "D_OUT": d_out, "BLOCK_T": schedule.block_t, "BLOCK_N": schedule.columns(silu),
         "BLOCK_K": schedule.block_k, "SPLITS": schedule.splits, "STAGES": schedule.stages,
-        "FETCHED": schedule.fetched, "TILES": _TILES, "BIAS": int(bias), "SILU": int(silu), "PDL": 0,
+        "FETCHED": schedule.fetched, "TILES": schedule.tiles, "BIAS": int(bias), "SILU": int(silu), "PDL": 0,
         **(_ALONE | {"W0": d_out} if shape is None else shape.constants()),
     }  # fmt: skip
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 
+from chorus.core.cpus import available_cpus
 from chorus.graphs.device import CudaDevice
 from chorus.ops import dependent_launch
+from chorus.ops.launch_triton import compiling
 
 from .test_expanded_product import check_companies, check_values
 from .test_small_gemm_triton import TOLERANCE, Case, Inputs, cases, check, check_broken_row, check_company, run
@@ -40,16 +45,25 @@ def launch(request):
     dependent_launch.allow(True)
 
 
+def compile_ahead(cases: list[Case], dtype: torch.dtype) -> list[Case]:
+    """Compile what the cases launch, with the activation and without; one by one it takes minutes."""
+    with compiling(available_cpus()):
+        for case, silu in itertools.product(cases, (False, True)):
+            if case.silu or not silu:
+                run(replace(case, silu=silu), Inputs(case, dtype, "cuda"), compile_only=True)
+    return cases
+
+
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_values(dtype, launch):
-    for case in [*cases(0, 24), *LARGE]:
+    for case in compile_ahead([*cases(0, 24), *LARGE], dtype):
         problem = check(case, dtype, "cuda")
         assert not problem, (case, problem)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_bits_of_a_row_do_not_depend_on_its_company(dtype, launch):
-    for case in [*cases(3, 24), *LARGE]:
+    for case in compile_ahead([*cases(3, 24), *LARGE], dtype):
         problem = check_company(case, dtype, "cuda") or check_broken_row(case, "cuda")
         assert not problem, (case, problem)
 
@@ -61,10 +75,10 @@ def test_adapters_expanded_in_the_launch(launch):
 
 def test_bits_do_not_depend_on_when_launches_begin():
     for case in LARGE:
-        inputs, found = Inputs(case, torch.bfloat16), []
+        inputs, found = Inputs(case, torch.bfloat16, "cuda"), []
         for early in (True, False):
             dependent_launch.allow(early)
-            found.append(run(case, inputs, "cuda"))
+            found.append(run(case, inputs))
         dependent_launch.allow(True)
         assert torch.equal(*found), case
 
