@@ -1,11 +1,11 @@
-"""Resources that the Triton kernels take, without a GPU: `python -m chorus.perf.kernels --compile sm_80,sm_90`.
+"""Resources that the Triton kernels take, without a GPU: `python -m chorus.perf.kernels --compile sm_90,sm_80`.
 
-Compiles every variant that serving launches for the newest architecture that is named, for the others the widest one of
-each kernel and group; with `--known`, only variants that are not in the file, by all that goes into them (source,
-constants, compiler), and one of each kernel, which must come out as known. Fails on a register spill, on too much
-shared memory, and where loads are narrow or a matrix instruction is missing. `loads`: loads one after the other that
-one of weights waits for; `bars`: barriers of all warps; `KiB/SM`: asked of memory at once by the programs that fit on a
-multiprocessor. The last line is one JSON object.
+Compiles every variant that serving launches for the first architecture that is named, for the second the widest one of
+each kernel and group, for others the widest of kernels that differ by sizes alone; with `--known`, only variants that
+are not in the file, by all that goes into them (source, constants, compiler), and one of each kernel, which must come
+out as known. Fails on a register spill, on too much shared memory, and where loads are narrow or a matrix instruction
+is missing. `loads`: loads one after the other that one of weights waits for; `bars`: barriers of all warps; `KiB/SM`:
+asked of memory at once by the programs that fit on a multiprocessor. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _archs(text: str) -> list[str]:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     command = parser(__spec__, __doc__)
     add = command.add_argument
-    add("--compile", type=_archs, required=True, metavar="ARCHS", help="such as sm_80,sm_90")
+    add("--compile", type=_archs, required=True, metavar="ARCHS", help="such as sm_90,sm_80")
     add("--only", default="", metavar="REGEX", help="compile kernels and groups that match")
     add("--known", type=Path, metavar="FILE", help="what was compiled before, and is not compiled again")
     add("--keep", action="store_true", help="write what is known in the end to the file")

@@ -123,9 +123,13 @@ class Job:
 
 def _resident(capability: int, threads: int, registers: int, shared_bytes: int) -> int:
     """Programs that a multiprocessor holds at once (CUDA C++ Programming Guide, "Compute Capabilities")."""
-    shared = 228 if capability >= 90 else 164  # KiB of a multiprocessor; each program takes one more
+    is_small = capability in (86, 89) or capability >= 120
+    shared = (
+        100 if is_small else 228 if capability >= 90 else 164
+    )  # KiB of a multiprocessor; each program takes one more
     by_registers = (1 << 16) // (-(-registers // 8) * 8 * threads)
-    return min(32, 2048 // threads, by_registers, (shared << 10) // (shared_bytes + 1024))
+    by_threads = (1536 if is_small else 2048) // threads
+    return min(24 if is_small else 32, by_threads, by_registers, (shared << 10) // (shared_bytes + 1024))
 
 
 def _usage(log: str) -> tuple[int, int]:
