@@ -231,11 +231,6 @@ class Variant:
         return "elementwise_triton" if self.group in ELEMENTWISE else "sgmv_triton"
 
     @property
-    def family(self) -> str:
-        """Launches whose code differs by sizes alone: of any projections, or products of one tile and rank."""
-        return "" if self.group in GROUPS else self.group.partition(".")[0]
-
-    @property
     def pointer(self) -> str:
         """The argument through which weights, or keys, are read; none where a launch reads no more than its rows."""
         if self.group in ATTENTION:
@@ -387,22 +382,18 @@ def compile_variant(wanted: tuple[Variant, str]) -> dict[str, Any]:
 
 
 def compile_all(
-    archs: Sequence[str], workers: int, chosen: Sequence[Variant], known: dict[str, dict[str, Any]] | None = None
+    archs: Sequence[str], workers: int, chosen: Sequence[Variant], known: dict[str, dict[str, Any]]
 ) -> list[Line]:
     """Compile what differs, once: some variants are the same launch, for other tokens. For the first of `archs` all,
-    for the second the widest of each kernel and group, for others the widest of each family.
+    for others the widest.
 
     known: what was compiled before, by `Job.key`, and is not compiled again but for one variant of each kernel; in the
     end it is what the lines are of. Raises ValueError where that variant is not what is known of it.
     """
-    main, *others = archs
-    wanted = [(variant, main) for variant in chosen]
-    for index, arch in enumerate(others):
-        wanted += [(variant, arch) for variant in widest(chosen, by_family=index > 0)]
+    wanted = [(variant, arch) for arch in archs for variant in (chosen if arch == archs[0] else widest(chosen))]
     jobs = {(arch, variant.launched): (variant, arch) for variant, arch in wanted}
-    known = {} if known is None else known
     keys = {each: job_of(*job).key() for each, job in jobs.items()}
-    samples = {variant.kernel: (arch, variant.launched) for variant, arch in wanted if arch == main}.values()
+    samples = {variant.kernel: (arch, variant.launched) for variant, arch in wanted if arch == archs[0]}.values()
     todo = {keys[each]: job for each, job in jobs.items() if each in samples or keys[each] not in known}
     if workers == 1:
         made = list(map(compile_variant, todo.values()))
@@ -417,13 +408,11 @@ def compile_all(
     return [Line(variant, arch, **known[keys[arch, variant.launched]], cost=variant.cost()) for variant, arch in wanted]
 
 
-def widest(chosen: Sequence[Variant], *, by_family: bool) -> list[Variant]:
-    """Of each kernel and group, or family of groups, the variant that takes most: in bf16 if there is one, of the
-    largest rank and bucket.
+def widest(chosen: Sequence[Variant]) -> list[Variant]:
+    """Of variants whose code differs by sizes alone the one that takes most, in bf16 if there is one: of a kernel for
+    any projections, of products in one tile with one rank.
     """
-
-    def size(variant: Variant) -> tuple[bool, int, int, int]:
-        return variant.dtype == "bf16", variant.max_rank, variant.tokens, variant.cost().bytes
-
-    by_size = sorted(chosen, key=size)
-    return list({(each.kernel, each.family if by_family else each.group): each for each in by_size}.values())
+    by_size = sorted(chosen, key=lambda each: (each.dtype == "bf16", each.max_rank, each.tokens, each.cost().bytes))
+    return list(
+        {(each.kernel, each.group not in GROUPS and each.group.split(".")[0]): each for each in by_size}.values()
+    )
