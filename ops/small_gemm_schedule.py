@@ -38,7 +38,8 @@ class GemmSchedule:
 
     block_t: rows of the tile. block_n: columns of weights that a program reads. splits: parts of the sum over the
     inputs, one for each warp of a program, or 1 for a sum by all warps together. block_k: inputs of a part that are
-    multiplied at once. stages: blocks of inputs under way at once.
+    multiplied at once. stages: blocks of inputs under way at once. max_registers: of a thread; 0 for what the assembler
+    chooses, which may rather spill a few than have fewer programs on a multiprocessor.
     """
 
     block_t: int
@@ -47,6 +48,7 @@ class GemmSchedule:
     warps: int
     stages: int
     block_k: int = 64
+    max_registers: int = 0
 
     def blocks(self, widths: Sequence[int], *, silu: bool = False) -> int:
         """Programs of a launch over modules of so many columns in its result; each has columns of one module."""
@@ -95,7 +97,8 @@ def gemm_schedule(outputs: int, rows: int, *, expanded: bool = False) -> GemmSch
     if tile_rows(rows) == TILE_ROWS[0]:
         return GemmSchedule(block_t=16, block_n=32 if outputs >= _WIDE else 16, splits=4, warps=4, stages=4)
     block_n = 32 if expanded or outputs < _WIDE else 64 if outputs < _WIDEST else 128
-    return GemmSchedule(block_t=64, block_n=block_n, splits=1, warps=8, stages=3 if block_n > 64 else 4)
+    registers = 255 if expanded else 0
+    return GemmSchedule(64, block_n, splits=1, warps=8, stages=3 if block_n > 64 else 4, max_registers=registers)
 
 
 def gemm_constants(
@@ -113,4 +116,5 @@ def gemm_constants(
 
 def gemm_options(schedule: GemmSchedule) -> dict[str, int | bool]:
     """Options of a launch; activations round as in `elementwise_triton`, without fusion."""
-    return {"num_warps": schedule.warps, "num_stages": schedule.stages, "enable_fp_fusion": False}
+    options = {"num_warps": schedule.warps, "num_stages": schedule.stages, "enable_fp_fusion": False}
+    return options | ({"maxnreg": schedule.max_registers} if schedule.max_registers else {})

@@ -278,8 +278,6 @@ def multiply_rows(
         cuda.gdc_wait()
     if MODULES:
         parts = _load_shrunk(h, tile, tokens, group, 0, own, MODULES, WIDTH, PARTS, PART_BLOCK)
-        if SILU:
-            parts_up = _load_shrunk(h, tile, tokens, 1, 0, own_up, MODULES, WIDTH, PARTS, PART_BLOCK)
     total = tl.zeros(SUMS, dtype=tl.float32)
     if SILU:
         total_up = tl.zeros(SUMS, dtype=tl.float32)
@@ -301,6 +299,8 @@ def multiply_rows(
             total_up = tl.dot(value, tl.trans(w), total_up, input_precision="ieee")
     out = _finish(total, bias, column, own_column, dtype, BIAS)
     if MODULES:
+        if SILU:  # meanwhile; before the sum they would take registers from it
+            parts_up = _load_shrunk(h, tile, tokens, 1, 0, own_up, MODULES, WIDTH, PARTS, PART_BLOCK)
         added = _expand(
             parts, b, h, arena, tiles, offsets, places, first_elem, pages, layer, layers, max_pages, num_tiles, tokens,
             token, tile, group, module, within, width, MODULES, PAGE, VEC, BLOCKS, PAGES, PARTS, PART_BLOCK, TILES,
