@@ -58,7 +58,7 @@ demo:
 
 kernels: ## compiled for GPUs that need not be there; after a change, with KEEP=--keep, the file is written anew
 	mkdir -p $(RESULTS)
-	python -m chorus.perf.kernels --compile sm_80,sm_90 --known perf/kernels/known.json $(KEEP) --workers $(JOBS) \
+	python -m chorus.perf.kernels --compile sm_90,sm_80,sm_100,sm_120 --known perf/kernels/known.json $(KEEP) --workers $(JOBS) \
 	    | tee $(RESULTS)/kernels
 
 studies:

@@ -162,7 +162,7 @@ class TritonBackend:
         tile, max_tokens = tile_tokens(head_dim, dtype.itemsize), max_pages_per_row * block_tokens
         self._splits = [attention_splits(rows, kv_heads, max_tokens, tile, num_sms) for rows in range(1, max_rows + 1)]
         shared = max((rows for rows, (splits, _) in enumerate(self._splits, start=1) if splits > 1), default=0)
-        parts = max(1, shared * num_heads * PARTS)
+        parts = shared * num_heads * PARTS or 4  # each begins on 16 bytes, or Triton takes it for unaligned
         self._values = torch.zeros(parts * constants["BLOCK_D"], dtype=torch.float32, device=self.device)
         self._tops, self._totals = torch.zeros(2, parts, dtype=torch.float32, device=self.device).unbind(0)
         self._arrived = torch.zeros(max_rows * kv_heads, dtype=torch.int32, device=self.device)

@@ -108,11 +108,12 @@ def _find_block(
 
 
 @triton.jit
-def _load_block(
-    arena, pages, near, start, column, live, width, PAGES: tl.constexpr, PAGE: tl.constexpr, VEC: tl.constexpr,
+def _find_columns(
+    pages, near, start, column, live, width, PAGES: tl.constexpr, PAGE: tl.constexpr, VEC: tl.constexpr
 ):  # fmt: skip
-    """Columns `column` of the rank-rows that `_find_block` has found, `[…rows, columns]`; zero where not live or beyond
-    `width`. Without records, `pages` are the adapter's, and one more load tells which.
+    """Elements of the arena where columns `column` of the rank-rows that `_find_block` has found are, `[…rows,
+    columns]`, and which there are: live, and within `width`. Without records, `pages` are the adapter's, and one more
+    load tells which.
     """
     mask = tl.expand_dims(live, -1) & (column < width)
     elem = tl.expand_dims(start, -1) + column
@@ -128,6 +129,15 @@ def _load_block(
         at = tl.max_contiguous(tl.multiple_of(at, (1, VEC)), (1, VEC))
     else:
         at = tl.max_contiguous(tl.multiple_of(at, (1, 1, VEC)), (1, 1, VEC))
+    return at, mask
+
+
+@triton.jit
+def _load_block(
+    arena, pages, near, start, column, live, width, PAGES: tl.constexpr, PAGE: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """Columns `column` of rank-rows, see `_find_columns`; zero where there are none."""
+    at, mask = _find_columns(pages, near, start, column, live, width, PAGES, PAGE, VEC)
     return tl.load(arena + at, mask=mask, other=0.0)
 
 

@@ -14,13 +14,10 @@ TILE_ROWS = 16, 64
 #: Most rows of a product.
 MAX_ROWS = TILE_ROWS[-1]
 
-#: Most rows of a product behind which adapters are expanded. A program loads rank-rows for `_TILES` rows before the
-#: product, and for the others behind it, group after group, each of which waits for three loads: with 64 rows for
-#: longer than launches of their own take.
+#: Most rows of a product behind which adapters are expanded. A program loads rank-rows for `GemmSchedule.tiles` rows
+#: before the product, and for the others behind it, group after group, each of which waits for three loads: with 64
+#: rows for longer than launches of their own take.
 MAX_EXPANDED_ROWS = 32
-
-#: Rows with adapters that are expanded at once. 32 would take all registers that there are.
-_TILES = 16
 
 #: Outputs from which on programs of 32 columns are as many as a large GPU's multiprocessors (4096 / 32 = 128, and an
 #: H100 has 132). Chosen from the shapes, not measured. Below, programs have 16: each reads all of x.
@@ -41,7 +38,8 @@ class GemmSchedule:
 
     block_t: rows of the tile. block_n: columns of weights that a program reads. splits: parts of the sum over the
     inputs, one for each warp of a program, or 1 for a sum by all warps together. block_k: inputs of a part that are
-    multiplied at once. stages: blocks of inputs under way at once.
+    multiplied at once. stages: blocks of inputs under way at once. max_registers: of a thread; 0 for what the assembler
+    chooses, which may rather spill a few than have fewer programs on a multiprocessor.
     """
 
     block_t: int
@@ -50,6 +48,7 @@ class GemmSchedule:
     warps: int
     stages: int
     block_k: int = 64
+    max_registers: int = 0
 
     def blocks(self, widths: Sequence[int], *, silu: bool = False) -> int:
         """Programs of a launch over modules of so many columns in its result; each has columns of one module."""
@@ -58,6 +57,13 @@ class GemmSchedule:
     def columns(self, silu: bool) -> int:
         """Columns of the result that a program has; each is of two of the weight's with an activation."""
         return max(16, self.block_n // 2) if silu else self.block_n
+
+    @property
+    def tiles(self) -> int:
+        """Rows with adapters that are expanded at once: half of those that a tile may have. With all of 16 rows, a
+        program takes up to 253 registers, and Triton 3.6 spills 288 to 1,888 bytes.
+        """
+        return 2 * self.warps
 
     @property
     def fetched(self) -> int:
@@ -91,7 +97,8 @@ def gemm_schedule(outputs: int, rows: int, *, expanded: bool = False) -> GemmSch
     if tile_rows(rows) == TILE_ROWS[0]:
         return GemmSchedule(block_t=16, block_n=32 if outputs >= _WIDE else 16, splits=4, warps=4, stages=4)
     block_n = 32 if expanded or outputs < _WIDE else 64 if outputs < _WIDEST else 128
-    return GemmSchedule(block_t=64, block_n=block_n, splits=1, warps=8, stages=3 if block_n > 64 else 4)
+    registers = 255 if expanded else 0
+    return GemmSchedule(64, block_n, splits=1, warps=8, stages=3 if block_n > 64 else 4, max_registers=registers)
 
 
 def gemm_constants(
@@ -102,11 +109,12 @@ def gemm_constants(
     return {
         "D_IN": d_in, "D_OUT": d_out, "BLOCK_T": schedule.block_t, "BLOCK_N": schedule.columns(silu),
         "BLOCK_K": schedule.block_k, "SPLITS": schedule.splits, "STAGES": schedule.stages,
-        "FETCHED": schedule.fetched, "TILES": _TILES, "BIAS": int(bias), "SILU": int(silu), "PDL": 0,
+        "FETCHED": schedule.fetched, "TILES": schedule.tiles, "BIAS": int(bias), "SILU": int(silu), "PDL": 0,
         **(_ALONE | {"W0": d_out} if shape is None else shape.constants()),
     }  # fmt: skip
 
 
 def gemm_options(schedule: GemmSchedule) -> dict[str, int | bool]:
     """Options of a launch; activations round as in `elementwise_triton`, without fusion."""
-    return {"num_warps": schedule.warps, "num_stages": schedule.stages, "enable_fp_fusion": False}
+    options = {"num_warps": schedule.warps, "num_stages": schedule.stages, "enable_fp_fusion": False}
+    return options | ({"maxnreg": schedule.max_registers} if schedule.max_registers else {})

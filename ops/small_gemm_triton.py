@@ -9,9 +9,10 @@ and the weight's shape, and a tile is padded with zeros: within a tile a row's b
 and at any index.
 
 The rows' adapters may be expanded behind the product, in the same launch: SGMV's shrink comes before it (Punica §4),
-and expand's columns are the program's own. Rank-rows and the partial sums of shrink are on their way while the weight
-is read. TILES tiles of a step are multiplied at once, each by its own rank-rows, whatever they are; the tiles of more
-rows follow behind the product, and wait for their loads there.
+and expand's columns are the program's own. TILES tiles of a step are multiplied at once, each by its own rank-rows,
+whatever they are: their rank-rows and the partial sums of shrink are on their way while the weight is read. The tiles
+of more rows follow behind the product and wait for their loads there, from the second-level cache where launches begin
+early.
 
 Import this module lazily: it needs triton.
 """
@@ -33,7 +34,7 @@ from . import dependent_launch
 from .launch_triton import Launcher
 from .sgmv_schedule import ExpandShape
 from .sgmv_tables import BEGIN, OFFSETS_B, OFFSETS_WIDTH, PLACE_ROWS, RANK, SCALE, SLAB, SLOT, TILE_WIDTH
-from .sgmv_triton import Shrunk, _find_block, _load_block, _pick
+from .sgmv_triton import Shrunk, _find_block, _find_columns, _pick
 from .small_gemm_schedule import MAX_EXPANDED_ROWS, MAX_ROWS, gemm_constants, gemm_options, gemm_schedule, tile_rows
 
 #: Elements of 16 bits in a cache line, and of a row that are fetched at once.
@@ -85,12 +86,12 @@ def _load_tiles(tiles, first, num_tiles, TILES: tl.constexpr):
 
 
 @triton.jit
-def _load_rank_rows(
-    arena, offsets, places, first_elem, pages, layer, layers, max_pages, tile, module, row, column, width,
+def _find_rank_rows(
+    offsets, places, first_elem, pages, layer, layers, max_pages, tile, module, row, column, width,
     PAGE: tl.constexpr, VEC: tl.constexpr, BLOCKS: tl.constexpr, PAGES: tl.constexpr,
 ):  # fmt: skip
-    """Columns `column` of the tiles' rank-rows of a module's Bᵀ, `[PLACE_ROWS, TILES, columns]`, from `row` on, zero
-    beyond an adapter's own; and which are an adapter's own, `[PLACE_ROWS, TILES]`.
+    """Elements of the arena where columns `column` of the tiles' rank-rows of a module's Bᵀ are, `[PLACE_ROWS, TILES,
+    columns]`, from `row` on, and which there are; and which rank-rows are an adapter's own, `[PLACE_ROWS, TILES]`.
     """
     slot, rank, slab = tile[1], tile[2], tile[3]
     rows = row + tl.arange(0, _ROWS)[:, None]
@@ -103,7 +104,37 @@ def _load_rank_rows(
         near = near + (tl.expand_dims(found[i], 2),)  # noqa: RUF005, Triton's tuples are not unpacked
     own = is_changed & (rows < rank)
     of_slot = tl.expand_dims(pages + slot.to(tl.int64) * max_pages, 2)
-    return _load_block(arena, of_slot, near, start, column, own, width, PAGES, PAGE, VEC), own
+    at, mask = _find_columns(of_slot, near, start, column, own, width, PAGES, PAGE, VEC)
+    return at, mask, own
+
+
+@triton.jit
+def _load_rank_rows(
+    arena, offsets, places, first_elem, pages, layer, layers, max_pages, tile, module, row, column, width,
+    PAGE: tl.constexpr, VEC: tl.constexpr, BLOCKS: tl.constexpr, PAGES: tl.constexpr,
+):  # fmt: skip
+    """Columns of rank-rows, zero beyond an adapter's own; and which are an adapter's own, as `_find_rank_rows`."""
+    at, mask, own = _find_rank_rows(
+        offsets, places, first_elem, pages, layer, layers, max_pages, tile, module, row, column, width,
+        PAGE, VEC, BLOCKS, PAGES,
+    )  # fmt: skip
+    return tl.load(arena + at, mask=mask, other=0.0), own
+
+
+@triton.jit
+def _fetch_rank_rows(
+    arena, offsets, places, first_elem, pages, layer, layers, max_pages, tile, module, block, width,
+    PAGE: tl.constexpr, BLOCKS: tl.constexpr, PAGES: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Have the tiles' first rank-rows fetched into the second-level cache: of the program's columns the lines of the
+    first and of the last.
+    """
+    ends = tl.minimum(block * BLOCK_N + tl.arange(0, 2) * (BLOCK_N - 1), width - 1)
+    at, mask, _ = _find_rank_rows(
+        offsets, places, first_elem, pages, layer, layers, max_pages, tile, module, 0, ends, width, PAGE, 1,
+        BLOCKS, PAGES,
+    )  # fmt: skip
+    _prefetch(arena + tl.where(mask, at, 0))
 
 
 @triton.jit
@@ -232,12 +263,21 @@ def multiply_rows(
                 arena, offsets, places, first_elem, pages, layer, layers, max_pages, tile, M1, 0, within, width,
                 PAGE, VEC, BLOCKS, PAGES,
             )  # fmt: skip
+        if PDL:
+            later = _load_tiles(tiles, TILES, num_tiles, TILES)
+            _fetch_rank_rows(
+                arena, offsets, places, first_elem, pages, layer, layers, max_pages, later, module, block, width,
+                PAGE, BLOCKS, PAGES, BLOCK_N,
+            )  # fmt: skip
+            if SILU:
+                _fetch_rank_rows(
+                    arena, offsets, places, first_elem, pages, layer, layers, max_pages, later, M1, block, width,
+                    PAGE, BLOCKS, PAGES, BLOCK_N,
+                )  # fmt: skip
     if PDL:
         cuda.gdc_wait()
     if MODULES:
         parts = _load_shrunk(h, tile, tokens, group, 0, own, MODULES, WIDTH, PARTS, PART_BLOCK)
-        if SILU:
-            parts_up = _load_shrunk(h, tile, tokens, 1, 0, own_up, MODULES, WIDTH, PARTS, PART_BLOCK)
     total = tl.zeros(SUMS, dtype=tl.float32)
     if SILU:
         total_up = tl.zeros(SUMS, dtype=tl.float32)
@@ -259,6 +299,8 @@ def multiply_rows(
             total_up = tl.dot(value, tl.trans(w), total_up, input_precision="ieee")
     out = _finish(total, bias, column, own_column, dtype, BIAS)
     if MODULES:
+        if SILU:  # meanwhile; before the sum they would take registers from it
+            parts_up = _load_shrunk(h, tile, tokens, 1, 0, own_up, MODULES, WIDTH, PARTS, PART_BLOCK)
         added = _expand(
             parts, b, h, arena, tiles, offsets, places, first_elem, pages, layer, layers, max_pages, num_tiles, tokens,
             token, tile, group, module, within, width, MODULES, PAGE, VEC, BLOCKS, PAGES, PARTS, PART_BLOCK, TILES,

@@ -255,14 +255,15 @@ class CudaLoraState(LoraState):
             self.arena.zero_()
 
     def sample(self, bucket: int) -> LoraLaunches:
-        """The launches of a captured step; the tables say that each row has an adapter of its own, of one rank and on
-        all modules, in whatever pages there are.
+        """The launches of a captured step; the tables say that each row has an adapter of its own, as far as they have
+        room for so many, of one rank and on all modules, in whatever pages there are.
         """
         part, layout = self._whole(min(_SAMPLE_RANK, self.max_rank))
         pages = list(itertools.islice(itertools.cycle(range(len(self.arena))), layout.num_pages))
+        adapters = [rows_in(part, layout.parts[0], pages) for _ in range(min(bucket, len(self.tables.offsets)))]
         segments = Segments()
-        for row in range(bucket):
-            segments.add(row, row + 1, rows_in(part, layout.parts[0], pages))
+        for row, rows in zip(range(bucket), itertools.cycle(adapters)):
+            segments.add(row, row + 1, rows)
         launches = self.bucket(bucket)
         self.tables.plan(segments, launches.schedule.tile_tokens)
         return launches

@@ -1,11 +1,11 @@
-"""Resources that the Triton kernels take, without a GPU: `python -m chorus.perf.kernels --compile sm_80,sm_90`.
+"""Resources that the Triton kernels take, without a GPU: `python -m chorus.perf.kernels --compile sm_90,sm_80`.
 
-Compiles every variant that serving launches for the newest architecture that is named, for the others the widest one of
-each kernel and group; with `--known`, only variants that are not in the file, by all that goes into them (source,
-constants, compiler), and one of each kernel, which must come out as known. Fails on a register spill, on too much
-shared memory, and where loads are narrow or a matrix instruction is missing. `loads`: loads one after the other that
-one of weights waits for; `bars`: barriers of all warps; `KiB/SM`: asked of memory at once by the programs that fit on a
-multiprocessor. The last line is one JSON object.
+Compiles every variant that serving launches for the first architecture that is named, for the others the widest of
+the variants that differ by sizes alone; with `--known`, only variants that are not in the file, by all that goes into
+them (source, constants, compiler), and one of each kernel, which must come out as known. Fails on a register spill, on
+too much shared memory, and where loads are narrow or a matrix instruction is missing. `loads`: loads one after the
+other that one of weights waits for; `bars`: barriers of all warps; `KiB/SM`: asked of memory at once by the programs
+that fit on a multiprocessor. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -57,10 +57,9 @@ def main(argv: list[str] | None = None) -> int:
     failures = [f"{line.arch} {line.variant}: {problem}" for line in lines for problem in line.problems()]
     for failure in failures:
         print(f"FAILED {failure}")
-    compiler = f"triton {version('triton')}"
     result = {
-        "compiler": compiler, "compile": [line.as_dict() for line in lines], "shared_limit": SHARED_LIMIT,
-        "ok": not failures, "seconds": round(time.perf_counter() - begin, 1),
+        "compiler": f"triton {version('triton')}", "compile": [line.as_dict() for line in lines], "ok": not failures,
+        "shared_limit": SHARED_LIMIT, "seconds": round(time.perf_counter() - begin, 1),
     }  # fmt: skip
     return conclude(result, not failures)
 
@@ -76,7 +75,7 @@ def _archs(text: str) -> list[str]:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     command = parser(__spec__, __doc__)
     add = command.add_argument
-    add("--compile", type=_archs, required=True, metavar="ARCHS", help="such as sm_80,sm_90")
+    add("--compile", type=_archs, required=True, metavar="ARCHS", help="such as sm_90,sm_80")
     add("--only", default="", metavar="REGEX", help="compile kernels and groups that match")
     add("--known", type=Path, metavar="FILE", help="what was compiled before, and is not compiled again")
     add("--keep", action="store_true", help="write what is known in the end to the file")

@@ -121,11 +121,15 @@ class Job:
         )
 
 
+#: KiB of shared memory, threads and programs of a multiprocessor (CUDA C++ Programming Guide, "Compute Capabilities").
+_LIMITS = {80: (164, 2048, 32), 90: (228, 2048, 32), 100: (228, 2048, 32)}
+
+
 def _resident(capability: int, threads: int, registers: int, shared_bytes: int) -> int:
-    """Programs that a multiprocessor holds at once (CUDA C++ Programming Guide, "Compute Capabilities")."""
-    shared = 228 if capability >= 90 else 164  # KiB of a multiprocessor; each program takes one more
-    by_registers = (1 << 16) // (-(-registers // 8) * 8 * threads)
-    return min(32, 2048 // threads, by_registers, (shared << 10) // (shared_bytes + 1024))
+    """Programs that a multiprocessor holds at once; each takes 1 KiB of shared memory more than it asks for."""
+    shared, most_threads, most = _LIMITS.get(capability, (100, 1536, 24))  # of 8.9 and 12.0
+    registers = -(-registers // 8) * 8 * threads
+    return min(most, most_threads // threads, (1 << 16) // registers, (shared << 10) // (shared_bytes + 1024))
 
 
 def _usage(log: str) -> tuple[int, int]:

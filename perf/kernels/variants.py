@@ -322,19 +322,18 @@ def compile_variant(wanted: tuple[Variant, str]) -> dict[str, Any]:
 
 
 def compile_all(
-    archs: Sequence[str], workers: int, chosen: Sequence[Variant], known: dict[str, dict[str, Any]] | None = None
+    archs: Sequence[str], workers: int, chosen: Sequence[Variant], known: dict[str, dict[str, Any]]
 ) -> list[Line]:
-    """Compile what differs, once: some variants are the same launch, for other tokens.
+    """Compile what differs, once: some variants are the same launch, for other tokens. For the first of `archs` all,
+    for others the widest.
 
     known: what was compiled before, by `Job.key`, and is not compiled again but for one variant of each kernel; in the
     end it is what the lines are of. Raises ValueError where that variant is not what is known of it.
     """
-    newest = max(archs, key=lambda arch: int(arch.removeprefix("sm_")))
-    wanted = [(variant, arch) for arch in archs for variant in (chosen if arch == newest else widest(chosen))]
+    wanted = [(variant, arch) for arch in archs for variant in (chosen if arch == archs[0] else widest(chosen))]
     jobs = {(arch, variant.launched): (variant, arch) for variant, arch in wanted}
-    known = {} if known is None else known
     keys = {each: job_of(*job).key() for each, job in jobs.items()}
-    samples = {variant.kernel: (arch, variant.launched) for variant, arch in wanted if arch == newest}.values()
+    samples = {variant.kernel: (arch, variant.launched) for variant, arch in wanted if arch == archs[0]}.values()
     todo = {keys[each]: job for each, job in jobs.items() if each in samples or keys[each] not in known}
     if workers == 1:
         made = list(map(compile_variant, todo.values()))
@@ -350,6 +349,10 @@ def compile_all(
 
 
 def widest(chosen: Sequence[Variant]) -> list[Variant]:
-    """Of each kernel and group the variant that takes most: in bf16 if there is one, of the largest rank and bucket."""
-    by_size = sorted(chosen, key=lambda variant: (variant.dtype == "bf16", variant.max_rank, variant.tokens))
-    return list({(variant.kernel, variant.group): variant for variant in by_size}.values())
+    """Of variants whose code differs by sizes alone the one that takes most, in bf16 if there is one: of a kernel for
+    any projections, of products in one tile with one rank.
+    """
+    by_size = sorted(chosen, key=lambda each: (each.dtype == "bf16", each.max_rank, each.tokens, each.cost().bytes))
+    return list(
+        {(each.kernel, each.group not in GROUPS and each.group.split(".")[0]): each for each in by_size}.values()
+    )

@@ -209,6 +209,19 @@ def test_compiles_for_a_gpu_that_is_not_there():
         assert line["loads_before"] <= 2, "keys wait for a row's place in the list and for its pages"
 
 
+@needs_triton
+def test_what_launches_are_given_begins_on_16_bytes():
+    """Also where rows are too short to be shared; else Triton's own way would launch, which takes the host 20 µs."""
+    from chorus.ops.attention_triton import TritonBackend
+
+    backend = TritonBackend(
+        4, 2, 16, 4, torch.float32, "cpu", max_rows=2, max_pages_per_row=2, num_sms=1, reason="", new_event=object
+    )
+    assert all(splits == 1 for splits, _ in backend._splits)  # noqa: SLF001
+    given = backend._values, backend._tops, backend._totals  # noqa: SLF001
+    assert not any(each.data_ptr() % 16 for each in given)
+
+
 def test_programs_per_row():
     """Rows that fill the device alone are shared only where they are long; fewer rows, by as many as it takes."""
     tile = tile_tokens(128, 2)

@@ -4,14 +4,17 @@ definition in float64, and bits of rows in other company; a process for each.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from itertools import cycle
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+from chorus.core.cpus import available_cpus
 from chorus.ops.elementwise import silu_and_mul
 from chorus.ops.sgmv import AdapterRows, Segments
 from chorus.ops.sgmv_schedule import decode
@@ -21,6 +24,9 @@ from chorus.ops.small_gemm_schedule import MAX_EXPANDED_ROWS
 from ..processes import run_python
 from .test_sgmv_triton import LAYERS, SLAB_ELEMS, Case, _adapters
 from .test_small_gemm_triton import TOLERANCE
+
+if TYPE_CHECKING:
+    from chorus.ops.sgmv_triton import Shrunk
 
 #: (inputs, outputs per module, if the activation stands behind them): grouped-query attention's qkv, one whose modules
 #: end within a program's columns, gate and up, o or down, one that a warp's share of the inputs does not hold.
@@ -72,17 +78,34 @@ class World:
 
     def product(self, used: Sequence[int], x: torch.Tensor, layer: int = 1, more: int = 0) -> torch.Tensor:
         """By the kernels, with `more` tiles without work; all but rank-rows is NaN before."""
+        self.tables.h.fill_(math.nan)
+        num_tiles = self.tables.plan(self.segments(used), 1) + more
+        return self._launch(x, layer, num_tiles).cpu()
+
+    def compile(self, rows: int) -> None:
+        """Compile what `product` launches for so many rows, and the product without adapters."""
+        x = self.x[:rows]
+        self._launch(x, 1, rows, compile_only=True)
+        self.base(x, compile_only=True)
+
+    def base(self, x: torch.Tensor, *, compile_only: bool = False) -> torch.Tensor:
+        """The product without adapters, by the kernel."""
+        return self._multiply(x.to(self.device), None, compile_only=compile_only)
+
+    def _launch(self, x: torch.Tensor, layer: int, num_tiles: int, *, compile_only: bool = False) -> torch.Tensor:
         from chorus.ops.sgmv_triton import Sgmv
+
+        x = x.to(self.device)
+        sgmv = Sgmv(self.arena.to(self.device), self.tables, self.modules, self.d_in, decode(len(x), MAX_RANK))
+        tiles = self.tables.tiles_of_pass[0]
+        shrunk = sgmv.shrink(x, layer, tiles, num_tiles, compile_only=compile_only)
+        return self._multiply(x, shrunk, compile_only=compile_only)
+
+    def _multiply(self, x: torch.Tensor, shrunk: Shrunk | None, *, compile_only: bool) -> torch.Tensor:
         from chorus.ops.small_gemm_triton import multiply
 
-        self.tables.h.fill_(math.nan)
-        segments = self.segments(used)
-        num_tiles = self.tables.plan(segments, 1) + more
-        arena, x, weight = self.arena.to(self.device), x.to(self.device), self.weight.to(self.device)
-        bias = None if self.bias is None else self.bias.to(self.device)
-        sgmv = Sgmv(arena, self.tables, self.modules, self.d_in, decode(len(x), MAX_RANK))
-        shrunk = sgmv.shrink(x, layer, self.tables.tiles_of_pass[0], num_tiles)
-        return multiply(x, weight, bias, silu=self.silu, shrunk=shrunk).cpu()
+        weight, bias = self.weight.to(self.device), None if self.bias is None else self.bias.to(self.device)
+        return multiply(x, weight, bias, silu=self.silu, shrunk=shrunk, compile_only=compile_only)
 
     def definition(self, used: Sequence[int], x: torch.Tensor, layer: int = 1) -> torch.Tensor:
         """In float64, rounded where a launch after the other rounds."""
@@ -121,9 +144,10 @@ def interpret() -> None:
 
 def check_values(dtypes: Sequence[torch.dtype], device: str) -> None:
     tiles = set()
-    for (index, used), dtype in zip(steps(), cycle(dtypes), strict=False):
-        world = World(index, dtype, device)
-        x = world.x[: len(used)]
+    given = [(*step, World(step[0], dtype, device)) for step, dtype in zip(steps(), cycle(dtypes), strict=False)]
+    compile_ahead((world, len(used)) for _, used, world in given)
+    for index, used, world in given:
+        x, dtype = world.x[: len(used)], world.dtype
         for layer in (0, 1):
             got, want = world.product(used, x, layer, more=index % 3), world.definition(used, x, layer)
             assert got.dtype is dtype and got.shape == want.shape
@@ -131,6 +155,16 @@ def check_values(dtypes: Sequence[torch.dtype], device: str) -> None:
             assert error <= TOLERANCE[dtype], f"{index} {used} {dtype}, layer {layer}: differs by {error:.1e}"
         tiles.add(len(world.segments(used).rows))
     assert max(tiles) > MAX_EXPANDED_ROWS, "a row's adapter in several parts"
+
+
+def compile_ahead(cases: Iterable[tuple[World, int]]) -> None:
+    """Compile what worlds launch for so many rows, if they are on a GPU: one by one it takes minutes."""
+    from chorus.ops.launch_triton import compiling
+
+    with compiling(available_cpus()):
+        for world, rows in cases:
+            if world.device != "cpu":
+                world.compile(rows)
 
 
 def interpret_companies() -> None:
@@ -145,6 +179,8 @@ def interpret_companies() -> None:
 
 
 def check_companies(device: str) -> None:
+    worlds = [World(index, torch.bfloat16, device) for index in range(len(GROUPS))]
+    compile_ahead(itertools.product(worlds, (7, 16, 21)))
     orders = [6, 5, 4, 3, 2, 1, 0], [3], [2, 2], [0, 1], [1, 4, 6], [*range(7), *[3] * 9]
     for index in range(len(GROUPS)):
         _check_company(World(index, torch.bfloat16, device), [0, -1, 1, 2, 0, 2, -1], orders, f"{index}")
@@ -156,15 +192,12 @@ def check_companies(device: str) -> None:
 
 
 def _check_company(world: World, used: Sequence[int], orders: Sequence[list[int]], name: str) -> None:
-    from chorus.ops.small_gemm_triton import multiply
-
     x = world.x[: len(used)].contiguous()
     whole = world.product(used, x)
     for chosen in orders:
         got = world.product([used[row] for row in chosen], x[chosen], more=1)
         assert torch.equal(got, whole[chosen]), f"{name}: rows {chosen} have other bits"
-    bias = None if world.bias is None else world.bias.to(world.device)
-    base = multiply(x.to(world.device), world.weight.to(world.device), bias, silu=world.silu).cpu()
+    base = world.base(x).cpu()
     plain = [row for row, adapter in enumerate(used) if adapter < 0]
     assert torch.equal(base[plain], whole[plain]), f"{name}: rows of the base model changed"
     assert not torch.equal(base[0], whole[0])

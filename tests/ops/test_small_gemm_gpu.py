@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 
+from chorus.core.cpus import available_cpus
 from chorus.graphs.device import CudaDevice
 from chorus.ops import dependent_launch
+from chorus.ops.elementwise import rms_norm
+from chorus.ops.launch_triton import compiling
+from chorus.ops.sgmv_schedule import decode
 
-from .test_expanded_product import check_companies, check_values
+from .test_expanded_product import MAX_RANK, World, check_companies, check_values
 from .test_small_gemm_triton import TOLERANCE, Case, Inputs, cases, check, check_broken_row, check_company, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -40,16 +47,25 @@ def launch(request):
     dependent_launch.allow(True)
 
 
+def compile_ahead(cases: list[Case], dtype: torch.dtype) -> list[Case]:
+    """Compile what the cases launch, with the activation and without; one by one it takes minutes."""
+    with compiling(available_cpus()):
+        for case, silu in itertools.product(cases, (False, True)):
+            if case.silu or not silu:
+                run(replace(case, silu=silu), Inputs(case, dtype, "cuda"), compile_only=True)
+    return cases
+
+
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_values(dtype, launch):
-    for case in [*cases(0, 24), *LARGE]:
+    for case in compile_ahead([*cases(0, 24), *LARGE], dtype):
         problem = check(case, dtype, "cuda")
         assert not problem, (case, problem)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_bits_of_a_row_do_not_depend_on_its_company(dtype, launch):
-    for case in [*cases(3, 24), *LARGE]:
+    for case in compile_ahead([*cases(3, 24), *LARGE], dtype):
         problem = check_company(case, dtype, "cuda") or check_broken_row(case, "cuda")
         assert not problem, (case, problem)
 
@@ -61,10 +77,10 @@ def test_adapters_expanded_in_the_launch(launch):
 
 def test_bits_do_not_depend_on_when_launches_begin():
     for case in LARGE:
-        inputs, found = Inputs(case, torch.bfloat16), []
+        inputs, found = Inputs(case, torch.bfloat16, "cuda"), []
         for early in (True, False):
             dependent_launch.allow(early)
-            found.append(run(case, inputs, "cuda"))
+            found.append(run(case, inputs))
         dependent_launch.allow(True)
         assert torch.equal(*found), case
 
@@ -99,3 +115,44 @@ def test_seconds_are_of_replays():
     torch.cuda.synchronize()
     assert device.seconds(lambda: values.add_(1), count=3) > 0
     assert float(values[0]) == 5, "once before the capture, a replay to warm up, and three that are timed"
+
+
+def test_rank_rows_that_are_loaded_early_are_those_behind_an_event():
+    """Shrink and expand load rank-rows before the launch before them has ended. In a step a norm comes first behind
+    `cudaStreamWaitEvent`, which does not begin before the event: none of the launches behind it may either.
+    """
+    if not dependent_launch.begins_early(torch.device("cuda", 0)):
+        pytest.skip("launches begin early on compute capability 9 and later")
+    from chorus.ops.sgmv_triton import Sgmv
+
+    world, used = World(0, torch.bfloat16, "cuda"), [0, 1, 2, 0]
+    d_out, rows = sum(world.widths), len(used)
+    arrived, arena = world.arena.cuda(), world.arena.cuda()
+    sgmv = Sgmv(arena, world.tables, world.modules, world.d_in, decode(rows, MAX_RANK))
+    num_tiles = world.tables.plan(world.segments(used), 1)
+    x, weight = world.x[:rows].cuda().contiguous(), torch.ones(world.d_in, device="cuda").bfloat16()
+    large = torch.randn(4096, 4096, device="cuda").bfloat16()
+    main, side, ready = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Event()
+
+    def launch():
+        y = torch.zeros(rows, d_out, device="cuda", dtype=torch.bfloat16)
+        sgmv(y, rms_norm(x, weight, 1e-5), 1, world.tables.tiles_of_pass, num_tiles)
+        return y
+
+    want, got = launch(), []
+    torch.cuda.synchronize()
+    assert want.isfinite().all() and want.any()
+    for _ in range(50):
+        with torch.cuda.stream(side):
+            side.wait_stream(main)
+            arena.fill_(torch.nan)
+            for _ in range(4):
+                torch.mm(large, large)  # so that the copy comes late
+            arena.copy_(arrived)
+            ready.record()
+        with torch.cuda.stream(main):
+            rms_norm(x, weight, 1e-5)  # a launch that the next may begin before
+            main.wait_event(ready)
+            got.append(launch())
+    torch.cuda.synchronize()
+    assert all(torch.equal(each, want) for each in got)

@@ -54,14 +54,16 @@ def cases(seed: int, count: int) -> Iterator[Case]:
 
 
 class Inputs:
-    """Random tensors of a case, on the CPU. A weight's rows are about as long as those of a model."""
+    """Random tensors of a case, drawn on its device: a host takes seconds for a large model's weight. A weight's rows
+    are about as long as those of a model.
+    """
 
-    def __init__(self, case: Case, dtype: torch.dtype) -> None:
-        generator = torch.Generator().manual_seed(case.seed)
+    def __init__(self, case: Case, dtype: torch.dtype, device: str = "cpu") -> None:
+        generator = torch.Generator(device).manual_seed(case.seed)
         d_in, d_out = case.shape
 
         def draw(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator)
+            return torch.randn(*shape, generator=generator, device=device)
 
         outputs = 2 * d_out if case.silu else d_out
         scale = 10.0**case.scale
@@ -71,40 +73,41 @@ class Inputs:
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool) -> torch.Tensor:
-    """Definition: summed in float64, rounded where the kernel rounds."""
+    """Definition, on the CPU: summed in float64, rounded where the kernel rounds."""
     y = x.double() @ weight.double().T
-    y = (y if bias is None else y + bias.double()).to(x.dtype)
+    y = (y if bias is None else y + bias.double()).to(x.dtype).cpu()
     return silu_and_mul(y) if silu else y
 
 
-def run(case: Case, inputs: Inputs, device: str, rows: slice | list[int] = slice(None)) -> torch.Tensor:
-    """The product of some of a case's rows by the kernel, on the CPU again."""
+def run(
+    case: Case, inputs: Inputs, rows: slice | list[int] = slice(None), *, compile_only: bool = False
+) -> torch.Tensor:
+    """The product of some of a case's rows by the kernel, on the CPU again. compile_only: nothing is computed."""
     from chorus.ops import small_gemm_triton
 
-    bias = None if inputs.bias is None else inputs.bias.to(device)
-    x, weight = inputs.x[rows].to(device), inputs.weight.to(device)
-    return small_gemm_triton.multiply(x, weight, bias, silu=case.silu).cpu()
+    x, weight, bias = inputs.x[rows], inputs.weight, inputs.bias
+    return small_gemm_triton.multiply(x, weight, bias, silu=case.silu, compile_only=compile_only).cpu()
 
 
 def check(case: Case, dtype: torch.dtype, device: str) -> str:
     """Text that says what is wrong; empty if nothing is."""
-    inputs = Inputs(case, dtype)
-    got = run(case, inputs, device)
+    inputs = Inputs(case, dtype, device)
+    got = run(case, inputs)
     return _differs(got, product(inputs.x, inputs.weight, inputs.bias, case.silu), dtype)
 
 
 def check_company(case: Case, dtype: torch.dtype, device: str) -> str:
     """A row's bits alone, elsewhere, among fewer that the same tile holds, with the activation behind the launch."""
-    inputs = Inputs(case, dtype)
-    whole = run(case, inputs, device)
+    inputs = Inputs(case, dtype, device)
+    whole = run(case, inputs)
     order, least = list(range(case.rows))[::-1], fewest_rows(case.rows)
     for chosen in (order, order[: max(case.rows // 2 + 1, least)], order[:1] * least):
-        if not torch.equal(run(case, inputs, device, chosen), whole[chosen]):
+        if not torch.equal(run(case, inputs, chosen), whole[chosen]):
             return f"rows {chosen} of {case.rows} have other bits"
     if case.silu:
         from chorus.ops import elementwise_triton
 
-        gate_up = run(replace(case, silu=False), inputs, device)
+        gate_up = run(replace(case, silu=False), inputs)
         if not torch.equal(elementwise_triton.silu_and_mul(gate_up.to(device)).cpu(), whole):
             return "the activation in the launch has other bits than behind it"
     return ""
@@ -112,12 +115,12 @@ def check_company(case: Case, dtype: torch.dtype, device: str) -> str:
 
 def check_broken_row(case: Case, device: str) -> str:
     """A value that is not finite stays in its row."""
-    inputs = Inputs(case, torch.bfloat16)
-    whole = run(case, inputs, device)
+    inputs = Inputs(case, torch.bfloat16, device)
+    whole = run(case, inputs)
     broken = case.seed % case.rows
     inputs.x = inputs.x.clone()
     inputs.x[broken, case.seed % case.shape[0]] = (math.nan, math.inf)[case.seed % 2]
-    got = run(case, inputs, device)
+    got = run(case, inputs)
     others = [row for row in range(case.rows) if row != broken]
     if not torch.equal(got[others], whole[others]):
         return "another row changed"

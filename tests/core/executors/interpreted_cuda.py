@@ -432,18 +432,33 @@ def test_steps_wait_for_their_own_adapters_alone(drive, tiny):
 
 
 @pytest.mark.parametrize("capture", ["lazy", "off"])
-def test_pieces_of_the_base_model_wait_for_no_adapter(drive, tiny, capture):
-    """Of the step before, whose adapter is still coming."""
+def test_pieces_wait_for_a_layer_of_their_own_adapters_before_it(drive, tiny, capture):
+    """And pieces of the base model for none, as for the adapter of the step before, which is still coming."""
     driver = drive(adapters=["r1-qv"], max_num_seqs=2, mixed_graph_tokens=12, graph_capture=capture)
     check(driver, ask(driver, tiny, ("r1-qv", 3, 2)))
     check(driver, ask(driver, tiny, (None, 4, 2)))
     lora, base = (plan for plan in driver.plans if plan.bucket is None)
     assert lora.adapters and not base.adapters
     transfer = lora.adapters[0].transfer = ComingTransfer()
+    steps, before = driver.executor.inner.steps, []
+    piece = steps.decoder.piece
+    steps.decoder.piece = lambda index, *rest: (before.append((index, list(transfer.asked))), piece(index, *rest))
     for plan, asked in ((lora, [0, 1]), (base, []), (lora, [0, 1])):
         transfer.asked.clear()
         assert not driver.executor.inner.execute(plan).unready
         assert transfer.asked == asked
+    if capture == "off":  # captured pieces are others, and replayed in the same place
+        assert before == [
+            (0, [0]),
+            (1, [0, 1]),
+            (2, [0, 1]),
+            (0, []),
+            (1, []),
+            (2, []),
+            (0, [0]),
+            (1, [0, 1]),
+            (2, [0, 1]),
+        ]
     lora.adapters[0].transfer = None
 
 

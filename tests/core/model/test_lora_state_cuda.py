@@ -87,3 +87,17 @@ def test_steps_of_prompts_or_of_decode_rows_alone_have_one_schedule(state):
     assert launches.tail is None, "its decode rows have no adapter"
     launches, _ = begin(state, (BASE_SLOT, 100), (0, 1))
     assert (launches.num_tiles, launches.tail.num_tiles) == (0, 1), "only they have"
+
+
+def test_kernels_are_tried_with_more_rows_than_the_tables_hold_adapters():
+    """Where a step has fewer adapters than the largest bucket has rows, rows share them, a tile each."""
+    limits = StepLimits(MAX_RANK, adapters=1, rows=64, tokens=512)
+    state = CudaLoraState(
+        CONFIG, torch.zeros(2, LAYOUT.page_elems, dtype=torch.bfloat16), LAYOUT, limits, max_stall=0.0,
+        make_copy=lambda num_bytes: torch.Tensor.copy_,
+    )  # fmt: skip
+    for rows in (1, 16, 64):
+        assert state.sample(rows).num_tiles == rows
+        tiles = [row for row in state.tables.tiles[0].tolist() if row[SLOT] >= 0]
+        assert [(row[BEGIN], row[END]) for row in tiles] == [(token, token + 1) for token in range(rows)]
+        assert len({row[SLOT] for row in tiles}) == min(rows, 32), "two adapters of up to 16 parts"

@@ -90,35 +90,41 @@ def compiled(monkeypatch):
     return found
 
 
-def test_what_is_one_launch_is_compiled_once_and_older_architectures_get_the_widest(compiled):
+def test_what_is_one_launch_is_compiled_once_and_other_architectures_get_the_widest(compiled):
     chosen = [*variants(), *plain_variants()]
-    lines = compile_all(["sm_80", "sm_90"], 1, chosen)
-    newest, older = ([line.variant for line in lines if line.arch == arch] for arch in ("sm_90", "sm_80"))
-    assert newest == chosen
-    assert {(v.kernel, v.group) for v in older} == {(v.kernel, v.group) for v in chosen}
-    assert Variant("expand_prefill", "down", "bf16", 8192, 256) in older
-    assert len(older) < len(chosen) / 3
+    lines = compile_all(["sm_90", "sm_80", "sm_120"], 1, chosen, {})
+    every, others, same = (
+        [line.variant for line in lines if line.arch == arch] for arch in ("sm_90", "sm_80", "sm_120")
+    )
+    assert every == chosen
+    assert others == same
+    assert {v.kernel for v in others} == {v.kernel for v in chosen}
+    assert Variant("expand_prefill", "down", "bf16", 8192, 256) not in others
+    assert Variant("expand_prefill", "gate_up", "bf16", 8192, 256) in others
+    products = {v.group for v in others if v.kernel == "multiply_rows"}
+    assert products == {"base.head", "lora16.mlp", "lora256.mlp", "many.head", "multi16.mlp", "multi256.mlp"}
+    assert len(others) < len(chosen) / 9
     same = {Variant("shrink_decode", "o", "bf16", tokens, 16) for tokens in (64, 256)}
-    assert same <= set(newest)
+    assert same <= set(every)
     assert len(same & {variant for variant, _ in compiled}) == 1
 
 
 def test_what_is_known_is_not_compiled_again_but_for_one_of_each_kernel(compiled):
     chosen, known = [*variants(), *plain_variants()], {}
-    lines = compile_all(["sm_80", "sm_90"], 1, chosen, known)
+    lines = compile_all(["sm_90", "sm_80"], 1, chosen, known)
     every = list(compiled)
     assert len(known) == len(every) > 100
     compiled.clear()
     gone = next(key for key in known if key.startswith("sm_80 ('shrink_decode'"))
     del known[gone]
     known["of a kernel as it was"] = COMPILED
-    assert compile_all(["sm_80", "sm_90"], 1, chosen, known) == lines
+    assert compile_all(["sm_90", "sm_80"], 1, chosen, known) == lines
     kernels_of = [variant.kernel for variant, arch in compiled if arch == "sm_90"]
     assert sorted(kernels_of) == sorted({variant.kernel for variant in chosen})
     assert len(compiled) == len(kernels_of) + 1 and len(known) == len(every) and gone in known
     known.update(dict.fromkeys(known, COMPILED | {"registers": 127}))
     with pytest.raises(ValueError, match="known as"):
-        compile_all(["sm_80", "sm_90"], 1, chosen, known)
+        compile_all(["sm_90", "sm_80"], 1, chosen, known)
 
 
 def test_a_key_is_of_all_that_decides_on_what_is_compiled():
