@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ...server.start.flags import UsageError, read_seconds
+from ..simulate.command import number
 
 HELP = "find the cheapest cluster that meets an SLO under a recorded load, by simulation"
 
@@ -40,23 +41,49 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="TIME",
         help="most time for each token after it, on average, such as 50ms",
     )
-    add("--attainment", type=float, default=0.99, metavar="SHARE", help="of requests within both (default: 0.99)")
+    add(
+        "--attainment",
+        type=number(float, 0, above=True, most=1),
+        default=0.99,
+        metavar="SHARE",
+        help="of requests within both (default: 0.99)",
+    )
     add("--policy", metavar="NAMES", help="as `chorus cluster up --policy` takes them, with commas (default: all)")
     add("--memory-bytes", metavar="SIZES", help="arenas to try, with commas (default: all that there is, and half)")
     add(
         "--host-cache-bytes", metavar="SIZES",
         help="host caches to try, with commas (default: 1GiB, and what all adapters of the trace take if that is more)",
     )  # fmt: skip
-    add("--max-replicas", type=int, default=16, metavar="N", help="most replicas to try (default: 16)")
+    add("--max-replicas", type=number(int, 1), default=16, metavar="N", help="most replicas to try (default: 16)")
     add(
-        "--min-replicas", type=int, metavar="N",
+        "--min-replicas", type=number(int, 1), metavar="N",
         help="have candidates follow the load, from N replicas on, as `chorus cluster up --min-replicas` does",
     )  # fmt: skip
-    add("--boot-seconds", type=float, default=30.0, metavar="S", help="until one more replica serves (default: 30)")
-    add("--seeds", type=int, default=5, metavar="N", help="draws of the load for each candidate (default: 5)")
-    add("--jobs", type=int, default=1, metavar="N", help="processes; the plan doesn't depend on them (default: 1)")
-    add("--scale", type=float, default=1.0, metavar="X", help="plan for X times the trace's rate (default: 1)")
-    add("--rank", type=int, metavar="N", help="rank of adapters of which the trace tells none")
+    add(
+        "--boot-seconds",
+        type=number(float, 0),
+        default=30.0,
+        metavar="S",
+        help="until one more replica serves (default: 30)",
+    )
+    add(
+        "--seeds", type=number(int, 1), default=5, metavar="N", help="draws of the load for each candidate (default: 5)"
+    )
+    add(
+        "--jobs",
+        type=number(int, 1),
+        default=1,
+        metavar="N",
+        help="processes; the plan doesn't depend on them (default: 1)",
+    )
+    add(
+        "--scale",
+        type=number(float, 0, above=True),
+        default=1.0,
+        metavar="X",
+        help="plan for X times the trace's rate (default: 1)",
+    )
+    add("--rank", type=number(int, 1), metavar="N", help="rank of adapters of which the trace tells none")
     add("--targets", metavar="NAMES", help="projections that adapters change, with commas (default: all seven)")
     add(
         "--engine", action="append", default=[], metavar="NAME=VALUE",
@@ -71,11 +98,14 @@ def run(arguments: argparse.Namespace) -> int:
     """0 for a plan, 1 where nothing that was tried meets the SLO, 2 for wrong input."""
     from ...core.costs.profile import ProfileError
     from ...core.model.config import UnsupportedModel
-    from ..workload.errors import WorkloadError
-    from .errors import PlanError
+    from ..workload.fields import WorkloadError
     from .plan import make_plan
 
-    _check(arguments)
+    if (arguments.min_replicas or 1) > arguments.max_replicas:
+        raise UsageError(
+            f"chorus plan: error: --min-replicas is {arguments.min_replicas}, above --max-replicas "
+            f"{arguments.max_replicas}; change one of them"
+        )
     if arguments.slo_ttft is None and arguments.slo_tpot is None:
         raise UsageError("chorus plan: error: there is no SLO; give --slo-ttft, --slo-tpot or both")
     if not arguments.out.absolute().parent.is_dir():
@@ -87,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         plan = make_plan(arguments)
         arguments.out.write_text(page(plan), encoding="utf-8")
-    except (PlanError, ProfileError, WorkloadError, UnsupportedModel) as error:
+    except (ProfileError, WorkloadError, UnsupportedModel) as error:
         print(f"chorus plan: error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
@@ -99,23 +129,3 @@ def run(arguments: argparse.Namespace) -> int:
         command = plan.command()
         print("\n".join([plan.summary(), *([command] if command else []), f"The page: {arguments.out}"]))
     return 0 if plan.best is not None else 1
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    """UsageError for a number that no plan can be made with."""
-    for name, least in (("seeds", 1), ("jobs", 1), ("max_replicas", 1), ("min_replicas", 1), ("rank", 1)):
-        value = getattr(arguments, name)
-        if value is not None and value < least:
-            flag = name.replace("_", "-")
-            raise UsageError(f"chorus plan: error: --{flag} is {value}; give {least} or more")
-    if (arguments.min_replicas or 1) > arguments.max_replicas:
-        raise UsageError(
-            f"chorus plan: error: --min-replicas is {arguments.min_replicas}, above --max-replicas "
-            f"{arguments.max_replicas}; change one of them"
-        )
-    if not 0 <= arguments.boot_seconds < float("inf"):
-        raise UsageError(f"chorus plan: error: --boot-seconds is {arguments.boot_seconds:g}; give 0 or more seconds")
-    if not 0 < arguments.attainment <= 1:
-        raise UsageError(f"chorus plan: error: --attainment is {arguments.attainment:g}; give a share up to 1")
-    if not 0 < arguments.scale < float("inf"):
-        raise UsageError(f"chorus plan: error: --scale is {arguments.scale:g}; give a number above 0")

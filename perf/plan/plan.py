@@ -11,20 +11,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pydantic import ValidationError
-
 from ...core.costs.profile import load_profile
 from ...core.executors.choice import gpu_batch
 from ...memory.pages.layout import MODULES
 from ...server.cluster.router import POLICIES
 from ...server.settings import read_size
 from ..simulate.results import Spread
-from .errors import PlanError
-from .gpus import gpu_named
-from .prediction import predicted_profile
-from .search import Tried, cheapest, search
-from .slo import Slo
-from .trial import Fleet
+from .prediction import gpu_named, predicted_profile
+from .requests import PlanError, Slo
+from .search import Fleet, Tried, cheapest, search
 
 PROFILE = "profile:"
 
@@ -154,13 +149,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         arguments.trace, profile, slo, targets, {**defaults, **engine}, arguments.rank, arguments.scale,
         arguments.min_replicas, arguments.boot_seconds,
     )  # fmt: skip
-    try:
-        config = fleet.config()
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"])) or "fields"
-        raise PlanError(f"--engine {place} is {first['input']!r:.80}: {first['msg']}") from None
-    requests = fleet.requests()
+    config, requests = fleet.config(), fleet.requests()
     _check_lengths(fleet, min(config.max_model_len or math.inf, profile.geometry.max_model_len))
     slo.check(requests, profile.costs(), config.max_num_batched_tokens)
     wanted = sum(profile.geometry.adapter_bytes(rank, targets) for rank in requests.ranks.values())

@@ -1,4 +1,4 @@
-"""Costs of a step beside its rows: all-reduces, adapters on their way, and LoRA on the CPU."""
+"""Costs of a step beside its rows: adapters on their way, and LoRA on the CPU."""
 
 from __future__ import annotations
 
@@ -24,39 +24,19 @@ class Charges:
         costs: CostModel,
         link: Link,
         *,
-        hidden_bytes: int,
         num_layers: int,
         product_bytes: int = 0,
-        degree: int = 1,
         assist: When = "chosen",
     ) -> None:
-        """hidden_bytes: of a token's hidden state. product_bytes: of a token's x·A·B in all layers. degree: of tensor
-        parallelism, for which the profile's steps were measured; only the all-reduces come on top. assist: when the
-        CPU computes LoRA of adapters on their way, if the profile has its cost.
+        """product_bytes: of a token's x·A·B in all layers. assist: when the CPU computes LoRA of adapters on their way,
+        if the profile has its cost.
         """
         self._costs = costs
         self._link = link
-        self._hidden_bytes = hidden_bytes
         self._num_layers = num_layers
-        self._degree = degree
         self._product_bytes = product_bytes
         self._assist = assist
         self.starts = ColdStarts()
-
-    @property
-    def is_idle(self) -> bool:
-        """True if no plan costs anything more than its rows."""
-        return self._degree == 1
-
-    def each_step(self, plan: StepPlan) -> float:
-        """Seconds of the all-reduces: two a layer, after attention and MLP. What else is on the link waits for them."""
-        cost = self._costs.all_reduce
-        if self._degree == 1 or cost is None:
-            return 0.0
-        seconds = 2 * self._num_layers * cost.seconds(plan.num_tokens * self._hidden_bytes, self._degree)
-        if self._link.is_busy:
-            self._link.send(seconds, Urgency.ALL_REDUCE)
-        return seconds
 
     def stall(self, plan: StepPlan, slot: int, transfer: SimTransfer, now: float, computing: float) -> float:
         """Return by how much a step that begins now, and takes `computing` for its layers otherwise, waits for an
@@ -74,5 +54,5 @@ class Charges:
         chosen = found.assist if assists else stall
         self.starts.regret_seconds += chosen - min(stall, found.assist)
         if assists:
-            self._link.send(returned * found.lent / self._num_layers, Urgency.ALL_REDUCE)
+            self._link.send(returned * found.lent / self._num_layers, Urgency.STEP)
         return chosen

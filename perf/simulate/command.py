@@ -4,24 +4,47 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...server.start.flags import UsageError
-from .metrics import SHARE
 
 if TYPE_CHECKING:
     from .results import Results
     from .study import Study
 
+SHARE = 0.8
+"""An order of rows is reproduced if it holds in this share of the seeds, unless `--check` gives another."""
+
 SEEDS, QUICK_SEEDS = 10, 3
 """Of figures; a study has its own numbers."""
 
 HELP = "compare policies in virtual time, beside published numbers"
+
+
+def number(
+    kind: type[int] | type[float], least: float, *, above: bool = False, most: float = math.inf
+) -> Callable[[str], float]:
+    """A flag's type: finite numbers from `least` on, or `above` it, up to `most`."""
+
+    def parse(text: str) -> float:
+        bounds = f"above {least:g}" if above else f"{least:g} or more"
+        bounds += f", at most {most:g}" if most < math.inf else ""
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not (least < value if above else least <= value) or not value <= most or value == math.inf:
+            raise argparse.ArgumentTypeError(f"is {text}; give {'a number ' if above else ''}{bounds}")
+        return value
+
+    return parse
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -42,12 +65,29 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write the tables there, as perf/results has them",
     )
-    add("--seed", type=int, metavar="N", help="the first seed for requests and random policies (default: 0)")
-    add("--seeds", type=int, metavar="N", help="how many seeds each row has (default: the study's own number, 10)")
-    add("--jobs", type=int, default=1, metavar="N", help="processes; results don't depend on them (default: 1)")
+    add("--seed", type=number(int, 0), metavar="N", help="the first seed for requests and random policies (default: 0)")
+    add(
+        "--seeds",
+        type=number(int, 1),
+        metavar="N",
+        help="how many seeds each row has (default: the study's own number, 10)",
+    )
+    add(
+        "--jobs",
+        type=number(int, 1),
+        default=1,
+        metavar="N",
+        help="processes; results don't depend on them (default: 1)",
+    )
     add("--rows", metavar="PATTERN", help="only rows with a name in which this regular expression is found")
     add("--region", action="store_true", help="also at other loads, replicas and so on: where does an order hold?")
-    add("--scale", type=float, default=1.0, metavar="X", help="multiply each row's duration (default: 1)")
+    add(
+        "--scale",
+        type=number(float, 0, above=True),
+        default=1.0,
+        metavar="X",
+        help="multiply each row's duration (default: 1)",
+    )
     add(
         "--traces",
         type=Path,
@@ -57,7 +97,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--quick", action="store_true", help="the study's own small version with fewer seeds, for a first look")
     add(
         "--check",
-        type=float,
+        type=number(float, 0, above=True, most=1),
         nargs="?",
         const=SHARE,
         metavar="SHARE",
@@ -70,30 +110,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from ...core.costs.profile import ProfileError
-    from .study import StudyError
+    from ..workload.fields import WorkloadError
 
-    _check(arguments)
-    try:
-        return _run_figures(arguments) if arguments.studies == ["figures"] else _run_studies(arguments)
-    except (StudyError, ProfileError) as error:
-        print(f"chorus simulate: error: {error}", file=sys.stderr)
-        return 2
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    """Raises UsageError."""
-    if arguments.seed is not None and arguments.seed < 0:
-        raise UsageError(f"chorus simulate: error: --seed is {arguments.seed}; give 0 or more")
-    for name, least in (("seeds", 1), ("jobs", 1)):
-        value = getattr(arguments, name)
-        if value is not None and value < least:
-            raise UsageError(f"chorus simulate: error: --{name} is {value}; give {least} or more")
     if not arguments.studies and not arguments.list:
         raise UsageError("chorus simulate: error: name a study (--list shows them)")
-    if not 0 < arguments.scale < float("inf"):
-        raise UsageError(f"chorus simulate: error: --scale is {arguments.scale:g}; give a number above 0")
-    if arguments.check is not None and not 0 < arguments.check <= 1:
-        raise UsageError(f"chorus simulate: error: --check is {arguments.check:g}; give a share above 0, at most 1")
+    try:
+        return _run_figures(arguments) if arguments.studies == ["figures"] else _run_studies(arguments)
+    except (WorkloadError, ProfileError) as error:
+        print(f"chorus simulate: error: {error}", file=sys.stderr)
+        return 2
 
 
 def _run_studies(arguments: argparse.Namespace) -> int:
@@ -115,8 +140,7 @@ def _run_studies(arguments: argparse.Namespace) -> int:
 
 def _run_figures(arguments: argparse.Namespace) -> int:
     from .figures.figure import load_figures
-    from .figures.results import compute
-    from .figures.table import document
+    from .figures.results import compute, document
 
     known = {figure.name: figure for figure in load_figures()}
     if arguments.list:
@@ -160,7 +184,7 @@ def _flags(arguments: argparse.Namespace) -> str:
 
 def _there(studies: list[Study], *, skip: bool) -> list[Study]:
     """Return the studies that have all files they need. Raises StudyError for the first other one, unless `skip`."""
-    from .study import StudyError
+    from .setup import StudyError
 
     for study in studies:
         if study.missing is not None:
@@ -175,8 +199,7 @@ def _run_one(study: Study, arguments: argparse.Namespace) -> Results:
 
     from rich.console import Console
 
-    from .document import document
-    from .plots import write_plot
+    from .document import document, write_plot
     from .results import run_study
 
     wall, cpu = time.perf_counter(), _cpu_seconds()

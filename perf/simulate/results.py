@@ -14,11 +14,12 @@ from multiprocessing import get_context, parent_process
 from statistics import median
 from typing import Any
 
-from .fragmentation import run_fragmentation
-from .metrics import INCREASES, SHARE
+from ..workload.fields import WorkloadError
+from .metrics import INCREASES
 from .serving import run_serving
+from .setup import Setup, StudyError
 from .static_batches import static_batches
-from .study import Axis, Pool, Setup, Study, StudyError
+from .study import Axis, Order, Study
 
 #: Significant digits of results: more than a reader needs, fewer than sums in another order would change.
 _DIGITS = 7
@@ -59,39 +60,51 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """One published order of rows by a metric.
+class Verdict:
+    """An order of rows, and in how many of the `seeds` it holds: no pair comes in the other order, or as equals.
 
-    held: in how many of the `seeds` no pair of rows comes in the other order, or as equals. within, least, most: see
-    `Expectation`.
+    seeds: 1 where no row depends on one.
     """
 
-    metric: str
-    rows: list[str]
+    order: Order
     pairs: list[Pair]
-    source: str
-    within: float
     held: int
     seeds: int
-    least: bool = False
-    most: bool = False
-
-    @property
-    def holds(self) -> bool:
-        return self.holds_in(SHARE)
 
     def holds_in(self, share: float) -> bool:
         """True if it holds in that share of the seeds."""
         return self.held >= share * self.seeds
 
     def to_json(self) -> dict[str, Any]:
+        order = self.order
         pairs = [
             {"low": pair.low, "high": pair.high, "held": pair.held, "gap": pair.gap.to_json()} for pair in self.pairs
         ]
         return {
-            "metric": self.metric, "rows": self.rows, "source": self.source, "within": self.within,
+            "metric": order.metric, "rows": order.order, "source": order.source, "within": order.within,
             "held": self.held, "seeds": self.seeds, "pairs": pairs,
         }  # fmt: skip
+
+
+def judge(
+    order: Order, values: Mapping[str, Sequence[float]], pairs: Sequence[tuple[str | float, str | float]] | None = None
+) -> Verdict:
+    """values: of each row, one for each seed, or a single one. pairs: default: the order's own."""
+    seeds = max(len(values[name]) for name in order.rows)
+
+    def column(each: str | float) -> list[float]:
+        found = values[each] if isinstance(each, str) else [each]
+        return [*found] * (seeds // len(found))
+
+    if order.alike:
+        held = sum(max(at) <= (1 + order.within) * min(at) for at in zip(*map(column, order.order), strict=True))
+        return Verdict(order, [], held, seeds)
+    found, holds = [], []
+    for low, high in order.pairs if pairs is None else pairs:
+        both = list(zip(column(low), column(high), strict=True))
+        holds.append([one < other * (1 + order.within) for one, other in both])
+        found.append(Pair(str(low), str(high), sum(holds[-1]), Spread.of(_rounded(b - a) for a, b in both)))
+    return Verdict(order, found, sum(map(all, zip(*holds, strict=True))), seeds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +112,7 @@ class Strip:
     """One axis of the region: the orders at each of its points."""
 
     axis: Axis
-    points: list[tuple[Any, list[Order]]]
+    points: list[tuple[Any, list[Verdict]]]
 
 
 @dataclass(frozen=True)
@@ -116,7 +129,7 @@ class Results:
     scale: float
     seeds: list[int | None]
     spreads: dict[str, dict[str, Spread]]
-    orders: list[Order]
+    orders: list[Verdict]
     failed: dict[str, tuple[int, int]]
     region: list[Strip]
 
@@ -224,7 +237,7 @@ class Task:
     """One simulation. origin: what errors begin with. Equal keys give equal outcomes."""
 
     origin: str
-    setup: Setup | Pool
+    setup: Setup
 
     @property
     def key(self) -> str:
@@ -250,10 +263,8 @@ def simulate(
 def _simulated(task: Task) -> dict[str, float]:
     setup = task.setup
     try:
-        if isinstance(setup, Pool):
-            return run_fragmentation(setup)
         return static_batches(setup) if setup.static else run_serving(setup)
-    except StudyError as error:
+    except WorkloadError as error:
         raise StudyError(f"{task.origin}: {error}") from None
 
 
@@ -315,38 +326,19 @@ def _rounded(value: float) -> float:
     return float(f"{value:.{_DIGITS}g}")
 
 
-def _orders(study: Study, runs: Sequence[_Run]) -> list[Order]:
-    found = [
-        _order(each.metric, each.order, each.pairs, each.source, each.within, runs, each.least, each.most)
-        for each in study.expect
-    ]
+def _orders(study: Study, runs: Sequence[_Run]) -> list[Verdict]:
+    def values(metric: str, rows: Iterable[str]) -> dict[str, list[float]]:
+        return {name: [run[name][metric] for run in runs] for name in rows}
+
+    found = [judge(each, values(each.metric, each.rows)) for each in study.expect]
     for metric, group in itertools.product(study.metrics, dict.fromkeys(row.group for row in study.rows)):
-        rows = [row for row in study.rows if row.group == group and isinstance(row.paper.get(metric), float)]
-        rows.sort(key=lambda row: row.paper[metric])
-        pairs = [
-            (low.name, high.name)
-            for low, high in itertools.combinations(rows, 2)
-            if low.paper[metric] < high.paper[metric]
-        ]
+        paper = {
+            row.name: row.paper[metric]
+            for row in study.rows
+            if row.group == group and isinstance(row.paper.get(metric), float)
+        }
+        rows = sorted(paper, key=paper.__getitem__)
+        pairs = [(low, high) for low, high in itertools.combinations(rows, 2) if paper[low] < paper[high]]
         if pairs:
-            found.append(_order(metric, [row.name for row in rows], pairs, study.source, 0.0, runs))
+            found.append(judge(Order(order=rows, source=study.source, metric=metric), values(metric, rows), pairs))
     return found
-
-
-def _order(
-    metric: str,
-    rows: list[str],
-    pairs: list[tuple[str, str]],
-    source: str,
-    within: float,
-    runs: Sequence[_Run],
-    least: bool = False,
-    most: bool = False,
-) -> Order:
-    each = {(low, high): [run[low][metric] < run[high][metric] * (1 + within) for run in runs] for low, high in pairs}
-    found = [
-        Pair(low, high, sum(holds), Spread.of(_rounded(run[high][metric] - run[low][metric]) for run in runs))
-        for (low, high), holds in each.items()
-    ]
-    held = sum(map(all, zip(*each.values(), strict=True)))
-    return Order(metric, rows, found, source, within, held, len(runs), least, most)

@@ -29,8 +29,10 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from ...workload.model import Strict
-from ..study import Pool, Row, Setup, Study, StudyError, load_study, read_toml, validated
+from ....memory.pages.layout import MODULES
+from ...workload.fields import Strict
+from ..setup import Setup, StudyError
+from ..study import Order, load_study, make_setup, read, validated
 
 #: Factor from SI units, or a share, to each unit.
 UNITS = {
@@ -54,7 +56,7 @@ class Price(Strict):
     context: int = Field(default=0, ge=0)
     rank: int = Field(default=0, ge=0)
     adapters: PositiveInt | None = None
-    targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    targets: list[str] = list(MODULES)
     share: PositiveFloat = 1.0
 
 
@@ -136,28 +138,6 @@ class Published(Strict):
         return [run for run in (self.run, self.over, *itertools.chain.from_iterable(self.also)) if run is not None]
 
 
-class Order(Strict):
-    """Claim about several rows. rising: from the least value to the largest; a number is a bound in the unit.
-
-    alike: rows with values that are the same within the share `within`, which is chosen here: papers say "roughly".
-    """
-
-    rising: list[str | float] = []
-    alike: list[str] = []
-    within: PositiveFloat = 0.05
-    source: str = Field(min_length=3)
-
-    @model_validator(mode="after")
-    def _is_one_claim(self) -> Order:
-        if (len(self.rising) < 2) == (len(self.alike) < 2):
-            raise ValueError("an order needs two rows or more, as either rising or alike; give one of them")
-        return self
-
-    @property
-    def rows(self) -> list[str]:
-        return [name for name in [*self.rising, *self.alike] if isinstance(name, str)]
-
-
 class Figure(Strict):
     """A figure, a table, or numbers of one section.
 
@@ -180,6 +160,7 @@ class Figure(Strict):
     runs: dict[str, Run] = {}
     rows: list[Published] = Field(min_length=1)
     orders: list[Order] = []
+    directory: None = None
 
     @model_validator(mode="after")
     def _names_exist(self) -> Figure:
@@ -204,32 +185,26 @@ class Figure(Strict):
         """Names of the runs that depend on a seed."""
         return [name for name, run in self.runs.items() if run.price is None]
 
-    def setup_of(self, name: str, *, quick: bool = False, seed: int | None = None) -> Setup | Pool:
+    def setup_of(self, name: str, *, quick: bool = False, seed: int | None = None) -> Setup:
         """Return the setup of a serving run. Raises StudyError."""
-        run, fields = self.runs[name], {}
+        run, fields = self.runs[name], dict[str, Any]()
         if run.system is not None:
             system = self.systems[run.system]
             fields = system.set | {f"terms.{term}": each.value for term, each in system.terms.items()}
             fields |= {"static": True} if system.static else {}
-        fields |= run.set
-        if run.row is None:
-            study = Study(
-                name=self.name, title=self.title, source=self.paper, why=self.why, metrics=["requests"],
-                setup=self.setup, quick=self.quick, rows=[Row(name=name, set=fields)],
-            )  # fmt: skip
-        else:
+        fields, base = fields | run.set, self
+        if run.row is not None:
             if self.study is None:
                 raise StudyError(f"{self.name}: run {name!r} names a row of a study; set study")
-            study = load_study(self.study)
-            known = {row.name: row for row in study.rows}
+            base = load_study(self.study)
+            known = {row.name: row for row in base.rows}
             if run.row not in known:
                 raise StudyError(f"{self.name}: run {name!r}: {run.row!r} is no row of {self.study}; check its name")
-            shared = {name: value for name, value in self.set.items() if not (quick and name in study.quick)}
+            shared = {name: value for name, value in self.set.items() if not (quick and name in base.quick)}
             fields = shared | known[run.row].set | fields
-        setup = study.setup_of(Row(name=name, set=fields), quick=quick, seed=seed)
-        if isinstance(setup, Setup):
-            setup = setup.model_copy(update={"profile": profile_path(setup.profile)})
-        return setup
+        changes = [*(base.quick.items() if quick else ()), *fields.items()]
+        setup = make_setup(base, changes, f"{self.name}: row {name!r}", seed=seed)
+        return setup.model_copy(update={"profile": profile_path(setup.profile)})
 
 
 def profile_path(name: str) -> str:
@@ -240,19 +215,16 @@ def profile_path(name: str) -> str:
 
 def load_figures() -> list[Figure]:
     """All figures, by paper. Raises StudyError."""
-    found = []
-    for entry in sorted((_shipped() / "papers").iterdir(), key=lambda entry: entry.name):
-        if entry.name.endswith(".toml"):
-            found += parse_figures(entry.read_text("utf-8"), entry.name)
-    return found
+    entries = sorted((_shipped() / "papers").iterdir(), key=lambda entry: entry.name)
+    papers = ((read(entry), entry.name) for entry in entries if entry.name.endswith(".toml"))
+    return list(itertools.chain.from_iterable(itertools.starmap(parse_figures, papers)))
 
 
-def parse_figures(text: str, origin: str) -> list[Figure]:
+def parse_figures(fields: dict[str, Any], origin: str) -> list[Figure]:
     """The figures of one paper. Raises StudyError, which begins with `origin`."""
-    fields = read_toml(text, origin)
-    paper, figures = fields.pop("paper", None), fields.pop("figures", [])
-    if fields or not isinstance(paper, str):
-        raise StudyError(f"{origin}: it must have a paper and figures, and nothing else; has {', '.join(fields)}")
+    paper, figures, others = fields.get("paper"), fields.get("figures", []), fields.keys() - {"paper", "figures"}
+    if others or not isinstance(paper, str):
+        raise StudyError(f"{origin}: it must have a paper and figures, and nothing else; has {', '.join(others)}")
     found = [validated(Figure, {**each, "paper": paper}, f"{origin}: {each.get('name', '?')}") for each in figures]
     for figure in found:
         for run in figure.simulated:

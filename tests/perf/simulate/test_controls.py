@@ -9,11 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chorus.core.costs.profile import load_profile
-from chorus.perf.simulate.controls import RankBlind, mean_rank
+from chorus.perf.simulate.opponents import CountsOwn, RankBlind, mean_rank
+from chorus.perf.simulate.setup import Router
 from chorus.perf.workload import WorkloadSpec
 from chorus.perf.workload.request import TraceRequest
 from chorus.server.cluster.router import (
     AnswerLengths,
+    Consolidate,
     Estimates,
     LeastDelay,
     MostIdle,
@@ -102,3 +104,22 @@ def test_the_mean_is_that_of_the_requests_with_adapters(share, mean):
         }
     )  # fmt: skip
     assert mean_rank(spec) == pytest.approx(mean, abs=2)
+
+
+def known_states():
+    return Replicas(replica_state(4, [8] * count, name=str(count)) for count in (2, 0, 3))
+
+
+def test_what_was_sent_counts_until_the_next_report():
+    request, router = TraceRequest(0, 0.0, "a", 20, 5, 8), CountsOwn(MostIdle())
+    known = known_states()
+    assert [router(request, known) for _ in range(6)] == [1, 1, 0, 1, 0, 1]
+    assert (known[1].num_requests, known[1].pending_tokens, known[1].sum_ranks) == (4, 80, 32)
+    assert router(request, known_states()) == 1
+    full = Replicas([replica_state(1, [8])])
+    assert CountsOwn(Consolidate())(request, full) is None and full[0].num_requests == 1
+
+
+def test_without_reports_there_is_nothing_to_count():
+    with pytest.raises(ValueError, match="is for old reports"):
+        Router(policy="most_idle", counts_own=True)

@@ -13,8 +13,7 @@ from chorus.core.costs.profile import load_profile
 from chorus.perf.simulate.adapters import SimAdapters
 from chorus.perf.simulate.cluster import Happened, simulate
 from chorus.perf.simulate.engine import MODEL
-from chorus.perf.simulate.host import Host, HostWork
-from chorus.perf.simulate.machine import Machine, Process
+from chorus.perf.simulate.machine import Host, HostWork, Machine, Process
 from chorus.perf.simulate.replica import Replica
 from chorus.perf.workload.request import TraceRequest
 from chorus.server.cluster.router import FirstFit
@@ -132,7 +131,7 @@ PROFILE = load_profile("a10-llama2-7b-bgmv")
 
 def replicas(count):
     config = EngineConfig(model=MODEL, prefix_cache=False, num_pages=400, max_num_seqs=8)
-    adapters = SimAdapters(PROFILE.geometry.page_layout(config.block_tokens))
+    adapters = SimAdapters(PROFILE.geometry, config.block_tokens)
     return [Replica(PROFILE, adapters, config, index=index) for index in range(count)]
 
 
@@ -203,7 +202,7 @@ def test_a_replica_that_boots_shares_the_machine():
     trace = [asked(number, 0.0) for number in range(2)]
     host = Host(Machine(1))
     config = EngineConfig(model=MODEL, prefix_cache=False, num_pages=400, max_num_seqs=1)
-    adapters = SimAdapters(PROFILE.geometry.page_layout(config.block_tokens))
+    adapters = SimAdapters(PROFILE.geometry, config.block_tokens)
 
     def make(index, now):
         return Replica(PROFILE, adapters, config, index=index, now=now)
