@@ -15,81 +15,40 @@ HELP = "find the cheapest cluster that meets an SLO under a recorded load, by si
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--trace",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="requests, as `chorus serve --record FILE` writes them",
-    )
-    add(
-        "--gpu", required=True, metavar="NAME",
-        help="h100, h200, a100, l40s, l4, b200 or mi300x: steps are predicted from published figures; or profile:FILE, "
-        "which `chorus profile` measured",
-    )  # fmt: skip
-    add(
-        "--model",
-        type=Path,
-        metavar="DIR",
-        help="checkpoint, of which only config.json is read; needed for a GPU's name",
-    )
+    add, count = parser.add_argument, number(int, 1)
+    add("--trace", type=Path, required=True, metavar="FILE", help="requests, as `chorus serve --record FILE` has them")
+    gpu = "h100, h200, a100, l40s, l4, b200 or mi300x: steps are predicted from published figures; or profile:FILE, "
+    add("--gpu", required=True, metavar="NAME", help=gpu + "which `chorus profile` measured")
+    add("--model", type=Path, metavar="DIR", help="checkpoint, needed for a GPU's name; only its config.json is read")
     add("--slo-ttft", type=read_seconds, metavar="TIME", help="most time to the first token, such as 500ms")
-    add(
-        "--slo-tpot",
-        type=read_seconds,
-        metavar="TIME",
-        help="most time for each token after it, on average, such as 50ms",
-    )
-    add(
-        "--attainment",
-        type=number(float, 0, above=True, most=1),
-        default=0.99,
-        metavar="SHARE",
-        help="of requests within both (default: 0.99)",
-    )
+    add("--slo-tpot", type=read_seconds, metavar="TIME", help="most time for each later token on average, such as 50ms")
+    share = number(float, 0, above=True, most=1)
+    add("--attainment", type=share, default=0.99, metavar="SHARE", help="of requests within both (default: 0.99)")
     add("--policy", metavar="NAMES", help="as `chorus cluster up --policy` takes them, with commas (default: all)")
     add("--memory-bytes", metavar="SIZES", help="arenas to try, with commas (default: all that there is, and half)")
-    add(
-        "--host-cache-bytes", metavar="SIZES",
-        help="host caches to try, with commas (default: 1GiB, and what all adapters of the trace take if that is more)",
-    )  # fmt: skip
-    add("--max-replicas", type=number(int, 1), default=16, metavar="N", help="most replicas to try (default: 16)")
-    add(
-        "--min-replicas", type=number(int, 1), metavar="N",
-        help="have candidates follow the load, from N replicas on, as `chorus cluster up --min-replicas` does",
-    )  # fmt: skip
-    add(
-        "--boot-seconds",
-        type=number(float, 0),
-        default=30.0,
-        metavar="S",
-        help="until one more replica serves (default: 30)",
-    )
-    add(
-        "--seeds", type=number(int, 1), default=5, metavar="N", help="draws of the load for each candidate (default: 5)"
-    )
-    add(
-        "--jobs",
-        type=number(int, 1),
-        default=1,
-        metavar="N",
-        help="processes; the plan doesn't depend on them (default: 1)",
-    )
-    add(
-        "--scale",
-        type=number(float, 0, above=True),
-        default=1.0,
-        metavar="X",
-        help="plan for X times the trace's rate (default: 1)",
-    )
-    add("--rank", type=number(int, 1), metavar="N", help="rank of adapters of which the trace tells none")
+    hosts = "host caches to try, with commas (default: 1GiB, and what all adapters of the trace take if that is more)"
+    add("--host-cache-bytes", metavar="SIZES", help=hosts)
+    add("--max-replicas", type=count, default=16, metavar="N", help="most replicas to try (default: 16)")
+    follow = "have candidates follow the load, from N replicas on, as `chorus cluster up --min-replicas` does"
+    add("--min-replicas", type=count, metavar="N", help=follow)
+    boot = "until one more replica serves (default: 30)"
+    add("--boot-seconds", type=number(float, 0), default=30.0, metavar="S", help=boot)
+    add("--seeds", type=count, default=5, metavar="N", help="draws of the load for each candidate (default: 5)")
+    add("--jobs", type=count, default=1, metavar="N", help="processes; the plan doesn't depend on them (default: 1)")
+    scale = "plan for X times the trace's rate (default: 1)"
+    add("--scale", type=number(float, 0, above=True), default=1.0, metavar="X", help=scale)
+    add("--rank", type=count, metavar="N", help="rank of adapters of which the trace tells none")
     add("--targets", metavar="NAMES", help="projections that adapters change, with commas (default: all seven)")
+    engine = (
+        "another setting of `chorus serve` for all candidates, such as max_num_seqs=64; repeatable; a wrong name is "
+    )
     add(
-        "--engine", action="append", default=[], metavar="NAME=VALUE",
-        help="another setting of `chorus serve` for all candidates, such as max_num_seqs=64; repeatable; a wrong name "
-        "is answered with all that a plan follows",
-    )  # fmt: skip
+        "--engine",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help=engine + "answered with all that is followed",
+    )
     add("--out", type=Path, default=Path("plan.html"), metavar="FILE", help="the page (default: plan.html)")
     add("--json", action="store_true", help="print the plan and all candidates as one JSON object")
 

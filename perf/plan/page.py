@@ -97,7 +97,7 @@ def _percent(spread: Spread) -> tuple[float, float, float]:
     return 100 * spread.median, 100 * spread.low, 100 * spread.high
 
 
-_STYLE = """
+_PAGE_STYLE = """
 :root { color-scheme: light dark; --ink: #1c1e21; --soft: #6a7079; --line: #d9dce1; --back: #fff; --good: #0a7d38; }
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e6e8eb; --soft: #9aa2ad; --line: #3a3f47; --back: #16181c; --good: #4cc27c; }
@@ -122,7 +122,7 @@ def page(plan: Plan) -> str:
     command = plan.command()
     return "\n".join((
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
-        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>',
+        f'<meta name="viewport" content="width=device-width"><style>{_PAGE_STYLE}</style></head><body>',
         f'<h1>{escape(title)} <span class="badge">{escape(plan.origin)}</span></h1>',
         f"<p>{escape(plan.summary())}</p>",
         f"<h2>To run it</h2><pre>{escape(command)}</pre>" if command else "",

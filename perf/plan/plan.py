@@ -151,7 +151,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     )  # fmt: skip
     config, requests = fleet.config(), fleet.requests()
     _check_lengths(fleet, min(config.max_model_len or math.inf, profile.geometry.max_model_len))
-    slo.check(requests, profile.costs(), config.max_num_batched_tokens)
+    slo.check(requests, profile.costs())
     wanted = sum(profile.geometry.adapter_bytes(rank, targets) for rank in requests.ranks.values())
     whole, least = profile.memory_bytes.value, config.host_bytes
     arenas = _sizes(arguments.memory_bytes, "--memory-bytes") or [whole, whole // 2]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...core.costs.models import CostModel, StepWork
+from ...core.costs.models import CostModel
 from ..workload.fields import WorkloadError
 from ..workload.request import TraceRequest
 from ..workload.seeds import stream
@@ -83,9 +83,6 @@ def _numbered(requests: list[TraceRequest]) -> tuple[TraceRequest, ...]:
     return tuple(one._replace(id=index) for index, one in enumerate(requests))
 
 
-Parts = dict[str, float]
-
-
 @dataclass(frozen=True, slots=True)
 class Slo:
     """ttft: seconds to the first token. tpot: seconds a token after it, on average. attainment: share of the requests
@@ -96,55 +93,26 @@ class Slo:
     tpot: float = math.inf
     attainment: float = 0.99
 
-    def check(self, requests: Requests, costs: CostModel, chunk: int) -> None:
-        """PlanError where too many requests miss it even alone, with their adapters loaded. chunk: tokens of a step."""
+    def check(self, requests: Requests, costs: CostModel) -> None:
+        """PlanError where too many requests miss it even alone, with their adapters loaded."""
 
         @cache
-        def alone(prompt: int, output: int, rank: int) -> tuple[Parts, Parts]:
-            kv = prompt + output // 2
-            return first_token(costs, prompt, rank, chunk), _parts(costs, 1, kv, kv, rank)
-
-        def parts(one: TraceRequest) -> tuple[Parts, Parts]:
-            return alone(one.prompt_tokens, one.output_tokens, one.rank or 0)
+        def alone(prompt: int, output: int, rank: int) -> tuple[float, float]:
+            first = costs.prefill_seconds(prompt, rank) + costs.overhead.seconds(1, 1)
+            return first, costs.decode_seconds([rank], kv := prompt + output // 2, kv) + costs.overhead.seconds(1)
 
         for index, (flag, limit) in enumerate((("--slo-ttft", self.ttft), ("--slo-tpot", self.tpot))):
-            late = [
-                (sum(parts(one)[index].values()), one)
-                for one in requests.items
-                if (index == 0 or one.output_tokens > 1) and sum(parts(one)[index].values()) > limit
-            ]
+            asked = [one for one in requests.items if index == 0 or one.output_tokens > 1]
+            taken = [alone(one.prompt_tokens, one.output_tokens, one.rank or 0)[index] for one in asked]
+            late = sorted((seconds, one) for seconds, one in zip(taken, asked, strict=True) if seconds > limit)
             if len(late) > (1 - self.attainment) * len(requests.items):
-                late.sort(key=lambda each: each[0])
-                taken, one = late[len(late) // 2]
-                named = ", ".join(f"{_ms(value)} {name}" for name, value in parts(one)[index].items() if value)
+                seconds, one = late[len(late) // 2]
                 raise PlanError(
                     f"{flag} is {_ms(limit)}, and {len(late) / len(requests.items):.1%} of the requests take longer "
                     f"even alone on a replica. One with {one.prompt_tokens} prompt and {one.output_tokens} output "
-                    f"tokens and rank {one.rank or 0} takes {_ms(taken)}{' a token' if index else ''}: {named}; raise "
-                    f"{flag}, lower --attainment ({self.attainment:g}), or take a faster GPU"
+                    f"tokens and rank {one.rank or 0} takes {_ms(seconds)}{' a token' if index else ''}; raise {flag}, "
+                    f"lower --attainment ({self.attainment:g}), or take a faster GPU"
                 )
-
-
-def first_token(costs: CostModel, prompt: int, rank: int, chunk: int) -> Parts:
-    """What a prompt alone takes, step by step of `chunk` tokens."""
-    found: Parts = {}
-    for start in range(0, prompt, chunk):
-        tokens = min(chunk, prompt - start)
-        for name, value in _parts(costs, tokens, start + tokens, start, rank, tokens > 1).items():
-            found[name] = found.get(name, 0.0) + value
-    return found
-
-
-def _parts(costs: CostModel, tokens: int, kv: int, longest: int, rank: int, ragged: bool = False) -> Parts:
-    """Seconds of a step of one row."""
-    step = costs.step
-    pairs = tokens * (kv - tokens + (tokens + 1) / 2) if ragged else 0.0
-    total = step.seconds(StepWork(tokens, 1, kv, longest, rank, tokens * rank, rank, pairs, ragged))
-    products = max(step.per_token * tokens, step.weights) + max(step.per_logits, step.head)
-    attention = step.per_kv_token * kv + step.per_longest * longest + step.per_pair * pairs
-    lora = total - step.seconds(StepWork(tokens, 1, kv, longest, 0, 0, 0, pairs, ragged))
-    rest = total - products - attention - lora + costs.overhead.seconds(1, int(ragged))
-    return {"products with the weights": products, "attention": attention, "LoRA": lora, "all else of a step": rest}
 
 
 def _ms(seconds: float) -> str:

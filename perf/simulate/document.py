@@ -20,18 +20,6 @@ so on are those of the study's quick size.
 """
 
 
-def show(text: str) -> None:
-    """Print a page: laid out in a terminal, as it is elsewhere."""
-    from rich.console import Console
-    from rich.markdown import Markdown
-
-    console = Console()
-    if console.is_terminal:
-        console.print(Markdown(text))
-    else:
-        print(text, end="")
-
-
 def document(results: Sequence[Results], flags: str, share: float) -> str:
     """Return the page. flags: of the command that ran these. share: of seeds in which an order has to hold."""
     lines = [line for each in results for line in _study(each, flags, share)]
