@@ -193,10 +193,10 @@ def _progress(tried: Tried) -> None:
 def _row(tried: Tried) -> dict[str, Any]:
     """Times in seconds; each with the ends of its interval."""
     found: dict[str, Any] = {**asdict(tried.candidate), "meets": tried.meets, "seeds": len(tried.outcomes)}
-    found["attainment"] = tried.attainment.to_json()
+    found["attainment"] = tried.attainment
     for name, at in itertools.product(("ttft", "tpot"), (0.5, 0.99)):
         spread = tried.quantile(name, at)
-        found[f"{name}_p{100 * at:g}"] = None if spread is None else spread.to_json()
+        found[f"{name}_p{100 * at:g}"] = spread
     return {**found, "hours": tried.hours, "trouble": tried.trouble}
 
 

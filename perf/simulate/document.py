@@ -136,7 +136,7 @@ def write_plot(results: Results, directory: Path) -> Path:
     places = np.arange(len(rows))
     for axis, name in zip(axes, metrics, strict=False):
         metric = METRICS[name]
-        spreads = [results.spreads[row.name][name].to_json() for row in rows]
+        spreads = [results.spreads[row.name][name] for row in rows]
         middle, low, high = metric.scale * np.array(spreads).T
         axis.errorbar(middle, places, xerr=(middle - low, high - middle), fmt="o", ms=4, label="ours")
         told = [(place, row.paper[name] * metric.scale)

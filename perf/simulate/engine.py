@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from ...core.cold_start import ColdStarts
+from ...core.cold_start import ColdStart, ColdStarts, stalls
 from ...core.config import EngineConfig
 from ...core.costs.profile import Profile
 from ...core.costs.work import step_work
@@ -16,8 +17,7 @@ from ...core.executors.base import ModelInfo
 from ...core.policies import Policies
 from ...core.requests.types import StepPlan, StepResult
 from .adapters import SimAdapterBackend, SimAdapters
-from .charges import Charges, When
-from .link import SimSwaps, SimTransfer, VirtualClock
+from .link import SimSwaps, SimTransfer, Urgency, VirtualClock
 from .merging import SimShadow
 from .scheduler import TOKEN, RepeatedPlan, RepeatedResult, SimScheduler
 
@@ -57,19 +57,7 @@ class StepPrice:
 
     def count_until(self, seconds: float, most: int) -> int:
         """The fewest steps, at least one and at most `most`, that take `seconds` or more."""
-        if seconds <= self.first or most == 1:
-            return 1
-        if self.total(most) < seconds:
-            return most
-        half = self.growth / 2
-        slope = self.first - half
-        guess = seconds / slope if half == 0 else (math.sqrt(slope * slope + 4 * half * seconds) - slope) / (2 * half)
-        count = min(most, max(1, math.ceil(guess)))
-        while count > 1 and self.total(count - 1) >= seconds:  # the root is off by rounding at most
-            count -= 1
-        while self.total(count) < seconds:
-            count += 1
-        return count
+        return min(most, 1 + bisect_left(range(1, most + 1), seconds, key=self.total))
 
 
 class SimExecutor:
@@ -88,10 +76,11 @@ class SimExecutor:
         *,
         stream: bool = True,
         read_threads: int = 2,
-        assist: When = "chosen",
+        assist: Literal["never", "always", "chosen"] = "chosen",
     ) -> None:
         """adapters: the catalogue, made for the page layout of `profile` and `config`. stream, read_threads:
-        `SimAdapterBackend`'s. assist: `Charges`'.
+        `SimAdapterBackend`'s. assist: when the CPU computes LoRA of adapters on their way, if
+        the profile has its cost.
 
         The arena has the profile's size unless the configuration sets `num_pages` or `memory_bytes`.
         """
@@ -104,10 +93,9 @@ class SimExecutor:
         memory_bytes = config.memory_bytes if given else profile.memory_bytes.value
         self.num_pages = config.num_pages or max(2, memory_bytes // self.layout.page_bytes)
         self.adapters = SimAdapterBackend(adapters, self.costs, clock, stream=stream, read_threads=read_threads)
-        self.charges = Charges(
-            self.costs, self.adapters.link, num_layers=geometry.num_layers, assist=assist,
-            product_bytes=geometry.product_bytes(adapters.targets),
-        )  # fmt: skip
+        self.cold_starts = ColdStarts()
+        self._assist = assist
+        self._product_bytes = geometry.product_bytes(adapters.targets)  # of a token's x·A·B in all layers
         self.swaps = SimSwaps(self.costs, self.adapters.link, clock, self.layout.page_bytes)
         self.start = None
         self.shadow = None  # where no price of a merge is known, nothing is merged
@@ -121,10 +109,6 @@ class SimExecutor:
         self._max_stall = config.max_load_stall_seconds if stream else math.inf
         self._priced: tuple[StepPlan, StepPrice] | None = None
         self._timed: tuple[StepPlan, float, tuple[int, float]] | None = None  # with its horizon
-
-    @property
-    def cold_starts(self) -> ColdStarts:
-        return self.charges.starts
 
     @property
     def stalled_seconds(self) -> float:
@@ -195,11 +179,30 @@ class SimExecutor:
         """
         adapters = enumerate(plan.adapters)
         coming = [(slot, adapter.transfer) for slot, adapter in adapters if isinstance(adapter.transfer, SimTransfer)]
-        now, charges = self._clock.now, self.charges
-        stalls = {slot: charges.stall(plan, slot, transfer, now, computing) for slot, transfer in coming}
-        late = frozenset(slot for slot, stall in stalls.items() if stall > self._max_stall)
-        stall = min(self._max_stall, max(stalls.values()))
+        found = {slot: self._stall(plan, slot, transfer, computing) for slot, transfer in coming}
+        late = frozenset(slot for slot, stall in found.items() if stall > self._max_stall)
+        stall = min(self._max_stall, max(found.values()))
         return StepPrice(first + stall, growth, stall, late)
+
+    def _stall(self, plan: StepPlan, slot: int, transfer: SimTransfer, computing: float) -> float:
+        """Return by how much a step that begins now, and takes `computing` for its layers otherwise, waits for an
+        adapter on its way, or for the CPU, which computes x·A·B of layers that are not there (CaraServe §4).
+        """
+        cost, link, now = self.costs.cpu_lora, self.adapters.link, self._clock.now
+        stall = transfer.stall(now, computing)
+        if cost is None or stall <= 0:
+            return stall
+        tokens = sum(len(row.tokens) for row in plan.rows if row.slot == slot)
+        returned = tokens * self._product_bytes * self.costs.link.per_byte
+        arrival = transfer.arrival(now)
+        found = stalls(arrival, computing, cost.seconds(tokens, plan.adapters[slot].rank), returned)
+        assists = self._assist == "always" or (self._assist == "chosen" and found.assist < stall)
+        self.cold_starts.count(ColdStart.ASSIST if assists else ColdStart.STREAM)
+        chosen = found.assist if assists else stall
+        self.cold_starts.regret_seconds += chosen - min(stall, found.assist)
+        if assists:
+            link.send(returned * found.lent / arrival.layers, Urgency.STEP)
+        return chosen
 
 
 MODEL = Path("simulated")
@@ -249,7 +252,7 @@ def simulated_engine(
     engine = engine_type(config, executor, clock, executor.adapters.reads, policies)
     if isinstance(engine, SimEngine):
         engine.scheduler.mix = mix
-        engine.scheduler.may_repeat = engine.modes is None
+        engine.scheduler.may_repeat = engine.modes is None and not config.prefix_cache
         engine.scheduler.limit_prompts(most_prompts)
         engine.scheduler.limit_rows(most_rows)
         if engine.modes is not None and most_rows is not None:

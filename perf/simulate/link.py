@@ -128,10 +128,9 @@ class SimTransfer:
         last = self.end + seconds / self._num_layers
         return max(0.0, self.first - start, last - start - seconds)
 
-    def arrival(self, now: float, num_layers: int) -> Arrival:
+    def arrival(self, now: float) -> Arrival:
         """As a step sees it that begins now."""
-        first, end = max(0.0, self.first - now), max(0.0, self.end - now)
-        return Arrival(num_layers, first, end)
+        return Arrival(self._num_layers, max(0.0, self.first - now), max(0.0, self.end - now))
 
     def wait_layer(self, layer: int, timeout: float) -> bool:
         share = layer / max(1, self._num_layers - 1)

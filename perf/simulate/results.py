@@ -9,10 +9,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context, parent_process
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from ..workload.fields import WorkloadError
 from .metrics import INCREASES
@@ -27,12 +27,13 @@ _DIGITS = 7
 #: Least probability with which an interval holds the median of all seeds, where there are enough of them.
 CONFIDENCE = 0.95
 
+K = TypeVar("K")
+
 #: Metrics of each row, in one run.
 _Run = dict[str, dict[str, float]]
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
+class Spread(NamedTuple):
     """The median over the seeds, and an interval for the median over all seeds that there could be."""
 
     median: float
@@ -44,9 +45,6 @@ class Spread:
         ordered = sorted(values)
         rank, _ = interval(len(ordered))
         return cls(*map(_rounded, (median(ordered), ordered[rank], ordered[-1 - rank])))
-
-    def to_json(self) -> list[float]:
-        return [self.median, self.low, self.high]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +75,9 @@ class Verdict:
 
     def to_json(self) -> dict[str, Any]:
         order = self.order
-        pairs = [
-            {"low": pair.low, "high": pair.high, "held": pair.held, "gap": pair.gap.to_json()} for pair in self.pairs
-        ]
         return {
             "metric": order.metric, "rows": order.order, "source": order.source, "within": order.within,
-            "held": self.held, "seeds": self.seeds, "pairs": pairs,
+            "held": self.held, "seeds": self.seeds, "pairs": list(map(asdict, self.pairs)),
         }  # fmt: skip
 
 
@@ -147,24 +142,18 @@ class Results:
                 {"row": row.name, **{name: self.spreads[row.name][name].median for name in names}, "paper": row.paper}
                 for row in self.study.rows
             ],
-            "spreads": {row.name: {name: self.spreads[row.name][name].to_json() for name in names}
-                        for row in self.study.rows},
+            "spreads": {row.name: {name: self.spreads[row.name][name] for name in names} for row in self.study.rows},
             "orders": [order.to_json() for order in self.orders],
         }  # fmt: skip
         if self.failed:
             found["failed"] = self.failed
         if self.region:
             found["region"] = [
-                {
-                    "axis": strip.axis.name,
-                    "fields": strip.axis.fields,
-                    "points": [
-                        {"point": point, "orders": [order.to_json() for order in orders]}
-                        for point, orders in strip.points
-                    ],
-                }
+                {"axis": strip.axis.name, "fields": strip.axis.fields, "points": [
+                    {"point": point, "orders": [order.to_json() for order in orders]} for point, orders in strip.points
+                ]}
                 for strip in self.region
-            ]
+            ]  # fmt: skip
         return found
 
 
@@ -195,17 +184,16 @@ def run_study(
     places: list[tuple[Axis, Any] | None] = [None]
     if region:
         places += [(axis, point) for axis in study.region for point in axis.points]
-    tasks = [
-        Task(
+    found = simulate({
+        (index, number, row.name): Task(
             f"{study.name}: row {row.name!r}",
             study.setup_of(row, quick=quick or place is not None, scale=scale, seed=number, at=place),
         )
-        for place, number, row in itertools.product(places, numbers, study.rows)
-    ]
-    found = simulate(tasks, jobs=jobs, told=told)
-    each = iter(tasks)
+        for (index, place), number, row in itertools.product(enumerate(places), numbers, study.rows)
+    }, jobs=jobs, told=told)  # fmt: skip
     runs = [
-        [_completed(study, {row.name: found[next(each).key] for row in study.rows}) for _ in numbers] for _ in places
+        [_completed(study, {row.name: found[index, number, row.name] for row in study.rows}) for number in numbers]
+        for index in range(len(places))
     ]
     spreads = {
         row.name: {name: Spread.of(run[row.name][name] for run in runs[0]) for name in runs[0][0][row.name]}
@@ -234,30 +222,24 @@ def interval(count: int) -> tuple[int, float]:
 
 @dataclass(frozen=True)
 class Task:
-    """One simulation. origin: what errors begin with. Equal keys give equal outcomes."""
+    """One simulation. origin: what errors begin with."""
 
     origin: str
     setup: Setup
 
-    @property
-    def key(self) -> str:
-        return self.setup.model_dump_json()
-
 
 def simulate(
-    tasks: Iterable[Task],
-    *,
-    jobs: int = 1,
-    told: Callable[[str], None] = lambda what: None,
-) -> dict[str, dict[str, float]]:
-    """Metrics by the tasks' keys, each simulated once. Raises StudyError."""
+    tasks: Mapping[K, Task], *, jobs: int = 1, told: Callable[[str], None] = lambda what: None
+) -> dict[K, dict[str, float]]:
+    """Metrics of each task; equal setups are simulated once. Raises StudyError."""
     found: dict[str, dict[str, float]] = {}
-    todo = list({task.key: task for task in tasks}.values())
+    keys = {name: task.setup.model_dump_json() for name, task in tasks.items()}
+    todo = {keys[name]: task for name, task in tasks.items()}
     with map_of(min(jobs, len(todo))) as mapped:
-        for task, metrics in zip(todo, mapped(_simulated, todo), strict=True):
-            found[task.key] = metrics
+        for (key, task), metrics in zip(todo.items(), mapped(_simulated, todo.values()), strict=True):
+            found[key] = metrics
             told(f"{len(found)} of {len(todo)}: {task.origin}")
-    return found
+    return {name: found[key] for name, key in keys.items()}
 
 
 def _simulated(task: Task) -> dict[str, float]:

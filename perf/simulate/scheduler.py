@@ -8,10 +8,10 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 from ...core.requests.request import Request, RequestState
@@ -57,48 +57,25 @@ def most_steps(
     available -= sum(len(adapter.pages) for adapter in wanted if adapter.is_idle)
     if len(requests) * -(-steps // block_tokens) <= available:
         return steps
-    least = 1
-    while least < steps:
-        middle = (least + steps + 1) // 2
-        if sum(_missing_pages(request, middle - 1) for request in requests) <= available:
-            least = middle
-        else:
-            steps = middle - 1
-    return least
 
+    def missing(steps: int) -> int:
+        """Pages to allocate before all requests, about to compute a token each, can compute so many."""
+        return sum(request.block_table.missing_pages(request.num_computed_tokens + steps) for request in requests)
 
-def _missing_pages(request: Request, steps: int) -> int:
-    """Pages to allocate before a request that is about to compute a token can compute `steps` more."""
-    return request.block_table.missing_pages(request.num_computed_tokens + 1 + steps)
+    return max(1, bisect_right(range(1, steps + 1), available, key=missing))
 
 
 def catch_up(memory: RequestMemory, block_tokens: int, requests: Sequence[Request], steps: int) -> None:
     """Do what `steps` decode steps of all of `requests`, then planning one more, would have done to their pages.
 
-    Their tokens are known already; `num_computed_tokens` is the caller's to set. Blocks become known, and others are
-    evicted for new ones, in the order of these steps.
+    Their tokens are known already; `num_computed_tokens` is the caller's to set.
     """
-    if not memory.use_prefix_cache or not any(request.caching for request in requests):
-        if steps > len(requests) * block_tokens:
-            for request in requests:
-                memory.grow(request, len(request.token_ids))
-            return
-        while requests := [request for request in requests if request.room < len(request.token_ids)]:
-            memory.grow_each(requests)
+    if steps > len(requests) * block_tokens:
+        for request in requests:
+            memory.grow(request, len(request.token_ids))
         return
-    starts = [request.num_computed_tokens for request in requests]
-    ends = sorted(
-        (end, index)
-        for index, start in enumerate(starts)
-        for end in range(-(start + 1) % block_tokens, steps, block_tokens)  # the steps that complete a block
-    )
-    for end, group in itertools.groupby(ends, itemgetter(0)):
-        indices = [index for _, index in group]
-        for index in indices:
-            requests[index].num_computed_tokens = starts[index] + end + 1
-            memory.remember(requests[index])
-        for index in indices:
-            memory.grow(requests[index], starts[index] + end + 2)
+    while requests := [request for request in requests if request.room < len(request.token_ids)]:
+        memory.grow_each(requests)
 
 
 TOKEN = 1

@@ -140,7 +140,7 @@ class Setup(Strict):
     seconds; the metrics leave out their requests. flood: a tenant; the others' metrics leave out its requests; only the
     requests for one in `flood_keeps` of its adapters come, while the others' stay the same. slo: seconds per token, the
     prompt's time included. stream, mix, most_prompts, most_rows, keep_idle, tells_tenants: `Replica`'s; assist: when
-    the CPU computes LoRA of adapters on their way, see `Charges`. placement: for each replica, or the first few,
+    the CPU computes LoRA of adapters on their way. placement: for each replica, or the first few,
     numbers of adapters that it has in the arena from the start, the most popular being 0. preload, migration, flash,
     scaling, limit: see `Preload` and so on. mode: a policy of modes that only studies compare with, in place of the
     engine's (`MergedOnly`). mode_prices: what the engine's compares modes by. static: batches of one adapter in place

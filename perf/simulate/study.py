@@ -39,7 +39,7 @@ from typing import Any
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
-from ..workload.fields import Strict, WorkloadError, put, read_toml, wrong_fields
+from ..workload.fields import Strict, put, read_toml, wrong_fields
 from .metrics import METRICS
 from .setup import Setup, StudyError
 
@@ -118,7 +118,7 @@ class Axis(Strict):
                     f"{origin}: region.{self.name}: {name} is {_get(fields, name)!r}, which no factor can multiply; "
                     "set a number, or give values"
                 )
-            put_dotted(fields, name, value, origin)
+            put(fields, _parts(name), value)
 
 
 class Study(Strict):
@@ -213,7 +213,7 @@ def make_setup(
     """Return the setup of a study or a figure with other values for dotted fields. Raises StudyError."""
     fields = copy.deepcopy(study.setup)
     for name, value in changes:
-        put_dotted(fields, name, value, origin)
+        put(fields, _parts(name), value)
     if at is not None:
         at[0].vary(fields, at[1], origin)
     _scale(fields, scale)
@@ -227,14 +227,6 @@ def make_setup(
 def _parts(name: str) -> list[str]:
     """Return the tables of a dotted field, and its key."""
     return ["terms", name.removeprefix("terms.")] if name.startswith("terms.") else name.split(".")  # keys have dots
-
-
-def put_dotted(fields: dict[str, Any], name: str, value: Any, origin: str) -> None:
-    """Set a dotted field. Raises StudyError, which begins with `origin`."""
-    try:
-        put(fields, _parts(name), value)
-    except WorkloadError as error:
-        raise StudyError(f"{origin}: {error}") from None
 
 
 def _get(fields: dict[str, Any], name: str) -> Any:
@@ -276,19 +268,11 @@ def load_study(name: str, traces: Path | None = None) -> Study:
     Raises StudyError.
     """
     if name in shipped_studies():
-        return parse_study(read(_shipped().joinpath(f"{name}.toml")), name, directory=traces)
+        return parse_study(read_toml(_shipped().joinpath(f"{name}.toml")), name, directory=traces)
     if not Path(name).is_file():
         known = ", ".join(shipped_studies())
         raise StudyError(f"{name} is neither a file nor a shipped study; shipped are {known}")
-    return parse_study(read(Path(name)), Path(name).stem, name, Path(name).parent)
-
-
-def read(path: Any) -> dict[str, Any]:
-    """Return the fields of a file. Raises StudyError."""
-    try:
-        return read_toml(path)
-    except WorkloadError as error:
-        raise StudyError(str(error)) from None
+    return parse_study(read_toml(Path(name)), Path(name).stem, name, Path(name).parent)
 
 
 def parse_study(fields: dict[str, Any], name: str, origin: str | None = None, directory: Path | None = None) -> Study:

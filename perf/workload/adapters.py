@@ -45,26 +45,16 @@ class ChoiceRank(Strict):
 class Adapters(Strict):
     """count: how many there are; default: as the popularity needs. base_share: share of requests to the base model.
 
-    name: of adapter i, 0 being the most popular; {i} stands for the number and takes a format. ranks: default unknown.
+    ranks: default unknown. Adapters are numbered, 0 being the most popular.
     """
 
     count: PositiveInt | None = None
     base_share: float = Field(default=0.0, ge=0.0, le=1.0)
-    name: str = "adapter-{i:05d}"
     ranks: Annotated[FixedRank | ChoiceRank, Field(discriminator="kind")] | None = None
 
-    @model_validator(mode="after")
-    def _name_numbers(self) -> Adapters:
-        try:
-            distinct = self.name.format(i=0) != self.name.format(i=1)
-        except (LookupError, ValueError):
-            distinct = False
-        if not distinct:
-            raise ValueError(f"name is {self.name!r}; it must hold the number as {{i}}, like 'adapter-{{i:05d}}'")
-        return self
-
-    def numbered(self, index: int) -> str:
-        return self.name.format(i=index)
+    @staticmethod
+    def numbered(index: int) -> str:
+        return f"adapter-{index:05d}"
 
     def rank_of(self, index: int, seed: int) -> int | None:
         """Return the rank of an adapter by its number; None where ranks are not set."""

@@ -30,9 +30,9 @@ from typing import Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from ....memory.pages.layout import MODULES
-from ...workload.fields import Strict
+from ...workload.fields import Strict, read_toml
 from ..setup import Setup, StudyError
-from ..study import Order, load_study, make_setup, read, validated
+from ..study import Order, load_study, make_setup, validated
 
 #: Factor from SI units, or a share, to each unit.
 UNITS = {
@@ -216,7 +216,7 @@ def profile_path(name: str) -> str:
 def load_figures() -> list[Figure]:
     """All figures, by paper. Raises StudyError."""
     entries = sorted((_shipped() / "papers").iterdir(), key=lambda entry: entry.name)
-    papers = ((read(entry), entry.name) for entry in entries if entry.name.endswith(".toml"))
+    papers = ((read_toml(entry), entry.name) for entry in entries if entry.name.endswith(".toml"))
     return list(itertools.chain.from_iterable(itertools.starmap(parse_figures, papers)))
 
 

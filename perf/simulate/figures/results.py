@@ -55,7 +55,7 @@ class FigureResult:
             "rows": [
                 {
                     "row": line.row.name, "published": line.row.published, "unit": line.row.unit,
-                    "ours": None if line.ours is None else line.ours.to_json(), "ratio": line.ratio,
+                    "ours": line.ours, "ratio": line.ratio,
                     "status": line.status, "open": line.row.open,
                 }
                 for line in self.lines
@@ -86,14 +86,13 @@ def compute(
         (figure.name, run, seed): Task(f"{figure.name}: {run}", figure.setup_of(run, quick=quick, seed=seed))
         for figure in figures for run in figure.simulated for seed in each_seed
     }  # fmt: skip
-    found = simulate(tasks.values(), jobs=jobs, told=told)
-    metrics_of = {each: found[task.key] for each, task in tasks.items()}
+    found = simulate(tasks, jobs=jobs, told=told)
     for each, task in tasks.items():
-        if failed := metrics_of[each].get("failed"):
+        if failed := found[each].get("failed"):
             raise StudyError(
                 f"{task.origin}: {failed:.0f} requests were refused or failed; a figure counts no survivors"
             )
-    return [_result(figure, metrics_of, each_seed) for figure in figures]
+    return [_result(figure, found, each_seed) for figure in figures]
 
 
 def _result(
@@ -202,7 +201,7 @@ def _figure(result: FigureResult) -> Iterator[str]:
         [*HEADS, "source"], ([line.row.name, *_cells(line), line.row.source] for line in result.lines)
     )
     if figure.why:
-        yield f"\n{_why_of_all(figure)}"
+        yield f"\nWhy not, where a row does not say: {_flat(figure.why)}"
     if result.claims:
         yield ""
         claims = ([claim_text(claim), held_text(claim), claim.order.source] for claim in result.claims)
@@ -219,10 +218,6 @@ def _cells(line: Line) -> list[str]:
     why = f"open: {row.open}" if row.open is not None else row.why
     why = f"fitted: {row.fitted}. {why}" if row.fitted else why
     return [published, _ours(line), "" if line.ratio is None else f"{line.ratio:.2f}", _flat(why)]
-
-
-def _why_of_all(figure: Figure) -> str:
-    return f"Why not, where a row does not say: {_flat(figure.why)}"
 
 
 def _ours(line: Line) -> str:

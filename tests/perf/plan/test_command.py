@@ -108,8 +108,14 @@ def test_no_plan_is_exit_code_1_and_the_page_says_why(trace, model, tmp_path, ca
         (["--engine", "prefix_cache=true"], "--engine is 'prefix_cache=true', which no plan follows"),
         (["--engine", "host_cache_bytes=5"], "--engine is 'host_cache_bytes=5', which no plan follows"),
         (["--engine", "max_model_len=110"], "the model takes 110 tokens of a request"),
-        (["--slo-tpot", "1ms"], r"--slo-tpot is 1 ms, and .*% of the requests take longer even alone.*products with"),
-        (["--slo-ttft", "1ms"], r"--slo-ttft is 1 ms, and 100.0% .*prompt and 20 output tokens.*all else of a step"),
+        (
+            ["--slo-tpot", "1ms"],
+            r"--slo-tpot is 1 ms, and .*% of the requests take longer even alone.*takes .* ms a token; raise --slo-tpot",
+        ),
+        (
+            ["--slo-ttft", "1ms"],
+            r"--slo-ttft is 1 ms, and 100.0% .*prompt and 20 output tokens.* takes .* ms; raise --slo-ttft",
+        ),
         (["--trace", "/nowhere.csv"], "/nowhere.csv: the trace cannot be opened"),
     ],
 )

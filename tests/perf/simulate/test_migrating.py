@@ -85,6 +85,6 @@ def test_preloading_spares_cold_starts_of_the_second_half(rule):
 def test_a_study_whose_trace_is_not_there_says_how_to_get_it(capsys, tmp_path):
     assert main(["preloading", "--traces", str(tmp_path)]) == 2
     assert "preloading needs lora_requests.csv: take lora_request_trace.csv, in the form" in capsys.readouterr().err
-    with (tmp_path / "lora_request_trace.csv").open("w") as file:
+    with (tmp_path / "lora_requests.csv").open("w") as file:
         csv.writer(file).writerows([("row", "lora_ids"), (0, "a")])
     assert load_study("preloading", tmp_path).missing is None

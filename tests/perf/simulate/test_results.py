@@ -50,7 +50,7 @@ def test_medians_and_intervals_are_those_of_the_seeds():
         values = [rows[place]["ttft_mean"] for rows in each]
         assert len(set(values)) == 3
         assert row["ttft_mean"] == sorted(values)[1]
-        assert found["spreads"][row["row"]]["ttft_mean"] == [sorted(values)[1], min(values), max(values)]
+        assert found["spreads"][row["row"]]["ttft_mean"] == (sorted(values)[1], min(values), max(values))
 
 
 def test_ten_seeds_are_the_rule_and_a_quick_look_takes_fewer():

@@ -14,7 +14,7 @@ from chorus.perf.simulate.__main__ import main
 from chorus.perf.simulate.results import run_study
 from chorus.perf.simulate.setup import StudyError
 from chorus.perf.simulate.study import load_study, parse_study, shipped_studies
-from chorus.perf.workload import WorkloadSpec
+from chorus.perf.workload import WorkloadError, WorkloadSpec
 
 TINY = """
 title = "tiny"
@@ -132,7 +132,7 @@ def test_wrong_studies_are_refused(case):
 def test_a_file_that_is_no_toml_is_refused(tmp_path):
     path = tmp_path / "tiny.toml"
     path.write_text(TINY + "[")
-    with pytest.raises(StudyError, match=r"tiny\.toml: not TOML"):
+    with pytest.raises(WorkloadError, match=r"tiny\.toml: not TOML"):
         load_study(str(path))
 
 

@@ -138,7 +138,6 @@ WRONG = {
         {"arrivals": {"process": "poisson", "rate": {"curve": "linear", "points": [[0, 0]]}}},
         "give at least one a positive rate",
     ),
-    "name": ({"adapters": {"name": "a"}}, r"name is 'a'; it must hold the number as \{i\}"),
     "weights": (
         {"adapters": {"ranks": {"kind": "choice", "ranks": [8, 16], "weights": [1]}}},
         "1 weights for 2 ranks; give one for each",

@@ -21,8 +21,8 @@ def test_times_and_lengths_as_azure_has_them(tmp_path):
     found = rows(disk.azure_llm(tmp_path))
     assert [row.arrival - found[0].arrival for row in found] == pytest.approx([0, 0.75, 3.7500001], abs=1e-6)
     assert [(row.prompt_tokens, row.output_tokens) for row in found] == [(100, 7), (2000, 31), (40, 1)]
-    text = "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00.009930+00:00,2162,5\n"
-    assert rows(disk.azure_llm(tmp_path, text))[0].arrival % 60 == pytest.approx(0.00993)
+    text = "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00.250000+00:00,2162,5\n"
+    assert rows(disk.azure_llm(tmp_path, text))[0].arrival % 60 == 0.25
 
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
