@@ -144,7 +144,6 @@ class Replica:
         request = SimRequest(str(item.id), tokens, params, item.adapter, item.arrival)
         request.tenant = (item.tenant or "") if self._tells_tenants else ""
         request.token_ids += [TOKEN] * progress.tokens
-        request.has_told = progress.first_token is not None
         rank = 0 if item.adapter is None else self._adapters.rank(item.adapter)
         self._open[request.id] = self._queue[request.id] = _Open(item, request, rank, self._stalled(), progress)
         self.state.add(rank)

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...core.requests.request import Request, RequestState
-from ...core.requests.sampling_params import SamplingParams
-from ...core.requests.types import BASE_SLOT, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
+from ...core.requests.types import BASE_SLOT, RequestOutput, ScheduledRow, StepPlan, StepResult
 from ...core.scheduling.admission import Admission
 from ...core.scheduling.draft import Draft, Place, QueueOrder
 from ...core.scheduling.lifecycle import Lifecycle
@@ -85,26 +84,13 @@ MOST_REPEATS = 1 << 20
 
 
 class SimRequest(Request):
-    """A request with two outputs at most: with its first token and, when it ends, with its last one.
+    """A request. is_cold: its adapter was not all there when it could have begun."""
 
-    has_told: it has had its first output. is_cold: its adapter was not all there when it could have begun.
-    quiet_until: number of computed tokens below which it has no output, caches nothing and does not end.
-    """
+    __slots__ = ("is_cold",)
 
-    __slots__ = ("has_told", "is_cold", "quiet_until")
-
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        adapter_name: str | None = None,
-        arrival_time: float = 0.0,
-    ) -> None:
-        super().__init__(request_id, prompt_token_ids, params, adapter_name, arrival_time)
-        self.has_told = False
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.is_cold = False
-        self.quiet_until = 0
 
 
 class SimLifecycle(Lifecycle):
@@ -126,7 +112,6 @@ class SimLifecycle(Lifecycle):
 
     def send_back(self, request: SimRequest, state: RequestState) -> None:
         super().send_back(request, state)
-        request.quiet_until = 0
         if request.adapter is not None:
             self.unnoted[request] = None
 
@@ -329,31 +314,11 @@ class SimScheduler(Scheduler):
         return any(not adapter.pages and self._store.tier(adapter) not in there for adapter in adapters)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
-        """Apply the result of a step, or of several equal ones; requests without an output cost little."""
-        info = self.last_step = StepInfo(plan.step_id, len(plan.rows), len(plan.adapters), plan.num_tokens)
+        """Apply the result of a step, or of several equal ones, of which the last one's outputs are returned."""
         if isinstance(result, RepeatedResult):
             self._catch_up(plan.rows, result)
-        self._count_steps(plan.num_tokens)
-        requests, unready = self._requests, result.unready
-        outputs: list[RequestOutput] = []
-        num_quiet, num_going = len(plan.rows), 0
-        for row in plan.rows:
-            request, computed = requests.get(row.request_id), row.start + 1
-            if request is not None and computed < request.quiet_until and not unready:
-                row.start = request.num_computed_tokens = computed
-                request.token_ids.append(TOKEN)
-                continue
-            num_quiet -= 1
-            if request is None or row.request_id in unready:
-                continue
-            output = self._advance(request, row, result, info)
-            if output is not None:
-                num_going += output.finish_reason is None
-                self._tell(request, output, outputs)
-        self.num_generated_tokens += num_quiet
-        self._all_drew = num_quiet + num_going == len(self.running)
-        if unready:
-            self._send_back_late(plan, result)
+        outputs = super().update(plan, result)
+        self._all_drew = sum(output.finish_reason is None for output in outputs) == len(self.running)
         return outputs
 
     def _catch_up(self, rows: Sequence[ScheduledRow], result: RepeatedResult) -> None:
@@ -370,14 +335,6 @@ class SimScheduler(Scheduler):
             request.num_computed_tokens = row.start
         self._count_steps(len(rows), steps)
         self.num_generated_tokens += steps * len(rows)
-
-    def _tell(self, request: SimRequest, output: RequestOutput, outputs: list[RequestOutput]) -> None:
-        """Add a request's output if it is its first or its last."""
-        if output.finish_reason is None and not request.caching:
-            request.quiet_until = request.max_length - 1
-        if output.finish_reason is not None or not request.has_told:
-            request.has_told = True
-            outputs.append(output)
 
 
 def _prompts_first(plan: StepPlan) -> StepPlan:
