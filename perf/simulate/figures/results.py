@@ -101,10 +101,7 @@ def _result(
     prices = {name: {"value": price(run.price)} for name, run in figure.runs.items() if run.price is not None}
 
     def metric(run: str, name: str, seed: int) -> float:
-        metrics = prices[run] if run in prices else found[figure.name, run, seed]
-        if name not in metrics:
-            raise StudyError(f"{figure.name}: run {run!r} has no metric {name!r}; use one of {', '.join(metrics)}")
-        return metrics[name]
+        return (prices[run] if run in prices else found[figure.name, run, seed])[name]
 
     def value(row: Published, seed: int) -> float:
         assert row.run is not None

@@ -221,7 +221,7 @@ def test_steps_together_are_the_same_as_steps_one_by_one(
     assert many.history == one.history
     for name, outputs in one.outputs.items():
         told = many.outputs[name]
-        assert [count for _, count in told] == [1] * min(2, len(outputs))
+        assert 1 <= len(told) <= len(outputs) and {count for _, count in told} == {1}
         assert told[0][0] == pytest.approx(outputs[0][0], rel=1e-9), "the first token comes alone"
         assert told[-1][0] == pytest.approx(outputs[-1][0], rel=1e-9)
     assert replace(many.engine.stats(), last_step=None) == replace(one.engine.stats(), last_step=None)
