@@ -8,27 +8,18 @@ import random
 from abc import abstractmethod
 from collections import Counter, defaultdict
 from math import ceil
-from typing import Any, cast
 
-from ...server.cluster.router import Estimates, Policy, Replicas, ReplicaState, Routed
+from ...server.cluster.router import Estimates, Policy, Replicas, Routed
 from ...server.cluster.router.rendezvous import key_of, weights
 from ..workload import WorkloadSpec
 
 
-class RankBlind:
-    """A policy to which every adapter has one rank, so that it can only tell how many requests and tokens there are."""
+def rank_blind(policy: Policy, rank: int) -> Policy:
+    """A policy to which every adapter has one rank, so that it can only tell how many requests and tokens there are.
 
-    def __init__(self, policy: Policy, rank: int) -> None:
-        """rank: of every adapter, the mean of what it stands for."""
-        self._policy = policy
-        self._rank = rank
-        self._seen = self._blurred = Replicas([])
-
-    def __call__(self, request: Routed, replicas: Replicas) -> int | None:
-        if replicas is not self._seen:
-            self._seen = replicas
-            self._blurred = Replicas(cast("ReplicaState", _Blurred(replica, self._rank)) for replica in replicas)
-        return self._policy(_Asked(request, self._rank), self._blurred)
+    rank: the mean of what it stands for; replicas must tell it, too (`Replica`).
+    """
+    return lambda request, replicas: policy(request._replace(rank=rank if request.adapter else 0), replicas)
 
 
 class RoundRobin:
@@ -63,42 +54,6 @@ class CountsOwn:
             replicas[index].add(request.rank or 0)
             replicas[index].add_waiting(request.prompt_tokens, request.rank or 0)
         return index
-
-
-class _Asked:
-    """A request; its adapter, if it has one, has the one rank."""
-
-    def __init__(self, request: Routed, rank: int) -> None:
-        self.adapter = request.adapter
-        self.prompt_tokens = request.prompt_tokens
-        self.rank = rank if request.adapter is not None else 0
-
-
-class _Blurred:
-    """A replica's state, in which every adapter has the one rank; prompts that wait all count as an adapter's."""
-
-    def __init__(self, state: ReplicaState, rank: int) -> None:
-        self._state = state
-        self._rank = rank
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._state, name)
-
-    @property
-    def sum_ranks(self) -> int:
-        return self._state.num_with_adapter * self._rank
-
-    @property
-    def max_rank(self) -> int:
-        return self._rank if self._state.num_with_adapter else 0
-
-    @property
-    def pending_token_ranks(self) -> int:
-        return self._state.pending_tokens * self._rank
-
-    @property
-    def pending_max_rank(self) -> int:
-        return self._rank if self._state.pending_max_rank else 0
 
 
 EVERY = 500

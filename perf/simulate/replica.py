@@ -91,13 +91,15 @@ class Replica:
         index: int = 0,
         keep_idle: bool = True,
         tells_tenants: bool = True,
+        told_rank: int | None = None,
         now: float = 0.0,
         **options: Any,
     ) -> None:
         """adapters: shared by all replicas; adapters that requests name are registered when they first come.
 
         keep_idle: adapters that no request uses stay in the arena until their pages are wanted, instead of being
-        dropped at once. tells_tenants: the engine knows each request's tenant. now: when it begins to serve. options:
+        dropped at once. tells_tenants: the engine knows each request's tenant. told_rank: of every adapter, as
+        routers are told, in place of its own. now: when it begins to serve. options:
         `simulated_engine`'s.
         """
         self.index = index
@@ -122,6 +124,7 @@ class Replica:
         self._adapters = adapters
         self._keep_idle = keep_idle
         self._tells_tenants = tells_tenants
+        self._told_rank = told_rank
         self.block_tokens = self.executor.layout.block_tokens
         self._inbox: list[SimRequest | Callable[[], None]] = []
         self._open: dict[str, _Open] = {}
@@ -144,7 +147,7 @@ class Replica:
         request = SimRequest(str(item.id), tokens, params, item.adapter, item.arrival)
         request.tenant = (item.tenant or "") if self._tells_tenants else ""
         request.token_ids += [TOKEN] * progress.tokens
-        rank = 0 if item.adapter is None else self._adapters.rank(item.adapter)
+        rank = 0 if item.adapter is None else self._told_rank or self._adapters.rank(item.adapter)
         self._open[request.id] = self._queue[request.id] = _Open(item, request, rank, self._stalled(), progress)
         self.state.add(rank)
         self.state.add_waiting(request.num_tokens, rank)

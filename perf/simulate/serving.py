@@ -28,7 +28,7 @@ from .controllers import Migrating, Scaling
 from .engine import MODEL
 from .merging import MergedOnly, ProfilePrices
 from .metrics import LOOK, Outcome, metrics_of
-from .opponents import CountsOwn, HashedSlots, RankBlind, RankShares, RoundRobin, mean_rank
+from .opponents import CountsOwn, HashedSlots, RankShares, RoundRobin, mean_rank, rank_blind
 from .replica import Replica
 from .setup import Flash, Limit, Preload, Router, Setup, StudyError
 from .simulation import Simulation
@@ -60,10 +60,12 @@ def _run(setup: Setup) -> dict[str, float]:
     if (setup.mode or setup.engine.get("mode_policy", "manual") != "manual") and profile.costs().merge is None:
         raise StudyError(f"nothing can be merged: profile {profile.name} has no merge cost; set terms merge.base")
     spec, config = WorkloadSpec.parse(setup.workload, setup.directory), engine_config(setup.engine)
+    told_rank = None if setup.router.sees_ranks else mean_rank(spec)
     simulation = Simulation(
         profile, config, setup.replicas, targets=setup.targets, stream=setup.stream, mix=setup.mix,
         most_prompts=setup.most_prompts, most_rows=setup.most_rows, keep_idle=setup.keep_idle,
-        tells_tenants=setup.tells_tenants, assist=setup.assist, policies=lambda: _policies(setup, config, profile),
+        tells_tenants=setup.tells_tenants, told_rank=told_rank, assist=setup.assist,
+        policies=lambda: _policies(setup, config, profile),
     )  # fmt: skip
     source: Iterable[TraceRequest] = spec
     _place(setup, spec, simulation)
@@ -86,8 +88,8 @@ def _run(setup: Setup) -> dict[str, float]:
         looks.append([replica.state.num_requests for replica in seen])
 
     records = simulation.run(
-        source, _policy(router, estimates, spec), [scaling, _migrating(setup, simulation)], clients=setup.clients,
-        watch=look, period=LOOK, staleness=router.staleness, answers=answers if learns else None,
+        source, _policy(router, estimates, spec.seed, told_rank), [scaling, _migrating(setup, simulation)],
+        clients=setup.clients, watch=look, period=LOOK, staleness=router.staleness, answers=answers if learns else None,
     )  # fmt: skip
     outcome = Outcome(
         setup,
@@ -212,7 +214,7 @@ def _migrating(setup: Setup, simulation: Simulation) -> Migrating | None:
     return Migrating(wanted.planner, wanted.parsed(), simulation.profile.costs(), simulation.adapters)
 
 
-def _policy(router: Router, estimates: Estimates, spec: WorkloadSpec) -> Policy:
+def _policy(router: Router, estimates: Estimates, seed: int, told_rank: int | None) -> Policy:
     match router.policy:
         case "first":
             policy = first
@@ -221,11 +223,11 @@ def _policy(router: Router, estimates: Estimates, spec: WorkloadSpec) -> Policy:
         case "hrw-slots":
             policy = HashedSlots(router.slots or 1)
         case "loraserve":
-            policy = RankShares(estimates, spec.seed)
+            policy = RankShares(estimates, seed)
         case name:
-            policy = POLICIES[name](estimates, spec.seed)
-    if not router.sees_ranks:
-        policy = RankBlind(policy, mean_rank(spec))
+            policy = POLICIES[name](estimates, seed)
+    if told_rank is not None:
+        policy = rank_blind(policy, told_rank)
     if router.choices is not None:
-        policy = Sampled(policy, router.choices, spec.seed)
+        policy = Sampled(policy, router.choices, seed)
     return CountsOwn(policy) if router.counts_own else policy

@@ -110,7 +110,7 @@ def test_no_plan_is_exit_code_1_and_the_page_says_why(trace, model, tmp_path, ca
         (["--engine", "max_model_len=110"], "the model takes 110 tokens of a request"),
         (
             ["--slo-tpot", "1ms"],
-            r"--slo-tpot is 1 ms, and .*% of the requests take longer even alone.*takes .* ms a token; raise --slo-tpot",
+            r"--slo-tpot is 1 ms, and .*% of the requests take longer even alone.* ms a token; raise --slo-tpot",
         ),
         (
             ["--slo-ttft", "1ms"],
