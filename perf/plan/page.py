@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from ..simulate.results import Spread
-from .plan import Plan, share, size
+from .plan import Plan, size
 from .search import QUANTILES, Tried
 
 _BARS = 120  # intervals of the chart of arrivals
@@ -140,8 +140,9 @@ def _table(plan: Plan) -> str:
     rows = [f"<tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>"]
     for one in sorted(plan.tried, key=lambda one: (not one.meets, one.candidate.replicas)):
         named = [str(one.candidate.replicas), size(one.candidate.arena), size(one.candidate.host), one.candidate.policy]
-        cells = [("at most " if one.stopped else "") + share(one.attainment)]
-        cells += [milliseconds(one.quantile(name, at)) for name in ("ttft", "tpot") for at in (0.5, 0.99)]
+        cells = [("at most " if one.stopped else "") + one.attainment.text(100, ".2f")]
+        spreads = (one.quantile(name, at) for name in ("ttft", "tpot") for at in (0.5, 0.99))
+        cells += ["-" if spread is None else spread.text(1e3, ".3g") for spread in spreads]
         cells.append("-" if one.hours is None else f"{one.hours:.3g}")
         mark = ' class="best"' if one is plan.best else ""
         failed = f'<td class="words">{escape(one.trouble) or "nothing"}</td>'
@@ -153,10 +154,3 @@ def _cell(text: str) -> str:
     """A value, with its interval below it."""
     value, bracket, ends = escape(text).partition(" [")
     return f"<td>{value}{f'<small>[{ends}</small>' if bracket else ''}</td>"
-
-
-def milliseconds(spread: Spread | None) -> str:
-    if spread is None:
-        return "-"
-    median, low, high = (1e3 * each for each in (spread.median, spread.low, spread.high))
-    return f"{median:.3g}" + (f" [{low:.3g}, {high:.3g}]" if low < high else "")

@@ -16,7 +16,6 @@ from ...core.executors.choice import gpu_batch
 from ...memory.pages.layout import MODULES
 from ...server.cluster.router import POLICIES
 from ...server.settings import read_size
-from ..simulate.results import Spread
 from .prediction import gpu_named, predicted_profile
 from .requests import PlanError, Slo
 from .search import Fleet, Tried, cheapest, search
@@ -102,7 +101,7 @@ class Plan:
         replicas = "1 replica" if one.replicas == 1 else f"{one.replicas} replicas"
         return (
             f"{replicas} of {self.fleet.profile.device}, policy {one.policy}, arena {size(one.arena)} and host cache "
-            f"{size(one.host)} each: {share(self.best.attainment)} % meet the SLO ({asked}), for "
+            f"{size(one.host)} each: {self.best.attainment.text(100, '.2f')} % meet the SLO ({asked}), for "
             f"{self.best.hours or 0:.3g} {self.unit} ({self.origin})."
         )
 
@@ -204,11 +203,6 @@ def size(num_bytes: int) -> str:
     """As `--memory-bytes` takes it."""
     unit, name = (_GIB, "GiB") if num_bytes >= _GIB else (1 << 20, "MiB")
     return f"{num_bytes / unit:.4g}{name}"
-
-
-def share(spread: Spread) -> str:
-    median, low, high = (100 * each for each in (spread.median, spread.low, spread.high))
-    return f"{median:.2f}" + (f" [{low:.2f}, {high:.2f}]" if low < high else "")
 
 
 def _names(text: str | None, known: Iterable[str], flag: str) -> tuple[str, ...]:

@@ -181,7 +181,7 @@ def judged_times(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[G
         cells = []
         for name, label in (("ttft", "TTFT"), ("e2e", "latency")):
             real, virtual, full = ([each[side][name] for each in rounds] for side in sides)
-            cells += [_shown(Spread.of(1e3 * value for value in values)) for values in (real, virtual, full)]
+            cells += [Spread.of(values).text(1e3, ".1f") for values in (real, virtual, full)]
             off = abs(median(map(operator.truediv, virtual, real)) - 1)
             goals.append(Goal(f"{policy}: {label} off by", off, MOST_ERROR, at_most=True))
         numbers = [int(sum(each[key] for each in rounds)) for key in counts]
@@ -203,13 +203,9 @@ def judged_orders(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[
         agrees = real == virtual or not real or abs(gaps[0].median) <= LEAST_GAP
         wrong += not agrees
         said = words[real] if real == virtual else f"{words[real]}; simulated: {words[virtual]}"
-        table.add(one, other, *(_shown(Spread(*(100 * value for value in gap))) for gap in gaps), said)
+        table.add(one, other, *(gap.text(100, ".1f") for gap in gaps), said)
     table.show()
     yield Goal("pairs of policies in another order", wrong, 0, at_most=True)
-
-
-def _shown(spread: Spread) -> str:
-    return f"{spread.median:.1f} [{spread.low:.1f}, {spread.high:.1f}]"
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from ..workload.request import TraceRequest
 from ..workload.spec import WorkloadSpec
 from .adapters import SimAdapters
 from .controllers import Migrating
-from .machine import Works
+from .machine import Host, Works
 from .over_http import HttpServer
 from .records import Records, Served
 from .simulation import Simulation
@@ -84,7 +84,7 @@ class Fleet:
         migrating = Migrating("greedy", MigrationSettings.of(MIGRATION), estimates.costs, self.adapters)
         records = simulation.run(
             [*earlier, *trace], POLICIES[policy](estimates, 0), [migrating], answers=estimates.answers,
-            host=works.host(speed),
+            host=Host(works, speed),
         )  # fmt: skip
         return _since(records, 0.0), sum(replica.executor.busy_seconds for replica in simulation.replicas)
 

@@ -113,66 +113,6 @@ class HostWork:
         return self.per_step + self.per_row * rows
 
 
-class Host:
-    """Has client and front do their part in each request, and replicas, front and client share a machine's processors.
-
-    latency: seconds that each request waits for beside that, such as for timers and sockets. replica_per_rest: of a
-    replica's process.
-    """
-
-    def __init__(
-        self, machine: Machine, front: HostWork | None = None, client: HostWork | None = None, latency: float = 0.0,
-        replica_per_rest: float = 0.0,
-    ) -> None:  # fmt: skip
-        self.machine = machine
-        self._latency = latency
-        self._replica_per_rest = replica_per_rest
-        works = front or HostWork(), client or HostWork()
-        self._front, self._client = (_Worker(Process(machine, work.per_rest), work) for work in works)
-        self._firsts: dict[int, float] = {}  # when the client had the first token of each request
-
-    def replica(self) -> Process:
-        """A replica's process."""
-        return Process(self.machine, self._replica_per_rest)
-
-    def send(self, request: TraceRequest, now: float, come: Then) -> None:
-        """Have a request go through client and front; come: called when it can be routed."""
-        client, front, tokens = self._client, self._front, request.prompt_tokens
-
-        def sent(at: float) -> None:
-            front.process.do(at, front.work.of_prompt(tokens), come)
-
-        client.process.do(now, client.work.of_prompt(tokens), sent)
-
-    def deliver(
-        self, now: float, rows: int, began: Sequence[TraceRequest], ended: Sequence[tuple[int, Served]],
-        done: Callable[[Served], None],
-    ) -> None:  # fmt: skip
-        """Have a step's tokens go through front and client.
-
-        began: requests that have their first token among them. ended: requests that end, by id. done: called with
-        these, as the client sees them.
-        """
-        client, front, firsts = self._client, self._front, self._firsts
-
-        def seen(at: float) -> None:
-            firsts.update((request.id, at + self._latency) for request in began)
-            for request_id, served in ended:
-                ttft, e2e = firsts.pop(request_id) - served.arrival, at + self._latency - served.arrival
-                done(served._replace(ttft=ttft, e2e=e2e))
-
-        def passed_on(at: float) -> None:
-            client.process.do(at, client.work.of_step(rows), seen)
-
-        front.process.do(now, front.work.of_step(rows), passed_on)
-
-
-@dataclass(frozen=True, slots=True)
-class _Worker:
-    process: Process
-    work: HostWork
-
-
 _NO_WORK = HostWork()
 
 
@@ -180,7 +120,8 @@ _NO_WORK = HostWork()
 class Works:
     """Processor seconds of a cluster's processes: of a replica, beside the steps that a profile has.
 
-    latency: `Host`'s. processors: of the machine.
+    latency: seconds that each request waits for beside that, such as for timers and sockets. processors: of the
+    machine.
     """
 
     client: HostWork = _NO_WORK
@@ -188,11 +129,6 @@ class Works:
     replica: HostWork = _NO_WORK
     latency: float = 0.0
     processors: float = math.inf
-
-    def host(self, speed: float = 1.0) -> Host:
-        """speed: of the machine's processors."""
-        machine = Machine(self.processors, speed)
-        return Host(machine, self.front, self.client, self.latency, self.replica.per_rest)
 
     def slower(self, profile: Profile) -> Profile:
         """Return the profile of an engine whose steps take as long as with the replica's work."""
@@ -204,3 +140,51 @@ class Works:
             for name, seconds in added.items()
         }
         return profile.model_copy(update={"overhead": Terms(terms={**own, **terms})})
+
+
+_NO_WORKS = Works()
+
+
+class Host:
+    """Has client and front do their part in each request; they and the replicas share a machine's processors."""
+
+    def __init__(self, works: Works = _NO_WORKS, speed: float = 1.0) -> None:
+        """speed: of the machine's processors."""
+        self.machine, self._works = Machine(works.processors, speed), works
+        self._front, self._client = (Process(self.machine, work.per_rest) for work in (works.front, works.client))
+        self._firsts: dict[int, float] = {}  # when the client had the first token of each request
+
+    def replica(self) -> Process:
+        """A replica's process."""
+        return Process(self.machine, self._works.replica.per_rest)
+
+    def send(self, request: TraceRequest, now: float, come: Then) -> None:
+        """Have a request go through client and front; come: called when it can be routed."""
+        works, tokens = self._works, request.prompt_tokens
+
+        def sent(at: float) -> None:
+            self._front.do(at, works.front.of_prompt(tokens), come)
+
+        self._client.do(now, works.client.of_prompt(tokens), sent)
+
+    def deliver(
+        self, now: float, rows: int, began: Sequence[TraceRequest], ended: Sequence[tuple[int, Served]],
+        done: Callable[[Served], None],
+    ) -> None:  # fmt: skip
+        """Have a step's tokens go through front and client.
+
+        began: requests that have their first token among them. ended: requests that end, by id. done: called with
+        these, as the client sees them.
+        """
+        works, firsts = self._works, self._firsts
+
+        def seen(at: float) -> None:
+            firsts.update((request.id, at + works.latency) for request in began)
+            for request_id, served in ended:
+                ttft, e2e = firsts.pop(request_id) - served.arrival, at + works.latency - served.arrival
+                done(served._replace(ttft=ttft, e2e=e2e))
+
+        def passed_on(at: float) -> None:
+            self._client.do(at, works.client.of_step(rows), seen)
+
+        self._front.do(now, works.front.of_step(rows), passed_on)

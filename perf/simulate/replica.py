@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Container
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -148,7 +149,9 @@ class Replica:
         request.tenant = (item.tenant or "") if self._tells_tenants else ""
         request.token_ids += [TOKEN] * progress.tokens
         rank = 0 if item.adapter is None else self._told_rank or self._adapters.rank(item.adapter)
-        self._open[request.id] = self._queue[request.id] = _Open(item, request, rank, self._stalled(), progress)
+        self._open[request.id] = self._queue[request.id] = _Open(
+            item, request, rank, self._stalled(), progress, progress.first_token
+        )
         self.state.add(rank)
         self.state.add_waiting(request.num_tokens, rank)
         self._send(request, now)
@@ -324,18 +327,19 @@ class Replica:
         self.failures.append(each.item.arrival)
 
 
+@dataclass(slots=True)
 class _Open:
-    """A request that has come and not ended. stalled: the replica's stalled seconds when it came."""
+    """A request that has come and not ended. stalled: the replica's stalled seconds when it came.
 
-    __slots__ = ("before", "first_token", "item", "rank", "request", "stalled")
+    first_token: when it was drawn.
+    """
 
-    def __init__(self, item: TraceRequest, request: SimRequest, rank: int, stalled: float, before: Progress) -> None:
-        self.item = item
-        self.request = request
-        self.rank = rank
-        self.stalled = stalled
-        self.before = before
-        self.first_token = before.first_token  # when it was drawn
+    item: TraceRequest
+    request: SimRequest
+    rank: int
+    stalled: float
+    before: Progress
+    first_token: float | None
 
     def progress_at(self, stalled: float) -> Progress:
         """stalled: the replica's stalled seconds now."""

@@ -46,6 +46,11 @@ class Spread(NamedTuple):
         rank, _ = interval(len(ordered))
         return cls(*map(_rounded, (median(ordered), ordered[rank], ordered[-1 - rank])))
 
+    def text(self, scale: float, form: str) -> str:
+        """The median and, in brackets, the interval where it is one."""
+        middle, low, high = (f"{scale * each:{form}}" for each in self)
+        return f"{middle} [{low}, {high}]" if self.low < self.high else middle
+
 
 @dataclass(frozen=True, slots=True)
 class Pair:

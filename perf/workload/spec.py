@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from .adapters import Adapters
 from .arrivals import Arrivals, ReplayArrivals
@@ -44,14 +44,7 @@ class WorkloadSpec(Strict):
     popularity: Popularity
     lengths: AnyLengths
     adapters: Adapters = Adapters()
-    tenants: dict[str, PositiveFloat] | None = None
-
-    @field_validator("tenants")
-    @classmethod
-    def _has_some(cls, weights: dict[str, float] | None) -> dict[str, float] | None:
-        if weights is not None and not weights:
-            raise ValueError("tenants has no names; give names and weights, or leave it out")
-        return weights
+    tenants: dict[str, PositiveFloat] | None = Field(default=None, min_length=1)
 
     @model_validator(mode="after")
     def _ends(self) -> WorkloadSpec:

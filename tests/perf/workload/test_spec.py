@@ -143,7 +143,7 @@ WRONG = {
         "1 weights for 2 ranks; give one for each",
     ),
     "alpha": ({"popularity": {"kind": "zipf", "alpha": 1}}, r"popularity\.alpha is 1: "),
-    "no tenants": ({"tenants": {}}, "tenants has no names; give names and weights"),
+    "no tenants": ({"tenants": {}}, "tenants is {}: Dictionary should have at least 1 item"),
 }
 
 
