@@ -9,60 +9,46 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ...server.start.flags import UsageError, read_seconds
+from ..simulate.command import number
 
 HELP = "find the cheapest cluster that meets an SLO under a recorded load, by simulation"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--trace",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="requests, as `chorus serve --record FILE` writes them",
-    )
-    add(
-        "--gpu", required=True, metavar="NAME",
-        help="h100, h200, a100, l40s, l4, b200 or mi300x: steps are predicted from published figures; or profile:FILE, "
-        "which `chorus profile` measured",
-    )  # fmt: skip
-    add(
-        "--model",
-        type=Path,
-        metavar="DIR",
-        help="checkpoint, of which only config.json is read; needed for a GPU's name",
-    )
+    add, count = parser.add_argument, number(int, 1)
+    add("--trace", type=Path, required=True, metavar="FILE", help="requests, as `chorus serve --record FILE` has them")
+    gpu = "h100, h200, a100, l40s, l4, b200 or mi300x: steps are predicted from published figures; or profile:FILE, "
+    add("--gpu", required=True, metavar="NAME", help=gpu + "which `chorus profile` measured")
+    add("--model", type=Path, metavar="DIR", help="checkpoint, needed for a GPU's name; only its config.json is read")
     add("--slo-ttft", type=read_seconds, metavar="TIME", help="most time to the first token, such as 500ms")
-    add(
-        "--slo-tpot",
-        type=read_seconds,
-        metavar="TIME",
-        help="most time for each token after it, on average, such as 50ms",
-    )
-    add("--attainment", type=float, default=0.99, metavar="SHARE", help="of requests within both (default: 0.99)")
+    add("--slo-tpot", type=read_seconds, metavar="TIME", help="most time for each later token on average, such as 50ms")
+    share = number(float, 0, above=True, most=1)
+    add("--attainment", type=share, default=0.99, metavar="SHARE", help="of requests within both (default: 0.99)")
     add("--policy", metavar="NAMES", help="as `chorus cluster up --policy` takes them, with commas (default: all)")
     add("--memory-bytes", metavar="SIZES", help="arenas to try, with commas (default: all that there is, and half)")
-    add(
-        "--host-cache-bytes", metavar="SIZES",
-        help="host caches to try, with commas (default: 1GiB, and what all adapters of the trace take if that is more)",
-    )  # fmt: skip
-    add("--max-replicas", type=int, default=16, metavar="N", help="most replicas to try (default: 16)")
-    add(
-        "--min-replicas", type=int, metavar="N",
-        help="have candidates follow the load, from N replicas on, as `chorus cluster up --min-replicas` does",
-    )  # fmt: skip
-    add("--boot-seconds", type=float, default=30.0, metavar="S", help="until one more replica serves (default: 30)")
-    add("--seeds", type=int, default=5, metavar="N", help="draws of the load for each candidate (default: 5)")
-    add("--jobs", type=int, default=1, metavar="N", help="processes; the plan doesn't depend on them (default: 1)")
-    add("--scale", type=float, default=1.0, metavar="X", help="plan for X times the trace's rate (default: 1)")
-    add("--rank", type=int, metavar="N", help="rank of adapters of which the trace tells none")
+    hosts = "host caches to try, with commas (default: 1GiB, and what all adapters of the trace take if that is more)"
+    add("--host-cache-bytes", metavar="SIZES", help=hosts)
+    add("--max-replicas", type=count, default=16, metavar="N", help="most replicas to try (default: 16)")
+    follow = "have candidates follow the load, from N replicas on, as `chorus cluster up --min-replicas` does"
+    add("--min-replicas", type=count, metavar="N", help=follow)
+    boot = "until one more replica serves (default: 30)"
+    add("--boot-seconds", type=number(float, 0), default=30.0, metavar="S", help=boot)
+    add("--seeds", type=count, default=5, metavar="N", help="draws of the load for each candidate (default: 5)")
+    add("--jobs", type=count, default=1, metavar="N", help="processes; the plan doesn't depend on them (default: 1)")
+    scale = "plan for X times the trace's rate (default: 1)"
+    add("--scale", type=number(float, 0, above=True), default=1.0, metavar="X", help=scale)
+    add("--rank", type=count, metavar="N", help="rank of adapters of which the trace tells none")
     add("--targets", metavar="NAMES", help="projections that adapters change, with commas (default: all seven)")
+    engine = (
+        "another setting of `chorus serve` for all candidates, such as max_num_seqs=64; repeatable; a wrong name is "
+    )
     add(
-        "--engine", action="append", default=[], metavar="NAME=VALUE",
-        help="another setting of `chorus serve` for all candidates, such as max_num_seqs=64; repeatable; a wrong name "
-        "is answered with all that a plan follows",
-    )  # fmt: skip
+        "--engine",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help=engine + "answered with all that is followed",
+    )
     add("--out", type=Path, default=Path("plan.html"), metavar="FILE", help="the page (default: plan.html)")
     add("--json", action="store_true", help="print the plan and all candidates as one JSON object")
 
@@ -71,11 +57,14 @@ def run(arguments: argparse.Namespace) -> int:
     """0 for a plan, 1 where nothing that was tried meets the SLO, 2 for wrong input."""
     from ...core.costs.profile import ProfileError
     from ...core.model.config import UnsupportedModel
-    from ..workload.errors import WorkloadError
-    from .errors import PlanError
+    from ..workload.fields import WorkloadError
     from .plan import make_plan
 
-    _check(arguments)
+    if (arguments.min_replicas or 1) > arguments.max_replicas:
+        raise UsageError(
+            f"chorus plan: error: --min-replicas is {arguments.min_replicas}, above --max-replicas "
+            f"{arguments.max_replicas}; change one of them"
+        )
     if arguments.slo_ttft is None and arguments.slo_tpot is None:
         raise UsageError("chorus plan: error: there is no SLO; give --slo-ttft, --slo-tpot or both")
     if not arguments.out.absolute().parent.is_dir():
@@ -87,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         plan = make_plan(arguments)
         arguments.out.write_text(page(plan), encoding="utf-8")
-    except (PlanError, ProfileError, WorkloadError, UnsupportedModel) as error:
+    except (ProfileError, WorkloadError, UnsupportedModel) as error:
         print(f"chorus plan: error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
@@ -99,23 +88,3 @@ def run(arguments: argparse.Namespace) -> int:
         command = plan.command()
         print("\n".join([plan.summary(), *([command] if command else []), f"The page: {arguments.out}"]))
     return 0 if plan.best is not None else 1
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    """UsageError for a number that no plan can be made with."""
-    for name, least in (("seeds", 1), ("jobs", 1), ("max_replicas", 1), ("min_replicas", 1), ("rank", 1)):
-        value = getattr(arguments, name)
-        if value is not None and value < least:
-            flag = name.replace("_", "-")
-            raise UsageError(f"chorus plan: error: --{flag} is {value}; give {least} or more")
-    if (arguments.min_replicas or 1) > arguments.max_replicas:
-        raise UsageError(
-            f"chorus plan: error: --min-replicas is {arguments.min_replicas}, above --max-replicas "
-            f"{arguments.max_replicas}; change one of them"
-        )
-    if not 0 <= arguments.boot_seconds < float("inf"):
-        raise UsageError(f"chorus plan: error: --boot-seconds is {arguments.boot_seconds:g}; give 0 or more seconds")
-    if not 0 < arguments.attainment <= 1:
-        raise UsageError(f"chorus plan: error: --attainment is {arguments.attainment:g}; give a share up to 1")
-    if not 0 < arguments.scale < float("inf"):
-        raise UsageError(f"chorus plan: error: --scale is {arguments.scale:g}; give a number above 0")

@@ -11,20 +11,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pydantic import ValidationError
-
 from ...core.costs.profile import load_profile
 from ...core.executors.choice import gpu_batch
 from ...memory.pages.layout import MODULES
 from ...server.cluster.router import POLICIES
 from ...server.settings import read_size
-from ..simulate.results import Spread
-from .errors import PlanError
-from .gpus import gpu_named
-from .prediction import predicted_profile
-from .search import Tried, cheapest, search
-from .slo import Slo
-from .trial import Fleet
+from .prediction import gpu_named, predicted_profile
+from .requests import PlanError, Slo
+from .search import Fleet, Tried, cheapest, search
 
 PROFILE = "profile:"
 
@@ -107,7 +101,7 @@ class Plan:
         replicas = "1 replica" if one.replicas == 1 else f"{one.replicas} replicas"
         return (
             f"{replicas} of {self.fleet.profile.device}, policy {one.policy}, arena {size(one.arena)} and host cache "
-            f"{size(one.host)} each: {share(self.best.attainment)} % meet the SLO ({asked}), for "
+            f"{size(one.host)} each: {self.best.attainment.text(100, '.2f')} % meet the SLO ({asked}), for "
             f"{self.best.hours or 0:.3g} {self.unit} ({self.origin})."
         )
 
@@ -154,15 +148,9 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         arguments.trace, profile, slo, targets, {**defaults, **engine}, arguments.rank, arguments.scale,
         arguments.min_replicas, arguments.boot_seconds,
     )  # fmt: skip
-    try:
-        config = fleet.config()
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"])) or "fields"
-        raise PlanError(f"--engine {place} is {first['input']!r:.80}: {first['msg']}") from None
-    requests = fleet.requests()
+    config, requests = fleet.config(), fleet.requests()
     _check_lengths(fleet, min(config.max_model_len or math.inf, profile.geometry.max_model_len))
-    slo.check(requests, profile.costs(), config.max_num_batched_tokens)
+    slo.check(requests, profile.costs())
     wanted = sum(profile.geometry.adapter_bytes(rank, targets) for rank in requests.ranks.values())
     whole, least = profile.memory_bytes.value, config.host_bytes
     arenas = _sizes(arguments.memory_bytes, "--memory-bytes") or [whole, whole // 2]
@@ -204,10 +192,10 @@ def _progress(tried: Tried) -> None:
 def _row(tried: Tried) -> dict[str, Any]:
     """Times in seconds; each with the ends of its interval."""
     found: dict[str, Any] = {**asdict(tried.candidate), "meets": tried.meets, "seeds": len(tried.outcomes)}
-    found["attainment"] = tried.attainment.to_json()
+    found["attainment"] = tried.attainment
     for name, at in itertools.product(("ttft", "tpot"), (0.5, 0.99)):
         spread = tried.quantile(name, at)
-        found[f"{name}_p{100 * at:g}"] = None if spread is None else spread.to_json()
+        found[f"{name}_p{100 * at:g}"] = spread
     return {**found, "hours": tried.hours, "trouble": tried.trouble}
 
 
@@ -215,11 +203,6 @@ def size(num_bytes: int) -> str:
     """As `--memory-bytes` takes it."""
     unit, name = (_GIB, "GiB") if num_bytes >= _GIB else (1 << 20, "MiB")
     return f"{num_bytes / unit:.4g}{name}"
-
-
-def share(spread: Spread) -> str:
-    median, low, high = (100 * each for each in (spread.median, spread.low, spread.high))
-    return f"{median:.2f}" + (f" [{low:.2f}, {high:.2f}]" if low < high else "")
 
 
 def _names(text: str | None, known: Iterable[str], flag: str) -> tuple[str, ...]:

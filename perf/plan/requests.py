@@ -1,19 +1,25 @@
-"""The requests that a plan is for: a trace's requests, and what another such time might have brought."""
+"""The requests that a plan is for: a trace's requests, what another such time might have brought, and their SLO."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import numpy as np
 
+from ...core.costs.models import CostModel
+from ..workload.fields import WorkloadError
 from ..workload.request import TraceRequest
 from ..workload.seeds import stream
-from ..workload.traces.table import Csv
-from .errors import PlanError
+from ..workload.trace import Csv
 
 NEEDED = ("arrival", "prompt_tokens", "output_tokens")
+
+
+class PlanError(WorkloadError):
+    """A plan that can't be made; the text names the field, the value and the fix."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +60,11 @@ def load_requests(path: Path, rank: int | None = None) -> Requests:
     source = Csv(format="csv", path=path, sort=True)
     for field in NEEDED:
         source.needs(field, "--trace")
+    found = [TraceRequest(0, *row) for row in source.rows()]
     ranks: dict[str, int] = {}
-    found = []
-    for row in source.rows():
-        if row.adapter is not None:  # it may have been replaced meanwhile
-            ranks[row.adapter] = max(row.rank or 0, ranks.get(row.adapter, 0))
-        found.append(TraceRequest(0, *row))
-    if not found:
-        raise PlanError(f"--trace {path}: it has no rows; record some with `chorus serve --record {path}`")
+    for one in found:
+        if one.adapter is not None:  # it may have been replaced meanwhile
+            ranks[one.adapter] = max(one.rank or 0, ranks.get(one.adapter, 0))
     for name in [name for name, known in ranks.items() if not known]:
         if rank is None:
             raise PlanError(
@@ -78,3 +81,39 @@ def load_requests(path: Path, rank: int | None = None) -> Requests:
 
 def _numbered(requests: list[TraceRequest]) -> tuple[TraceRequest, ...]:
     return tuple(one._replace(id=index) for index, one in enumerate(requests))
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """ttft: seconds to the first token. tpot: seconds a token after it, on average. attainment: share of the requests
+    that must have both; one that fails has neither.
+    """
+
+    ttft: float = math.inf
+    tpot: float = math.inf
+    attainment: float = 0.99
+
+    def check(self, requests: Requests, costs: CostModel) -> None:
+        """PlanError where too many requests miss it even alone, with their adapters loaded."""
+
+        @cache
+        def alone(prompt: int, output: int, rank: int) -> tuple[float, float]:
+            first = costs.prefill_seconds(prompt, rank) + costs.overhead.seconds(1, 1)
+            return first, costs.decode_seconds([rank], kv := prompt + output // 2, kv) + costs.overhead.seconds(1)
+
+        for index, (flag, limit) in enumerate((("--slo-ttft", self.ttft), ("--slo-tpot", self.tpot))):
+            asked = [one for one in requests.items if index == 0 or one.output_tokens > 1]
+            taken = [alone(one.prompt_tokens, one.output_tokens, one.rank or 0)[index] for one in asked]
+            late = sorted((seconds, one) for seconds, one in zip(taken, asked, strict=True) if seconds > limit)
+            if len(late) > (1 - self.attainment) * len(requests.items):
+                seconds, one = late[len(late) // 2]
+                raise PlanError(
+                    f"{flag} is {_ms(limit)}, and {len(late) / len(requests.items):.1%} of the requests take longer "
+                    f"even alone on a replica. One with {one.prompt_tokens} prompt and {one.output_tokens} output "
+                    f"tokens and rank {one.rank or 0} takes {_ms(seconds)}{' a token' if index else ''}; raise {flag}, "
+                    f"lower --attainment ({self.attainment:g}), or take a faster GPU"
+                )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

@@ -9,37 +9,26 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from ...core.cold_start import Arrival
 from ...core.costs.models import CostModel
+from ...core.costs.profile import Geometry
 from ...memory.files.format import AdapterFormatError, AdapterManifest
 from ...memory.host.image import HostImage, LayerStream
 from ...memory.host.reads import Reads
 from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
-from ...memory.pages.layout import MODULES, PageLayout
-from .link import Link, Sending, Urgency
-
-
-class VirtualClock:
-    """Time that the simulation moves on: seconds in `now`."""
-
-    __slots__ = ("now",)
-
-    def __init__(self, now: float = 0.0) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
+from ...memory.pages.layout import MODULES
+from .link import Link, SimTransfer, Urgency, VirtualClock
 
 
 class SimAdapters:
     """The adapters that exist, by name: their rank and size. One catalogue serves any number of simulated replicas."""
 
-    def __init__(self, page: PageLayout, targets: tuple[str, ...] = MODULES) -> None:
+    def __init__(self, geometry: Geometry, block_tokens: int, targets: Sequence[str] = MODULES) -> None:
         """targets: projections that they change, in every layer."""
-        self._page = page
-        self.targets = targets
+        self._geometry = geometry
+        self._page = geometry.page_layout(block_tokens)
+        self.targets = tuple(targets)
         self._known: dict[str, tuple[AdapterManifest, AdapterLayout, int]] = {}
-        self._shapes: dict[tuple[int, int], tuple[tuple[AdapterPart, ...], AdapterLayout]] = {}
+        self._shapes: dict[tuple[int, int | None], tuple[tuple[AdapterPart, ...], AdapterLayout, int]] = {}
 
     def __len__(self) -> int:
         return len(self._known)
@@ -47,16 +36,20 @@ class SimAdapters:
     def __contains__(self, name: str) -> bool:
         return name in self._known
 
-    def add(self, name: str, rank: int, num_bytes: int) -> Path:
-        """Make an adapter known; register the path that is returned. num_bytes: of its image on device and host."""
+    def add(self, name: str, rank: int, num_bytes: int | None = None) -> Path:
+        """Make an adapter known; register the path that is returned.
+
+        num_bytes: of its image on device and host; default: of its rank and the targets.
+        """
         shape = self._shapes.get((rank, num_bytes))
         if shape is None:
             part = AdapterPart(rank, 1.0, tuple(range(self._page.num_layers)), self.targets)
-            pages = max(1, -(-num_bytes // self._page.page_bytes))
-            layout = AdapterLayout((), num_bytes // self._page.itemsize, pages, self._page.num_layers)
-            shape = self._shapes[rank, num_bytes] = (part,), layout
-        path = Path(name)
-        self._known[name] = AdapterManifest(path, shape[0], num_bytes), shape[1], rank
+            size = self._geometry.adapter_bytes(rank, self.targets) if num_bytes is None else num_bytes
+            pages = max(1, -(-size // self._page.page_bytes))
+            layout = AdapterLayout((), size // self._page.itemsize, pages, self._page.num_layers)
+            shape = self._shapes[rank, num_bytes] = (part,), layout, size
+        parts, layout, size = shape
+        self._known[name] = AdapterManifest(path := Path(name), parts, size), layout, rank
         return path
 
     def path(self, name: str) -> Path:
@@ -67,6 +60,9 @@ class SimAdapters:
 
     def layout(self, name: str) -> AdapterLayout:
         return self._find(name)[1]
+
+    def num_bytes(self, name: str) -> int:
+        return self.manifest(name).file_size
 
     def rank(self, name: str) -> int:
         return self._find(name)[2]
@@ -222,58 +218,6 @@ class SimStream(LayerStream):
     def fail(self) -> None:
         """The rest is not waited for."""
         self._has_failed = True
-
-
-class SimTransfer:
-    """An adapter on its way over the link: its layers arrive evenly, the first at `first`, the last at `end`."""
-
-    __slots__ = ("_clock", "_first", "_link", "_num_layers", "_sending")
-
-    def __init__(
-        self, clock: VirtualClock, link: Link, sending: Sending, num_layers: int, first: float | None = None
-    ) -> None:
-        """first: None, where the layers are of use together only."""
-        self._clock = clock
-        self._link = link
-        self._sending = sending
-        self._num_layers = num_layers
-        self._first = first
-
-    @property
-    def end(self) -> float:
-        return self._sending.end
-
-    @property
-    def first(self) -> float:
-        return self._sending.end if self._first is None else self._first
-
-    def stall(self, start: float, seconds: float) -> float:
-        """Return the stall of a step that begins at `start`, takes `seconds` otherwise, and waits layer by layer."""
-        self._link.hurry(self._sending, Urgency.LOAD)
-        # Arrivals and computation are both even, so the wait for the first or for the last layer is the longest.
-        last = self.end + seconds / self._num_layers
-        return max(0.0, self.first - start, last - start - seconds)
-
-    def arrival(self, now: float, num_layers: int) -> Arrival:
-        """As a step sees it that begins now."""
-        first, end = max(0.0, self.first - now), max(0.0, self.end - now)
-        return Arrival(num_layers, first, end)
-
-    def wait_layer(self, layer: int, timeout: float) -> bool:
-        share = layer / max(1, self._num_layers - 1)
-        return self._clock.now + timeout >= self.first + share * (self.end - self.first)
-
-    def is_done(self) -> bool:
-        return self._clock.now >= self.end
-
-    def has_failed(self) -> bool:
-        return False
-
-    def cancel(self) -> None:
-        """It writes nothing."""
-
-    def is_quiet(self) -> bool:
-        return True
 
 
 class SimAdapterBackend:

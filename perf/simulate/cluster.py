@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,23 +12,19 @@ from heapq import heappop, heappush
 from typing import Any
 
 from ...server.cluster.router import AnswerLengths, MostIdle, Policy, Replicas, ReplicaState, Routed
+from ..workload.fields import WorkloadError
 from ..workload.request import TraceRequest
-from .host import Host
-from .machine import Process
+from .machine import Host, Process
 from .records import Records, Served
 from .replica import NOTHING, Left, Phase, Progress, Replica
 
 #: Called with the time, and the replicas as they are then.
 Watch = Callable[[float, Sequence[Replica]], None]
 
-Prompt = Callable[[TraceRequest], list[int]]
-
 #: Makes replica number `index`, which begins to serve at a time.
 Make = Callable[[int, float], Replica]
 
 least_loaded = MostIdle()
-
-_MOST_IDLE_SECONDS = 3600.0  # for which requests wait for a controller while no replica has any
 
 
 def first(request: Routed, replicas: Sequence[ReplicaState]) -> int | None:
@@ -37,7 +32,7 @@ def first(request: Routed, replicas: Sequence[ReplicaState]) -> int | None:
     return 0
 
 
-class NoReplica(RuntimeError):
+class NoReplica(WorkloadError):
     """Requests that no replica will ever take."""
 
 
@@ -69,22 +64,28 @@ def simulate(
     requests: Iterable[TraceRequest],
     replicas: Sequence[Replica],
     route: Policy = first,
-    prompt: Prompt | None = None,
     *,
+    clients: int | None = None,
     watch: Watch | None = None,
     period: float = 1.0,
     **options: Any,
 ) -> Records:
     """Serve `requests`, which come in order of arrival, to the end of the last answer.
 
-    route: what it leaves waiting is offered again, in order of arrival, when a request has ended. prompt: makes a
-    request's token ids, for replicas with a prefix cache. watch: called every `period` seconds while requests come.
-    options: `Cluster`'s. Raises ValueError for an arrival that is earlier than
+    clients: so many send one each when the one before is answered, in place of the requests' own arrivals.
+
+    route: what it leaves waiting is offered again, in order of arrival, when a request has ended. watch: called every
+    `period` seconds while requests come. options: `Cluster`'s. Raises ValueError for an arrival that is earlier than
     the one before it.
     """
-    cluster = Cluster(replicas, route, prompt, **options)
+    source = iter(requests)
+    cluster = Cluster(replicas, route, source if clients else None, **options)
+    if clients:
+        for request in itertools.islice(source, clients):
+            cluster.offer(request._replace(arrival=0.0))
+        return cluster.finish()
     now, next_look = -math.inf, period
-    for request in requests:
+    for request in source:
         if request.arrival < now:
             raise ValueError(
                 f"request {request.id} arrives at {request.arrival:g} s, after one at {now:g} s; sort them"
@@ -99,71 +100,18 @@ def simulate(
     return cluster.finish()
 
 
-def simulate_clients(
-    requests: Iterable[TraceRequest],
-    clients: int,
-    replicas: Sequence[Replica],
-    route: Policy = first,
-    prompt: Prompt | None = None,
-    *,
-    think: float = 0.0,
-    turns: float = 1.0,
-    seed: int = 0,
-    **options: Any,
-) -> Records:
-    """Serve `requests` to `clients` that each send one `think` seconds after the one before is answered.
-
-    The requests' arrivals are ignored; that of each becomes the time at which it is sent. turns: how many requests in a
-    row a client sends for one adapter, on average: after each it goes on with the adapter, or else takes the next
-    request's own, by a draw from `seed`. The others are `simulate`'s.
-    """
-    source = iter(requests)
-    sender = _Clients(source, think, turns, seed)
-    cluster = Cluster(replicas, route, prompt, sender, **options)
-    for request in itertools.islice(source, clients):
-        cluster.offer(sender.begun(request)._replace(arrival=0.0))
-    return cluster.finish()
-
-
-class _Clients:
-    """Clients of a closed loop: each sends its next request after an answer."""
-
-    def __init__(self, requests: Iterator[TraceRequest], think: float, turns: float, seed: int) -> None:
-        self._requests = requests
-        self._think = think
-        self._stay = 1 - 1 / turns
-        self._random = random.Random(seed)
-
-    def begun(self, request: TraceRequest) -> TraceRequest:
-        """Return a client's first request, or its first in a row."""
-        return request if request.session else request._replace(session=f"session-{request.id}")
-
-    def answered(self, now: float, ended: Sequence[TraceRequest]) -> Iterator[TraceRequest]:
-        """The next requests of the clients that sent `ended`; requests in a row are turns of one session."""
-        sent = now + self._think
-        for request, last in zip(list(itertools.islice(self._requests, len(ended))), ended, strict=False):
-            if self._stay and self._random.random() < self._stay:
-                request = request._replace(
-                    adapter=last.adapter, rank=last.rank, tenant=last.tenant, session=last.session
-                )  # fmt: skip
-            else:
-                request = self.begun(request)
-            yield request._replace(arrival=sent)
-
-
 class Cluster:
     """Replicas, the requests that wait at their router, and all that is to happen, in order of time.
 
-    A controller acts on it through `boot`, `drain`, `fail`, `migrate`, `preload` and `tick`. What is asked of a replica
-    happens when its step that is under way ends.
+    A controller acts on it through `boot`, `drain`, `migrate` and `tick`. What is asked of a replica happens when its
+    step that is under way ends.
     """
 
     def __init__(
         self,
         replicas: Sequence[Replica],
         route: Policy,
-        prompt: Prompt | None = None,
-        clients: _Clients | None = None,
+        more: Iterator[TraceRequest] | None = None,
         *,
         staleness: float = 0.0,
         controller: Controller | None = None,
@@ -171,17 +119,16 @@ class Cluster:
         answers: AnswerLengths | None = None,
         host: Host | None = None,
     ) -> None:
-        """clients: that send more when requests have ended. staleness: the router knows of a replica what it reported
-        last, and they all report every so many seconds, so that what it knows is up to as old; what it has sent since
-        it doesn't count, as one of many routers wouldn't. 0: it knows everything. make: of replicas that boot. answers:
-        given the lengths of answers. host: of all replicas: their steps share its machine's processors; without one
-        each replica has processors of its own, and front and client take no time.
+        """more: of which one is sent for each request that has ended. staleness: the router knows of a replica what it
+        reported last, and they all report every so many seconds, so that what it knows is up to as old; what it has
+        sent since it doesn't count, as one of many routers wouldn't. 0: it knows everything. make: of replicas that
+        boot. answers: given the lengths of answers. host: of all replicas: their steps share its machine's processors;
+        without one each replica has processors of its own, and front and client take no time.
         """
         self.now = 0.0
         self.replicas = list(replicas)
         self._route = route
-        self._prompt = prompt
-        self._clients = clients
+        self._more = more
         self._controller = controller
         self._make = make
         self._answers = answers
@@ -192,9 +139,8 @@ class Cluster:
         self._timers: list[tuple[float, int, bool, Callable[[], None]]] = []  # time, order, whether it is a tick
         self._order = itertools.count()
         self._num_due = 0  # timers that are no ticks
-        self._last_wake = 0.0
         self._held: deque[tuple[TraceRequest, Progress]] = deque()
-        self._coming: deque[TraceRequest] = deque()  # from clients, in order of arrival
+        self._coming: deque[TraceRequest] = deque()  # of `more`, in order of arrival
         self._period = staleness
         self._next_report = 0.0 if staleness else math.inf
         self._serving: list[Replica] = []
@@ -241,19 +187,6 @@ class Cluster:
             self._note_serving()
             self._check_gone(replica)
 
-    def fail(self, index: int) -> None:
-        """End a replica. Its requests are routed anew: clients keep what they have received of them, and their KV is
-        lost.
-        """
-        replica = self.replicas[index]
-        if replica.phase is Phase.GONE:
-            return
-        was_booting, replica.phase = replica.phase is Phase.BOOTING, Phase.GONE
-        self._note_serving()
-        if not was_booting:
-            self._ask(replica, lambda: [replica.take_out(str(each.id)) for each in replica.requests])
-        self._tell(Happened.WENT, index)
-
     def migrate(self, request_id: int, source: int, target: int) -> None:
         """Have a request go on at another replica, which computes its KV again (Punica §5.3).
 
@@ -264,11 +197,6 @@ class Cluster:
         network = replica.executor.costs.network
         seconds = 0.0 if network is None else network.latency
         self._ask(replica, lambda: replica.take_out(str(request_id), target, seconds))
-
-    def preload(self, index: int, adapter: str) -> None:
-        """Have a replica read an adapter and load it into free pages, if there are any, before requests ask for it."""
-        replica = self.replicas[index]
-        self._ask(replica, lambda: replica.preload(adapter))
 
     # -- the loop
 
@@ -293,7 +221,7 @@ class Cluster:
             elif sent <= now:
                 self.offer(coming.popleft())
             elif due <= now:
-                if wake == sent == ends == time == math.inf and not self._num_due and not self._awaits_controller():
+                if wake == sent == ends == time == math.inf and not self._num_due:
                     return
                 _, _, is_tick, action = heappop(timers)
                 self._num_due -= not is_tick
@@ -301,7 +229,6 @@ class Cluster:
             else:
                 wake, index = heappop(heap)
                 if replicas[index].wake == wake:
-                    self._last_wake = wake
                     self._advance(replicas[index])
 
     def _advance(self, replica: Replica) -> None:
@@ -317,7 +244,7 @@ class Cluster:
                 self._answers.end(request.adapter, request.output_tokens)
         if replica.left:
             self._pass_on(replica.left)
-        if replica.ended and (self._clients is not None or self._controller is not None or self._held):
+        if replica.ended and (self._more is not None or self._controller is not None or self._held):
             self._go_on(replica)
         if replica.phase is Phase.DRAINING:
             self._check_gone(replica)
@@ -367,10 +294,6 @@ class Cluster:
         self._records.failures = [failure for replica in self.replicas for failure in replica.failures]
         return self._records
 
-    def _awaits_controller(self) -> bool:
-        """True if requests wait for what a controller may still do, which is not given for ever."""
-        return bool(self._held) and self.now < self._last_wake + _MOST_IDLE_SECONDS
-
     def _report(self, now: float) -> None:
         """All replicas report what they were like at the last time that was due by `now`; nothing happened since."""
         due = math.floor(now / self._period) * self._period
@@ -394,8 +317,6 @@ class Cluster:
         self._states = Replicas(known.get(id(each)) or fresh(each.look(self.now)) for each in self._serving)
 
     def _came(self, replica: Replica) -> None:
-        if replica.phase is not Phase.BOOTING:  # it failed meanwhile
-            return
         replica.phase = Phase.SERVING
         self._note_serving()
         self._tell(Happened.CAME, replica.index)
@@ -438,8 +359,9 @@ class Cluster:
             self._offer(left.request, left.progress)
 
     def _go_on(self, replica: Replica) -> None:
-        if self._clients is not None:
-            self._coming.extend(self._clients.answered(replica.clock.now, replica.ended))
+        if self._more is not None:
+            now, sent = replica.clock.now, itertools.islice(self._more, len(replica.ended))
+            self._coming.extend(request._replace(arrival=now) for request in sent)
         self._tell(Happened.ENDED, replica.index)
         self._place_held()
 
@@ -469,6 +391,6 @@ class Cluster:
 
     def _give(self, replica: Replica, request: TraceRequest, progress: Progress) -> None:
         before = replica.wake
-        replica.give(request, None if self._prompt is None else self._prompt(request), self.now, progress)
+        replica.give(request, self.now, progress)
         if replica.wake != before:
             heappush(self._heap, (replica.wake, replica.index))

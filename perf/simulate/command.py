@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...server.start.flags import UsageError
-from .metrics import SHARE
 
 if TYPE_CHECKING:
-    from .results import Results
     from .study import Study
+
+SHARE = 0.8
+"""An order of rows is reproduced if it holds in this share of the seeds, unless `--check` gives another."""
 
 SEEDS, QUICK_SEEDS = 10, 3
 """Of figures; a study has its own numbers."""
@@ -24,80 +28,67 @@ SEEDS, QUICK_SEEDS = 10, 3
 HELP = "compare policies in virtual time, beside published numbers"
 
 
+def number(
+    kind: type[int] | type[float], least: float, *, above: bool = False, most: float = math.inf
+) -> Callable[[str], float]:
+    """A flag's type: finite numbers from `least` on, or `above` it, up to `most`."""
+
+    def parse(text: str) -> float:
+        bounds = f"above {least:g}" if above else f"{least:g} or more"
+        bounds += f", at most {most:g}" if most < math.inf else ""
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not (least < value if above else least <= value) or not value <= most or value == math.inf:
+            raise argparse.ArgumentTypeError(f"is {text}; give {'a number ' if above else ''}{bounds}")
+        return value
+
+    return parse
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "studies",
-        nargs="*",
-        metavar="STUDY",
-        help="a study's name (see --list), a TOML file of your own, `all`, or `figures`: the papers' numbers and ours",
-    )
+    add, count = parser.add_argument, number(int, 1)
+    what = "a study's name (see --list), a TOML file of your own, `all`, or `figures`: the papers' numbers and ours"
+    add("studies", nargs="*", metavar="STUDY", help=what)
     add("--list", action="store_true", help="print the studies that come with Chorus")
     add("--json", action="store_true", help="print one JSON object per study and line, and no table")
     add("--out", type=Path, metavar="DIR", help="write the same JSON there, as STUDY.json")
     add("--plots", type=Path, metavar="DIR", help="write pictures there (needs chorus-lora[plots])")
-    add(
-        "--markdown",
-        type=Path,
-        metavar="FILE",
-        help="write the tables there, as perf/results has them",
-    )
-    add("--seed", type=int, metavar="N", help="the first seed for requests and random policies (default: 0)")
-    add("--seeds", type=int, metavar="N", help="how many seeds each row has (default: the study's own number, 10)")
-    add("--jobs", type=int, default=1, metavar="N", help="processes; results don't depend on them (default: 1)")
+    add("--markdown", type=Path, metavar="FILE", help="write the tables there, as perf/results has them")
+    first = "the first seed for requests and random policies (default: 0)"
+    add("--seed", type=number(int, 0), metavar="N", help=first)
+    add("--seeds", type=count, metavar="N", help="how many seeds each row has (default: the study's own number, 10)")
+    add("--jobs", type=count, default=1, metavar="N", help="processes; results don't depend on them (default: 1)")
     add("--rows", metavar="PATTERN", help="only rows with a name in which this regular expression is found")
     add("--region", action="store_true", help="also at other loads, replicas and so on: where does an order hold?")
-    add("--scale", type=float, default=1.0, metavar="X", help="multiply each row's duration (default: 1)")
-    add(
-        "--traces",
-        type=Path,
-        metavar="DIR",
-        help="directory of the traces that some studies need; `all` leaves these out",
-    )
+    times = number(float, 0, above=True)
+    add("--scale", type=times, default=1.0, metavar="X", help="multiply each row's duration (default: 1)")
+    add("--traces", type=Path, metavar="DIR", help="of the traces that some studies need; `all` leaves these out")
     add("--quick", action="store_true", help="the study's own small version with fewer seeds, for a first look")
-    add(
-        "--check",
-        type=float,
-        nargs="?",
-        const=SHARE,
-        metavar="SHARE",
-        help="fail (exit code 1) unless every order holds in this share of seeds and no request failed "
-        f"(default: {SHARE:g})",
-    )
+    check = f"fail (exit code 1) unless every order holds in this share of seeds and no request failed ({SHARE:g})"
+    share = number(float, 0, above=True, most=1)
+    add("--check", type=share, nargs="?", const=SHARE, metavar="SHARE", help=check)
     add("--time", action="store_true", help="print what the simulation itself took, to standard error")
     add("--figure", action="append", metavar="NAME", help="of `figures`, this one; may be given several times")
 
 
 def run(arguments: argparse.Namespace) -> int:
     from ...core.costs.profile import ProfileError
-    from .study import StudyError
+    from ..workload.fields import WorkloadError
 
-    _check(arguments)
+    if not arguments.studies and not arguments.list:
+        raise UsageError("chorus simulate: error: name a study (--list shows them)")
     try:
         return _run_figures(arguments) if arguments.studies == ["figures"] else _run_studies(arguments)
-    except (StudyError, ProfileError) as error:
+    except (WorkloadError, ProfileError) as error:
         print(f"chorus simulate: error: {error}", file=sys.stderr)
         return 2
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    """Raises UsageError."""
-    if arguments.seed is not None and arguments.seed < 0:
-        raise UsageError(f"chorus simulate: error: --seed is {arguments.seed}; give 0 or more")
-    for name, least in (("seeds", 1), ("jobs", 1)):
-        value = getattr(arguments, name)
-        if value is not None and value < least:
-            raise UsageError(f"chorus simulate: error: --{name} is {value}; give {least} or more")
-    if not arguments.studies and not arguments.list:
-        raise UsageError("chorus simulate: error: name a study (--list shows them)")
-    if not 0 < arguments.scale < float("inf"):
-        raise UsageError(f"chorus simulate: error: --scale is {arguments.scale:g}; give a number above 0")
-    if arguments.check is not None and not 0 < arguments.check <= 1:
-        raise UsageError(f"chorus simulate: error: --check is {arguments.check:g}; give a share above 0, at most 1")
-
-
 def _run_studies(arguments: argparse.Namespace) -> int:
-    from .document import document
+    from .document import document, write_plot
+    from .results import run_study
     from .study import load_study, shipped_studies
 
     if arguments.list:
@@ -106,17 +97,29 @@ def _run_studies(arguments: argparse.Namespace) -> int:
         return 0
     names = shipped_studies() if arguments.studies == ["all"] else arguments.studies
     studies = _there([load_study(name, arguments.traces) for name in names], skip=arguments.studies == ["all"])
-    results = [_run_one(study, arguments) for study in studies]
+    share, flags, all_results = arguments.check or SHARE, _flags(arguments), []
+    for study in studies:
+        with _timed(study.name, arguments) as told:
+            results = run_study(
+                study, quick=arguments.quick, scale=arguments.scale, seed=arguments.seed, seeds=arguments.seeds,
+                jobs=arguments.jobs, region=arguments.region, only=arguments.rows, told=told,
+            )  # fmt: skip
+        all_results.append(results)
+        found = results.to_json()
+        _print([found], document([results], flags, share), arguments)
+        if arguments.out is not None:
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            (arguments.out / f"{study.name}.json").write_text(f"{json.dumps(found)}\n", encoding="utf-8")
+        if arguments.plots is not None:
+            print(f"wrote {write_plot(results, arguments.plots)}", file=sys.stderr)
     if arguments.markdown is not None:
-        arguments.markdown.write_text(document(results, _flags(arguments), arguments.check or SHARE), encoding="utf-8")
-    share = arguments.check
-    return 1 if share and not all(each.holds_in(share) for each in results) else 0
+        arguments.markdown.write_text(document(all_results, flags, share), encoding="utf-8")
+    return 1 if arguments.check and not all(each.holds_in(share) for each in all_results) else 0
 
 
 def _run_figures(arguments: argparse.Namespace) -> int:
     from .figures.figure import load_figures
-    from .figures.results import compute
-    from .figures.table import document
+    from .figures.results import compute, document
 
     known = {figure.name: figure for figure in load_figures()}
     if arguments.list:
@@ -127,26 +130,32 @@ def _run_figures(arguments: argparse.Namespace) -> int:
     if unknown := [name for name in names if name not in known]:
         raise UsageError(f"chorus simulate: error: --figure {unknown[0]} is none; use one of {', '.join(known)}")
     arguments.seeds = seeds = arguments.seeds or (QUICK_SEEDS if arguments.quick else SEEDS)
-    results = compute(
-        [known[name] for name in names], seeds=seeds, first=arguments.seed or 0, quick=arguments.quick,
-        jobs=arguments.jobs, told=lambda what: print(what, file=sys.stderr),
-    )  # fmt: skip
+    with _timed("figures", arguments) as told:
+        results = compute(
+            [known[name] for name in names], seeds=seeds, first=arguments.seed or 0, quick=arguments.quick,
+            jobs=arguments.jobs, told=told,
+        )  # fmt: skip
     flags = "".join(f" --figure {name}" for name in arguments.figure or ()) + _flags(arguments)
     flags += "" if arguments.markdown is None else f" --markdown {arguments.markdown}"
     text = document(results, f"chorus simulate figures{flags}", seeds)
-    _print([result.to_json() for result in results], text, as_json=arguments.json)
+    _print([result.to_json() for result in results], text, arguments)
     if arguments.markdown is not None:
         arguments.markdown.write_text(text, encoding="utf-8")
     return 0
 
 
-def _print(found: list[Any], text: str, *, as_json: bool) -> None:
-    from .document import show
+def _print(found: list[Any], text: str, arguments: argparse.Namespace) -> None:
+    """The results as JSON, or the page: laid out in a terminal, as it is elsewhere."""
+    from rich.console import Console
+    from rich.markdown import Markdown
 
-    if as_json:
+    console = Console()
+    if arguments.json:
         print("\n".join(map(json.dumps, found)))
+    elif console.is_terminal:
+        console.print(Markdown(text))
     else:
-        show(text)
+        print(text, end="")
 
 
 def _flags(arguments: argparse.Namespace) -> str:
@@ -160,7 +169,7 @@ def _flags(arguments: argparse.Namespace) -> str:
 
 def _there(studies: list[Study], *, skip: bool) -> list[Study]:
     """Return the studies that have all files they need. Raises StudyError for the first other one, unless `skip`."""
-    from .study import StudyError
+    from .setup import StudyError
 
     for study in studies:
         if study.missing is not None:
@@ -170,35 +179,17 @@ def _there(studies: list[Study], *, skip: bool) -> list[Study]:
     return [study for study in studies if study.missing is None]
 
 
-def _run_one(study: Study, arguments: argparse.Namespace) -> Results:
+@contextmanager
+def _timed(name: str, arguments: argparse.Namespace) -> Iterator[Callable[[str], None]]:
+    """Show what has been simulated, and with --time at the end what that took, child processes included."""
     import resource
 
     from rich.console import Console
 
-    from .document import document
-    from .plots import write_plot
-    from .results import run_study
-
-    wall, cpu = time.perf_counter(), _cpu_seconds()
-    with Console(stderr=True).status(study.name) as status:
-        results = run_study(
-            study, quick=arguments.quick, scale=arguments.scale, seed=arguments.seed, seeds=arguments.seeds,
-            jobs=arguments.jobs, region=arguments.region, only=arguments.rows, told=status.update,
-        )  # fmt: skip
+    wall, cpu = time.perf_counter(), sum(os.times()[:4])
+    with Console(stderr=True).status(name) as status:
+        yield status.update
     if arguments.time:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20 if sys.platform == "darwin" else 1 << 10)
-        wall, cpu = time.perf_counter() - wall, _cpu_seconds() - cpu
-        print(f"{study.name}: {wall:.1f} s ({cpu:.1f} s of CPU), {peak:.0f} MiB at most", file=sys.stderr)
-    found = results.to_json()
-    _print([found], document([results], _flags(arguments), arguments.check or SHARE), as_json=arguments.json)
-    if arguments.out is not None:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / f"{study.name}.json").write_text(f"{json.dumps(found)}\n", encoding="utf-8")
-    if arguments.plots is not None:
-        print(f"wrote {write_plot(results, arguments.plots)}", file=sys.stderr)
-    return results
-
-
-def _cpu_seconds() -> float:
-    """Of this process and of the child processes that it has waited for."""
-    return sum(os.times()[:4])
+        wall, cpu = time.perf_counter() - wall, sum(os.times()[:4]) - cpu
+        print(f"{name}: {wall:.1f} s ({cpu:.1f} s of CPU), {peak:.0f} MiB at most", file=sys.stderr)

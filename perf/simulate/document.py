@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from os.path import commonprefix
+from pathlib import Path
+
+import numpy as np
 
 from .metrics import METRICS
-from .results import Order, Results, Spread, Strip, interval
+from .results import Results, Spread, Strip, Verdict, interval
+from .setup import StudyError
 from .study import Row
 
 _FOOT = """
@@ -14,18 +18,6 @@ A number in brackets was published. An order that holds in fewer than {share:.0%
 one seed have the same requests, so "apart by" is the median of the seeds' own differences. Orders by load, replicas and
 so on are those of the study's quick size.
 """
-
-
-def show(text: str) -> None:
-    """Print a page: laid out in a terminal, as it is elsewhere."""
-    from rich.console import Console
-    from rich.markdown import Markdown
-
-    console = Console()
-    if console.is_terminal:
-        console.print(Markdown(text))
-    else:
-        print(text, end="")
 
 
 def document(results: Sequence[Results], flags: str, share: float) -> str:
@@ -89,12 +81,13 @@ def spread_text(metric: str, spread: Spread) -> str:
     return middle if low == high == middle else f"{middle} [{low} to {high}]"
 
 
-def held_text(order: Order) -> str:
-    return f"{order.held} of {order.seeds}"
+def held_text(verdict: Verdict) -> str:
+    return f"{verdict.held} of {verdict.seeds}"
 
 
-def order_text(order: Order) -> str:
-    group, names = _names(order)
+def order_text(verdict: Verdict) -> str:
+    order = verdict.order
+    group, names = _names(order.rows)
     between = f" < {1 + order.within:g} x " if order.within else " < "
     first, *others = names.values()
     if order.least:
@@ -106,23 +99,58 @@ def order_text(order: Order) -> str:
     return f"{METRICS[order.metric].label}{group and f' ({group})'}: {rows}"
 
 
-def broken(order: Order) -> Iterator[str]:
+def broken(verdict: Verdict) -> Iterator[str]:
     """Return a line for each pair of rows that does not come in order in every seed."""
-    _, names = _names(order)
-    for pair in order.pairs:
-        if pair.held < order.seeds:
+    _, names = _names(verdict.order.rows)
+    for pair in verdict.pairs:
+        if pair.held < verdict.seeds:
             yield (
-                f"{names[pair.low]} < {names[pair.high]} in {pair.held} of {order.seeds}, "
-                f"apart by {spread_text(order.metric, pair.gap)}"
+                f"{names[pair.low]} < {names[pair.high]} in {pair.held} of {verdict.seeds}, "
+                f"apart by {spread_text(verdict.order.metric, pair.gap)}"
             )
 
 
-def _names(order: Order) -> tuple[str, dict[str, str]]:
-    """Return what the names of an order's rows begin with, up to a colon or comma, and the rest of each."""
-    shared = commonprefix(order.rows)  # noqa: RUF071  of names, not of paths
+def _names(rows: list[str]) -> tuple[str, dict[str, str]]:
+    """Return what the names of rows begin with, up to a colon or comma, and the rest of each."""
+    shared = commonprefix(rows)  # noqa: RUF071  of names, not of paths
     end = max(shared.rfind(": "), shared.rfind(", "))
-    return shared[: max(0, end)], {name: name[end + 2 :] if end > 0 else name for name in order.rows}
+    return shared[: max(0, end)], {name: name[end + 2 :] if end > 0 else name for name in rows}
 
 
 def point_text(strip: Strip, point: object) -> str:
     return f"x {point:g}" if strip.axis.factors else str(point)
+
+
+def write_plot(results: Results, directory: Path) -> Path:
+    """Medians with their intervals beside the published values. Raises StudyError."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise StudyError("plots need matplotlib; install it with: pip install 'chorus-lora[plots]'") from None
+    figure, rows = Figure(layout="constrained"), results.study.rows
+    metrics = results.study.metrics
+    columns = min(3, len(metrics))
+    lines = -(-len(metrics) // columns)
+    figure.set_size_inches(4 * columns, (0.22 * len(rows) + 0.8) * lines)
+    axes = figure.subplots(lines, columns, squeeze=False, sharey=True).ravel()
+    places = np.arange(len(rows))
+    for axis, name in zip(axes, metrics, strict=False):
+        metric = METRICS[name]
+        spreads = [results.spreads[row.name][name] for row in rows]
+        middle, low, high = metric.scale * np.array(spreads).T
+        axis.errorbar(middle, places, xerr=(middle - low, high - middle), fmt="o", ms=4, label="ours")
+        told = [(place, row.paper[name] * metric.scale)
+                for place, row in enumerate(rows) if isinstance(row.paper.get(name), float)]  # fmt: skip
+        if told:
+            axis.plot([value for _, value in told], [place for place, _ in told], "x", label="published")
+            axis.legend(fontsize="small")
+        axis.set_title(metric.label, fontsize="medium")
+        axis.set_yticks(places, [row.name for row in rows], fontsize="small")
+        axis.grid(alpha=0.3)
+    for axis in axes[len(metrics) :]:
+        axis.set_visible(False)
+    axes[0].invert_yaxis()
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{results.study.name}.png"
+    figure.savefig(path, dpi=120)
+    return path

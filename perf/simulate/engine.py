@@ -2,16 +2,208 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from ...core.cold_start import ColdStart, ColdStarts, stalls
 from ...core.config import EngineConfig
 from ...core.costs.profile import Profile
+from ...core.costs.work import step_work
 from ...core.engine import Engine
+from ...core.executors.base import ModelInfo
 from ...core.policies import Policies
-from .adapters import SimAdapters, VirtualClock
-from .executor import SimExecutor
-from .scheduler import SimScheduler
+from ...core.requests.types import StepPlan, StepResult
+from .adapters import SimAdapterBackend, SimAdapters
+from .link import SimSwaps, SimTransfer, Urgency, VirtualClock
+from .merging import SimShadow
+from .scheduler import TOKEN, RepeatedPlan, RepeatedResult, SimScheduler
+
+
+class _Tokens(dict[str, int]):
+    """The token of any request, which no step has to list."""
+
+    def __missing__(self, request_id: str) -> int:
+        return TOKEN
+
+
+_TOKENS = _Tokens()
+_PLAIN = StepResult(_TOKENS)
+"""Result of nearly every step; callers that take results change none."""
+_NONE: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True)
+class StepPrice:
+    """Seconds of a plan's first step, and by how much each repeat takes longer than the step before it.
+
+    stall: the part of `first` that waits for adapters. late: slots of adapters that don't come in time. single: it must
+    not be repeated at this price.
+    """
+
+    first: float
+    growth: float = 0.0
+    stall: float = 0.0
+    late: frozenset[int] = _NONE
+    single: bool = False
+
+    def total(self, count: int) -> float:
+        """Seconds of `count` steps in a row."""
+        if count == 1:
+            return self.first
+        return count * self.first + self.growth * (count * (count - 1) / 2)
+
+    def count_until(self, seconds: float, most: int) -> int:
+        """The fewest steps, at least one and at most `most`, that take `seconds` or more."""
+        return min(most, 1 + bisect_left(range(1, most + 1), seconds, key=self.total))
+
+
+class SimExecutor:
+    """Moves a virtual clock on by what each step costs.
+
+    horizon: virtual time at which something will happen that the engine doesn't know of: no step is begun by repeating
+    at or after it. held_until: no step ends before it, where its process shares processors.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        adapters: SimAdapters,
+        config: EngineConfig,
+        clock: VirtualClock,
+        *,
+        stream: bool = True,
+        read_threads: int = 2,
+        assist: Literal["never", "always", "chosen"] = "chosen",
+    ) -> None:
+        """adapters: the catalogue, made for the page layout of `profile` and `config`. stream, read_threads:
+        `SimAdapterBackend`'s. assist: when the CPU computes LoRA of adapters on their way, if
+        the profile has its cost.
+
+        The arena has the profile's size unless the configuration sets `num_pages` or `memory_bytes`.
+        """
+        geometry = profile.geometry
+        limit = min(config.max_model_len or geometry.max_model_len, geometry.max_model_len)
+        self.costs = profile.costs()
+        self.model = ModelInfo(geometry.vocab_size, limit, ())
+        self.layout = geometry.page_layout(config.block_tokens)
+        given = "memory_bytes" in config.model_fields_set
+        memory_bytes = config.memory_bytes if given else profile.memory_bytes.value
+        self.num_pages = config.num_pages or max(2, memory_bytes // self.layout.page_bytes)
+        self.adapters = SimAdapterBackend(adapters, self.costs, clock, stream=stream, read_threads=read_threads)
+        self.cold_starts = ColdStarts()
+        self._assist = assist
+        self._product_bytes = geometry.product_bytes(adapters.targets)  # of a token's x·A·B in all layers
+        self.swaps = SimSwaps(self.costs, self.adapters.link, clock, self.layout.page_bytes)
+        self.start = None
+        self.shadow = None  # where no price of a merge is known, nothing is merged
+        if self.costs.merge is not None:
+            self.shadow = SimShadow(self.costs.merge, self.layout, geometry.module_dims, self._spend)
+        self.horizon = math.inf
+        self.held_until = -math.inf
+        self.busy_seconds = 0.0
+        self.num_merged_steps = 0
+        self._clock = clock
+        self._max_stall = config.max_load_stall_seconds if stream else math.inf
+        self._priced: tuple[StepPlan, StepPrice] | None = None
+        self._timed: tuple[StepPlan, float, tuple[int, float]] | None = None  # with its horizon
+
+    @property
+    def stalled_seconds(self) -> float:
+        """Virtual time so far in which steps waited for adapters to load."""
+        return self.adapters.stalled_seconds
+
+    def price(self, plan: StepPlan) -> StepPrice:
+        """Return the price of executing a plan now."""
+        if self._priced is not None and self._priced[0] is plan:
+            return self._priced[1]
+        costs, rows = self.costs, plan.rows
+        computing = costs.step.seconds(step_work(plan, costs.kernel))
+        growth, prompts = 0.0, 0
+        if plan.bucket is not None:
+            growth = costs.step.growth(len(rows))
+        elif costs.overhead.per_prompt:
+            prompts = sum(len(row.tokens) > 1 for row in rows)
+        first = computing + costs.overhead.seconds(len(rows), prompts)
+        reading = self.adapters.is_reading
+        if reading:
+            first += self.adapters.delay(first)
+        if self.adapters.is_loading and any(adapter.transfer for adapter in plan.adapters):
+            price = self._stalled(first, computing, growth, plan)
+        else:
+            price = StepPrice(first, growth, 0.0, _NONE, reading)
+        self._priced = plan, price
+        return price
+
+    def end(self, plan: StepPlan) -> float:
+        """Return the time at which `execute` would end, given the current horizon."""
+        return self._clock.now + self._length(plan, self.price(plan))[1]
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        price = self.price(plan)
+        count, seconds = self._length(plan, price)
+        self._priced = None
+        self._clock.now = max(self._clock.now + seconds, self.held_until)
+        self.busy_seconds += seconds
+        self.num_merged_steps += plan.merged is not None
+        self.adapters.stalled_seconds += price.stall
+        if price.late:
+            return StepResult(_TOKENS, unready={row.request_id for row in plan.rows if row.slot in price.late})
+        return _PLAIN if count == 1 else RepeatedResult(_TOKENS, count=count)
+
+    def _spend(self, seconds: float) -> None:
+        self._clock.now += seconds
+        self.busy_seconds += seconds
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _length(self, plan: StepPlan, price: StepPrice) -> tuple[int, float]:
+        """Return the number of steps that run until the horizon, and their seconds."""
+        if not isinstance(plan, RepeatedPlan) or price.single:
+            return 1, price.first
+        timed, horizon = self._timed, self.horizon
+        if timed is not None and timed[0] is plan and timed[1] == horizon:
+            return timed[2]
+        count = price.count_until(min(horizon, plan.until) - self._clock.now, plan.repeat)
+        length = count, price.total(count)
+        self._timed = plan, horizon, length
+        return length
+
+    def _stalled(self, first: float, computing: float, growth: float, plan: StepPlan) -> StepPrice:
+        """Every layer waits for its bytes, but no step waits longer than it may: a later adapter is late.
+
+        computing: the part of `first` that goes through the layers, under which bytes may come.
+        """
+        adapters = enumerate(plan.adapters)
+        coming = [(slot, adapter.transfer) for slot, adapter in adapters if isinstance(adapter.transfer, SimTransfer)]
+        found = {slot: self._stall(plan, slot, transfer, computing) for slot, transfer in coming}
+        late = frozenset(slot for slot, stall in found.items() if stall > self._max_stall)
+        stall = min(self._max_stall, max(found.values()))
+        return StepPrice(first + stall, growth, stall, late)
+
+    def _stall(self, plan: StepPlan, slot: int, transfer: SimTransfer, computing: float) -> float:
+        """Return by how much a step that begins now, and takes `computing` for its layers otherwise, waits for an
+        adapter on its way, or for the CPU, which computes x·A·B of layers that are not there (CaraServe §4).
+        """
+        cost, link, now = self.costs.cpu_lora, self.adapters.link, self._clock.now
+        stall = transfer.stall(now, computing)
+        if cost is None or stall <= 0:
+            return stall
+        tokens = sum(len(row.tokens) for row in plan.rows if row.slot == slot)
+        returned = tokens * self._product_bytes * self.costs.link.per_byte
+        arrival = transfer.arrival(now)
+        found = stalls(arrival, computing, cost.seconds(tokens, plan.adapters[slot].rank), returned)
+        assists = self._assist == "always" or (self._assist == "chosen" and found.assist < stall)
+        self.cold_starts.count(ColdStart.ASSIST if assists else ColdStart.STREAM)
+        chosen = found.assist if assists else stall
+        self.cold_starts.regret_seconds += chosen - min(stall, found.assist)
+        if assists:
+            link.send(returned * found.lent / arrival.layers, Urgency.STEP)
+        return chosen
+
 
 MODEL = Path("simulated")
 """`EngineConfig.model` where no checkpoint is read."""
@@ -60,7 +252,7 @@ def simulated_engine(
     engine = engine_type(config, executor, clock, executor.adapters.reads, policies)
     if isinstance(engine, SimEngine):
         engine.scheduler.mix = mix
-        engine.scheduler.may_repeat = engine.modes is None
+        engine.scheduler.may_repeat = engine.modes is None and not config.prefix_cache
         engine.scheduler.limit_prompts(most_prompts)
         engine.scheduler.limit_rows(most_rows)
         if engine.modes is not None and most_rows is not None:

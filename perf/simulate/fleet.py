@@ -16,18 +16,16 @@ from ...core.costs.machine import measure_machine
 from ...core.costs.profile import Profile
 from ...core.engine import Engine
 from ...server.cluster.placement.settings import MigrationSettings
-from ...server.cluster.router import POLICIES, AnswerLengths, Estimates
+from ...server.cluster.router import POLICIES
 from ..serving.server_process import launched
 from ..workload.request import TraceRequest
 from ..workload.spec import WorkloadSpec
 from .adapters import SimAdapters
-from .cluster import simulate
-from .host import Works
-from .loads import prompt_of
-from .migrating import Migrating
+from .controllers import Migrating
+from .machine import Host, Works
 from .over_http import HttpServer
 from .records import Records, Served
-from .replica import Replica
+from .simulation import Simulation
 
 MIGRATION = ("interval_seconds=2", "excess_requests=2", "hold_seconds=2")
 """The built-in model's answers take a few hundred ms; migration's own settings are for answers of seconds."""
@@ -56,7 +54,7 @@ class Fleet:
         try:
             page, pages = engine.executor.layout, engine.executor.num_pages
             sizes = {name: engine.store.get(name) for name in engine.store.names()}
-            adapters = SimAdapters(page)
+            adapters = SimAdapters(profile.geometry, page.block_tokens)
             for name, adapter in sizes.items():
                 adapters.add(name, adapter.rank, adapter.num_pages * page.page_bytes)
             config = config.model_copy(update={"block_tokens": page.block_tokens, "num_pages": pages})
@@ -77,24 +75,18 @@ class Fleet:
         processors, see `Machine`.
         """
         works = works or Works()
-        profile = works.slower(self.profile)
-        costs, vocab = profile.costs(), profile.geometry.vocab_size
-        estimates = Estimates(costs, answers=AnswerLengths(), adapter_bytes=self._num_bytes)
-        migrating = Migrating("greedy", MigrationSettings.of(MIGRATION), costs, self.adapters)
         begin = -before[-1].arrival - _BREAK if before else 0.0
         earlier = [each._replace(id=_EARLIER + each.id, arrival=begin + each.arrival) for each in before]
-        replicas = [
-            Replica(profile, self.adapters, self.config, index=index, now=begin) for index in range(self.replicas)
-        ]
-        records = simulate(
-            [*earlier, *trace], replicas, POLICIES[policy](estimates, 0),
-            prompt=lambda request: prompt_of(request, vocab), controller=migrating, answers=estimates.answers,
-            host=works.host(speed),
+        simulation = Simulation(
+            works.slower(self.profile), self.config, self.replicas, adapters=self.adapters, now=begin
         )  # fmt: skip
-        return _since(records, 0.0), sum(replica.executor.busy_seconds for replica in replicas)
-
-    def _num_bytes(self, name: str) -> int:
-        return self.adapters.manifest(name).file_size
+        estimates = simulation.estimates()
+        migrating = Migrating("greedy", MigrationSettings.of(MIGRATION), estimates.costs, self.adapters)
+        records = simulation.run(
+            [*earlier, *trace], POLICIES[policy](estimates, 0), [migrating], answers=estimates.answers,
+            host=Host(works, speed),
+        )  # fmt: skip
+        return _since(records, 0.0), sum(replica.executor.busy_seconds for replica in simulation.replicas)
 
 
 def _since(records: Records, time: float) -> Records:
@@ -103,7 +95,7 @@ def _since(records: Records, time: float) -> Records:
     for row in zip(*map(records.column, Served._fields), strict=True):
         if row[0] >= time:
             found.add(Served(*row))
-    found.failures = [failure for failure in records.failures if failure[0] >= time]
+    found.failures = [failure for failure in records.failures if failure >= time]
     found.num_moved = records.num_moved
     return found
 
@@ -129,16 +121,21 @@ def counted(url: str, name: str) -> float:
     return next(each.value for each in samples if each.name == f"chorus_{name}_total")
 
 
-def skewed(rate: float, seconds: float, seed: int, ranks: Mapping[str, int]) -> list[TraceRequest]:
-    """Poisson arrivals; an adapter's share of the requests falls with its rank, as 1/rank²."""
+def skewed(
+    rate: float, seconds: float, seed: int, ranks: Mapping[str, int], settings: Sequence[str] = ()
+) -> list[TraceRequest]:
+    """Poisson arrivals; an adapter's share of the requests falls with its rank, as 1/rank².
+
+    settings: FIELD=VALUE, other fields of the workload. Adapters of a trace are served adapters, in turns.
+    """
     spec = WorkloadSpec.parse({
         "seed": seed, "duration": seconds, "arrivals": {"process": "poisson", "rate": rate},
         "popularity": {"kind": "power_law", "exponent": 2.0},
         "lengths": {"kind": "laws", "prompt": {"law": "uniform", "low": 16, "high": 128},
                     "output": {"law": "uniform", "low": 8, "high": 96}},
         "adapters": {"count": len(ranks), "ranks": {"kind": "fixed", "rank": 8}},
-    })  # fmt: skip
-    names, known = sorted(ranks), {}
+    }, settings=settings)  # fmt: skip
+    names, known = sorted(ranks), dict[str | None, str]()
     for each in spec:
         known.setdefault(each.adapter, names[len(known) % len(names)])
     return [each._replace(adapter=(name := known[each.adapter]), rank=ranks[name]) for each in spec]

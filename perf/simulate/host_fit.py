@@ -17,8 +17,7 @@ from statistics import fmean
 from ...core.costs.fit import Fit, fit
 from ..workload.request import TraceRequest
 from .fleet import Fleet, cluster, counted, skewed
-from .host import HostWork, Works
-from .machine import LONGEST_REST
+from .machine import LONGEST_REST, HostWork, Works
 
 _LONE, _LONE_TOKENS = 24, 4  # requests that meet no other, tokens of each answer
 _PROMPTS = (1, 0.05), (32, 0.05), (128, 0.05), (32, 0.02), (32, 0.2)  # tokens of theirs, seconds between them

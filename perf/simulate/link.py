@@ -1,15 +1,30 @@
-"""The link of a replica: everything that goes over it, one after another, the more urgent first."""
+"""The link of a replica: all that goes over it, one after another, the more urgent first: adapters and swapped KV."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
+
+from ...core.cold_start import Arrival
+from ...core.costs.models import CostModel
+
+
+class VirtualClock:
+    """Time that the simulation moves on: seconds in `now`."""
+
+    __slots__ = ("now",)
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
 
 
 class Urgency(IntEnum):
     """Order in which transfers get the link; a more urgent one interrupts others."""
 
-    ALL_REDUCE = 0  # a step is waiting in the middle of a layer
+    STEP = 0  # a step is waiting in the middle of a layer
     SWAP = 1
     LOAD = 2
     AHEAD = 3  # no step waits for it
@@ -81,3 +96,89 @@ class Link:
 
     def _pause(self, sending: Sending) -> None:
         sending.left = max(0.0, sending.left - max(0.0, self._clock() - sending.resumed))
+
+
+class SimTransfer:
+    """An adapter on its way over the link: its layers arrive evenly, the first at `first`, the last at `end`."""
+
+    __slots__ = ("_clock", "_first", "_link", "_num_layers", "_sending")
+
+    def __init__(
+        self, clock: VirtualClock, link: Link, sending: Sending, num_layers: int, first: float | None = None
+    ) -> None:
+        """first: None, where the layers are of use together only."""
+        self._clock = clock
+        self._link = link
+        self._sending = sending
+        self._num_layers = num_layers
+        self._first = first
+
+    @property
+    def end(self) -> float:
+        return self._sending.end
+
+    @property
+    def first(self) -> float:
+        return self._sending.end if self._first is None else self._first
+
+    def stall(self, start: float, seconds: float) -> float:
+        """Return the stall of a step that begins at `start`, takes `seconds` otherwise, and waits layer by layer."""
+        self._link.hurry(self._sending, Urgency.LOAD)
+        # Arrivals and computation are both even, so the wait for the first or for the last layer is the longest.
+        last = self.end + seconds / self._num_layers
+        return max(0.0, self.first - start, last - start - seconds)
+
+    def arrival(self, now: float) -> Arrival:
+        """As a step sees it that begins now."""
+        return Arrival(self._num_layers, max(0.0, self.first - now), max(0.0, self.end - now))
+
+    def wait_layer(self, layer: int, timeout: float) -> bool:
+        share = layer / max(1, self._num_layers - 1)
+        return self._clock.now + timeout >= self.first + share * (self.end - self.first)
+
+    def is_done(self) -> bool:
+        return self._clock.now >= self.end
+
+    def has_failed(self) -> bool:
+        return False
+
+    def cancel(self) -> None:
+        """It writes nothing."""
+
+    def is_quiet(self) -> bool:
+        return True
+
+
+class SimSwaps:
+    """Copies of KV pages, which take the link from adapters that are loaded, and wait for what a step waits for."""
+
+    def __init__(self, costs: CostModel, link: Link, clock: VirtualClock, page_bytes: int) -> None:
+        self._costs = costs
+        self._link = link
+        self._clock = clock
+        self._page_bytes = page_bytes
+        self._ends: list[SimTransfer] = []
+
+    @property
+    def page_seconds(self) -> float:
+        """As the profile prices the bytes of a page, there and back."""
+        return 2 * self._page_bytes * self._costs.link.per_byte
+
+    def copy_out(self, pages: Sequence[int]) -> tuple[None, SimTransfer | None]:
+        return None, self._send(len(pages))
+
+    def copy_in(self, image: None, skip: int, pages: Sequence[int]) -> SimTransfer | None:
+        return self._send(len(pages))
+
+    def wait(self, timeout: float) -> None:
+        """Move the clock to the first end of a copy, at most by `timeout`."""
+        now = self._clock.now
+        self._clock.now = min([now + timeout, *(each.end for each in self._ends if each.end > now)])
+
+    def _send(self, num_pages: int) -> SimTransfer | None:
+        sending = self._link.send(self._costs.swap_seconds(num_pages * self._page_bytes), Urgency.SWAP)
+        self._ends = [each for each in self._ends if not each.is_done()]
+        if sending.end <= self._clock.now:
+            return None
+        self._ends.append(SimTransfer(self._clock, self._link, sending, 1))
+        return self._ends[-1]

@@ -1,12 +1,19 @@
-"""Processors of one machine in virtual time, which its busy processes share."""
+"""A simulated cluster's machine: processors that its processes share, and the processes beside the replicas: the front,
+and the client.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
+
+from ...core.costs.profile import Number, Profile, Terms
+from ..workload.request import TraceRequest
+from .records import Served
 
 #: Called with the time at which a job has ended.
 Then = Callable[[float], None]
@@ -85,3 +92,99 @@ class Process:
         if self._jobs:
             self._machine.begin(now, self._jobs[0][0], self._ended)
         then(now)
+
+
+@dataclass(frozen=True, slots=True)
+class HostWork:
+    """Seconds of a processor that a process needs, for a request, a token of its prompt, a step of a replica, a row of
+    the step, and a second of rest before (`machine.Process`).
+    """
+
+    per_prompt: float = 0.0
+    per_prompt_token: float = 0.0
+    per_step: float = 0.0
+    per_row: float = 0.0
+    per_rest: float = 0.0
+
+    def of_prompt(self, tokens: int) -> float:
+        return self.per_prompt + self.per_prompt_token * tokens
+
+    def of_step(self, rows: int) -> float:
+        return self.per_step + self.per_row * rows
+
+
+_NO_WORK = HostWork()
+
+
+@dataclass(frozen=True, slots=True)
+class Works:
+    """Processor seconds of a cluster's processes: of a replica, beside the steps that a profile has.
+
+    latency: seconds that each request waits for beside that, such as for timers and sockets. processors: of the
+    machine.
+    """
+
+    client: HostWork = _NO_WORK
+    front: HostWork = _NO_WORK
+    replica: HostWork = _NO_WORK
+    latency: float = 0.0
+    processors: float = math.inf
+
+    def slower(self, profile: Profile) -> Profile:
+        """Return the profile of an engine whose steps take as long as with the replica's work."""
+        own = {} if profile.overhead is None else profile.overhead.terms
+        work = self.replica
+        added = {"base": work.per_step, "per_row": work.per_row, "per_prompt": work.per_prompt}
+        terms = {
+            name: Number(value=seconds + (own[name].value if name in own else 0.0), source="engine and replica")
+            for name, seconds in added.items()
+        }
+        return profile.model_copy(update={"overhead": Terms(terms={**own, **terms})})
+
+
+_NO_WORKS = Works()
+
+
+class Host:
+    """Has client and front do their part in each request; they and the replicas share a machine's processors."""
+
+    def __init__(self, works: Works = _NO_WORKS, speed: float = 1.0) -> None:
+        """speed: of the machine's processors."""
+        self.machine, self._works = Machine(works.processors, speed), works
+        self._front, self._client = (Process(self.machine, work.per_rest) for work in (works.front, works.client))
+        self._firsts: dict[int, float] = {}  # when the client had the first token of each request
+
+    def replica(self) -> Process:
+        """A replica's process."""
+        return Process(self.machine, self._works.replica.per_rest)
+
+    def send(self, request: TraceRequest, now: float, come: Then) -> None:
+        """Have a request go through client and front; come: called when it can be routed."""
+        works, tokens = self._works, request.prompt_tokens
+
+        def sent(at: float) -> None:
+            self._front.do(at, works.front.of_prompt(tokens), come)
+
+        self._client.do(now, works.client.of_prompt(tokens), sent)
+
+    def deliver(
+        self, now: float, rows: int, began: Sequence[TraceRequest], ended: Sequence[tuple[int, Served]],
+        done: Callable[[Served], None],
+    ) -> None:  # fmt: skip
+        """Have a step's tokens go through front and client.
+
+        began: requests that have their first token among them. ended: requests that end, by id. done: called with
+        these, as the client sees them.
+        """
+        works, firsts = self._works, self._firsts
+
+        def seen(at: float) -> None:
+            firsts.update((request.id, at + works.latency) for request in began)
+            for request_id, served in ended:
+                ttft, e2e = firsts.pop(request_id) - served.arrival, at + works.latency - served.arrival
+                done(served._replace(ttft=ttft, e2e=e2e))
+
+        def passed_on(at: float) -> None:
+            self._client.do(at, works.client.of_step(rows), seen)
+
+        self._front.do(now, works.front.of_step(rows), passed_on)

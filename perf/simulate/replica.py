@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Container
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -17,13 +19,14 @@ from ...memory.adapters.store import AdapterStore
 from ...memory.pages.pool import OutOfPages
 from ...server.cluster.router import ReplicaState
 from ..workload.request import TraceRequest
-from .adapters import SimAdapters, VirtualClock
+from .adapters import SimAdapters
 from .engine import MODEL, SimEngine, simulated_engine
-from .executor import TOKEN
-from .link import Urgency
+from .link import Urgency, VirtualClock
 from .records import Served
-from .repeats import RepeatedPlan
-from .scheduler import SimRequest
+from .scheduler import TOKEN, RepeatedPlan, SimRequest
+
+FIRST_TOKEN_ID = 16
+"""Ids below are special in most vocabularies."""
 
 _BEFORE = 1e5  # seconds that a replica has existed when it begins to serve
 
@@ -89,13 +92,15 @@ class Replica:
         index: int = 0,
         keep_idle: bool = True,
         tells_tenants: bool = True,
+        told_rank: int | None = None,
         now: float = 0.0,
         **options: Any,
     ) -> None:
         """adapters: shared by all replicas; adapters that requests name are registered when they first come.
 
         keep_idle: adapters that no request uses stay in the arena until their pages are wanted, instead of being
-        dropped at once. tells_tenants: the engine knows each request's tenant. now: when it begins to serve. options:
+        dropped at once. tells_tenants: the engine knows each request's tenant. told_rank: of every adapter, as
+        routers are told, in place of its own. now: when it begins to serve. options:
         `simulated_engine`'s.
         """
         self.index = index
@@ -112,8 +117,7 @@ class Replica:
             self.engine.config.max_num_seqs, resident=_Adapters(store, _ARENA, self._registered),
             on_host=_Adapters(store, _HOST, self._registered), name=f"replica-{index}",
         )  # fmt: skip
-        self.failures: list[tuple[float, str | None]] = []
-        """Arrival and service class of each request that was refused or ended with an error."""
+        self.failures: list[float] = []  # arrivals of requests that were refused or ended with an error
         self.began: list[TraceRequest] = []  # requests whose first token the last step drew
         self.ended: list[TraceRequest] = []  # by the last step, failures included
         self.left: list[Left] = []  # what the last step's end gave up
@@ -121,7 +125,8 @@ class Replica:
         self._adapters = adapters
         self._keep_idle = keep_idle
         self._tells_tenants = tells_tenants
-        self._block_tokens = self.executor.layout.block_tokens
+        self._told_rank = told_rank
+        self.block_tokens = self.executor.layout.block_tokens
         self._inbox: list[SimRequest | Callable[[], None]] = []
         self._open: dict[str, _Open] = {}
         self._queue: dict[str, _Open] = {}  # requests that have not begun
@@ -130,29 +135,23 @@ class Replica:
         self._growth = 0.0  # KV tokens a second, while a plan repeats
         self._tell(None)
 
-    def give(
-        self,
-        item: TraceRequest,
-        prompt: list[int] | None = None,
-        now: float | None = None,
-        progress: Progress = NOTHING,
-    ) -> None:
+    def give(self, item: TraceRequest, now: float | None = None, progress: Progress = NOTHING) -> None:
         """A request comes, at its arrival or, after waiting at the router or being elsewhere, at `now`; no `wake` may
         be before that.
-
-        prompt: its token ids; made up without. Where prompts are made up the prefix cache must be off.
         """
         now = item.arrival if now is None else now
         if item.adapter is not None:
             self._register(item.adapter)
         params = _params(item.output_tokens)
-        tokens = [0] * item.prompt_tokens if prompt is None else prompt
+        has_cache, vocab_size = self.engine.config.prefix_cache, self.executor.model.vocab_size
+        tokens = prompt_of(item, vocab_size) if has_cache else [0] * item.prompt_tokens
         request = SimRequest(str(item.id), tokens, params, item.adapter, item.arrival)
         request.tenant = (item.tenant or "") if self._tells_tenants else ""
         request.token_ids += [TOKEN] * progress.tokens
-        request.has_told = progress.first_token is not None
-        rank = 0 if item.adapter is None else self._adapters.rank(item.adapter)
-        self._open[request.id] = self._queue[request.id] = _Open(item, request, rank, self._stalled(), progress)
+        rank = 0 if item.adapter is None else self._told_rank or self._adapters.rank(item.adapter)
+        self._open[request.id] = self._queue[request.id] = _Open(
+            item, request, rank, self._stalled(), progress, progress.first_token
+        )
         self.state.add(rank)
         self.state.add_waiting(request.num_tokens, rank)
         self._send(request, now)
@@ -224,21 +223,12 @@ class Replica:
         """Rows of the step that is under way; 0 without one."""
         return 0 if self._plan is None else len(self._plan.rows)
 
-    @property
-    def requests(self) -> list[TraceRequest]:
-        """Requests that have come and not ended."""
-        return [each.item for each in self._open.values()]
-
     def held(self) -> list[Held]:
-        """Return what a planner knows of `requests`."""
+        """Return what a planner knows of the requests that have come and not ended."""
         return [
             Held(each.item, each.request.num_tokens, each.request.start_time is not None)
             for each in self._open.values()
         ]
-
-    @property
-    def block_tokens(self) -> int:
-        return self._block_tokens
 
     def take_out(self, request_id: str, to: int | None = None, seconds: float = 0.0) -> None:
         """Give a request up; it goes on elsewhere, by computing its KV anew. Nothing happens when it has ended."""
@@ -291,7 +281,7 @@ class Replica:
     def _tell(self, plan: StepPlan | None) -> None:
         """Bring `state` up to date. A plan that may be repeated began nothing."""
         state = self.state
-        self._free_tokens = state.free_tokens = self.engine.num_available_pages * self._block_tokens
+        self._free_tokens = state.free_tokens = self.engine.num_available_pages * self.block_tokens
         self._growth = 0.0
         if plan is None:
             self._kv_tokens = state.longest_tokens = 0
@@ -325,7 +315,7 @@ class Replica:
                 done(
                     Served(
                         item.arrival, each.first_token - item.arrival, now - item.arrival, started - item.arrival,
-                        found.cold, request.num_output_tokens, self.index, item.slo, item.tenant, item.session,
+                        found.cold, request.num_output_tokens, self.index, item.tenant,
                     )
                 )  # fmt: skip
 
@@ -334,21 +324,22 @@ class Replica:
         self.state.remove(each.rank)
         self._queue.pop(request_id, None)
         self.ended.append(each.item)
-        self.failures.append((each.item.arrival, each.item.slo))
+        self.failures.append(each.item.arrival)
 
 
+@dataclass(slots=True)
 class _Open:
-    """A request that has come and not ended. stalled: the replica's stalled seconds when it came."""
+    """A request that has come and not ended. stalled: the replica's stalled seconds when it came.
 
-    __slots__ = ("before", "first_token", "item", "rank", "request", "stalled")
+    first_token: when it was drawn.
+    """
 
-    def __init__(self, item: TraceRequest, request: SimRequest, rank: int, stalled: float, before: Progress) -> None:
-        self.item = item
-        self.request = request
-        self.rank = rank
-        self.stalled = stalled
-        self.before = before
-        self.first_token = before.first_token  # when it was drawn
+    item: TraceRequest
+    request: SimRequest
+    rank: int
+    stalled: float
+    before: Progress
+    first_token: float | None
 
     def progress_at(self, stalled: float) -> Progress:
         """stalled: the replica's stalled seconds now."""
@@ -356,6 +347,12 @@ class _Open:
         start = self.request.start_time if before.start is None else before.start
         cold = before.cold + stalled - self.stalled
         return Progress(self.request.num_output_tokens, self.first_token, start, cold)
+
+
+def prompt_of(request: TraceRequest, vocab_size: int) -> list[int]:
+    """Random token ids; no two requests share a beginning worth caching."""
+    source = random.Random(request.id)
+    return [source.randrange(FIRST_TOKEN_ID, vocab_size) for _ in range(request.prompt_tokens)]
 
 
 @lru_cache(maxsize=1 << 14)  # replicas share them: their number doesn't grow with the run

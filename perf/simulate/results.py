@@ -9,16 +9,17 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context, parent_process
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-from .fragmentation import run_fragmentation
-from .metrics import INCREASES, SHARE
+from ..workload.fields import WorkloadError
+from .metrics import INCREASES
 from .serving import run_serving
+from .setup import Setup, StudyError
 from .static_batches import static_batches
-from .study import Axis, Pool, Setup, Study, StudyError
+from .study import Axis, Order, Study
 
 #: Significant digits of results: more than a reader needs, fewer than sums in another order would change.
 _DIGITS = 7
@@ -26,12 +27,13 @@ _DIGITS = 7
 #: Least probability with which an interval holds the median of all seeds, where there are enough of them.
 CONFIDENCE = 0.95
 
+K = TypeVar("K")
+
 #: Metrics of each row, in one run.
 _Run = dict[str, dict[str, float]]
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
+class Spread(NamedTuple):
     """The median over the seeds, and an interval for the median over all seeds that there could be."""
 
     median: float
@@ -44,8 +46,10 @@ class Spread:
         rank, _ = interval(len(ordered))
         return cls(*map(_rounded, (median(ordered), ordered[rank], ordered[-1 - rank])))
 
-    def to_json(self) -> list[float]:
-        return [self.median, self.low, self.high]
+    def text(self, scale: float, form: str) -> str:
+        """The median and, in brackets, the interval where it is one."""
+        middle, low, high = (f"{scale * each:{form}}" for each in self)
+        return f"{middle} [{low}, {high}]" if self.low < self.high else middle
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,39 +63,48 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """One published order of rows by a metric.
+class Verdict:
+    """An order of rows, and in how many of the `seeds` it holds: no pair comes in the other order, or as equals.
 
-    held: in how many of the `seeds` no pair of rows comes in the other order, or as equals. within, least, most: see
-    `Expectation`.
+    seeds: 1 where no row depends on one.
     """
 
-    metric: str
-    rows: list[str]
+    order: Order
     pairs: list[Pair]
-    source: str
-    within: float
     held: int
     seeds: int
-    least: bool = False
-    most: bool = False
-
-    @property
-    def holds(self) -> bool:
-        return self.holds_in(SHARE)
 
     def holds_in(self, share: float) -> bool:
         """True if it holds in that share of the seeds."""
         return self.held >= share * self.seeds
 
     def to_json(self) -> dict[str, Any]:
-        pairs = [
-            {"low": pair.low, "high": pair.high, "held": pair.held, "gap": pair.gap.to_json()} for pair in self.pairs
-        ]
+        order = self.order
         return {
-            "metric": self.metric, "rows": self.rows, "source": self.source, "within": self.within,
-            "held": self.held, "seeds": self.seeds, "pairs": pairs,
+            "metric": order.metric, "rows": order.order, "source": order.source, "within": order.within,
+            "held": self.held, "seeds": self.seeds, "pairs": list(map(asdict, self.pairs)),
         }  # fmt: skip
+
+
+def judge(
+    order: Order, values: Mapping[str, Sequence[float]], pairs: Sequence[tuple[str | float, str | float]] | None = None
+) -> Verdict:
+    """values: of each row, one for each seed, or a single one. pairs: default: the order's own."""
+    seeds = max(len(values[name]) for name in order.rows)
+
+    def column(each: str | float) -> list[float]:
+        found = values[each] if isinstance(each, str) else [each]
+        return [*found] * (seeds // len(found))
+
+    if order.alike:
+        held = sum(max(at) <= (1 + order.within) * min(at) for at in zip(*map(column, order.order), strict=True))
+        return Verdict(order, [], held, seeds)
+    found, holds = [], []
+    for low, high in order.pairs if pairs is None else pairs:
+        both = list(zip(column(low), column(high), strict=True))
+        holds.append([one < other * (1 + order.within) for one, other in both])
+        found.append(Pair(str(low), str(high), sum(holds[-1]), Spread.of(_rounded(b - a) for a, b in both)))
+    return Verdict(order, found, sum(map(all, zip(*holds, strict=True))), seeds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +112,7 @@ class Strip:
     """One axis of the region: the orders at each of its points."""
 
     axis: Axis
-    points: list[tuple[Any, list[Order]]]
+    points: list[tuple[Any, list[Verdict]]]
 
 
 @dataclass(frozen=True)
@@ -116,7 +129,7 @@ class Results:
     scale: float
     seeds: list[int | None]
     spreads: dict[str, dict[str, Spread]]
-    orders: list[Order]
+    orders: list[Verdict]
     failed: dict[str, tuple[int, int]]
     region: list[Strip]
 
@@ -134,24 +147,18 @@ class Results:
                 {"row": row.name, **{name: self.spreads[row.name][name].median for name in names}, "paper": row.paper}
                 for row in self.study.rows
             ],
-            "spreads": {row.name: {name: self.spreads[row.name][name].to_json() for name in names}
-                        for row in self.study.rows},
+            "spreads": {row.name: {name: self.spreads[row.name][name] for name in names} for row in self.study.rows},
             "orders": [order.to_json() for order in self.orders],
         }  # fmt: skip
         if self.failed:
             found["failed"] = self.failed
         if self.region:
             found["region"] = [
-                {
-                    "axis": strip.axis.name,
-                    "fields": strip.axis.fields,
-                    "points": [
-                        {"point": point, "orders": [order.to_json() for order in orders]}
-                        for point, orders in strip.points
-                    ],
-                }
+                {"axis": strip.axis.name, "fields": strip.axis.fields, "points": [
+                    {"point": point, "orders": [order.to_json() for order in orders]} for point, orders in strip.points
+                ]}
                 for strip in self.region
-            ]
+            ]  # fmt: skip
         return found
 
 
@@ -182,17 +189,16 @@ def run_study(
     places: list[tuple[Axis, Any] | None] = [None]
     if region:
         places += [(axis, point) for axis in study.region for point in axis.points]
-    tasks = [
-        Task(
+    found = simulate({
+        (index, number, row.name): Task(
             f"{study.name}: row {row.name!r}",
             study.setup_of(row, quick=quick or place is not None, scale=scale, seed=number, at=place),
         )
-        for place, number, row in itertools.product(places, numbers, study.rows)
-    ]
-    found = simulate(tasks, jobs=jobs, told=told)
-    each = iter(tasks)
+        for (index, place), number, row in itertools.product(enumerate(places), numbers, study.rows)
+    }, jobs=jobs, told=told)  # fmt: skip
     runs = [
-        [_completed(study, {row.name: found[next(each).key] for row in study.rows}) for _ in numbers] for _ in places
+        [_completed(study, {row.name: found[index, number, row.name] for row in study.rows}) for number in numbers]
+        for index in range(len(places))
     ]
     spreads = {
         row.name: {name: Spread.of(run[row.name][name] for run in runs[0]) for name in runs[0][0][row.name]}
@@ -221,39 +227,31 @@ def interval(count: int) -> tuple[int, float]:
 
 @dataclass(frozen=True)
 class Task:
-    """One simulation. origin: what errors begin with. Equal keys give equal outcomes."""
+    """One simulation. origin: what errors begin with."""
 
     origin: str
-    setup: Setup | Pool
-
-    @property
-    def key(self) -> str:
-        return self.setup.model_dump_json()
+    setup: Setup
 
 
 def simulate(
-    tasks: Iterable[Task],
-    *,
-    jobs: int = 1,
-    told: Callable[[str], None] = lambda what: None,
-) -> dict[str, dict[str, float]]:
-    """Metrics by the tasks' keys, each simulated once. Raises StudyError."""
+    tasks: Mapping[K, Task], *, jobs: int = 1, told: Callable[[str], None] = lambda what: None
+) -> dict[K, dict[str, float]]:
+    """Metrics of each task; equal setups are simulated once. Raises StudyError."""
     found: dict[str, dict[str, float]] = {}
-    todo = list({task.key: task for task in tasks}.values())
+    keys = {name: task.setup.model_dump_json() for name, task in tasks.items()}
+    todo = {keys[name]: task for name, task in tasks.items()}
     with map_of(min(jobs, len(todo))) as mapped:
-        for task, metrics in zip(todo, mapped(_simulated, todo), strict=True):
-            found[task.key] = metrics
+        for (key, task), metrics in zip(todo.items(), mapped(_simulated, todo.values()), strict=True):
+            found[key] = metrics
             told(f"{len(found)} of {len(todo)}: {task.origin}")
-    return found
+    return {name: found[key] for name, key in keys.items()}
 
 
 def _simulated(task: Task) -> dict[str, float]:
     setup = task.setup
     try:
-        if isinstance(setup, Pool):
-            return run_fragmentation(setup)
         return static_batches(setup) if setup.static else run_serving(setup)
-    except StudyError as error:
+    except WorkloadError as error:
         raise StudyError(f"{task.origin}: {error}") from None
 
 
@@ -315,38 +313,19 @@ def _rounded(value: float) -> float:
     return float(f"{value:.{_DIGITS}g}")
 
 
-def _orders(study: Study, runs: Sequence[_Run]) -> list[Order]:
-    found = [
-        _order(each.metric, each.order, each.pairs, each.source, each.within, runs, each.least, each.most)
-        for each in study.expect
-    ]
+def _orders(study: Study, runs: Sequence[_Run]) -> list[Verdict]:
+    def values(metric: str, rows: Iterable[str]) -> dict[str, list[float]]:
+        return {name: [run[name][metric] for run in runs] for name in rows}
+
+    found = [judge(each, values(each.metric, each.rows)) for each in study.expect]
     for metric, group in itertools.product(study.metrics, dict.fromkeys(row.group for row in study.rows)):
-        rows = [row for row in study.rows if row.group == group and isinstance(row.paper.get(metric), float)]
-        rows.sort(key=lambda row: row.paper[metric])
-        pairs = [
-            (low.name, high.name)
-            for low, high in itertools.combinations(rows, 2)
-            if low.paper[metric] < high.paper[metric]
-        ]
+        paper = {
+            row.name: row.paper[metric]
+            for row in study.rows
+            if row.group == group and isinstance(row.paper.get(metric), float)
+        }
+        rows = sorted(paper, key=paper.__getitem__)
+        pairs = [(low, high) for low, high in itertools.combinations(rows, 2) if paper[low] < paper[high]]
         if pairs:
-            found.append(_order(metric, [row.name for row in rows], pairs, study.source, 0.0, runs))
+            found.append(judge(Order(order=rows, source=study.source, metric=metric), values(metric, rows), pairs))
     return found
-
-
-def _order(
-    metric: str,
-    rows: list[str],
-    pairs: list[tuple[str, str]],
-    source: str,
-    within: float,
-    runs: Sequence[_Run],
-    least: bool = False,
-    most: bool = False,
-) -> Order:
-    each = {(low, high): [run[low][metric] < run[high][metric] * (1 + within) for run in runs] for low, high in pairs}
-    found = [
-        Pair(low, high, sum(holds), Spread.of(_rounded(run[high][metric] - run[low][metric]) for run in runs))
-        for (low, high), holds in each.items()
-    ]
-    held = sum(map(all, zip(*each.values(), strict=True)))
-    return Order(metric, rows, found, source, within, held, len(runs), least, most)

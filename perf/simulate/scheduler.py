@@ -1,51 +1,96 @@
-"""The simulator's scheduler: the serving one, which also plans many equal decode steps at once."""
+"""The simulator's scheduler: the serving one, which also plans many equal decode steps at once.
+
+Decode steps that nothing is decided between run many at once. This makes simulated hours short.
+"""
 
 from __future__ import annotations
 
 import heapq
 import itertools
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ...core.requests.request import Request, RequestState
-from ...core.requests.sampling_params import SamplingParams
-from ...core.requests.types import BASE_SLOT, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
+from ...core.requests.types import BASE_SLOT, RequestOutput, ScheduledRow, StepPlan, StepResult
 from ...core.scheduling.admission import Admission
 from ...core.scheduling.draft import Draft, Place, QueueOrder
 from ...core.scheduling.lifecycle import Lifecycle
 from ...core.scheduling.queues import Running
+from ...core.scheduling.request_memory import RequestMemory
 from ...core.scheduling.scheduler import Scheduler
 from ...memory.adapters.adapter import Adapter, Tier
 from ...memory.pages.prefix import Block
-from .executor import TOKEN
-from .repeats import RepeatedPlan, RepeatedResult, catch_up, most_steps
+
+
+@dataclass(slots=True)
+class RepeatedPlan(StepPlan):
+    """A decode step of all running requests that may run several times, each row going on with the token it drew.
+
+    repeat: steps before the scheduler would decide anything else of itself. until: none of them may begin at or after
+    this time, by the engine's clock.
+    """
+
+    repeat: int = 1
+    until: float = math.inf
+
+
+@dataclass(slots=True)
+class RepeatedResult(StepResult):
+    """count: steps that ran, at most the plan's `repeat`; in each of them a row drew its same token."""
+
+    count: int = 1
+
+
+def most_steps(
+    memory: RequestMemory, block_tokens: int, requests: Sequence[Request], steps: int, wanted: Iterable[Adapter]
+) -> int:
+    """Return how many decode steps of all of `requests` there are pages for, at most `steps`; the first has its own.
+
+    wanted: adapters that keep their pages; they are evicted after all others.
+    """
+    available = memory.num_available_pages
+    available -= sum(len(adapter.pages) for adapter in wanted if adapter.is_idle)
+    if len(requests) * -(-steps // block_tokens) <= available:
+        return steps
+
+    def missing(steps: int) -> int:
+        """Pages to allocate before all requests, about to compute a token each, can compute so many."""
+        return sum(request.block_table.missing_pages(request.num_computed_tokens + steps) for request in requests)
+
+    return max(1, bisect_right(range(1, steps + 1), available, key=missing))
+
+
+def catch_up(memory: RequestMemory, block_tokens: int, requests: Sequence[Request], steps: int) -> None:
+    """Do what `steps` decode steps of all of `requests`, then planning one more, would have done to their pages.
+
+    Their tokens are known already; `num_computed_tokens` is the caller's to set.
+    """
+    if steps > len(requests) * block_tokens:
+        for request in requests:
+            memory.grow(request, len(request.token_ids))
+        return
+    while requests := [request for request in requests if request.room < len(request.token_ids)]:
+        memory.grow_each(requests)
+
+
+TOKEN = 1
+"""The token of every row. The model has no end-of-sequence token: a request's length is its `max_tokens`."""
 
 MOST_REPEATS = 1 << 20
 
 
 class SimRequest(Request):
-    """A request with two outputs at most: with its first token and, when it ends, with its last one.
+    """A request. is_cold: its adapter was not all there when it could have begun."""
 
-    has_told: it has had its first output. is_cold: its adapter was not all there when it could have begun.
-    quiet_until: number of computed tokens below which it has no output, caches nothing and does not end.
-    """
+    __slots__ = ("is_cold",)
 
-    __slots__ = ("has_told", "is_cold", "quiet_until")
-
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        adapter_name: str | None = None,
-        arrival_time: float = 0.0,
-    ) -> None:
-        super().__init__(request_id, prompt_token_ids, params, adapter_name, arrival_time)
-        self.has_told = False
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.is_cold = False
-        self.quiet_until = 0
 
 
 class SimLifecycle(Lifecycle):
@@ -67,7 +112,6 @@ class SimLifecycle(Lifecycle):
 
     def send_back(self, request: SimRequest, state: RequestState) -> None:
         super().send_back(request, state)
-        request.quiet_until = 0
         if request.adapter is not None:
             self.unnoted[request] = None
 
@@ -270,31 +314,11 @@ class SimScheduler(Scheduler):
         return any(not adapter.pages and self._store.tier(adapter) not in there for adapter in adapters)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
-        """Apply the result of a step, or of several equal ones; requests without an output cost little."""
-        info = self.last_step = StepInfo(plan.step_id, len(plan.rows), len(plan.adapters), plan.num_tokens)
+        """Apply the result of a step, or of several equal ones, of which the last one's outputs are returned."""
         if isinstance(result, RepeatedResult):
             self._catch_up(plan.rows, result)
-        self._count_steps(plan.num_tokens)
-        requests, unready = self._requests, result.unready
-        outputs: list[RequestOutput] = []
-        num_quiet, num_going = len(plan.rows), 0
-        for row in plan.rows:
-            request, computed = requests.get(row.request_id), row.start + 1
-            if request is not None and computed < request.quiet_until and not unready:
-                row.start = request.num_computed_tokens = computed
-                request.token_ids.append(TOKEN)
-                continue
-            num_quiet -= 1
-            if request is None or row.request_id in unready:
-                continue
-            output = self._advance(request, row, result, info)
-            if output is not None:
-                num_going += output.finish_reason is None
-                self._tell(request, output, outputs)
-        self.num_generated_tokens += num_quiet
-        self._all_drew = num_quiet + num_going == len(self.running)
-        if unready:
-            self._send_back_late(plan, result)
+        outputs = super().update(plan, result)
+        self._all_drew = sum(output.finish_reason is None for output in outputs) == len(self.running)
         return outputs
 
     def _catch_up(self, rows: Sequence[ScheduledRow], result: RepeatedResult) -> None:
@@ -311,14 +335,6 @@ class SimScheduler(Scheduler):
             request.num_computed_tokens = row.start
         self._count_steps(len(rows), steps)
         self.num_generated_tokens += steps * len(rows)
-
-    def _tell(self, request: SimRequest, output: RequestOutput, outputs: list[RequestOutput]) -> None:
-        """Add a request's output if it is its first or its last."""
-        if output.finish_reason is None and not request.caching:
-            request.quiet_until = request.max_length - 1
-        if output.finish_reason is not None or not request.has_told:
-            request.has_told = True
-            outputs.append(output)
 
 
 def _prompts_first(plan: StepPlan) -> StepPlan:

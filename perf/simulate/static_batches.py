@@ -8,7 +8,7 @@ from ...core.costs.models import CostModel, StepWork
 from ..workload import WorkloadSpec
 from ..workload.request import TraceRequest
 from .serving import changed_profile
-from .study import Setup
+from .setup import Setup
 
 
 def static_batches(setup: Setup) -> dict[str, float]:

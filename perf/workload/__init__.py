@@ -6,8 +6,8 @@
 Needs no tensor library.
 """
 
-from .errors import TraceError, WorkloadError
-from .request import RequestBatch, TraceRequest
+from .fields import WorkloadError
+from .request import TraceRequest
 from .spec import WorkloadSpec
 
-__all__ = ["RequestBatch", "TraceError", "TraceRequest", "WorkloadError", "WorkloadSpec"]
+__all__ = ["TraceRequest", "WorkloadError", "WorkloadSpec"]

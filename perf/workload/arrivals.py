@@ -1,25 +1,34 @@
-"""Arrival times of requests: renewal processes under a rate curve, or the times of a trace."""
+"""Arrival times of requests: equal or random gaps under a rate curve, or the times of a trace."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from abc import abstractmethod
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Discriminator, Field, NonNegativeFloat, PositiveFloat, Tag, model_validator
 
-from . import rates
-from .errors import WorkloadError
-from .model import Strict
+from .fields import Strict, WorkloadError
 from .request import NS
 from .seeds import stream
-from .traces import TraceSource
+from .trace import Csv
 
 #: Requests that are made at a time. Part of the definition of a workload: it decides how random numbers are drawn.
 CHUNK = 8192
+
+
+class Piece(NamedTuple):
+    """A rate that goes linearly from `first` to `last` requests per second within `seconds`, which may be infinite."""
+
+    seconds: float
+    first: float
+    last: float
+
+    @property
+    def requests(self) -> float:
+        return self.seconds * (self.first + self.last) / 2 if self.first or self.last else 0.0
 
 
 class LinearRate(Strict):
@@ -37,14 +46,14 @@ class LinearRate(Strict):
             raise ValueError("every point has a rate of 0; give at least one a positive rate")
         return self
 
-    def pieces(self) -> Iterator[rates.Piece]:
+    def pieces(self) -> Iterator[Piece]:
         first, last = self.points[0], self.points[-1]
         if first[0] > 0:
-            yield rates.Piece(first[0], first[1], first[1])
+            yield Piece(first[0], first[1], first[1])
         for (start, before), (end, after) in itertools.pairwise(self.points):
             if end > start:
-                yield rates.Piece(end - start, before, after)
-        yield rates.Piece(math.inf, last[1], last[1])
+                yield Piece(end - start, before, after)
+        yield Piece(math.inf, last[1], last[1])
 
 
 def _kind_of_rate(rate: Any) -> Any:
@@ -62,23 +71,18 @@ Rate = Annotated[
 
 
 class Renewal(Strict):
-    """Independent gaps of one distribution with mean 1, in units of the rate curve's integral.
+    """Exponential ("poisson") or equal ("constant") gaps with mean 1, in units of the rate curve's integral."""
 
-    So the rate is the curve's at all times, and `cv` is the gaps' coefficient of variation where the rate is constant.
-    """
-
+    process: Literal["poisson", "constant"]
     rate: Rate = Field(description="requests per second, or a curve")
-
-    @abstractmethod
-    def gaps(self, rng: np.random.Generator, count: int) -> np.ndarray: ...
 
     def expected(self, duration: float) -> float:
         """Requests to expect within `duration` seconds."""
-        return rates.integral(self._pieces(), duration)
+        return integral(self._pieces(), duration)
 
-    def _pieces(self) -> list[rates.Piece]:
+    def _pieces(self) -> list[Piece]:
         if isinstance(self.rate, float):
-            return [rates.Piece(math.inf, self.rate, self.rate)]
+            return [Piece(math.inf, self.rate, self.rate)]
         return list(self.rate.pieces())
 
     def times(self, seed: int, duration: float) -> Iterator[np.ndarray]:
@@ -87,47 +91,25 @@ class Renewal(Strict):
         # fixed point: sums are exact, so rounding does not depend on how the gaps are chunked
         reached = np.int64(0)
         while True:
-            due = reached + np.cumsum(np.rint(self.gaps(rng, CHUNK) * NS).astype(np.int64))
+            gaps = np.ones(CHUNK) if self.process == "constant" else rng.standard_exponential(CHUNK)
+            due = reached + np.cumsum(np.rint(gaps * NS).astype(np.int64))
             reached = due[-1]
-            seconds = rates.seconds(pieces, due / NS, duration)
-            if len(seconds):
-                yield np.rint(seconds * NS).astype(np.int64)
-            if len(seconds) < CHUNK:
+            found = seconds(pieces, due / NS, duration)
+            if len(found):
+                yield np.rint(found * NS).astype(np.int64)
+            if len(found) < CHUNK:
                 return
 
 
-class PlainArrivals(Renewal):
-    """Exponential or equal gaps."""
-
-    process: Literal["poisson", "constant"]
-
-    def gaps(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        return np.ones(count) if self.process == "constant" else rng.standard_exponential(count)
-
-
-class GammaArrivals(Renewal):
-    """Gamma gaps with coefficient of variation `cv`: above 1 burstier than Poisson, below 1 more regular."""
-
-    process: Literal["gamma"]
-    cv: PositiveFloat
-
-    def gaps(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        shape = self.cv**-2
-        return rng.standard_gamma(shape, count) / shape
-
-
 class ReplayArrivals(Strict):
-    """The times of a trace, counted from its first.
+    """The times of a trace, counted from its first; request i is row i.
 
-    time_scale: multiplies times, so that 0.5 doubles the rate and halves the length of bursts. rate_scale: multiplies
-    the rate and leaves the course of time: a row becomes this many requests on average, the first at its time and the
-    others anywhere before the next row. Only with a rate_scale of 1 is request i row i of the trace.
+    time_scale: multiplies times, so that 0.5 doubles the rate and halves the length of bursts.
     """
 
     process: Literal["replay"]
-    trace: TraceSource
+    trace: Csv
     time_scale: PositiveFloat = 1.0
-    rate_scale: PositiveFloat = 1.0
 
     def expected(self, duration: float) -> float:
         raise WorkloadError(
@@ -136,42 +118,41 @@ class ReplayArrivals(Strict):
         )
 
     def times(self, seed: int, duration: float) -> Iterator[np.ndarray]:
-        """Chunks of arrival times, int64 nanoseconds, in order and before `duration` seconds."""
-        rng, end = stream(seed, "arrivals"), duration * NS
-        for rows in self._rows(seed):
-            made = self._copies(rows, rng)
-            kept = made[: int(np.searchsorted(made, end, side="left"))]
-            if len(kept):
-                yield kept
-            if len(kept) < len(made):
-                return
-
-    def _rows(self, seed: int) -> Iterator[np.ndarray]:
-        """Chunks of the rows' times, each followed by the first of the next one: a row's copies reach to the next."""
-        last: np.ndarray = np.empty(0, np.int64)
-        for times in self._times(seed):
-            yield (rows := np.concatenate((last, times)))
-            last = rows[-1:]
-        yield np.repeat(last, 2)
-
-    def _times(self, seed: int) -> Iterator[np.ndarray]:
-        start: float | None = None
-        for chunk in self.trace.columns("arrival", seed=seed, size=CHUNK):
-            seconds = np.array(chunk["arrival"])
-            start = float(seconds[0]) if start is None else start
-            yield np.rint((seconds - start) * (self.time_scale * NS)).astype(np.int64)
-
-    def _copies(self, rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Requests for all rows but the last, which only tells where the copies of the one before it end."""
-        first, gaps = rows[:-1], np.diff(rows)
-        if self.rate_scale == 1.0:
-            return first
-        whole = math.floor(self.rate_scale)
-        counts = whole + (rng.random(len(first)) < self.rate_scale - whole)
-        spread = rng.random(int(counts.sum()))
-        ends = np.cumsum(counts)
-        spread[(ends - counts)[counts > 0]] = 0.0
-        return np.sort(np.repeat(first, counts) + (spread * np.repeat(gaps, counts)).astype(np.int64))
+        """One chunk of arrival times, int64 nanoseconds, in order and before `duration` seconds."""
+        found = np.array([row.arrival for row in self.trace.rows()])
+        times = np.rint((found - found[0]) * (self.time_scale * NS)).astype(np.int64)
+        yield times[: int(np.searchsorted(times, duration * NS, side="left"))]
 
 
-Arrivals = Annotated[PlainArrivals | GammaArrivals | ReplayArrivals, Field(discriminator="process")]
+Arrivals = Annotated[Renewal | ReplayArrivals, Field(discriminator="process")]
+
+
+def integral(pieces: Iterable[Piece], until: float) -> float:
+    """Requests that are due within the first `until` seconds."""
+    total = 0.0
+    for piece in pieces:
+        if piece.seconds >= until:
+            last = piece.first + (piece.last - piece.first) * (until / piece.seconds)
+            return total + until * (piece.first + last) / 2
+        total += piece.requests
+        until -= piece.seconds
+    return total
+
+
+def seconds(pieces: Sequence[Piece], due: np.ndarray, until: float) -> np.ndarray:
+    """Times at which the curve's integral reaches `due`, ascending, float64; cut off after the last one before `until`.
+
+    pieces: the last one never ends.
+    """
+    lengths = np.array([piece.seconds for piece in pieces])
+    starts = np.concatenate(([0.0], np.cumsum(lengths[:-1])))
+    dues = np.concatenate(([0.0], np.cumsum([piece.requests for piece in pieces[:-1]])))
+    # where the rate is 0 several pieces begin at the same due: the request comes at the end of the pause
+    index = np.maximum(np.searchsorted(dues, due, side="right") - 1, 0)
+    first = np.array([piece.first for piece in pieces])[index]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        slope = (np.diff(np.array([piece[1:] for piece in pieces]))[:, 0] / lengths)[index]
+        wanted = due - dues[index]
+        root = np.sqrt(np.maximum(first * first + 2 * slope * wanted, 0.0))
+        times = starts[index] + np.where(wanted > 0, 2 * wanted / (first + root), 0.0)
+    return times[: int(np.searchsorted(times, until, side="left"))]

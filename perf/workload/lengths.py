@@ -6,30 +6,14 @@ import itertools
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from .errors import TraceError
-from .model import Strict
+from .fields import Strict
 from .seeds import stream
-from .traces import TraceSource
-
-
-class Taken(NamedTuple):
-    """Lengths of some requests, int64 [n] each; fewer than asked for where a trace ends.
-
-    slo, tenants, sessions: what a trace tells of each of them; None where it tells nothing.
-    """
-
-    prompt: np.ndarray
-    output: np.ndarray
-    hash_ids: list[tuple[int, ...]] | None = None
-    hash_block_tokens: int = 0
-    slo: list[str | None] | None = None
-    tenants: list[str | None] | None = None
-    sessions: list[str | None] | None = None
+from .trace import Csv
 
 
 class ConstantTokens(Strict):
@@ -106,6 +90,10 @@ _PUBLISHED = {
 Tokens = Annotated[ConstantTokens | UniformTokens | LognormalTokens, Field(discriminator="law")]
 
 
+#: Prompt and answer tokens of the next n requests, int64 [n] each; fewer where a trace ends.
+Take = Callable[[int], tuple[np.ndarray, np.ndarray]]
+
+
 class Lengths(Strict):
     """scale: multiplies all lengths (dLoRA §7.4). max_prompt, max_output: longer ones are cut to this."""
 
@@ -113,30 +101,20 @@ class Lengths(Strict):
     max_prompt: PositiveInt | None = None
     max_output: PositiveInt | None = None
 
-    def take(self, seed: int) -> Callable[[int], Taken]:
-        """A function that gives the lengths of the next n requests."""
+    def take(self, seed: int) -> Take:
         raw = self._take(seed)
 
-        def take(n: int) -> Taken:
-            taken = raw(n)
-            if self.scale == 1.0 and self.max_prompt is None and self.max_output is None:
-                return taken
-            prompt, output = self._fit(taken.prompt, self.max_prompt), self._fit(taken.output, self.max_output)
-            taken = taken._replace(prompt=prompt, output=output)
-            if taken.hash_ids is None:
-                return taken
-            blocks = -(-prompt // taken.hash_block_tokens)
-            ids = [each[:count] for each, count in zip(taken.hash_ids, blocks.tolist(), strict=True)]
-            return taken._replace(hash_ids=ids)
+        def take(n: int) -> tuple[np.ndarray, np.ndarray]:
+            prompt, output = raw(n)
+            return self._fit(prompt, self.max_prompt), self._fit(output, self.max_output)
 
         return take
 
     @abstractmethod
-    def _take(self, seed: int) -> Callable[[int], Taken]: ...
+    def _take(self, seed: int) -> Take: ...
 
     def _fit(self, tokens: np.ndarray, most: int | None) -> np.ndarray:
-        scaled = np.rint(tokens * self.scale).astype(np.int64)
-        return np.clip(scaled, 1, most)
+        return np.clip(np.rint(tokens * self.scale).astype(np.int64), 1, most)
 
 
 class GivenLengths(Lengths):
@@ -146,9 +124,9 @@ class GivenLengths(Lengths):
     prompt: Tokens
     output: Tokens
 
-    def _take(self, seed: int) -> Callable[[int], Taken]:
+    def _take(self, seed: int) -> Take:
         prompts, outputs = stream(seed, "prompt lengths"), stream(seed, "output lengths")
-        return lambda n: Taken(self.prompt.draw(prompts, n), self.output.draw(outputs, n))
+        return lambda n: (self.prompt.draw(prompts, n), self.output.draw(outputs, n))
 
 
 class PublishedLengths(Lengths):
@@ -166,53 +144,26 @@ class PublishedLengths(Lengths):
 
     kind: Literal["sharegpt", "alpaca"]
 
-    def _take(self, seed: int) -> Callable[[int], Taken]:
+    def _take(self, seed: int) -> Take:
         prompt, output = _PUBLISHED[self.kind]
         return GivenLengths(kind="laws", prompt=prompt, output=output)._take(seed)  # noqa: SLF001 - another Lengths
 
 
 class TraceLengths(Lengths):
-    """Lengths of a trace: "empirical" draws rows at random, "replay" takes them in order, with their prefix hashes,
-    service classes, tenants and sessions.
-    """
+    """Lengths of a trace: request i has those of row i."""
 
     kind: Literal["trace"]
-    trace: TraceSource
-    mode: Literal["empirical", "replay"] = "empirical"
+    trace: Csv
 
-    def _take(self, seed: int) -> Callable[[int], Taken]:
+    def _take(self, seed: int) -> Take:
         for field in ("prompt_tokens", "output_tokens"):
             self.trace.needs(field, "lengths")
-        return self._replayed(seed) if self.mode == "replay" else self._drawn(seed)
+        rows = iter(self.trace.rows())
 
-    def _drawn(self, seed: int) -> Callable[[int], Taken]:
-        parts = [
-            np.array([chunk["prompt_tokens"], chunk["output_tokens"]], np.int32)
-            for chunk in self.trace.columns("prompt_tokens", "output_tokens", seed=seed)
-        ]
-        if not parts:
-            raise TraceError(self.trace.path, None, "the trace has no rows", "give one with requests")
-        pairs = np.concatenate(parts, axis=1).astype(np.int64)
-        rng = stream(seed, "prompt lengths")
-
-        def take(n: int) -> Taken:
-            rows = (rng.random(n) * pairs.shape[1]).astype(np.int64)
-            return Taken(pairs[0, rows], pairs[1, rows])
-
-        return take
-
-    def _replayed(self, seed: int) -> Callable[[int], Taken]:
-        rows = self.trace.rows(seed)
-        fields = {"slo": "slo", "tenants": "tenant", "sessions": "session"}
-        fields = {name: field for name, field in fields.items() if self.trace.has(field)}
-
-        def take(n: int) -> Taken:
+        def take(n: int) -> tuple[np.ndarray, np.ndarray]:
             taken = list(itertools.islice(rows, n))
             prompt = np.array([row.prompt_tokens for row in taken], np.int64)
-            output = np.array([row.output_tokens for row in taken], np.int64)
-            block = max((row.hash_block_tokens for row in taken), default=0)
-            told = {name: [getattr(row, field) for row in taken] for name, field in fields.items()}
-            return Taken(prompt, output, [row.hash_ids for row in taken] if block else None, block, **told)
+            return prompt, np.array([row.output_tokens for row in taken], np.int64)
 
         return take
 

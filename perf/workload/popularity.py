@@ -6,33 +6,32 @@ popular one. A law names the probability of each adapter, or goes by the request
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
-from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat
 
-from .errors import TraceError, WorkloadError
-from .model import Strict
+from .fields import Strict, WorkloadError
 from .request import BASE
 from .seeds import stream
-from .traces import TraceSource
+from .trace import Csv, TraceError
 
 
 class Chosen(NamedTuple):
     """Adapters of the coming requests.
 
-    take: indices of the next n, int64; fewer where a trace ends. count: how many adapters there are, None: not known.
-    name: of an index, None: the workload numbers them. tenant, rank: of an index, None: the trace does not tell.
+    take: indices of the next n, int64; fewer where a trace ends. names: of the indices; None: the workload numbers
+    them. ranks: of the indices, where a trace tells. tenants: of the requests, where a trace tells.
     """
 
     take: Callable[[int], np.ndarray]
-    count: int | None
-    name: Callable[[int], str] | None = None
-    tenant: Callable[[int], str | None] | None = None
-    rank: Callable[[int], int | None] | None = None
+    names: list[str] | None = None
+    ranks: dict[int, int] | None = None
+    tenants: list[str | None] | None = None
 
 
 class Law(Strict):
@@ -49,15 +48,13 @@ class Distinct(Law):
     kind: Literal["distinct"]
 
     def choose(self, seed: int, count: int | None, expected: Callable[[], int]) -> Chosen:
-        taken = 0
+        taken = itertools.count()
 
         def take(n: int) -> np.ndarray:
-            nonlocal taken
-            index = np.arange(taken, taken + n, dtype=np.int64)
-            taken += n
+            index = np.fromiter(taken, np.int64, n)
             return index if count is None else index % count
 
-        return Chosen(take, count)
+        return Chosen(take)
 
 
 class Identical(Law):
@@ -66,11 +63,17 @@ class Identical(Law):
     kind: Literal["identical"]
 
     def choose(self, seed: int, count: int | None, expected: Callable[[], int]) -> Chosen:
-        return Chosen(lambda n: np.zeros(n, np.int64), 1)
+        return Chosen(lambda n: np.zeros(n, np.int64))
 
 
 class Weighted(Law):
-    """Laws with a weight per adapter."""
+    """Laws with a weight per adapter.
+
+    exact: instead of independent draws, deal out the very shares (`counts`) in random order, as Punica's benchmark
+    does; needs the number of requests.
+    """
+
+    exact: bool = False
 
     @abstractmethod
     def weights(self, count: int | None, expected: Callable[[], int]) -> np.ndarray:
@@ -86,8 +89,13 @@ class Weighted(Law):
         return counts
 
     def choose(self, seed: int, count: int | None, expected: Callable[[], int]) -> Chosen:
+        rng = stream(seed, "popularity")
+        if self.exact:
+            counts = self.counts(expected(), count)
+            return Chosen(_in_turn(rng.permutation(np.repeat(np.arange(len(counts), dtype=np.int32), counts))))
         weights = self.weights(count, expected)
-        return Chosen(_independent(weights, stream(seed, "popularity")), len(weights))
+        cumulated = np.cumsum(weights / weights.sum())[:-1]
+        return Chosen(lambda n: np.searchsorted(cumulated, rng.random(n), side="right"))
 
 
 class Uniform(Weighted):
@@ -104,7 +112,7 @@ class Zipf(Weighted):
 
     So shares fall geometrically, which is not the power law that others call Zipf: that one is `power_law`. Punica's
     Skewed workload is α = 1.5. Without `adapters.count` there are as many adapters as Punica's benchmark makes for n
-    requests, and `counts` deals them out as it does: runs of ⌊α^k⌋ requests, k = 0, 1, …, and the rest as one more.
+    requests, and `exact` deals them out as it does: runs of ⌊α^k⌋ requests, k = 0, 1, …, and the rest as one more.
     """
 
     kind: Literal["zipf"]
@@ -141,105 +149,36 @@ class PowerLaw(Weighted):
 
 
 class FromTrace(Law):
-    """Adapters of a trace.
-
-    mode "counts": independent draws with the trace's own shares, its base-model requests included. "replay": the
-    trace's sequence itself. skewness: dLoRA's mapping (§7.1) of many functions onto `adapters.count` adapters:
-    functions sorted by their number of requests, `skewness` at a time to the first adapter, as many to the second, and
-    so on by turns. The larger, the more skewed. rate and time are the arrivals' concern.
-    """
+    """Adapters of a trace, in its order, with the ranks and tenants that it tells."""
 
     kind: Literal["trace"]
-    trace: TraceSource
-    mode: Literal["counts", "replay"] = "counts"
-    skewness: PositiveInt | None = None
+    trace: Csv
 
     def choose(self, seed: int, count: int | None, expected: Callable[[], int]) -> Chosen:
         self.trace.needs("adapter", "popularity")
-        if self.skewness is not None and count is None:
-            raise WorkloadError("popularity: skewness maps functions onto adapters; set `adapters.count`")
-        if self.skewness is None and count is not None:
+        if count is not None:
             raise WorkloadError(
-                f"adapters.count is {count}, but popularity takes its adapters from a trace; leave it out, or set "
-                "popularity.skewness to map them"
+                f"adapters.count is {count}, but popularity takes its adapters from a trace; leave it out"
             )
-        names: list[str] = []
-        index: dict[str | None, int] = {}
-        counts = self.trace.adapter_counts(seed) if self.mode == "counts" or self.skewness else []
-        if self.skewness:
-            counts = [each for each in counts if each[0] is not None]
-            index |= {name: place // self.skewness % count for place, (name, _) in enumerate(counts)}
-        index[None] = BASE
-
-        def number(name: str | None) -> int:
-            if name not in index:
-                index[name] = len(names)
-                names.append(name)
-            return index[name]
-
-        name = None if self.skewness else names.__getitem__
-        told = _Told(self.trace.path)
-        tenant = told.tenants.get if self.trace.has("tenant") else None
-        rank = told.ranks.get if self.trace.has("rank") and not self.skewness else None
-        if self.mode == "replay":
-            return Chosen(_rechunk(self._indices(seed, number, told)), count, name, tenant, rank)
-        if tenant or rank:
-            for _ in self._indices(seed, number, told):
-                """Learns what the trace tells of adapters."""
-        numbers = np.array([number(each) for each, _ in counts])
-        weights = np.array([requests for _, requests in counts], np.float64)
-        if self.skewness:
-            weights, numbers = np.bincount(numbers, weights, minlength=count), np.arange(count)
-        take = _independent(weights, stream(seed, "popularity"))
-        return Chosen(lambda n: numbers[take(n)], count or len(names), name, tenant, rank)
-
-    def _indices(self, seed: int, index: Callable[[str | None], int], told: _Told) -> Iterator[np.ndarray]:
-        """Indices of the trace's adapters, row by row; tenants and ranks of the adapters are noted on the way."""
-        for chunk in self.trace.columns("adapter", "tenant", "rank", seed=seed):
-            found = [index(name) for name in chunk["adapter"]]
-            for each in zip(found, chunk["adapter"], chunk["tenant"], chunk["rank"], strict=True):
-                told.note(*each, mapped=self.skewness is not None)
-            yield np.array(found, np.int64)
+        rows = self.trace.rows()
+        numbers: dict[str | None, int] = {None: BASE}
+        ranks: dict[int, int] = {}
+        for row in rows:
+            number = numbers.setdefault(row.adapter, len(numbers) - 1)
+            if row.rank is None or number == BASE:
+                continue
+            if row.rank < 1 or ranks.setdefault(number, row.rank) != row.rank:
+                have = f"adapter {row.adapter!r} has rank {row.rank}" + (f" and {ranks[number]}" if row.rank else "")
+                raise TraceError(self.trace.path, None, have, "give each adapter one rank, of at least 1")
+        index = np.array([numbers[row.adapter] for row in rows], np.int64)
+        names = [name for name in numbers if name is not None]
+        return Chosen(_in_turn(index), names, ranks, [row.tenant for row in rows])
 
 
-class _Told:
-    """Tenant and rank of each adapter of a trace: its first, and the only one."""
-
-    def __init__(self, path: object) -> None:
-        self._path = path
-        self.tenants: dict[int, str | None] = {}
-        self.ranks: dict[int, int] = {}
-
-    def note(self, index: int, name: str | None, tenant: str | None, rank: int | None, *, mapped: bool) -> None:
-        """mapped: several adapters have one index. Raises TraceError where an adapter has two ranks."""
-        self.tenants.setdefault(index, tenant)
-        if rank is None or index == BASE or mapped:
-            return
-        if rank < 1 or self.ranks.setdefault(index, rank) != rank:
-            have = f"adapter {name!r} has rank {rank}" + (f" and {self.ranks[index]}" if rank else "")
-            raise TraceError(self._path, None, have, "give each adapter one rank, of at least 1")
-
-
-def _independent(weights: np.ndarray, rng: np.random.Generator) -> Callable[[int], np.ndarray]:
-    """Draws of an index by weight."""
-    cumulated = np.cumsum(weights / weights.sum())[:-1]
-    return lambda n: np.searchsorted(cumulated, rng.random(n), side="right")
-
-
-def _rechunk(chunks: Iterator[np.ndarray]) -> Callable[[int], np.ndarray]:
-    """Hands out the chunks' elements n at a time, int64, fewer at the end."""
-    left = np.empty(0, np.int64)
-
-    def take(n: int) -> np.ndarray:
-        nonlocal left
-        held = [left]
-        while sum(map(len, held)) < n and (chunk := next(chunks, None)) is not None:
-            held.append(chunk)
-        joined = np.concatenate(held) if len(held) > 1 else left
-        left = joined[n:]
-        return joined[:n].astype(np.int64)
-
-    return take
+def _in_turn(index: np.ndarray) -> Callable[[int], np.ndarray]:
+    """Return what hands out the indices, n at a time, fewer at the end."""
+    left = iter(index.tolist())
+    return lambda n: np.array(list(itertools.islice(left, n)), np.int64)
 
 
 Popularity = Annotated[Distinct | Identical | Uniform | Zipf | PowerLaw | FromTrace, Field(discriminator="kind")]

@@ -19,7 +19,8 @@ from chorus.core.costs.profile import load_profile
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.perf.report.command import judge, parser
 from chorus.perf.report.table import Goal
-from chorus.perf.simulate.adapters import SimAdapters, VirtualClock
+from chorus.perf.simulate.adapters import SimAdapters
+from chorus.perf.simulate.link import VirtualClock
 from chorus.perf.simulate.engine import MODEL, simulated_engine
 from chorus.perf.simulate.scheduler import SimRequest
 
@@ -46,7 +47,7 @@ class Run:
         profile = load_profile("a100-llama2-7b").model_copy(update={"overhead": None})
         config = EngineConfig(model=MODEL, prefix_cache=False, max_num_seqs=16, num_pages=1000)
         self.clock = VirtualClock()
-        catalogue = SimAdapters(profile.geometry.page_layout(16))
+        catalogue = SimAdapters(profile.geometry, 16)
         self.engine, executor = simulated_engine(profile, catalogue, config, self.clock)
         self.tells_tenants = tells_tenants
         self.sent: dict[str, float] = {}

@@ -27,10 +27,12 @@ import itertools
 from importlib.resources import files
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt
 
-from ...workload.model import Strict
-from ..study import Pool, Row, Setup, Study, StudyError, load_study, read_toml, validated
+from ....memory.pages.layout import MODULES
+from ...workload.fields import Strict, read_toml
+from ..setup import Setup
+from ..study import Order, load_study, make_setup, validated
 
 #: Factor from SI units, or a share, to each unit.
 UNITS = {
@@ -54,7 +56,7 @@ class Price(Strict):
     context: int = Field(default=0, ge=0)
     rank: int = Field(default=0, ge=0)
     adapters: PositiveInt | None = None
-    targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    targets: list[str] = list(MODULES)
     share: PositiveFloat = 1.0
 
 
@@ -118,44 +120,10 @@ class Published(Strict):
     fitted: str = ""
     why: str = ""
 
-    @model_validator(mode="after")
-    def _is_computed_or_open(self) -> Published:
-        if self.unit not in UNITS:
-            raise ValueError(f"unit is {self.unit!r}; use one of {', '.join(map(repr, UNITS))}")
-        if (self.over is None) != (self.form == "value"):
-            raise ValueError(f"form is {self.form!r} and over {self.over!r}; a comparison needs both")
-        if self.also and self.over is None:
-            raise ValueError(f"also is {self.also} and over {self.over!r}; give the first pair as run and over")
-        if self.run is not None and self.open is not None:
-            raise ValueError(f"there is a run, {self.run!r}, though the mechanism {self.open!r} is open; leave one out")
-        return self
-
     @property
     def runs(self) -> list[str]:
         """Names of the runs that it is computed from."""
         return [run for run in (self.run, self.over, *itertools.chain.from_iterable(self.also)) if run is not None]
-
-
-class Order(Strict):
-    """Claim about several rows. rising: from the least value to the largest; a number is a bound in the unit.
-
-    alike: rows with values that are the same within the share `within`, which is chosen here: papers say "roughly".
-    """
-
-    rising: list[str | float] = []
-    alike: list[str] = []
-    within: PositiveFloat = 0.05
-    source: str = Field(min_length=3)
-
-    @model_validator(mode="after")
-    def _is_one_claim(self) -> Order:
-        if (len(self.rising) < 2) == (len(self.alike) < 2):
-            raise ValueError("an order needs two rows or more, as either rising or alike; give one of them")
-        return self
-
-    @property
-    def rows(self) -> list[str]:
-        return [name for name in [*self.rising, *self.alike] if isinstance(name, str)]
 
 
 class Figure(Strict):
@@ -180,56 +148,29 @@ class Figure(Strict):
     runs: dict[str, Run] = {}
     rows: list[Published] = Field(min_length=1)
     orders: list[Order] = []
-
-    @model_validator(mode="after")
-    def _names_exist(self) -> Figure:
-        for name, run in self.runs.items():
-            if run.system is not None and run.system not in self.systems:
-                raise ValueError(f"run {name!r}: {run.system!r} is no system; name one of {', '.join(self.systems)}")
-        names = [row.name for row in self.rows]
-        if len(set(names)) < len(names):
-            raise ValueError("two rows have one name; rename one")
-        for row in self.rows:
-            for run in row.runs:
-                if run not in self.runs:
-                    raise ValueError(f"row {row.name!r}: {run!r} is no run; name one of {', '.join(self.runs)}")
-        computed = [row.name for row in self.rows if row.run is not None]
-        for name in (name for order in self.orders for name in order.rows):
-            if name not in computed:
-                raise ValueError(f"{name!r} is no row with a run; name one of {', '.join(computed)}")
-        return self
+    directory: None = None
 
     @property
     def simulated(self) -> list[str]:
         """Names of the runs that depend on a seed."""
         return [name for name, run in self.runs.items() if run.price is None]
 
-    def setup_of(self, name: str, *, quick: bool = False, seed: int | None = None) -> Setup | Pool:
+    def setup_of(self, name: str, *, quick: bool = False, seed: int | None = None) -> Setup:
         """Return the setup of a serving run. Raises StudyError."""
-        run, fields = self.runs[name], {}
+        run, fields = self.runs[name], dict[str, Any]()
         if run.system is not None:
             system = self.systems[run.system]
             fields = system.set | {f"terms.{term}": each.value for term, each in system.terms.items()}
             fields |= {"static": True} if system.static else {}
-        fields |= run.set
-        if run.row is None:
-            study = Study(
-                name=self.name, title=self.title, source=self.paper, why=self.why, metrics=["requests"],
-                setup=self.setup, quick=self.quick, rows=[Row(name=name, set=fields)],
-            )  # fmt: skip
-        else:
-            if self.study is None:
-                raise StudyError(f"{self.name}: run {name!r} names a row of a study; set study")
-            study = load_study(self.study)
-            known = {row.name: row for row in study.rows}
-            if run.row not in known:
-                raise StudyError(f"{self.name}: run {name!r}: {run.row!r} is no row of {self.study}; check its name")
-            shared = {name: value for name, value in self.set.items() if not (quick and name in study.quick)}
+        fields, base = fields | run.set, self
+        if run.row is not None:
+            base = load_study(str(self.study))
+            known = {row.name: row for row in base.rows}
+            shared = {name: value for name, value in self.set.items() if not (quick and name in base.quick)}
             fields = shared | known[run.row].set | fields
-        setup = study.setup_of(Row(name=name, set=fields), quick=quick, seed=seed)
-        if isinstance(setup, Setup):
-            setup = setup.model_copy(update={"profile": profile_path(setup.profile)})
-        return setup
+        changes = [*(base.quick.items() if quick else ()), *fields.items()]
+        setup = make_setup(base, changes, f"{self.name}: row {name!r}", seed=seed)
+        return setup.model_copy(update={"profile": profile_path(setup.profile)})
 
 
 def profile_path(name: str) -> str:
@@ -239,25 +180,15 @@ def profile_path(name: str) -> str:
 
 
 def load_figures() -> list[Figure]:
-    """All figures, by paper. Raises StudyError."""
-    found = []
-    for entry in sorted((_shipped() / "papers").iterdir(), key=lambda entry: entry.name):
-        if entry.name.endswith(".toml"):
-            found += parse_figures(entry.read_text("utf-8"), entry.name)
-    return found
+    """All figures, by paper. They are no input, so that their names are checked by tests alone."""
+    entries = sorted((_shipped() / "papers").iterdir(), key=lambda entry: entry.name)
+    return [figure for entry in entries if entry.name.endswith(".toml") for figure in parse_figures(read_toml(entry))]
 
 
-def parse_figures(text: str, origin: str) -> list[Figure]:
-    """The figures of one paper. Raises StudyError, which begins with `origin`."""
-    fields = read_toml(text, origin)
-    paper, figures = fields.pop("paper", None), fields.pop("figures", [])
-    if fields or not isinstance(paper, str):
-        raise StudyError(f"{origin}: it must have a paper and figures, and nothing else; has {', '.join(fields)}")
-    found = [validated(Figure, {**each, "paper": paper}, f"{origin}: {each.get('name', '?')}") for each in figures]
-    for figure in found:
-        for run in figure.simulated:
-            figure.setup_of(run)
-    return found
+def parse_figures(fields: dict[str, Any]) -> list[Figure]:
+    """The figures of one paper. Raises StudyError for what is no field."""
+    paper = fields["paper"]
+    return [validated(Figure, {**each, "paper": paper}, each["name"]) for each in fields["figures"]]
 
 
 def _shipped() -> Any:

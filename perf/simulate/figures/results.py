@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
-from ..results import Spread, Task, simulate
+from ..document import markdown_table
+from ..results import Spread, Task, Verdict, judge, simulate
 from ..serving import changed_profile
+from ..setup import StudyError
 from ..static_batches import decode_seconds, prefill_seconds
-from ..study import StudyError
-from .figure import UNITS, Figure, Order, Price, Published, profile_path
+from .figure import UNITS, Figure, Price, Published, profile_path
 
 
 @dataclass(frozen=True)
@@ -40,21 +41,12 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Claim:
-    """One order, and in how many of the seeds it holds. seeds: 1 where no row depends on one."""
-
-    order: Order
-    held: int
-    seeds: int
-
-
-@dataclass(frozen=True)
 class FigureResult:
     """A figure's rows and claims, computed."""
 
     figure: Figure
     lines: list[Line]
-    claims: list[Claim]
+    claims: list[Verdict]
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -63,14 +55,14 @@ class FigureResult:
             "rows": [
                 {
                     "row": line.row.name, "published": line.row.published, "unit": line.row.unit,
-                    "ours": None if line.ours is None else line.ours.to_json(), "ratio": line.ratio,
+                    "ours": line.ours, "ratio": line.ratio,
                     "status": line.status, "open": line.row.open,
                 }
                 for line in self.lines
             ],
             "orders": [
-                {"rows": claim.order.rising or claim.order.alike, "kind": "rising" if claim.order.rising else "alike",
-                 "held": claim.held, "seeds": claim.seeds}
+                {"rows": claim.order.order, "kind": "alike" if claim.order.alike else "rising", "held": claim.held,
+                 "seeds": claim.seeds}
                 for claim in self.claims
             ],
         }  # fmt: skip
@@ -94,14 +86,13 @@ def compute(
         (figure.name, run, seed): Task(f"{figure.name}: {run}", figure.setup_of(run, quick=quick, seed=seed))
         for figure in figures for run in figure.simulated for seed in each_seed
     }  # fmt: skip
-    found = simulate(tasks.values(), jobs=jobs, told=told)
-    metrics_of = {each: found[task.key] for each, task in tasks.items()}
+    found = simulate(tasks, jobs=jobs, told=told)
     for each, task in tasks.items():
-        if failed := metrics_of[each].get("failed"):
+        if failed := found[each].get("failed"):
             raise StudyError(
                 f"{task.origin}: {failed:.0f} requests were refused or failed; a figure counts no survivors"
             )
-    return [_result(figure, metrics_of, each_seed) for figure in figures]
+    return [_result(figure, found, each_seed) for figure in figures]
 
 
 def _result(
@@ -110,10 +101,7 @@ def _result(
     prices = {name: {"value": price(run.price)} for name, run in figure.runs.items() if run.price is not None}
 
     def metric(run: str, name: str, seed: int) -> float:
-        metrics = prices[run] if run in prices else found[figure.name, run, seed]
-        if name not in metrics:
-            raise StudyError(f"{figure.name}: run {run!r} has no metric {name!r}; use one of {', '.join(metrics)}")
-        return metrics[name]
+        return (prices[run] if run in prices else found[figure.name, run, seed])[name]
 
     def value(row: Published, seed: int) -> float:
         assert row.run is not None
@@ -134,22 +122,7 @@ def _result(
             values[row.name] = [value(row, seed) for seed in (seeds[:1] if exact else seeds)]
         ours = Spread.of(values[row.name]) if row.run is not None else None
         lines.append(Line(row, ours, exact))
-    return FigureResult(figure, lines, [_claim(order, values) for order in figure.orders])
-
-
-def _claim(order: Order, values: Mapping[str, list[float]]) -> Claim:
-    seeds = max(len(values[name]) for name in order.rows)
-    columns = [
-        values[each] * (seeds // len(values[each])) if isinstance(each, str) else [each] * seeds
-        for each in [*order.rising, *order.alike]
-    ]
-    return Claim(order, sum(_holds(order, at) for at in zip(*columns, strict=True)), seeds)
-
-
-def _holds(order: Order, at: tuple[float, ...]) -> bool:
-    if order.alike:
-        return max(at) <= (1 + order.within) * min(at)
-    return all(low < high for low, high in itertools.pairwise(at))
+    return FigureResult(figure, lines, [judge(order, values) for order in figure.orders])
 
 
 def price(wanted: Price) -> float:
@@ -172,3 +145,102 @@ def price(wanted: Price) -> float:
         case "kv":
             found = float(geometry.page_layout(1).page_bytes * wanted.context)
     return found * wanted.share
+
+
+HEADS = ["", "published", "ours", "ratio", "why not"]
+_HEAD = """# The papers' figures
+
+Written by `{command}`; do not edit. Every number that the texts print, with ours beside it: the median over
+{seeds} seeds and, in brackets, an interval that holds the median of all seeds with at least 95 % (order statistics of
+these seeds; with fewer than six, all of them). "exact" is a price in closed form, in which no seed is. Ratio is ours
+over the published number. Open rows wait for the mechanism that they name. "picture only": the number is in the
+figure's picture and in no text. Settings are the papers'; what they leave out was assumed once, alike for all rows of a
+figure, and was not changed to make an order come out.
+"""
+
+
+def document(results: Sequence[FigureResult], command: str, seeds: int) -> str:
+    """Return the page. command: that wrote it."""
+    lines = [_HEAD.format(command=command, seeds=seeds), *_summary(results)]
+    for paper, figures in groupby(results, key=lambda result: result.figure.paper):
+        lines.append(f"\n## {paper}\n")
+        for result in figures:
+            lines += _figure(result)
+    return "\n".join(lines) + "\n"
+
+
+def _summary(results: Sequence[FigureResult]) -> Iterator[str]:
+    lines = [line for result in results for line in result.lines]
+    claims = [claim for result in results for claim in result.claims]
+    near = [line for line in lines if line.ratio is not None and 0.9 <= line.ratio <= 1.1]
+    fitted = sum(bool(line.row.fitted) for line in near)
+    numbers = sum(line.ratio is not None for line in lines)
+    opened = sum(line.status == "open" for line in lines)
+    held = sum(claim.holds_in(0.8) for claim in claims)
+    yield (
+        f"{len(lines)} rows of {len(results)} figures: {numbers} have a published number and ours beside it, "
+        f'{len(near)} of them within 10 %. Of these, constants were fitted to {fitted} ("fitted" says which), and '
+        f"{len(near) - fitted} are predictions. {opened} are open. "
+        f"{held} of {len(claims)} orders hold in at least 80 % of their seeds."
+    )
+
+
+def _figure(result: FigureResult) -> Iterator[str]:
+    figure = result.figure
+    yield f"### {figure.name}\n\n{figure.title}. Setting: {_flat(figure.setting)}"
+    if figure.assumed:
+        yield f"Assumed: {_flat(figure.assumed)}"
+    for name, system in figure.systems.items():
+        terms = "; ".join(f"`{term}` = {each.value:g}, {each.source}" for term, each in system.terms.items())
+        yield f"\n* {name}: {_flat(system.does)}{f' ({terms})' if terms else ''}"
+    yield ""
+    yield from markdown_table(
+        [*HEADS, "source"], ([line.row.name, *_cells(line), line.row.source] for line in result.lines)
+    )
+    if figure.why:
+        yield f"\nWhy not, where a row does not say: {_flat(figure.why)}"
+    if result.claims:
+        yield ""
+        claims = ([claim_text(claim), held_text(claim), claim.order.source] for claim in result.claims)
+        yield from markdown_table(["order", "kept", "source"], claims)
+    yield ""
+
+
+def _cells(line: Line) -> list[str]:
+    row = line.row
+    if row.published is None:
+        published = "picture only"
+    else:
+        published = row.published if isinstance(row.published, str) else f"{number(row.published)} {row.unit}".strip()
+    why = f"open: {row.open}" if row.open is not None else row.why
+    why = f"fitted: {row.fitted}. {why}" if row.fitted else why
+    return [published, _ours(line), "" if line.ratio is None else f"{line.ratio:.2f}", _flat(why)]
+
+
+def _ours(line: Line) -> str:
+    if line.ours is None:
+        return "—"
+    median = f"{number(line.ours.median)} {line.row.unit}".strip()
+    return f"{median} (exact)" if line.exact else f"{median} [{number(line.ours.low)}, {number(line.ours.high)}]"
+
+
+def claim_text(claim: Verdict) -> str:
+    order = claim.order
+    if order.alike:
+        return f"{', '.join(order.rows)} are alike within {order.within:.0%}"
+    return " < ".join(each if isinstance(each, str) else number(each) for each in order.order)
+
+
+def held_text(claim: Verdict) -> str:
+    if claim.seeds == 1:
+        return "yes" if claim.held else "no"
+    return f"in {claim.held} of {claim.seeds} seeds"
+
+
+def number(value: float) -> str:
+    """Three significant digits, but all of a larger whole part."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split())

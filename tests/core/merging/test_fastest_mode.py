@@ -16,7 +16,7 @@ from chorus.core.merging.fastest_mode import EARNED, MOST_PROBE, PROBE, FastestM
 from chorus.core.merging.learned_prices import MERGE_STEPS, LearnedPrices
 from chorus.core.merging.mode_policy import ModeChoice, Work, work_of
 from chorus.core.merging.modes import Patience
-from chorus.perf.simulate.mode_prices import ProfilePrices
+from chorus.perf.simulate.merging import ProfilePrices
 
 from .test_dlora import A, B, C, Voice, state
 

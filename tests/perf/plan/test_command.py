@@ -101,15 +101,21 @@ def test_no_plan_is_exit_code_1_and_the_page_says_why(trace, model, tmp_path, ca
         (["--targets", "q"], "--targets is 'q'; use some of q_proj"),
         (["--memory-bytes", "1TiB"], r"--memory-bytes is \d+, and NVIDIA H100.* has room for"),
         (["--host-cache-bytes", "much"], "--host-cache-bytes is 'much': a size is"),
-        (["--engine", "max_num_seqs=0"], "--engine max_num_seqs is '0'"),
+        (["--engine", "max_num_seqs=0"], "--engine: max_num_seqs is '0'"),
         (["--engine", "fast"], "--engine is 'fast'; give NAME=VALUE"),
         (["--engine", "max_num_seq=4"], "--engine is 'max_num_seq=4', which no plan follows; use some of max_num_seqs"),
         (["--engine", "tensor-parallel-size=2"], "--engine is 'tensor-parallel-size=2', which no plan follows"),
         (["--engine", "prefix_cache=true"], "--engine is 'prefix_cache=true', which no plan follows"),
         (["--engine", "host_cache_bytes=5"], "--engine is 'host_cache_bytes=5', which no plan follows"),
         (["--engine", "max_model_len=110"], "the model takes 110 tokens of a request"),
-        (["--slo-tpot", "1ms"], r"--slo-tpot is 1 ms, and .*% of the requests take longer even alone.*products with"),
-        (["--slo-ttft", "1ms"], r"--slo-ttft is 1 ms, and 100.0% .*prompt and 20 output tokens.*all else of a step"),
+        (
+            ["--slo-tpot", "1ms"],
+            r"--slo-tpot is 1 ms, and .*% of the requests take longer even alone.* ms a token; raise --slo-tpot",
+        ),
+        (
+            ["--slo-ttft", "1ms"],
+            r"--slo-ttft is 1 ms, and 100.0% .*prompt and 20 output tokens.* takes .* ms; raise --slo-ttft",
+        ),
         (["--trace", "/nowhere.csv"], "/nowhere.csv: the trace cannot be opened"),
     ],
 )
@@ -125,10 +131,10 @@ def test_wrong_input_is_named_with_its_fix(trace, model, tmp_path, capsys, flags
     [
         ([], "there is no SLO"),
         (["--slo-ttft", "500"], "no time; give one with a unit, such as 500ms"),
-        (["--slo-ttft", "1s", "--seeds", 0], "--seeds is 0; give 1 or more"),
-        (["--slo-ttft", "1s", "--boot-seconds", -5], "--boot-seconds is -5; give 0 or more seconds"),
+        (["--slo-ttft", "1s", "--seeds", 0], "--seeds: is 0; give 1 or more"),
+        (["--slo-ttft", "1s", "--boot-seconds", -5], "--boot-seconds: is -5; give 0 or more"),
         (["--slo-ttft", "1s", "--min-replicas", 5, "--max-replicas", 3], "--min-replicas is 5, above --max-replicas 3"),
-        (["--slo-ttft", "1s", "--attainment", 1.5], "--attainment is 1.5; give a share up to 1"),
+        (["--slo-ttft", "1s", "--attainment", 1.5], "--attainment: is 1.5; give a number above 0, at most 1"),
         (["--slo-ttft", "1s", "--out", "/nowhere/p.html"], "--out is /nowhere/p.html: its directory is not there"),
     ],
 )

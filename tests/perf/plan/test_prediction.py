@@ -11,9 +11,8 @@ import pytest
 from chorus.core.model.config import UnsupportedModel
 from chorus.perf.bench.sizes import SIZES
 from chorus.perf.plan import prediction
-from chorus.perf.plan.errors import PlanError
-from chorus.perf.plan.gpus import GPUS, gpu_named
-from chorus.perf.plan.prediction import predicted_profile
+from chorus.perf.plan.prediction import GPUS, gpu_named, predicted_profile
+from chorus.perf.plan.requests import PlanError
 
 #: Results are in the repository, and not in the package.
 RUN = Path(__file__).parents[3] / "perf" / "results" / "h100-2026-11-22-e391802" / "result.json"

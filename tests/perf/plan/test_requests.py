@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from chorus.perf.plan.errors import PlanError
-from chorus.perf.plan.requests import load_requests
-from chorus.perf.workload.errors import WorkloadError
+from chorus.perf.plan.requests import PlanError, load_requests
+from chorus.perf.workload.fields import WorkloadError
 from chorus.server.engine.recorder import HEADER
 
 
@@ -36,7 +35,7 @@ def test_a_draw_has_about_as_many_requests_with_the_same_course(trace):
 def test_what_is_missing_is_named(tmp_path):
     path = tmp_path / "trace.csv"
     path.write_text(f"{HEADER}\n")
-    with pytest.raises(PlanError, match=r"trace\.csv: it has no rows; record some with `chorus serve --record"):
+    with pytest.raises(WorkloadError, match=r"trace\.csv: the trace has no rows"):
         load_requests(path)
     path = tmp_path / "other.csv"
     path.write_text("arrival,prompt_tokens\n1,2\n")

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chorus.perf.plan import search as module
-from chorus.perf.plan.search import Tried, cheapest, fewest, search
-from chorus.perf.plan.slo import Slo
-from chorus.perf.plan.trial import Candidate, Outcome
+from chorus.perf.plan.requests import Slo
+from chorus.perf.plan.search import Candidate, Outcome, Tried, cheapest, fewest, search
 
 GIB = 1 << 30
 

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from chorus.perf.simulate.adapters import SimReads, VirtualClock
+from chorus.perf.simulate.adapters import SimReads
+from chorus.perf.simulate.link import VirtualClock
 
 
 @pytest.fixture

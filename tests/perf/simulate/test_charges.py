@@ -13,7 +13,7 @@ from chorus.perf.simulate.cluster import simulate
 from chorus.perf.simulate.engine import MODEL
 from chorus.perf.simulate.replica import Replica
 from chorus.perf.simulate.serving import run_serving
-from chorus.perf.simulate.study import Setup, StudyError
+from chorus.perf.simulate.setup import Setup, StudyError
 from chorus.perf.workload.request import TraceRequest
 
 PROFILE = load_profile("a100-llama2-7b")
@@ -35,7 +35,7 @@ def replica(*, change=None, pages=2000, seats=8, preemption="auto", host_cache_b
         model=MODEL, prefix_cache=False, num_pages=pages, max_num_seqs=seats, preemption=preemption,
         host_cache_bytes=host_cache_bytes,
     )  # fmt: skip
-    adapters = SimAdapters(profile.geometry.page_layout(config.block_tokens))
+    adapters = SimAdapters(profile.geometry, config.block_tokens)
     for name, rank in RANKS.items():
         adapters.add(name, rank, profile.geometry.adapter_bytes(rank))
     return Replica(profile, adapters, config, **options)
@@ -48,17 +48,6 @@ def asked(number, arrival=0.0, output=10, adapter=None, prompt=20):
 def e2e(found, *requests):
     records = simulate(requests, [found])
     return dict(zip(records.column("arrival").tolist(), records.column("e2e").tolist(), strict=True)), records
-
-
-def test_every_step_of_a_parallel_replica_charges_its_all_reduces():
-    change = {"all_reduce": terms(latency=1e-6, per_byte=1e-11)}
-    alone, _ = e2e(replica(change=change), asked(0))
-    apart, _ = e2e(replica(change=change, degree=4), asked(0))
-    cost, geometry = PROFILE.model_copy(update=change).costs().all_reduce, PROFILE.geometry
-    per_token = geometry.hidden_size * geometry.itemsize
-    assert cost.seconds(1000, 4) == pytest.approx(2 * 3 * (1e-6 + 1e-11 * 250))
-    expected = 2 * geometry.num_layers * (cost.seconds(20 * per_token, 4) + 9 * cost.seconds(per_token, 4))
-    assert apart[0.0] - alone[0.0] == pytest.approx(expected, rel=1e-3)
 
 
 class Always:
@@ -186,11 +175,3 @@ def test_swapped_kv_has_no_more_host_memory_than_there_is():
     without, _ = preempting("recompute", 1e-11)
     short, found = preempting("swap", 1e-11, host_pages=20)
     assert (short, found.engine.stats().num_swaps_out) == (without, 0)
-
-
-def test_a_study_sets_what_a_profile_lacks():
-    fields = {"profile": "a100-llama2-7b", "tensor_parallel": 2, "workload": WORKLOAD}
-    with pytest.raises(StudyError, match="tensor_parallel is 2 and profile a100-llama2-7b has no all-reduce cost"):
-        run_serving(Setup.model_validate(fields))
-    found = run_serving(Setup.model_validate({**fields, "terms": {"all_reduce.latency": 1e-5}}))
-    assert found["requests"] == 5

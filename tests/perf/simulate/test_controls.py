@@ -8,19 +8,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chorus.core.config import EngineConfig
 from chorus.core.costs.profile import load_profile
-from chorus.perf.simulate.controls import RankBlind, mean_rank
+from chorus.perf.simulate.adapters import SimAdapters
+from chorus.perf.simulate.engine import MODEL
+from chorus.perf.simulate.opponents import CountsOwn, mean_rank, rank_blind
+from chorus.perf.simulate.replica import Replica
+from chorus.perf.simulate.setup import Router
 from chorus.perf.workload import WorkloadSpec
 from chorus.perf.workload.request import TraceRequest
 from chorus.server.cluster.router import (
     AnswerLengths,
+    Consolidate,
     Estimates,
     LeastDelay,
     MostIdle,
     PendingTime,
     RankAware,
     Replicas,
-    ReplicaState,
 )
 
 from ...server.cluster.replica_states import replica_state
@@ -56,15 +61,15 @@ def rank_aware(profile, tokens=50.0, *, mix=False):
 @given(shapes, asked, st.sampled_from(PROFILES), st.booleans())
 def test_without_ranks_every_adapter_has_the_mean_rank(shapes, request, profile, mix):
     for policy in (RankAware, PendingTime, LeastDelay):
-        blind = RankBlind(policy(estimates(profile, mix=mix)), MEAN)(request, cluster(shapes))
+        blind = rank_blind(policy(estimates(profile, mix=mix)), MEAN)(request, cluster(shapes, MEAN))
         assert blind == policy(estimates(profile, mix=mix))(request._replace(rank=MEAN), cluster(shapes, MEAN))
 
 
 @given(shapes, asked, st.sampled_from(PROFILES), st.booleans())
 def test_with_neither_ranks_nor_prompts_only_the_number_of_requests_is_left(shapes, request, profile, mix):
-    replicas = Replicas(state for state in cluster(shapes) if state.has_room(request))
+    replicas = Replicas(state for state in cluster(shapes, MEAN) if state.has_room(request))
     if replicas:
-        control = RankBlind(rank_aware(profile, math.inf, mix=mix), MEAN)
+        control = rank_blind(rank_aware(profile, math.inf, mix=mix), MEAN)
         chosen = replicas[control(request, replicas)].num_requests
         assert chosen == replicas[MostIdle()(request, replicas)].num_requests
 
@@ -76,15 +81,16 @@ def test_without_prices_of_prompts_it_does_not_matter_which_requests_wait(shapes
     assert control(request, cluster(shapes)) == control(request, cluster(running))
 
 
-def test_the_view_follows_the_replicas():
-    state = ReplicaState(SEATS)
-    other = replica_state(SEATS, [8, 8])
-    replicas, control = Replicas([state, other]), RankBlind(rank_aware(PROFILES[0]), MEAN)
-    request = TraceRequest(0, 0.0, "a", 20, 50, 64)
-    assert control(request, replicas) == 0
-    for _ in range(5):
-        state.add(64)
-    assert control(request, replicas) == 1
+def test_replicas_tell_one_rank_of_every_adapter():
+    profile, config = load_profile(PROFILES[0]), EngineConfig(model=MODEL, prefix_cache=False)
+    adapters = SimAdapters(profile.geometry, config.block_tokens)
+    for name, rank in (("a", 8), ("b", 64)):
+        adapters.add(name, rank)
+    blind, seeing = (Replica(profile, adapters, config, told_rank=told) for told in (MEAN, None))
+    for replica, ranks in ((blind, [0, MEAN, MEAN]), (seeing, [0, 8, 64])):
+        for number, name in enumerate((None, "a", "b")):
+            replica.give(TraceRequest(number, 0.0, name, 20, 50))
+        assert (replica.state.sum_ranks, replica.state.pending_token_ranks) == (sum(ranks), 20 * sum(ranks))
 
 
 @pytest.mark.parametrize(("share", "mean"), [(0.0, 40), (0.5, 40), (1.0, 1)])
@@ -102,3 +108,22 @@ def test_the_mean_is_that_of_the_requests_with_adapters(share, mean):
         }
     )  # fmt: skip
     assert mean_rank(spec) == pytest.approx(mean, abs=2)
+
+
+def known_states():
+    return Replicas(replica_state(4, [8] * count, name=str(count)) for count in (2, 0, 3))
+
+
+def test_what_was_sent_counts_until_the_next_report():
+    request, router = TraceRequest(0, 0.0, "a", 20, 5, 8), CountsOwn(MostIdle())
+    known = known_states()
+    assert [router(request, known) for _ in range(6)] == [1, 1, 0, 1, 0, 1]
+    assert (known[1].num_requests, known[1].pending_tokens, known[1].sum_ranks) == (4, 80, 32)
+    assert router(request, known_states()) == 1
+    full = Replicas([replica_state(1, [8])])
+    assert CountsOwn(Consolidate())(request, full) is None and full[0].num_requests == 1
+
+
+def test_without_reports_there_is_nothing_to_count():
+    with pytest.raises(ValueError, match="is for old reports"):
+        Router(policy="most_idle", counts_own=True)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 
 import pytest
 
 from chorus.perf.simulate.__main__ import main
-from chorus.perf.simulate.figures.figure import load_figures, parse_figures
-from chorus.perf.simulate.figures.results import compute
-from chorus.perf.simulate.figures.table import document
+from chorus.perf.simulate.figures.figure import UNITS, load_figures, parse_figures
+from chorus.perf.simulate.figures.results import compute, document
+from chorus.perf.simulate.setup import Setup, StudyError
 from chorus.perf.simulate.static_batches import static_batches
-from chorus.perf.simulate.study import Setup, StudyError
+from chorus.perf.simulate.study import load_study
+from chorus.perf.workload import WorkloadSpec
 
 FIGURES = {figure.name: figure for figure in load_figures()}
 
@@ -22,7 +24,7 @@ ASKED = {
     "punica": ["1", "7", "8", "9", "10", "11", "12", "13", "loads"],
     "dlora": ["2b", "5", "9", "10", "11", "12", "13", "14", "15", "sizes"],
     "slora": ["table"],
-    "article": ["sizes", "overhead", "scheduling", "fragmentation"],
+    "article": ["sizes", "overhead", "scheduling"],
 }
 
 #: Numbers that must be among a figure's published ones.
@@ -84,6 +86,13 @@ def test_punica_11_has_both_models_and_vllm_beside_them():
     assert published["vLLM, Identical"] == 1140
     assert published["13B: vLLM, Identical"] == 789
     assert published["Punica over vLLM, Distinct"] == 12
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_workloads_of_figures_can_be_made(name):
+    figure = FIGURES[name]
+    for run in figure.simulated:
+        assert next(iter(WorkloadSpec.parse(figure.setup_of(run, quick=True).workload))).id == 0
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -211,13 +220,19 @@ source = "§1: words"
 open = "magic"
 
 [[figures.orders]]
-rising = ["first", "second"]
+order = ["first", "second"]
 source = "§1: words"
 
 [[figures.orders]]
-alike = ["first", "second"]
+alike = true
+within = 0.05
+order = ["first", "second"]
 source = "§1: words"
 """
+
+
+def parsed(text):
+    return parse_figures(tomllib.loads(text))
 
 
 def changed(old, new):
@@ -225,42 +240,39 @@ def changed(old, new):
     return TINY.replace(old, new, 1)
 
 
-WRONG = {
-    "a run": (changed('run = "one"', 'run = "three"'), "'three' is no run; name one of one, two, load"),
-    "a unit": (changed('unit = "ms"', 'unit = "miles"'), "unit is 'miles'"),
-    "a system": (changed('system = "slow"', 'system = "fast"'), "'fast' is no system"),
-    "an order": (changed('alike = ["first", "second"]', 'alike = ["first", "last"]'), "'last' is no row with a run"),
-    "an open row": (changed('alike = ["first", "second"]', 'alike = ["first", "later"]'), "'later' is no row with"),
-    "no order": (changed('alike = ["first", "second"]', 'alike = ["first"]'), "needs two rows or more"),
-    "open and run": (changed('open = "magic"', 'open = "magic"\nrun = "one"'), "leave one out"),
-    "also without over": (changed('run = "load"', 'run = "load"\nalso = [["one", "two"]]'), "give the first pair as"),
-    "also a run": (
-        changed('run = "load"', 'run = "load"\nover = "one"\nform = "ratio"\nalso = [["one", "six"]]'),
-        "'six' is no run",
-    ),
-    "over without form": (changed('run = "load"', 'run = "load"\nover = "one"'), "a comparison needs both"),
-    "two names": (changed('name = "second"', 'name = "first"'), "two rows have one name"),
-    "a setup": (changed("requests = 20", "request = 20"), ""),
-    "TOML": (TINY + "[", "not TOML"),
-    "no paper": (changed('paper = "a paper"', ""), "it must have a paper"),
-}  # fmt: skip
+@pytest.mark.parametrize("name", FIGURES)
+def test_figures_name_what_there_is(name):
+    figure = FIGURES[name]
+    rows = [row.name for row in figure.rows]
+    assert len(set(rows)) == len(rows)
+    for run in figure.runs.values():
+        assert run.system is None or run.system in figure.systems
+        assert run.row is None or run.row in {row.name for row in load_study(figure.study).rows}
+    for row in figure.rows:
+        assert row.unit in UNITS and figure.runs.keys() >= set(row.runs)
+        assert (row.over is None) == (row.form == "value"), "a comparison has both"
+        assert not row.also or row.over is not None, "the first pair is run and over"
+        assert row.run is None or row.open is None, "what is open has no run"
+    computed = {row.name for row in figure.rows if row.run is not None}
+    assert all(set(order.rows) <= computed for order in figure.orders)
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_figures_are_refused(case):
-    text, message = WRONG[case]
-    with pytest.raises(StudyError) as caught:
-        compute(parse_figures(text, "tiny.toml"), seeds=1)
-    assert message in str(caught.value)
+@pytest.mark.parametrize(("old", "new"), [
+    ('unit = "ms"', 'units = "ms"'), ('system = "slow"', 'systems = "slow"'), ("requests = 20", "request = 20"),
+    ('0.05\norder = ["first", "second"]', '0.05\norder = ["first"]'),
+])  # fmt: skip
+def test_what_is_no_field_is_refused(old, new):
+    with pytest.raises(StudyError, match="tiny"):
+        compute(parsed(changed(old, new)), seeds=1)
 
 
 # -- results
 
 
 def test_rows_are_medians_over_seeds_and_orders_are_counted_seed_by_seed():
-    (result,) = compute(parse_figures(TINY, "tiny.toml"), seeds=3)
+    (result,) = compute(parsed(TINY), seeds=3)
     first, second, loading, later = result.lines
-    (alone,) = compute(parse_figures(TINY, "tiny.toml"), seeds=1)
+    (alone,) = compute(parsed(TINY), seeds=1)
     seed, ours, slow, load = (line.ours for line in (alone.lines[0], first, second, loading))
     assert seed and ours and slow and load
     assert seed.low == seed.high == seed.median, "one seed"
@@ -281,23 +293,23 @@ def test_up_to_is_the_largest_of_all_pairs():
         'unit = "times"\nsource = "§1: words"\nrun = "one"\nover = "two"\nform = "ratio"\n'
         'also = [["two", "one"], ["one", "one"]]\n',
     )
-    (result,) = compute(parse_figures(text, "tiny.toml"), seeds=1)
-    (plain,) = compute(parse_figures(TINY, "tiny.toml"), seeds=1)
+    (result,) = compute(parsed(text), seeds=1)
+    (plain,) = compute(parsed(TINY), seeds=1)
     one, two = (line.ours.median for line in plain.lines[:2])
     assert result.lines[1].ours.median == pytest.approx(two / one)
 
 
 def test_results_do_not_depend_on_jobs():
-    one, two = (compute(parse_figures(TINY, "tiny.toml"), seeds=2, jobs=jobs)[0].to_json() for jobs in (1, 2))
+    one, two = (compute(parsed(TINY), seeds=2, jobs=jobs)[0].to_json() for jobs in (1, 2))
     assert one == two
 
 
 def test_the_first_seed_is_chosen():
     """Seeds 1 and 2 are two of 0, 1 and 2."""
-    (all_three,) = compute(parse_figures(TINY, "tiny.toml"), seeds=3)
-    (later,) = compute(parse_figures(TINY, "tiny.toml"), seeds=2, first=1)
-    (same,) = compute(parse_figures(TINY, "tiny.toml"), seeds=1, first=1)
-    (zero,) = compute(parse_figures(TINY, "tiny.toml"), seeds=1)
+    (all_three,) = compute(parsed(TINY), seeds=3)
+    (later,) = compute(parsed(TINY), seeds=2, first=1)
+    (same,) = compute(parsed(TINY), seeds=1, first=1)
+    (zero,) = compute(parsed(TINY), seeds=1)
     ours, inner, one, other = (each.lines[0].ours for each in (all_three, later, same, zero))
     assert ours and inner and one and other
     assert one.median != other.median
@@ -306,9 +318,9 @@ def test_the_first_seed_is_chosen():
 
 
 @pytest.mark.parametrize(("flags", "why"), [
-    (["--seed", "-1"], "--seed is -1; give 0 or more"),
-    (["--seeds", "0"], "--seeds is 0; give 1 or more"),
-    (["--jobs", "0"], "--jobs is 0; give 1 or more"),
+    (["--seed", "-1"], "--seed: is -1; give 0 or more"),
+    (["--seeds", "0"], "--seeds: is 0; give 1 or more"),
+    (["--jobs", "0"], "--jobs: is 0; give 1 or more"),
 ])  # fmt: skip
 def test_flags_of_figures_are_checked(capsys, flags, why):
     assert main(["figures", "--figure", "caraserve-5", *flags]) == 2
@@ -316,7 +328,7 @@ def test_flags_of_figures_are_checked(capsys, flags, why):
 
 
 def test_the_page_names_sources_mechanisms_and_fits():
-    results = compute(parse_figures(TINY, "tiny.toml"), seeds=2)
+    results = compute(parsed(TINY), seeds=2)
     page = document(results, "chorus simulate figures", 2)
     assert "open: magic" in page
     assert "made up" in page
@@ -326,9 +338,9 @@ def test_the_page_names_sources_mechanisms_and_fits():
 
 def test_numbers_that_constants_were_fitted_to_are_no_predictions():
     text = TINY.replace('name = "loading"', 'name = "loading"\nfitted = "link.latency"')
-    rows = [line for result in compute(parse_figures(text, "tiny.toml"), seeds=2) for line in result.lines]
+    rows = [line for result in compute(parsed(text), seeds=2) for line in result.lines]
     near = [line for line in rows if line.ratio is not None and 0.9 <= line.ratio <= 1.1]
-    page = document(compute(parse_figures(text, "tiny.toml"), seeds=2), "chorus simulate figures", 2)
+    page = document(compute(parsed(text), seeds=2), "chorus simulate figures", 2)
     fitted = sum(bool(line.row.fitted) for line in near)
     assert f"{len(near)} of them within 10 %. Of these, constants were fitted to {fitted}" in page
     assert "fitted: link.latency. " in page

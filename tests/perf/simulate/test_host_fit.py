@@ -12,9 +12,8 @@ from chorus.core.costs.profile import load_profile
 from chorus.perf.simulate.adapters import SimAdapters
 from chorus.perf.simulate.engine import MODEL
 from chorus.perf.simulate.fleet import Fleet
-from chorus.perf.simulate.host import HostWork, Works
 from chorus.perf.simulate.host_fit import TERMS, loads, rest_of
-from chorus.perf.simulate.machine import LONGEST_REST
+from chorus.perf.simulate.machine import LONGEST_REST, HostWork, Works
 from chorus.perf.workload.request import TraceRequest
 
 PROFILE = load_profile("a100-llama2-7b")
@@ -23,7 +22,7 @@ WORK = HostWork(2e-3, 5e-6, 1e-4, 4e-5, 1e-2)
 
 def fleet():
     config = EngineConfig(model=MODEL, num_pages=2000, prefix_cache=False, max_num_seqs=16, max_waiting=None)
-    adapters = SimAdapters(PROFILE.geometry.page_layout(config.block_tokens))
+    adapters = SimAdapters(PROFILE.geometry, config.block_tokens)
     return Fleet(config, {"lora-0": 8, "lora-1": 8}, adapters, PROFILE, 1)
 
 

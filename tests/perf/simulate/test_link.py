@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chorus.perf.simulate.adapters import VirtualClock
-from chorus.perf.simulate.link import Link, Urgency
+from chorus.perf.simulate.link import Link, Urgency, VirtualClock
 
 
 def test_transfers_of_one_urgency_take_turns():

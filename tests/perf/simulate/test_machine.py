@@ -13,8 +13,7 @@ from chorus.core.costs.profile import load_profile
 from chorus.perf.simulate.adapters import SimAdapters
 from chorus.perf.simulate.cluster import Happened, simulate
 from chorus.perf.simulate.engine import MODEL
-from chorus.perf.simulate.host import Host, HostWork
-from chorus.perf.simulate.machine import Machine, Process
+from chorus.perf.simulate.machine import Host, HostWork, Machine, Process, Works
 from chorus.perf.simulate.replica import Replica
 from chorus.perf.workload.request import TraceRequest
 from chorus.server.cluster.router import FirstFit
@@ -132,7 +131,7 @@ PROFILE = load_profile("a10-llama2-7b-bgmv")
 
 def replicas(count):
     config = EngineConfig(model=MODEL, prefix_cache=False, num_pages=400, max_num_seqs=8)
-    adapters = SimAdapters(PROFILE.geometry.page_layout(config.block_tokens))
+    adapters = SimAdapters(PROFILE.geometry, config.block_tokens)
     return [Replica(PROFILE, adapters, config, index=index) for index in range(count)]
 
 
@@ -150,27 +149,27 @@ def asked(number, arrival, output=20):
 @pytest.mark.parametrize("count", [1, 3])
 def test_with_processors_for_all_nothing_changes(count):
     trace = [asked(number, 0.1 * number, 10 + number) for number in range(9)]
-    assert served(trace, count, Host(Machine())) == [pytest.approx(row) for row in served(trace, count)]
-    assert served(trace, count, Host(Machine(count))) == [pytest.approx(row) for row in served(trace, count)]
+    assert served(trace, count, Host()) == [pytest.approx(row) for row in served(trace, count)]
+    assert served(trace, count, Host(Works(processors=count))) == [pytest.approx(row) for row in served(trace, count)]
 
 
 def test_two_busy_replicas_of_one_processor_take_twice_as_long():
     alone = served([asked(0, 0.0)], 1)
-    both = served([asked(0, 0.0), asked(1, 0.0)], 2, Host(Machine(1)))
+    both = served([asked(0, 0.0), asked(1, 0.0)], 2, Host(Works(processors=1)))
     for _, ttft, e2e, *_ in both:
         assert (ttft, e2e) == pytest.approx((2 * alone[0][1], 2 * alone[0][2]), rel=1e-5)
 
 
 def test_three_busy_replicas_of_two_processors_take_half_as_long_again():
     alone = served([asked(0, 0.0)], 1)
-    for _, ttft, e2e, *_ in served([asked(number, 0.0) for number in range(3)], 3, Host(Machine(2))):
+    for _, ttft, e2e, *_ in served([asked(number, 0.0) for number in range(3)], 3, Host(Works(processors=2))):
         assert (ttft, e2e) == pytest.approx((1.5 * alone[0][1], 1.5 * alone[0][2]), rel=1e-5)
 
 
 def test_a_replica_is_slower_only_while_another_is_busy():
     alone = served([asked(0, 0.0, 40)], 1)[0][2]
     short = served([asked(0, 0.0, 10)], 1)[0][2]
-    found = served([asked(0, 0.0, 40), asked(1, 0.0, 10)], 2, Host(Machine(1)))
+    found = served([asked(0, 0.0, 40), asked(1, 0.0, 10)], 2, Host(Works(processors=1)))
     e2e = {tokens: e2e for _, _, e2e, tokens, _ in found}
     assert e2e[10] == pytest.approx(2 * short, rel=1e-5)
     assert e2e[40] == pytest.approx(alone + short, rel=1e-5)
@@ -179,7 +178,7 @@ def test_a_replica_is_slower_only_while_another_is_busy():
 def test_front_and_client_work_before_a_request_comes_and_after_each_step():
     front, client = HostWork(0.5, 0.01, 0.002, 0.0), HostWork(0.25, 0.0, 0.0, 0.001)
     alone = served([asked(0, 0.0)], 1)[0]
-    found = served([asked(0, 0.0)], 1, Host(Machine(), front, client, latency=0.125))[0]
+    found = served([asked(0, 0.0)], 1, Host(Works(client, front, latency=0.125)))[0]
     around = 0.25 + 0.5 + 30 * 0.01 + 0.002 + 0.001 + 0.125  # steps take longer than what follows them
     assert found[1:3] == pytest.approx((alone[1] + around, alone[2] + around), rel=1e-5)
 
@@ -187,7 +186,7 @@ def test_front_and_client_work_before_a_request_comes_and_after_each_step():
 def test_requests_and_tokens_queue_for_the_front():
     """Three requests that come at once are routed one after another; tokens of the first wait behind the last."""
     front = HostWork(per_prompt=100.0)  # longer than any answer
-    found = served([asked(number, 0.0, 1) for number in range(3)], 3, Host(Machine(), front))
+    found = served([asked(number, 0.0, 1) for number in range(3)], 3, Host(Works(front=front)))
     step = served([asked(0, 0.0, 1)], 1)[0][1]
     assert sorted(ttft for _, ttft, *_ in found) == pytest.approx([300, 300, 300 + step], rel=1e-6)
 
@@ -195,15 +194,15 @@ def test_requests_and_tokens_queue_for_the_front():
 def test_the_fronts_work_for_tokens_slows_the_replica_down():
     """One processor: each step, but the last, shares it with the front's work for the step before."""
     alone = served([asked(0, 0.0)], 1)[0]
-    found = served([asked(0, 0.0)], 1, Host(Machine(1), HostWork(per_step=0.001)))[0]
+    found = served([asked(0, 0.0)], 1, Host(Works(front=HostWork(per_step=0.001), processors=1)))[0]
     assert found[2] == pytest.approx(alone[2] + 20 * 0.001, rel=1e-4)
 
 
 def test_a_replica_that_boots_shares_the_machine():
     trace = [asked(number, 0.0) for number in range(2)]
-    host = Host(Machine(1))
+    host = Host(Works(processors=1))
     config = EngineConfig(model=MODEL, prefix_cache=False, num_pages=400, max_num_seqs=1)
-    adapters = SimAdapters(PROFILE.geometry.page_layout(config.block_tokens))
+    adapters = SimAdapters(PROFILE.geometry, config.block_tokens)
 
     def make(index, now):
         return Replica(PROFILE, adapters, config, index=index, now=now)

@@ -9,9 +9,10 @@ from pydantic import ValidationError
 
 from chorus.perf.simulate.__main__ import main
 from chorus.perf.simulate.cluster import simulate
-from chorus.perf.simulate.migrating import Migrating
+from chorus.perf.simulate.controllers import Migrating
 from chorus.perf.simulate.serving import run_serving
-from chorus.perf.simulate.study import Setup, load_study
+from chorus.perf.simulate.setup import Setup
+from chorus.perf.simulate.study import load_study
 from chorus.perf.workload.request import TraceRequest
 from chorus.server.cluster.placement.plan import NEED_HIGHS
 from chorus.server.cluster.placement.settings import MigrationSettings
@@ -83,7 +84,7 @@ def test_preloading_spares_cold_starts_of_the_second_half(rule):
 
 def test_a_study_whose_trace_is_not_there_says_how_to_get_it(capsys, tmp_path):
     assert main(["preloading", "--traces", str(tmp_path)]) == 2
-    assert "preloading needs lora_request_trace.csv: take the form" in capsys.readouterr().err
-    with (tmp_path / "lora_request_trace.csv").open("w") as file:
+    assert "preloading needs lora_requests.csv: take lora_request_trace.csv, in the form" in capsys.readouterr().err
+    with (tmp_path / "lora_requests.csv").open("w") as file:
         csv.writer(file).writerows([("row", "lora_ids"), (0, "a")])
     assert load_study("preloading", tmp_path).missing is None

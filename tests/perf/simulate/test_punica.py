@@ -34,7 +34,7 @@ def test_throughput_and_step(seed):
     config = EngineConfig(
         model=MODEL, prefix_cache=False, max_waiting=None, max_num_seqs=BATCH, max_num_batched_tokens=4096
     )  # fmt: skip
-    adapters = SimAdapters(profile.geometry.page_layout(config.block_tokens))
+    adapters = SimAdapters(profile.geometry, config.block_tokens)
     prompts, answers = lengths(seed)
     requests = []
     for index, (prompt, answer) in enumerate(zip(prompts.tolist(), answers.tolist(), strict=True)):

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from chorus.perf.simulate.__main__ import main
 from chorus.perf.simulate.document import order_text
 from chorus.perf.simulate.results import CONFIDENCE, Spread, interval, run_study
-from chorus.perf.simulate.study import StudyError, parse_study
-from tests.perf.simulate.test_studies import AXIS, TINY, changed
+from chorus.perf.simulate.setup import StudyError
+from tests.perf.simulate.test_studies import AXIS, TINY, changed, parsed
 from tests.processes import runs
 
 EQUAL = """
@@ -39,7 +39,7 @@ def published(first, second):
 
 
 def study(text=TINY):
-    return parse_study(text, "tiny")
+    return parsed(text)
 
 
 def test_medians_and_intervals_are_those_of_the_seeds():
@@ -50,7 +50,7 @@ def test_medians_and_intervals_are_those_of_the_seeds():
         values = [rows[place]["ttft_mean"] for rows in each]
         assert len(set(values)) == 3
         assert row["ttft_mean"] == sorted(values)[1]
-        assert found["spreads"][row["row"]]["ttft_mean"] == [sorted(values)[1], min(values), max(values)]
+        assert found["spreads"][row["row"]]["ttft_mean"] == (sorted(values)[1], min(values), max(values))
 
 
 def test_ten_seeds_are_the_rule_and_a_quick_look_takes_fewer():
@@ -61,9 +61,9 @@ def test_ten_seeds_are_the_rule_and_a_quick_look_takes_fewer():
 
 def test_an_order_holds_in_so_many_seeds():
     (order,) = run_study(study(published(0.1, 0.5)), seeds=4).orders
-    assert (order.rows, order.held, order.seeds) == (["two", "one"], 4, 4)
+    assert (order.order.rows, order.held, order.seeds) == (["two", "one"], 4, 4)
     (order,) = run_study(study(published(0.9, 0.5)), seeds=4).orders
-    assert (order.rows, order.held, order.holds_in(0.01)) == (["one", "two"], 0, False)
+    assert (order.order.rows, order.held, order.holds_in(0.01)) == (["one", "two"], 0, False)
     (pair,) = order.pairs
     assert (pair.low, pair.high, pair.held) == ("one", "two", 0)
     assert pair.gap.low <= pair.gap.median <= pair.gap.high < 0
@@ -201,7 +201,7 @@ def test_the_page_has_every_study_and_says_how_it_was_made(tmp_path, capsys):
 
 
 def test_rows_are_named_by_a_pattern_and_bring_the_rows_that_they_refer_to(tmp_path, capsys):
-    study = parse_study(TINY, "tiny")
+    study = parsed(TINY)
     assert [row.name for row in study.part("two").rows] == ["two"]
     assert [row.name for row in study.part("^one$").rows] == ["two", "one"]  # one refers to two
     path = tmp_path / "tiny.toml"

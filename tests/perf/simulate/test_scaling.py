@@ -8,9 +8,9 @@ from chorus.core.config import EngineConfig
 from chorus.core.costs.profile import load_profile
 from chorus.perf.simulate.adapters import SimAdapters
 from chorus.perf.simulate.cluster import least_loaded, simulate
+from chorus.perf.simulate.controllers import Scaling
 from chorus.perf.simulate.engine import MODEL
 from chorus.perf.simulate.replica import Phase, Replica
-from chorus.perf.simulate.scaling import Scaling
 from chorus.perf.workload.request import TraceRequest
 
 PROFILE = load_profile("a10-llama2-7b-bgmv")
@@ -19,7 +19,7 @@ STEADY, BOOT = 5.0, 3.0
 
 def serve(least, most, arrivals):
     config = EngineConfig(model=MODEL, prefix_cache=False, num_pages=400, max_num_seqs=4)
-    adapters = SimAdapters(PROFILE.geometry.page_layout(config.block_tokens))
+    adapters = SimAdapters(PROFILE.geometry, config.block_tokens)
 
     def make(index, now=0.0):
         return Replica(PROFILE, adapters, config, index=index, now=now)

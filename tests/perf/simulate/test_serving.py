@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from chorus.perf.simulate.serving import run_serving
-from chorus.perf.simulate.study import Setup, StudyError
+from chorus.perf.simulate.setup import Setup, StudyError
 
 BASE = {
     "profile": "a10-llama2-7b-bgmv",
@@ -16,7 +16,6 @@ BASE = {
     "workload": {
         "requests": 60, "arrivals": {"process": "poisson", "rate": 10.0}, "popularity": {"kind": "uniform"},
         "lengths": {"kind": "alpaca"}, "adapters": {"count": 4, "ranks": {"kind": "fixed", "rank": 8}},
-        "slo": {"fast": 1.0, "slow": 1.0},
     },
 }  # fmt: skip
 
@@ -29,24 +28,6 @@ def test_what_is_placed_needs_no_load():
     assert metrics()["cold_starts_per_second"] > 0
     assert metrics(placement=[[0, 1, 2, 3], [0, 1, 2, 3]])["cold_starts_per_second"] == 0
     assert 0 < metrics(placement=[[0, 1]])["cold_starts_per_second"] < metrics()["cold_starts_per_second"]
-
-
-def test_a_script_takes_replicas_away_and_brings_others():
-    calm = metrics()
-    script = [
-        {"at": 1.0, "do": "fail", "replica": 0}, {"at": 1.0, "do": "boot", "seconds": 2.0},
-        {"at": 1.5, "do": "preload", "replica": 1, "adapter": 3}, {"at": 4.0, "do": "drain", "replica": 1},
-    ]  # fmt: skip
-    found = metrics(script=script)
-    assert found["requests"] == calm["requests"] == 60
-    assert found["e2e_mean"] > calm["e2e_mean"]
-
-
-def test_each_class_has_a_limit_of_its_own():
-    strict, loose = (metrics(slo_classes={"fast": fast, "slow": 1.0})["slo_attainment"] for fast in (1e-6, 1.0))
-    assert 0.3 < strict < 0.7
-    assert loose == 1.0
-    assert metrics(slo=1e-6, slo_classes={"slow": 1.0})["slo_attainment"] == strict
 
 
 def refusing(**changes):
@@ -64,8 +45,6 @@ def test_requests_that_are_refused_are_out_of_the_slo():
     late = refusing(slo=100.0, warmup=3.0)
     assert 0 < late["failed"] < found["failed"], "those before the warm-up count as little as its answers"
     assert late["slo_attainment"] == pytest.approx(late["requests"] / (late["requests"] + late["failed"]))
-    fast = refusing(slo_classes={"fast": 100.0})["slo_attainment"]
-    assert 0.3 < fast < 0.7, "of those that have a limit"
 
 
 def test_clients_go_on_after_a_refusal():
@@ -102,10 +81,6 @@ def test_a_router_may_know_little():
         ({"placement": [[0], [0], [0]]}, "placement has 3 replicas, the setup has 2"),
         ({"placement": [[4]]}, "the workload has no adapter number 4"),
         ({"flood": "all", "workload": {**BASE["workload"], "tenants": {"all": 1.0}}}, "no other tenant sends"),
-        ({"script": [{"at": 0.5, "do": "fail", "replica": 7}]}, "there is no replica 7 at 0.5 s"),
-        ({"script": [{"at": 0.5, "do": "fail"}]}, "fail needs replica; set it"),
-        ({"script": [{"at": 0.5, "do": "boot", "replica": 1}]}, "boot takes no replica; leave it out"),
-        ({"script": [{"at": 0.5, "do": "preload", "replica": 1}]}, "preload needs adapter; set it"),
     ],
 )
 def test_wrong_fields_are_told(changes, message):

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import subprocess
 import sys
+import tomllib
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from chorus.perf.gate.__main__ import BASELINES
 from chorus.perf.simulate.__main__ import main
-from chorus.perf.simulate.fragmentation import Contiguous, Paged
 from chorus.perf.simulate.results import run_study
-from chorus.perf.simulate.study import StudyError, load_study, parse_study, shipped_studies
+from chorus.perf.simulate.setup import StudyError
+from chorus.perf.simulate.study import load_study, parse_study, shipped_studies
+from chorus.perf.workload import WorkloadError, WorkloadSpec
 
 TINY = """
 title = "tiny"
@@ -54,6 +53,10 @@ name = "load"
 fields = ["workload.arrivals.rate"]
 factors = [0.5, 1.0, 2.0]
 """
+
+
+def parsed(text):
+    return parse_study(tomllib.loads(text), "tiny")
 
 
 def changed(old, new):
@@ -95,9 +98,9 @@ WRONG = {
     "title": (changed('title = "tiny"\n', ""), "tiny.toml: title: is missing"),
     "a metric": (changed('"ttft_mean", "requests"', '"speed"'), "'speed' is no metric; use one of requests"),
     "a field": (changed("replicas = 2", "replica = 2"), "row 'two': replica: no such field"),
-    "a value": (changed("replicas = 2", "replicas = 0"), "row 'two': replicas: is 0"),
-    "a row's value": (changed("replicas = 1,", "replicas = -1,"), "row 'one': replicas: is -1"),
-    "a policy": (changed("most_idle", "best"), "router.policy: is 'best'"),
+    "a value": (changed("replicas = 2", "replicas = 0"), "row 'two': replicas is 0"),
+    "a row's value": (changed("replicas = 1,", "replicas = -1,"), "row 'one': replicas is -1"),
+    "a policy": (changed("most_idle", "best"), "router.policy: is 'best'; use one of first"),
     "a policy's field": (changed("most_idle", "rank_aware"), "rank-aware needs router.slo; set it"),
     "rows": (
         changed('title = "tiny"', 'title = "tiny"\nquick_rows = "three"'),
@@ -111,10 +114,9 @@ WRONG = {
     ),
     "an axis's value": (
         TINY + '[[region]]\nname = "size"\nfields = ["replicas"]\nvalues = [1, 0]\n',
-        "row 'two': replicas: is 0",
+        "row 'two': replicas is 0",
     ),
     "two names": (changed('name = "one"', 'name = "two"'), "two rows have one name"),
-    "TOML": (TINY + "[", "tiny.toml: not TOML"),
 }
 
 
@@ -122,14 +124,28 @@ WRONG = {
 def test_wrong_studies_are_refused(case):
     text, message = WRONG[case]
     with pytest.raises(StudyError) as caught:
-        parse_study(text, "tiny", "tiny.toml")
+        parse_study(tomllib.loads(text), "tiny", "tiny.toml")
     assert str(caught.value).startswith("tiny")
     assert message in str(caught.value)
 
 
+def test_a_file_that_is_no_toml_is_refused(tmp_path):
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY + "[")
+    with pytest.raises(WorkloadError, match=r"tiny\.toml: not TOML"):
+        load_study(str(path))
+
+
+@pytest.mark.parametrize("name", sorted(set(shipped_studies()) - {"preloading"}))  # of which the trace is not here
+def test_workloads_of_shipped_studies_can_be_made(name):
+    study = load_study(name)
+    for row in study.rows:
+        assert next(iter(WorkloadSpec.parse(study.setup_of(row, quick=True).workload))).id == 0
+
+
 RUN_WRONG = {
     "workload": (changed("rate = 10.0", "rate = -1.0"), "arrivals.rate"),
-    "engine": (changed("replicas = 2\n", 'replicas = 2\nengine = { max_num_seqs = 0 }\n'), "engine.max_num_seqs is 0"),
+    "engine": (changed("replicas = 2\n", 'replicas = 2\nengine = { max_num_seqs = 0 }\n'), "engine: max_num_seqs is 0"),
     "terms": (changed("replicas = 2\n", 'replicas = 2\nterms = { "speed.x" = 1.0 }\n'), "terms.speed.x: no such cost"),
     "ranks": (changed(', ranks = { kind = "fixed", rank = 8 }', ""), "adapters have no rank"),
     "warmup": (changed("replicas = 2\n", "replicas = 2\nwarmup = 99.0\n"), "warmup is 99 s and no request"),
@@ -141,7 +157,7 @@ RUN_WRONG = {
 def test_what_can_only_be_seen_when_it_runs_is_refused_by_name(case):
     text, message = RUN_WRONG[case]
     with pytest.raises(StudyError, match="tiny: ") as caught:
-        run_study(parse_study(text, "tiny"))
+        run_study(parsed(text))
     assert message in str(caught.value)
 
 
@@ -149,7 +165,7 @@ def test_what_can_only_be_seen_when_it_runs_is_refused_by_name(case):
 
 
 def test_results_are_the_same_every_time_and_follow_seed_and_scale():
-    study = parse_study(TINY, "tiny")
+    study = parsed(TINY)
     first, again = (json.dumps(run_study(study).to_json()) for _ in range(2))
     assert first == again
     found = json.loads(first)
@@ -164,7 +180,7 @@ def test_results_are_the_same_every_time_and_follow_seed_and_scale():
 
 
 def test_the_quick_version_may_have_fewer_rows():
-    study = parse_study(changed('title = "tiny"', 'title = "tiny"\nquick_rows = "tw"'), "tiny")
+    study = parsed(changed('title = "tiny"', 'title = "tiny"\nquick_rows = "tw"'))
     assert list(run_study(study, quick=True, seeds=1).spreads) == ["two"]
     assert list(run_study(study, seeds=1, scale=0.5).spreads) == ["two", "one"]
 
@@ -198,15 +214,6 @@ def test_ranks_pay_where_they_differ_and_do_not_hurt_where_they_do_not():
     for kernel in ("BGMV", "MBGMV", "BGMV apart"):
         aware, idle = (rows[f"{kernel}, {name}"]["time_per_token_mean"] for name in ("rank-aware", "most idle"))
         assert aware < 1.02 * idle
-
-
-def test_pages_end_fragmentation():
-    results, rows = outcome("fragmentation", quick=True)
-    contiguous, pages = rows["contiguous"], rows["pages of 2 MiB"]
-    assert all(order.holds for order in results.orders)
-    assert contiguous["allocation_failures"] > 100 > pages["allocation_failures"] == 0
-    assert 0 < pages["internal_fragmentation"] < 0.01
-    assert contiguous["most_adapters"] + 1 < pages["most_adapters"]
 
 
 def test_cold_starts_take_a_larger_share_at_higher_rates():
@@ -264,46 +271,6 @@ def test_consolidation_frees_replicas():
     assert rows["consolidate"]["busy_batch"] > 2 * rows["random"]["busy_batch"]
 
 
-# -- fragmentation
-
-
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 40)), max_size=60))
-def test_allocators_lose_nothing_and_never_give_twice(moves):
-    for allocator, unit in ((Contiguous(100), 1), (Paged(100, 10), 10)):
-        held = []
-        for takes, number in moves:
-            if takes:
-                free, room = allocator.free, allocator.take(number)
-                if room is not None:
-                    held.append((room, number))
-                    assert free - allocator.free == number + allocator.waste(room, number)
-                elif unit > 1:
-                    assert free < number
-            elif held:
-                allocator.give_back(held.pop(number % len(held))[0])
-            if unit == 1:
-                spans = sorted(room for room, _ in held)
-                assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
-            else:
-                pages = [page for room, _ in held for page in room]
-                assert len(pages) == len(set(pages))
-            assert allocator.free == 100 - sum(size + allocator.waste(room, size) for room, size in held)
-        for room, _ in held:
-            allocator.give_back(room)
-        assert allocator.free == 100
-        assert allocator.take(100) is not None
-
-
-def test_holes_are_told_apart_from_room():
-    pool = Contiguous(100)
-    rooms = [pool.take(20) for _ in range(5)]
-    pool.give_back(rooms[0])
-    pool.give_back(rooms[2])
-    assert (pool.free, pool.take(30), pool.unusable(40), pool.unusable(20)) == (40, None, 40, 0)
-    assert pool.num_more([rooms[1]], 20) == 1 + 3
-    assert Paged(100, 10).num_more([[1, 2]], 25) == 2
-
-
 # -- the command
 
 
@@ -316,9 +283,24 @@ def test_the_list_names_every_study(capsys):
 def test_one_line_of_json_per_study(capsys, tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(TINY)
-    assert main([str(path), "fragmentation", "--quick", "--json", "--check", "--time", "--out", str(tmp_path)]) == 0
+    assert (
+        main(
+            [
+                str(path),
+                "scaling",
+                "--quick",
+                "--rows",
+                "^(one|two|fixed, 3)$",
+                "--json",
+                "--time",
+                "--out",
+                str(tmp_path),
+            ]
+        )
+        == 0
+    )
     printed = capsys.readouterr()
-    assert [json.loads(line)["study"] for line in printed.out.splitlines()] == ["mine", "fragmentation"]
+    assert [json.loads(line)["study"] for line in printed.out.splitlines()] == ["mine", "scaling"]
     assert "MiB at most" in printed.err
     assert json.loads((tmp_path / "mine.json").read_text()) == json.loads(printed.out.splitlines()[0])
 
@@ -339,11 +321,11 @@ def test_the_table_shows_both_values_and_plots_are_written(capsys, tmp_path):
     [
         ([], "name a study"),
         (["nowhere.toml"], "nowhere.toml is neither a file nor a shipped study; shipped are adapter-locality"),
-        (["fragmentation", "--scale", "0"], "--scale is 0"),
-        (["fragmentation", "--seed", "-1"], "--seed is -1"),
-        (["fragmentation", "--seeds", "0"], "--seeds is 0; give 1 or more"),
-        (["fragmentation", "--jobs", "0"], "--jobs is 0; give 1 or more"),
-        (["fragmentation", "--check", "1.5"], "--check is 1.5; give a share above 0, at most 1"),
+        (["scaling", "--scale", "0"], "--scale: is 0"),
+        (["scaling", "--seed", "-1"], "--seed: is -1"),
+        (["scaling", "--seeds", "0"], "--seeds: is 0; give 1 or more"),
+        (["scaling", "--jobs", "0"], "--jobs: is 0; give 1 or more"),
+        (["scaling", "--check", "1.5"], "--check: is 1.5; give a number above 0, at most 1"),
     ],
 )
 def test_wrong_usage_is_told(arguments, message, capsys):
@@ -395,16 +377,21 @@ def test_a_wrong_trace_is_told_in_a_line(tmp_path, requests, message, capsys):
     assert len(told.splitlines()) == 1
 
 
-def test_requests_that_no_replica_will_ever_take_are_told_in_a_line(tmp_path, capsys):
-    (tmp_path / "study.toml").write_text(
-        changed("replicas = 2\n", 'replicas = 2\nscript = [{ at = 0.0, do = "fail", replica = 0 }]\n')
-    )
-    assert main([str(tmp_path / "study.toml"), "--seeds", "1"]) == 2
-    assert "requests waiting while no replica had any" in capsys.readouterr().err
-
-
 def test_no_tensor_library_is_needed():
     code = "import sys; sys.modules['torch'] = None; from chorus.perf.simulate.__main__ import main; sys.exit(main())"
-    command = [sys.executable, "-c", code, "fragmentation", "--quick", "--json", "--scale", "0.1"]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "fairness",
+        "--rows",
+        "^alone$",
+        "--seeds",
+        "1",
+        "--quick",
+        "--json",
+        "--scale",
+        "0.1",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

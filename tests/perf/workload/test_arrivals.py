@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chorus.perf.workload import WorkloadSpec
-from chorus.perf.workload.arrivals import LinearRate
-from chorus.perf.workload.rates import integral, seconds
+from chorus.perf.workload.arrivals import LinearRate, integral, seconds
 
-from .traces_on_disk import azure_llm, mooncake
+from .traces_on_disk import azure_llm
 
 RISE_AND_FALL = {"curve": "linear", "points": [[0, 1], [1800, 39], [3600, 1]]}
 
@@ -34,12 +33,12 @@ def cv(gaps: np.ndarray) -> float:
 
 @pytest.mark.parametrize(
     ("arrivals", "want"),
-    [({"process": "poisson"}, 1.0), ({"process": "gamma", "cv": 4.0}, 4.0), ({"process": "gamma", "cv": 0.5}, 0.5)],
+    [({"process": "poisson"}, 1.0), ({"process": "constant"}, 0.0)],
 )
 def test_rate_and_burstiness(arrivals, want):
     gaps = np.diff(times({"rate": 50, **arrivals}, requests=40_000))
     assert 1 / gaps.mean() == pytest.approx(50, rel=0.1)
-    assert cv(gaps) == pytest.approx(want, rel=0.1)
+    assert cv(gaps) == pytest.approx(want, rel=0.1, abs=1e-6)
 
 
 def test_constant_gaps():
@@ -76,7 +75,6 @@ def test_clock_inverts_the_integral(points, due):
 
 PROCESSES = st.one_of(
     st.just({"process": "poisson"}),
-    st.builds(lambda cv: {"process": "gamma", "cv": cv}, st.floats(0.2, 6)),
     st.just({"process": "constant"}),
 )
 RATES = st.one_of(
@@ -108,18 +106,3 @@ def test_replay(tmp_path):
     assert times({"process": "replay", "trace": trace}) == pytest.approx([0, 0.75, 3.7500001])
     assert times({"process": "replay", "trace": trace, "time_scale": 2}) == pytest.approx([0, 1.5, 7.5000002])
     assert times({"process": "replay", "trace": trace}, duration=3).tolist() == [0, 0.75]
-    assert times({"process": "replay", "trace": mooncake(tmp_path)}).tolist() == [0, 0.25, 1.0]
-
-
-def test_replay_scales_the_rate_without_the_course_of_time(tmp_path):
-    lines = [f"2023-01-01 00:{second // 60:02d}:{second % 60:02d}.0,10,10" for second in range(0, 3600, 2)]
-    trace = azure_llm(tmp_path, "\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]))
-    for scale in (0.25, 2.5):
-        found = times({"process": "replay", "trace": trace, "rate_scale": scale})
-        assert len(found) == pytest.approx(1800 * scale, rel=0.1)
-        assert (np.diff(found) >= 0).all()
-        assert found[-1] <= 3598
-        first, _ = np.histogram(found, bins=2, range=(0, 3600))
-        assert first[0] == pytest.approx(first[1], rel=0.15)
-    tripled = times({"process": "replay", "trace": trace, "rate_scale": 3})
-    assert np.isin(np.arange(0, 3600, 2.0), tripled).all()

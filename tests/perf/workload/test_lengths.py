@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from chorus.perf.workload import WorkloadError, WorkloadSpec
 from chorus.perf.workload.lengths import LognormalTokens
 
-from .traces_on_disk import azure_llm, lora_sequence, mooncake
+from .traces_on_disk import adapters, azure_llm
 
 
 def spec(lengths: dict, requests: int = 40_000, **fields: object) -> WorkloadSpec:
@@ -66,27 +66,16 @@ def test_scale_and_limits():
     assert set(prompts) == {250} and set(outputs) == {200}
 
 
-def test_empirical_keeps_pairs(tmp_path):
-    prompts, outputs = columns({"kind": "trace", "trace": azure_llm(tmp_path)})
-    pairs, counts = np.unique(np.stack([prompts, outputs]), axis=1, return_counts=True)
-    assert pairs.T.tolist() == [[40, 1], [100, 7], [2000, 31]]
-    assert counts.tolist() == pytest.approx([40_000 / 3] * 3, rel=0.1)
-
-
-def test_replay_with_prefixes(tmp_path):
-    lengths = {"kind": "trace", "mode": "replay", "trace": mooncake(tmp_path)}
-    found = list(spec(lengths))
-    assert [request.prompt_tokens for request in found] == [1024, 1300, 10]
-    assert [request.hash_ids for request in found] == [(0, 1), (0, 1, 2), (3,)]
-    assert {request.hash_block_tokens for request in found} == {512}
-    cut = list(spec({**lengths, "max_prompt": 600}))
-    assert [request.prompt_tokens for request in cut] == [600, 600, 10]
-    assert [request.hash_ids for request in cut] == [(0, 1), (0, 1), (3,)]
+def test_replay_takes_the_rows_in_order(tmp_path):
+    lengths = {"kind": "trace", "trace": azure_llm(tmp_path)}
+    prompts, outputs = columns(lengths)
+    assert (prompts.tolist(), outputs.tolist()) == ([100, 2000, 40], [7, 31, 1])
+    assert columns({**lengths, "max_prompt": 600})[0].tolist() == [100, 600, 40]
 
 
 def test_a_trace_without_tokens_is_refused(tmp_path):
-    with pytest.raises(WorkloadError, match=r"lengths: a trace of this format \(LoraSequence, .*has no prompt_tokens"):
-        columns({"kind": "trace", "trace": lora_sequence(tmp_path)})
+    with pytest.raises(WorkloadError, match=r"lengths: the trace \(.*has no prompt_tokens, only adapter"):
+        columns({"kind": "trace", "trace": adapters(tmp_path)})
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from chorus.perf.workload import WorkloadError, WorkloadSpec
 from chorus.perf.workload.popularity import PowerLaw, Uniform, Zipf
 
-from .traces_on_disk import azure_functions, lora_sequence
+from .traces_on_disk import adapters
 
 
 def spec(popularity: dict, requests: int = 20_000, **fields: object) -> WorkloadSpec:
@@ -87,36 +87,24 @@ def test_exact_shares_are_within_one(count, exponent, requests):
     assert (np.abs(found - weights / weights.sum() * requests) < 1 + 1e-9).all()
 
 
-def test_trace_counts(tmp_path):
-    found = counts({"kind": "trace", "trace": lora_sequence(tmp_path)})
-    assert found["L2"] / 20_000 == pytest.approx(0.5, rel=0.1)
-    assert found["L1"] / 20_000 == pytest.approx(0.25, rel=0.1)
-    assert found[None] / 20_000 == pytest.approx(0.25, rel=0.1)
+@pytest.mark.parametrize("kind", ["uniform", "zipf"])
+def test_exact_shares_are_dealt_out_in_random_order(kind):
+    law = {"kind": kind, "exact": True}
+    first, second = ([each.adapter for each in spec(law, 100, seed=seed)] for seed in (0, 1))
+    laws = {"uniform": Uniform(kind="uniform"), "zipf": Zipf(kind="zipf")}
+    want = laws[kind].counts(100, None).tolist()
+    assert sorted(Counter(first).values(), reverse=True) == sorted(Counter(second).values(), reverse=True) == want
+    assert first != second and first != sorted(first)
 
 
 def test_trace_replay_ends(tmp_path):
-    popularity = {"kind": "trace", "mode": "replay", "trace": lora_sequence(tmp_path)}
+    popularity = {"kind": "trace", "trace": adapters(tmp_path)}
     assert [request.adapter for request in spec(popularity)] == [None, "L2", "L1", "L2"]
-
-
-def test_dlora_maps_functions_in_order_of_frequency(tmp_path):
-    rows = [(f"f{function}", count) for function, count in enumerate([8, 4, 2, 1])]
-    lines = [f"a,{name},{2 + i},1" for name, count in rows for i in range(count)]
-    lines.sort(key=lambda line: float(line.split(",")[2]))
-    trace = azure_functions(tmp_path, "\n".join(["app,func,end_timestamp,duration", *lines]))
-    for skewness, want in ((1, [10, 5]), (2, [12, 3]), (4, [15])):
-        popularity = {"kind": "trace", "trace": trace, "mode": "replay", "skewness": skewness}
-        found = counts(popularity, adapters={"count": 2})
-        assert [found[f"adapter-{i:05d}"] for i in range(len(want))] == want
-        drawn = counts({**popularity, "mode": "counts"}, adapters={"count": 2})
-        assert drawn["adapter-00000"] / 20_000 == pytest.approx(want[0] / 15, rel=0.1)
-    with pytest.raises(WorkloadError, match=r"set `adapters\.count`"):
-        counts(popularity)
 
 
 def test_trace_of_names_refuses_a_count(tmp_path):
     with pytest.raises(WorkloadError, match=r"adapters\.count is 7"):
-        counts({"kind": "trace", "trace": lora_sequence(tmp_path)}, adapters={"count": 7})
+        counts({"kind": "trace", "trace": adapters(tmp_path)}, adapters={"count": 7})
 
 
 def test_base_share():
@@ -142,10 +130,3 @@ def test_chosen_ranks_have_their_weights():
     assert found[16] / 4000 == pytest.approx(0.5, rel=0.1)
     assert found[8] / 4000 == pytest.approx(0.25, rel=0.15)
     assert found.keys() == {8, 16, 64}
-
-
-def test_ranks_by_popularity():
-    found = ranks({"kind": "popularity", "ranks": [8, 64]}, 10)
-    assert [found[f"adapter-{i:05d}"] for i in range(10)] == [8] * 5 + [64] * 5
-    with pytest.raises(WorkloadError, match=r"set `adapters\.count`"):
-        ranks({"kind": "popularity", "ranks": [8, 64]}, None)

@@ -1,126 +1,28 @@
-"""Trace readers: what they read, and what they say of a file that is wrong."""
+"""Traces: what is read, and what is said of a file that is wrong."""
 
 from __future__ import annotations
 
-import gzip
-import io
-import itertools
-from collections import Counter
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
-from chorus.perf.workload import TraceError, WorkloadError, WorkloadSpec
-from chorus.perf.workload.traces.functions2019 import AzureFunctions2019
-from chorus.perf.workload.traces.published import AzureFunctions, AzureLLM, LoraSequence, Mooncake
-from chorus.perf.workload.traces.table import Csv
+from chorus.perf.workload import WorkloadError, WorkloadSpec
+from chorus.perf.workload.trace import Csv, TraceError
 
 from . import traces_on_disk as disk
 
 
-def rows(kind, trace: dict) -> list:
-    return list(kind(**{**trace, "path": Path(trace["path"])}).rows())
+def rows(trace: dict) -> list:
+    return Csv(**{**trace, "path": Path(trace["path"])}).rows()
 
 
-def test_azure_llm(tmp_path):
-    found = rows(AzureLLM, disk.azure_llm(tmp_path))
-    assert [row.arrival for row in found] == pytest.approx([0.5, 1.25, 4.2500001], abs=1e-9)
+def test_times_and_lengths_as_azure_has_them(tmp_path):
+    found = rows(disk.azure_llm(tmp_path))
+    assert [row.arrival - found[0].arrival for row in found] == pytest.approx([0, 0.75, 3.7500001], abs=1e-6)
     assert [(row.prompt_tokens, row.output_tokens) for row in found] == [(100, 7), (2000, 31), (40, 1)]
-
-
-def test_azure_llm_of_2024(tmp_path):
-    text = "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00.009930+00:00,2162,5\n"
-    assert rows(AzureLLM, disk.azure_llm(tmp_path, text))[0].arrival == pytest.approx(0.00993)
-
-
-def test_compressed(tmp_path):
-    path = tmp_path / "azure.csv.gz"
-    path.write_bytes(gzip.compress(disk.AZURE_LLM.encode()))
-    assert len(rows(AzureLLM, {"format": "azure_llm", "path": path})) == 3
-    path.write_bytes(gzip.compress(disk.AZURE_LLM.encode())[:-12])
-    with pytest.raises(TraceError, match="give an intact file"):
-        rows(AzureLLM, {"format": "azure_llm", "path": path})
-
-
-def test_azure_functions(tmp_path):
-    found = rows(AzureFunctions, disk.azure_functions(tmp_path))
-    assert [row.arrival for row in found] == [1.0, 1.5, 2.0, 2.5]
-    assert [row.adapter for row in found] == ["f0123456789a", "ffffffffffff", "f0123456789a", "eeeeeeeeeeee"]
-    assert [row.tenant for row in found] == ["a1", "a1", "a1", "a2"]
-
-
-def test_azure_functions_2019(tmp_path):
-    trace = disk.azure_functions_2019(tmp_path)
-    found = rows(AzureFunctions2019, trace)
-    assert [int(row.arrival // 60) for row in found] == [0, 0, 0, 1, 1, 1, 2]
-    assert all(one.arrival <= other.arrival for one, other in itertools.pairwise(found))
-    counts = Counter((int(row.arrival // 60), row.adapter, row.tenant) for row in found)
-    assert counts == {
-        (0, "f0123456789a", "o123456789ab"): 2,
-        (2, "f0123456789a", "o123456789ab"): 1,
-        (0, "eeeeeeeeeeee", "p123456789ab"): 1,
-        (1, "eeeeeeeeeeee", "p123456789ab"): 3,
-    }
-    source = AzureFunctions2019(format="azure_functions_2019", path=Path(trace["path"]))
-    assert list(source.rows(1)) == list(source.rows(1)) != list(source.rows(2))
-
-
-def test_azure_functions_2019_of_some_functions_later_and_thinned(tmp_path):
-    path = Path(disk.azure_functions_2019(tmp_path)["path"])
-
-    def read(**fields):
-        return list(AzureFunctions2019(format="azure_functions_2019", path=path, **fields).rows(3))
-
-    assert [(row.adapter, row.arrival < 60) for row in read(start=1)] == [("eeeeeeeeeeee", True)] * 3 + [
-        ("f0123456789a", False)
-    ]
-    assert {row.adapter for row in read(functions=1)} == {"eeeeeeeeeeee"}
-    assert len(read(rate_scale=100.0)) == 700
-    assert len(read(rate_scale=0.5)) < 7
-    path.write_text(disk.AZURE_FUNCTIONS_2019.replace("2,0,1", "200,0,1000"))
-    assert len(read(rate_scale=0.25)) == pytest.approx(300, abs=4)
-
-
-@pytest.mark.parametrize("mode", ["counts", "replay"])
-def test_functions_have_tenants(tmp_path, mode):
-    trace = disk.azure_functions_2019(tmp_path)
-    lengths = {"kind": "laws", "prompt": {"law": "constant", "tokens": 3}, "output": {"law": "constant", "tokens": 3}}
-    arrivals = {"process": "replay", "trace": trace}
-    popularity = {"kind": "trace", "mode": mode, "trace": trace}
-    found = list(WorkloadSpec.parse({"arrivals": arrivals, "popularity": popularity, "lengths": lengths}))
-    assert len(found) == 7
-    assert all(each.tenant == {"f": "o123456789ab", "e": "p123456789ab"}[each.adapter[0]] for each in found)
-
-
-def test_wrong_functions_of_2019(tmp_path):
-    for change, message in (
-        (("http,2,", "http,x,"), r"invocations\.csv:2: 1 is 'x'; it must be a whole number of at least 0"),
-        (("queue,1,3", "queue,1,-3"), r"invocations\.csv:4: 2 is '-3'"),
-        (("o123456789abcdef,a1,f0", ",a1,f0"), "HashOwner is ''; it must be a hash"),
-        (("HashFunction", "Function"), "no column 'HashFunction'"),
-    ):
-        trace = disk.azure_functions_2019(tmp_path, disk.AZURE_FUNCTIONS_2019.replace(*change))
-        with pytest.raises(TraceError, match=message):
-            rows(AzureFunctions2019, trace)
-
-
-def test_adapters_of_gentd26_as_published(tmp_path):
-    found = rows(LoraSequence, disk.lora_sequence(tmp_path, disk.LORA_ARGS))
-    assert [row.adapter for row in found] == [None, "7999", "51aa", None]
-    for text in ("soon", "[1]", "[{'scale': 1.0}]", "[" * 5000, "{}", "[{'modelVersionId': ''}]"):
-        with pytest.raises(TraceError, match=r"sequence\.csv:2: lora_args is .*it must be a list of objects with"):
-            rows(LoraSequence, disk.lora_sequence(tmp_path, f'predict_type,lora_args\ne8,"{text}"\n'))
-
-
-def test_lora_traces(tmp_path):
-    assert [row.adapter for row in rows(LoraSequence, disk.lora_sequence(tmp_path))] == [None, "L2", "L1", "L2"]
-
-
-def test_mooncake(tmp_path):
-    found = rows(Mooncake, disk.mooncake(tmp_path))
-    assert [row.arrival for row in found] == [0, 0.25, 1]
-    assert found[1].hash_ids == (0, 1, 2) and found[1].hash_block_tokens == 512
+    text = "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00.250000+00:00,2162,5\n"
+    assert rows(disk.azure_llm(tmp_path, text))[0].arrival % 60 == 0.25
 
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -133,85 +35,35 @@ WRONG_AZURE = {
     ),
     "zero": (HEADER + "2023-01-01 00:00:00.0,0,3\n", "ContextTokens is '0'"),
     "fraction": (HEADER + "2023-01-01 00:00:00.0,1.5,3\n", "ContextTokens is '1.5'"),
-    "no time": (HEADER + "yesterday,5,3\n", "TIMESTAMP is 'yesterday'; it must be a time like"),
+    "no time": (HEADER + "yesterday,5,3\n", "TIMESTAMP is 'yesterday'; it must be seconds, or a time like"),
+    "no end": (HEADER + "inf,5,3\n", "TIMESTAMP is 'inf'"),
     "no fraction": (HEADER + "2023-01-01 00:00:00.1x,5,3\n", "TIMESTAMP is"),
     "back in time": (
         HEADER + "2023-01-01 00:00:01.0,5,3\n2023-01-01 00:00:00.9,5,3\n",
         r"azure\.csv:3: TIMESTAMP is .*before the row above; sort the file by time",
     ),
     "short line": (HEADER + "2023-01-01 00:00:01.0,5\n", r"azure\.csv:2: 2 fields, the header has 3; mend or drop"),
-}
+    "no rows": (HEADER, r"azure\.csv: the trace has no rows"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WRONG_AZURE)
-def test_wrong_csv(tmp_path, case):
+def test_wrong_files_are_told_by_line_and_field(tmp_path, case):
     text, message = WRONG_AZURE[case]
     with pytest.raises(TraceError, match=message):
-        rows(AzureLLM, disk.azure_llm(tmp_path, text))
+        rows(disk.azure_llm(tmp_path, text))
 
 
 def test_no_file(tmp_path):
     with pytest.raises(TraceError, match=r"nowhere\.csv: the trace cannot be opened \(No such file"):
-        rows(AzureLLM, {"format": "azure_llm", "path": tmp_path / "nowhere.csv"})
+        rows({"format": "csv", "path": tmp_path / "nowhere.csv"})
 
 
-def test_wrong_functions(tmp_path):
-    head = "app,func,end_timestamp,duration\n"
-    for line, message in (
-        ("a,f,1,nan", "duration is 'nan'"),
-        ("a,f,1,-1", "duration is '-1'; it must be a finite number of at least 0"),
-        ("a,,1,1", "func is ''"),
-        ("a,f,9,1\na,f,5,1", r"functions\.csv:3: end_timestamp - duration is 4\.0; it is before"),
-    ):
-        with pytest.raises(TraceError, match=message):
-            rows(AzureFunctions, disk.azure_functions(tmp_path, head + line + "\n"))
-
-
-def test_wrong_lora_traces(tmp_path):
-    with pytest.raises(TraceError, match=r"sequence\.csv:3: row is '4'; it is before"):
-        rows(LoraSequence, disk.lora_sequence(tmp_path, "row,lora_ids\n5,\n4,L1\n"))
-
-
-GOOD = disk.MOONCAKE[0]
-WRONG_MOONCAKE = {
-    "no object": ([3], "an? int, not an object"),
-    "no field": ([{"timestamp": 0}], r"mooncake\.jsonl:1: no field 'input_length' \(it has timestamp\)"),
-    "no time": ([{**GOOD, "timestamp": None}], "timestamp is None; it must be a finite number"),
-    "true": ([{**GOOD, "output_length": True}], "output_length is True"),
-    "too few ids": ([{**GOOD, "hash_ids": [1]}], "1024 tokens have 2 blocks of 512; give one id for each"),
-    "no ids": ([{**GOOD, "hash_ids": ["a", "b"]}], "must be a list of whole numbers"),
-    "back in time": ([{**GOOD, "timestamp": 5}, GOOD], r"mooncake\.jsonl:2: timestamp is 0; it is before"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG_MOONCAKE)
-def test_wrong_mooncake(tmp_path, case):
-    lines, message = WRONG_MOONCAKE[case]
-    with pytest.raises(TraceError, match=message):
-        rows(Mooncake, disk.mooncake(tmp_path, lines))
-
-
-def test_wrong_json(tmp_path):
-    path = tmp_path / "x.jsonl"
-    path.write_text('{"timestamp": 0,\n')
-    with pytest.raises(TraceError, match=r"x\.jsonl:1: not JSON \("):
-        rows(Mooncake, {"format": "mooncake", "path": path})
-
-
-def test_reading_holds_a_row_at_a_time(tmp_path, monkeypatch):
-    """The first rows of an endless file can be had."""
-
-    class Endless(io.StringIO):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lines = itertools.chain([HEADER], itertools.repeat("2023-01-01 00:00:00.0,5,3\n"))
-
-        def __next__(self) -> str:
-            return next(self.lines)
-
-    monkeypatch.setattr("chorus.perf.workload.traces.text.open_text", lambda path: Endless())
-    source = AzureLLM(format="azure_llm", path=tmp_path)
-    assert len(list(itertools.islice(source.rows(), 1000))) == 1000
+def test_no_text(tmp_path):
+    path = tmp_path / "bytes.csv"
+    path.write_bytes(b"arrival\n\xff\n")
+    with pytest.raises(TraceError, match=r"bytes\.csv: not readable as CSV"):
+        rows({"format": "csv", "path": path})
 
 
 CSV = """when,model,in,out,rank,customer,note
@@ -228,8 +80,8 @@ def test_a_csv_of_ones_own_is_a_whole_workload(tmp_path):
     assert [(each.arrival, each.adapter, each.prompt_tokens, each.output_tokens) for each in found] == [
         (0.0, "a", 30, 4), (1.5, None, 3, 2), (1.75, "b", 5, 6),
     ]  # fmt: skip
-    assert [(each.rank, each.tenant, each.slo, each.session) for each in found] == [
-        (8, "acme", None, None), (0, None, None, None), (16, "zebra", None, None),
+    assert [(each.rank, each.tenant) for each in found] == [
+        (8, "acme"), (0, None), (16, "zebra"),
     ]  # fmt: skip
 
 
@@ -240,9 +92,6 @@ def test_parts_of_a_workload_may_be_a_traces_and_others_laws(tmp_path):
         list(WorkloadSpec.parse(fields, tmp_path))
     found = list(WorkloadSpec.parse({**fields, "lengths": {"kind": "alpaca"}}, tmp_path))
     assert [(each.arrival, each.rank) for each in found] == [(0.0, 8), (1.5, 16)]
-    law = {"kind": "trace", "mode": "counts", "trace": fields["trace"]}
-    drawn = WorkloadSpec.parse({**fields, "lengths": {"kind": "alpaca"}, "popularity": law, "requests": 2}, tmp_path)
-    assert {each.rank for each in drawn} <= {8, 16}
     ranks = {"ranks": {"kind": "fixed", "rank": 4}}
     found = list(WorkloadSpec.parse({**fields, "lengths": {"kind": "alpaca"}, "adapters": ranks}, tmp_path))
     assert [each.rank for each in found] == [4, 4], "the specification's own"
@@ -265,7 +114,7 @@ def test_wrong_csv_is_told(tmp_path, text, names, message):
     path = tmp_path / "mine.csv"
     path.write_text(text)
     with pytest.raises((TraceError, ValidationError), match=message):
-        rows(Csv, {"format": "csv", "path": path, "names": names})
+        rows({"format": "csv", "path": path, "names": names})
 
 
 def test_ranks_of_a_trace_are_its_adapters(tmp_path):
@@ -282,13 +131,13 @@ def test_ranks_of_a_trace_are_its_adapters(tmp_path):
 
 def test_a_replayed_trace_tells_who_asks(tmp_path):
     path = tmp_path / "r.csv"
-    head = "arrival,adapter,prompt_tokens,output_tokens,slo,tenant,session\n"
-    path.write_text(f"{head}0,a,3,4,fast,t1,s1\n1,a,3,4,,t2,\n2,a,3,4,,,\n")
+    head = "arrival,adapter,prompt_tokens,output_tokens,tenant,note\n"
+    path.write_text(f"{head}0,a,3,4,t1,s1\n1,a,3,4,t2,\n2,a,3,4,,\n")
     trace = {"format": "csv", "path": str(path)}
     fields = {
         "arrivals": {"process": "replay", "trace": trace},
-        "popularity": {"kind": "trace", "mode": "replay", "trace": trace},
-        "lengths": {"kind": "trace", "mode": "replay", "trace": trace},
+        "popularity": {"kind": "trace", "trace": trace},
+        "lengths": {"kind": "trace", "trace": trace},
     }
     found = list(WorkloadSpec.parse(fields))
     assert [(each.arrival, each.adapter, each.prompt_tokens) for each in found] == [
@@ -296,7 +145,5 @@ def test_a_replayed_trace_tells_who_asks(tmp_path):
         (1, "a", 3),
         (2, "a", 3),
     ]
-    assert [(each.slo, each.tenant, each.session) for each in found] == [
-        ("fast", "t1", "s1"), (None, "t2", None), (None, None, None),
-    ]  # fmt: skip
-    assert {each.slo for each in WorkloadSpec.parse({**fields, "slo": {"batch": 1.0}})} == {"batch"}
+    assert [each.tenant for each in found] == ["t1", "t2", None]
+    assert {each.tenant for each in WorkloadSpec.parse({**fields, "tenants": {"batch": 1.0}})} == {"batch"}

@@ -302,7 +302,7 @@ def test_packages_add_commands_by_entry_point(monkeypatch, capsys):
     entry = EntryPoint("simulate", "chorus.perf.simulate.command", cli.COMMANDS)
     monkeypatch.setattr(cli, "entry_points", lambda group: [entry] if group == entry.group else [])
     assert cli.main(["simulate", "--list"]) == 0
-    assert "fragmentation" in capsys.readouterr().out
+    assert "fairness" in capsys.readouterr().out
 
 
 def test_every_declared_command_can_be_loaded():

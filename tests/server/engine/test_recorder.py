@@ -11,7 +11,7 @@ import pytest
 
 from chorus.memory.adapters.store import UnknownAdapter
 from chorus.perf.workload import WorkloadSpec
-from chorus.perf.workload.traces.table import Csv
+from chorus.perf.workload.trace import Csv
 from chorus.server.cluster.catalog import done, failed
 from chorus.server.engine import recorder as module
 from chorus.server.engine.engine_view import AdapterState
@@ -27,7 +27,7 @@ def _often(monkeypatch):
 
 
 def rows(path):
-    return list(Csv(format="csv", path=path, sort=True).rows())
+    return Csv(format="csv", path=path, sort=True).rows()
 
 
 def ended(adapter=None, prompt=3, output=2, tenant="", arrival=5.0):

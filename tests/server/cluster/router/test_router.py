@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from chorus.perf.simulate import cluster, controls, serving, study
-from chorus.perf.simulate.study import Router
+from chorus.perf.simulate import cluster, opponents, serving, setup, simulation
+from chorus.perf.simulate.setup import Router
 from chorus.server.cluster import dispatcher, fleet, plan, router, up
 from chorus.server.cluster.router import POLICIES, Estimates, Replicas
 
@@ -17,10 +17,10 @@ from ..replica_states import replica_state
 
 
 def test_cluster_and_simulator_have_the_same_objects():
-    assert plan.POLICIES is up.POLICIES is serving.POLICIES is study.POLICIES is router.POLICIES
-    assert dispatcher.Estimates is up.Estimates is serving.Estimates
-    assert fleet.Replicas is cluster.Replicas is controls.Replicas
-    for module in (serving, study, cluster, up, dispatcher):
+    assert plan.POLICIES is up.POLICIES is serving.POLICIES is setup.POLICIES is router.POLICIES
+    assert dispatcher.Estimates is up.Estimates is simulation.Estimates
+    assert fleet.Replicas is cluster.Replicas is opponents.Replicas
+    for module in (serving, setup, cluster, up, dispatcher):
         classes = {
             node.name for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.ClassDef)
         }

@@ -1,10 +1,11 @@
-"""Merged weights without weights: their pages, and what making them takes, in virtual time."""
+"""Merging in simulations: merged weights without weights, prices of a profile, and dLoRA's strawman."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ...core.costs.models import MergeCost
+from ...core.costs.models import CostModel, MergeCost, StepWork
+from ...core.merging.mode_policy import Batch, ModeChoice, ModePrices, ModeState, work_of
 from ...memory.adapters.adapter import Adapter
 from ...memory.pages.layout import ModuleDims, PageLayout
 
@@ -66,3 +67,50 @@ class SimShadow:
             if any(name in targets for name in names)
         ]
         return sizes * self._layout.num_layers
+
+
+class ProfilePrices(ModePrices):
+    """Prices of a profile, which steps don't change."""
+
+    def __init__(self, costs: CostModel) -> None:
+        self._costs = costs
+
+    def step_seconds(self, batch: Batch, merged: Adapter | None, context: float) -> float:
+        """The engine's own time included, without padding."""
+        costs, work = self._costs, work_of(batch, merged)
+        ranks = costs.kernel.rank_work(work.users, work.row_ranks, work.max_rank)
+        rows, longest = work.rows, round(context)
+        step = StepWork(rows, rows, round(rows * context), longest, ranks, ranks, work.adapter_ranks)
+        return costs.step.seconds(step) + costs.overhead.seconds(rows)
+
+    def merge_seconds(self, adapter: Adapter) -> float:
+        """0 where the profile has no merge cost."""
+        return 0.0 if self._costs.merge is None else self._costs.merge.seconds(adapter.rank)
+
+    def observe(self, batch: Batch, merged: Adapter | None, context: float, seconds: float) -> None:
+        """Nothing is learned."""
+
+    def observe_merge(self, adapter: Adapter, seconds: float) -> None:
+        """Nothing is learned."""
+
+
+class MergedOnly:
+    """Serves one adapter until it has no requests left, then the first eligible one of `ModeState.fcfs`.
+
+    oldest: that of the oldest request of all, in every step, as the authors' code has it (LLMServe/dLoRA-artifact,
+    vllm/core/scheduler.py, `_always_merge_schedule`). It takes others' seats, so steps must have a limit of rows apart
+    from these (`SimScheduler.limit_rows`).
+    """
+
+    prices = None
+
+    def __init__(self, *, oldest: bool = False) -> None:
+        self._oldest = oldest
+
+    def choose(self, state: ModeState) -> ModeChoice:
+        merged = state.merged
+        if self._oldest or merged is None or not state.requests.get(merged):
+            merged = next(
+                (adapter for adapter in state.fcfs if adapter is not None and adapter in state.eligible), None
+            )
+        return ModeChoice() if merged is None else ModeChoice.alone(merged)

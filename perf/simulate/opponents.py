@@ -1,14 +1,60 @@
-"""Newer routers that studies compare with: adapters get replicas by their demand, and requests go to one of these."""
+"""Routing policies that only studies compare with: controls of rank-aware routing, turns, and newer routers, by which
+adapters get replicas by their demand.
+"""
 
 from __future__ import annotations
 
 import random
 from abc import abstractmethod
-from collections import defaultdict
+from collections import Counter, defaultdict
 from math import ceil
 
-from ...server.cluster.router import Estimates, Replicas, Routed
+from ...server.cluster.router import Estimates, Policy, Replicas, Routed
 from ...server.cluster.router.replicas import key_of, weights
+from ..workload import WorkloadSpec
+
+
+def rank_blind(policy: Policy, rank: int) -> Policy:
+    """A policy to which every adapter has one rank, so that it can only tell how many requests and tokens there are.
+
+    rank: the mean of what it stands for; replicas must tell it, too (`Replica`).
+    """
+    return lambda request, replicas: policy(request._replace(rank=rank if request.adapter else 0), replicas)
+
+
+class RoundRobin:
+    """Requests go in turn to the replicas that hold their adapter, to all where none does (dLoRA's RR, §7.4)."""
+
+    def __init__(self) -> None:
+        self._turns: Counter[str | None] = Counter()
+
+    def __call__(self, request: Routed, replicas: Replicas) -> int | None:
+        adapter = request.adapter
+        turn = self._turns[adapter]
+        self._turns[adapter] += 1
+        found = () if adapter is None else list(map(replicas.find, sorted(replicas.holders(adapter))))
+        return found[turn % len(found)] if found else turn % len(replicas)
+
+
+def mean_rank(spec: WorkloadSpec) -> int:
+    """Return the mean rank, rounded, of a workload's requests that use adapters; at least 1."""
+    found = Counter(request.rank for request in spec if request.rank)
+    return max(1, round(sum(rank * count for rank, count in found.items()) / max(1, found.total())))
+
+
+class CountsOwn:
+    """A policy's choice, noted in what the router knows of the replica until that reports again."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    def __call__(self, request: Routed, replicas: Replicas) -> int | None:
+        index = self._policy(request, replicas)
+        if index is not None:
+            replicas[index].add(request.rank or 0)
+            replicas[index].add_waiting(request.prompt_tokens, request.rank or 0)
+        return index
+
 
 EVERY = 500
 """Requests after which adapters get replicas anew, by what these requests asked for."""

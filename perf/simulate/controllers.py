@@ -1,4 +1,4 @@
-"""Migration as a controller: the planners of `server.cluster.placement`, over the replicas of a simulation."""
+"""Controllers of a simulated cluster: migration, and replicas that follow the load."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from ...core.costs.models import CostModel
 from ...server.cluster.placement.migration import AnswerSeconds, Migration, Movable
 from ...server.cluster.placement.plan import plan_moves
 from ...server.cluster.placement.settings import MigrationSettings
+from ...server.cluster.router.scale import STEADY_SECONDS, SteadyHint, scale_hint
 from .adapters import SimAdapters
 from .cluster import Cluster, Event, Happened
-from .replica import Held
+from .replica import Held, Phase
 
 
 class Migrating:
@@ -62,3 +63,49 @@ class Migrating:
         prefill = self._costs.migrate_seconds(tokens, request.rank or 0) if has_kv else 0.0
         run = self._answers.of(request.adapter)
         return Movable(str(request.id), index, request.adapter, tokens, has_kv, run, prefill)
+
+
+LOOK_SECONDS = 1.0
+
+
+class Scaling:
+    """A controller that obeys scale hints. One that is given back ends the requests that it has, which fronts would
+    have moved.
+
+    replica_seconds: that replicas have been there, booting ones included, up to the last look.
+    """
+
+    def __init__(self, least: int, most: int, boot_seconds: float, steady_seconds: float = STEADY_SECONDS) -> None:
+        """least, most: replicas. boot_seconds: until one that is started serves."""
+        self.replica_seconds = 0.0
+        self._least, self._most = least, most
+        self._boot_seconds = boot_seconds
+        self._hint = SteadyHint(steady_seconds)
+        self._looked: float | None = None
+
+    def __call__(self, event: Event, cluster: Cluster) -> None:
+        now = event.time
+        if self._looked is None:
+            self._looked = now
+            cluster.tick(LOOK_SECONDS)
+        if event.kind is not Happened.TICK or now < self._looked + LOOK_SECONDS:  # ticks may be another's
+            return
+        there = [replica for replica in cluster.replicas if replica.phase is not Phase.GONE]
+        self.replica_seconds += len(there) * (now - self._looked)
+        self._looked = now
+        self._follow(now, cluster, is_whole=len(there) == len(cluster.serving))
+        cluster.tick(LOOK_SECONDS)
+
+    def _follow(self, now: float, cluster: Cluster, *, is_whole: bool) -> None:
+        """is_whole: no replica is coming or going."""
+        serving = cluster.serving
+        states = [replica.look(now) for replica in serving]
+        self._hint.update(scale_hint(states, cluster.num_held) if is_whole else None, now)
+        wanted = min(max(len(serving) + self._hint.value, self._least), self._most)
+        if wanted == len(serving) or not is_whole:
+            return
+        if wanted > len(serving):
+            cluster.boot(self._boot_seconds)
+        else:
+            cluster.drain(serving[-1].index)
+        self._hint.update(None, now)
