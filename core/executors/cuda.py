@@ -14,6 +14,7 @@ from ...graphs.device import CudaDevice, DeviceError
 from ...graphs.runner import CapturedStep
 from ...memory.pages.arena import Arena
 from ...memory.transfers.cuda_driver import CupyDriver, MissingCupy
+from ...memory.transfers.transfer import ExecutorLost
 from ...ops import dependent_launch, native_library
 from ...ops.attention_backend import AttentionUnavailable, choose_attention
 from ..cold_start import ColdStarts
