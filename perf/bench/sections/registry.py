@@ -26,11 +26,12 @@ SECTIONS = {
     "swapping": "(m) twice the KV that fits: swapped or computed again",
     "tenants": "(n) a tenant that sends many times its share: the others' time to a first token",
     "peers": "(r) rates over HTTP beside peers' servers, and beside what the machine allows",
+    "ranks": "(o) decode steps of several ranks of one thread, beside one rank with as many threads",
     "levels": "(s) steps at each level of instructions, beside what the machine allows",
 }
 
 _OF_KERNELS = {"equality", "sgmv", "products", "attention"}
-_OF_CPUS = {"swapping", "tenants", "peers", "levels"}
+_OF_CPUS = {"swapping", "tenants", "peers", "ranks", "levels"}
 
 
 def sections_of(device: str, smoke: bool) -> dict[str, str]:

@@ -1,12 +1,18 @@
-"""Launches of a layer."""
+"""Launches of a layer, and the table that docs/gpu.md makes of them."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
+from chorus.perf.bench.estimate import RESULTS, estimate, main
 from chorus.perf.bench.launches import decode_launches, prompt_launches
+
+DOCS = Path(__file__).parents[3] / "docs" / "gpu.md"
 
 
 @pytest.fixture(scope="module")
@@ -36,3 +42,15 @@ def test_a_layer_of_a_prompt_is_one_graph_and_attention_in_pieces(tmp_path):
         ("prompt", "none", "library"): 9, ("prompt", "each row", "library"): 17, ("mixed", "each row", "library"): 26,
         ("prompt", "none", "pieces"): 2, ("prompt", "each row", "pieces"): 2, ("mixed", "each row", "pieces"): 3,
     }  # fmt: skip
+
+
+def test_the_table_of_the_documentation_is_that_of_the_counts(decodes):
+    lines = estimate(json.loads(RESULTS.read_text("utf-8"))["sections"], decodes, 2.5, 0.85)
+    assert "\n".join(lines) in DOCS.read_text("utf-8"), "run python -m chorus.perf.bench.estimate, and copy its table"
+
+
+def test_the_estimate_goes_by_its_arguments(capsys):
+    assert main(["--edge-us", "0", "--share", "0.6709"]) == 0
+    table = {line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in capsys.readouterr().out.splitlines()}
+    assert table["with our product up to 64 rows"][3:] == table["base / floor"][3:]
+    assert table["with persistent SGMV"][3] == table["(LoRA less adapters' floor) / base"][3]

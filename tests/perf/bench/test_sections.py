@@ -185,6 +185,12 @@ def test_swapping(context):
     assert auto.value == pytest.approx(rows["auto"]["over_recompute"] / max(rows["swap"]["over_recompute"], 1.0))
 
 
+def test_ranks(context):
+    values = run(context, "ranks")
+    assert [row["mix"] for row in values["rows"]] == ["base", "adapters"]
+    assert all(row["one_ms"] > 0 and row["ranks_ms"] > 0 and row["ratio"] > 0 for row in values["rows"])
+
+
 @pytest.mark.skipif(not native_library.available(torch.float32), reason="no native library")
 def test_levels(context):
     values = run(context, "levels")
@@ -231,7 +237,7 @@ def test_a_cpu_that_is_measured_has_sections_and_bars_of_its_own(tmp_path, capsy
 
 def test_a_gpu_leaves_out_what_is_of_cpus(tmp_path):
     known = Options.parse(["--quick", "--out", str(tmp_path)]).known
-    assert set(SECTIONS) - set(known) == {"swapping", "tenants", "peers", "levels"}
+    assert set(SECTIONS) - set(known) == {"swapping", "tenants", "peers", "ranks", "levels"}
 
 
 def test_equality(context):

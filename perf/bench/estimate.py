@@ -1,0 +1,95 @@
+"""What is left between decode steps and their floors, by measured times and counted launches, as a table in Markdown.
+
+`python -m chorus.perf.bench.estimate`: times, floors and shares are of a run on a GPU that `--results` names,
+launches of a layer are counted now, without one (`launches`). What an idea would bring is arithmetic on both:
+
+* expand in our product (up to 32 rows): launches that go from LoRA steps alone, each at what a LoRA launch takes above
+  its bytes;
+* our product up to 64 rows: `--edge-us` go for each product of a layer and the logits';
+* persistent SGMV: adapters' bytes at `--share` of the bandwidth instead of what SGMV reaches.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...ops.small_gemm_schedule import MAX_EXPANDED_ROWS
+from ..report.command import parser
+from ..report.table import shown
+from .launches import decode_launches
+from .sizes import SIZES
+
+RESULTS = Path(__file__).parents[1] / "results" / "h100-2026-11-22-e391802" / "result.json"
+_BUCKETS = 1, 8, 16, 32, 64
+
+#: Most rows whose products were ours in that run.
+_MOST_OURS = 16
+
+
+def estimate(sections: dict[str, Any], launches: Sequence[dict[str, Any]], edge_us: float, share: float) -> list[str]:
+    """Lines of the table. sections: of a result file, of Llama-3.1-8B. launches: as `decode_launches` counts them."""
+    layers = SIZES["llama-3.1-8b"].geometry.layers
+    counts = {(row["adapters"], row["by"]): row["all"] for row in launches}
+    reached = {
+        cell["tokens"]: cell["share"]
+        for cell in sections["sgmv"]["cells"]
+        if cell["ranks"] == "16" and cell["popularity"] == "distinct"
+    }
+    rows = [row for row in sections["decode"]["buckets"] if row["bucket"] in _BUCKETS]
+    columns = [_column(row, layers, counts, reached[row["bucket"]], edge_us, share) for row in rows]
+    lines = [_line("decode step", [f"{row['bucket']} rows" if row["bucket"] > 1 else "1 row" for row in rows])]
+    lines.append(_line("---", ["---"] * len(rows)))
+    return lines + [_line(name, [shown(column[name]) for column in columns]) for name in columns[0]]
+
+
+def _column(
+    row: dict[str, Any], layers: int, counts: dict[tuple[str, str], int], reached: float, edge_us: float, share: float
+) -> dict[str, Any]:
+    few, expands = row["bucket"] <= _MOST_OURS, row["bucket"] <= MAX_EXPANDED_ROWS
+    by = "small" if few else "library"
+    base, lora, fused = counts["none", by], counts["each row", by], counts["each row", "fused"]
+    gone = (lora - fused) - (base - counts["none", "small"])
+    base_ms, lora_ms, floor, adapters = (
+        row[name] for name in ("base_ms", "lora_ms", "base_floor_ms", "adapters_floor_ms")
+    )
+    more = (lora_ms - base_ms - adapters) / layers / (lora - base)
+    products = (4 * layers + 1) * edge_us * 1e-3
+    return {
+        "launches a layer, base": base,
+        "launches a layer, LoRA": lora,
+        "with expand in our product": fused if expands else None,
+        "base: µs a launch above the floor": (base_ms - floor) / layers / base * 1e3,
+        "LoRA: µs a launch more, above the adapters' floor": more * 1e3,
+        "base / floor": base_ms / floor,
+        "with our product up to 64 rows": None if few else (base_ms - products) / floor,
+        "(LoRA less adapters' floor) / base": (lora_ms - adapters) / base_ms,
+        "the same, with expand in our product": (
+            (lora_ms - more * layers * gone - adapters) / base_ms if expands else None
+        ),
+        "with persistent SGMV": None if few else (lora_ms - adapters * (1 / reached - 1 / share + 1)) / base_ms,
+    }
+
+
+def _line(name: str, cells: Iterable[str]) -> str:
+    return f"| {' | '.join((name, *cells))} |"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    command = parser(__spec__, __doc__)
+    command.add_argument("--results", type=Path, default=RESULTS, help="of perf.bench, on a GPU")
+    command.add_argument("--edge-us", type=float, default=2.5, help="of a product's launch that early weights save")
+    command.add_argument("--share", type=float, default=0.85, help="of the bandwidth that a persistent SGMV reaches")
+    args = command.parse_args(argv)
+    sections = json.loads(args.results.read_text("utf-8"))["sections"]
+    with tempfile.TemporaryDirectory(prefix="chorus-launches-") as directory:
+        launches = decode_launches(Path(directory))
+    print("\n".join(estimate(sections, launches, args.edge_us, args.share)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

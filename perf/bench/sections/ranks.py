@@ -1,0 +1,61 @@
+"""Decode steps of several ranks of one thread each, beside one rank with as many threads, in turns."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from ...report.table import Table
+from ..context import Context
+from ..subject import Subject
+from .registry import rows_table
+
+RANKS = (8, 16, 32, 64)
+"""Of the adapters."""
+
+_ROWS = 8
+
+
+def run(context: Context) -> dict[str, Any]:
+    """Milliseconds of a step of eight rows; the ratio is the median over rounds of one rank's over the ranks'."""
+    count = context.pick(1, torch.get_num_threads(), torch.get_num_threads())
+    rounds, steps, prompt = context.pick(1, 7, 15), context.pick(3, 40, 40), context.pick(8, 128, 128)
+    adapters: dict[str, Path] = {}
+    for rank in RANKS:
+        adapters |= context.adapters(rank, 1)
+    names: list[str | None] = [*adapters] * (_ROWS // len(RANKS))
+    found: dict[str, Any] = {"ranks": count, "timed": "engine steps by the host clock, medians", "rows": []}
+    with ExitStack() as stack:
+        one, several = (
+            stack.enter_context(
+                Subject(
+                    context, adapters, max_seqs=_ROWS, max_batched=2048, max_len=prompt + steps + 64,
+                    inline_reads=True, tensor_parallel_size=size, threads=count,
+                )
+            )
+            for size in (1, count)
+        )  # fmt: skip
+        for mix, chosen in (("base", [None] * _ROWS), ("adapters", names)):
+            with context.row(found, f"ranks, {mix}"):
+                taken: dict[Subject, list[float]] = {one: [], several: []}
+                for index in range(rounds + 1):
+                    for subject in (one, several) if index % 2 else (several, one):
+                        requests = subject.decoding(chosen, prompt, steps)
+                        taken[subject].append(median(subject.step_seconds(steps, _ROWS)))
+                        subject.clear(requests)
+                ratios = [a / b for a, b in list(zip(*taken.values(), strict=True))[1:]]  # the first warms up
+                found["rows"].append(
+                    {"mix": mix, "one_ms": median(taken[one]) * 1e3, "ranks_ms": median(taken[several]) * 1e3,
+                     "ratio": median(ratios), "ratios": ratios}
+                )  # fmt: skip
+    return found
+
+
+def tables(values: dict[str, Any]) -> list[Table]:
+    several = f"{values['ranks']} ranks, ms"
+    columns = {"rows": "mix", "1 rank, ms": "one_ms", several: "ranks_ms", "ratio": "ratio"}
+    return [rows_table("(o) a decode step of eight rows by ranks of one thread each", columns, values["rows"])]
