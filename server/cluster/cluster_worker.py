@@ -58,6 +58,9 @@ T = TypeVar("T")
 LOOK_SECONDS = 0.5
 """Seconds between looks at requests that wait for a replica."""
 
+UP_POLL_SECONDS = 0.02
+"""Seconds between looks, at the start, at whether a replica is there."""
+
 HASH_THREADS = 4
 MAX_HASHES = 1024
 
@@ -174,6 +177,8 @@ class ClusterWorker:
     async def _follow_registry(self) -> None:
         if self._registry is None or not isinstance(self.adapters, RegisteredCatalog):
             return
+        while not self._num_up():  # a replica is to check the adapters that names stand for
+            await asyncio.sleep(UP_POLL_SECONDS)
         client = self.adapters.follow(self._registry, self.links[0].secret)
         try:
             await client.wait_for_copy()

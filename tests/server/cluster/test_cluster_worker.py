@@ -11,6 +11,7 @@ from chorus.core.requests.types import RequestOutput
 from chorus.server.cluster.address import UnixSocket
 from chorus.server.cluster.cluster_worker import ClusterWorker
 from chorus.server.cluster.link import Link
+from chorus.server.cluster.registered_catalog import RegisteredCatalog
 from chorus.server.cluster.router import POLICIES, Estimates
 from chorus.server.demo.builtin import BUILTIN_MODEL
 from chorus.server.engine.subscribers import Subscribers
@@ -85,6 +86,32 @@ def test_a_front_waits_for_all_replicas_at_the_cluster_s_start_and_for_one_when_
     wait(was_whole=True)
     worker.links[0].hello = object()
     wait(was_whole=False)
+
+
+def test_names_are_asked_for_once_a_replica_is_there_to_check_their_adapters(tmp_path, monkeypatch):
+    """A front that was started again had put the registry's adapters into quarantine, as no replica was there yet."""
+    followed = threading.Event()
+
+    class Client:
+        async def wait_for_copy(self):
+            followed.set()
+
+        async def stop(self):
+            pass
+
+    monkeypatch.setattr(RegisteredCatalog, "follow", lambda *_: Client())
+    links = [Link("r0", UnixSocket(tmp_path / "nowhere"), b"s" * 32, 30.0)]
+    worker = ClusterWorker(
+        links, POLICIES["least-delay"](Estimates(), None), Settings(model=BUILTIN_MODEL),
+        registry=UnixSocket(tmp_path / "registry"),
+    )  # fmt: skip
+    worker.start()
+    try:
+        assert not followed.wait(0.3)
+        links[0].hello = object()
+        assert followed.wait(30)
+    finally:
+        worker.stop()
 
 
 def test_outputs_that_are_delivered_on_their_receiver_s_loop_are_there_at_once():
