@@ -203,9 +203,12 @@ class CudaRanksExecutor(RanksFront[CudaExecutor]):
         while not self._is_closed.wait(_LOOK_SECONDS):
             now = self._wait
             looks, before = looks + 1 if now is not None and now is before else 0, now
-            if looks * _LOOK_SECONDS > self._patience:
+            waited = looks * _LOOK_SECONDS
+            if waited > self._patience and not self._seat.is_lost:
                 logger.error("what the ranks' GPUs were given took more than %g s", self._patience)
                 self._seat.lose()
+            if waited > self._patience + STOP_SECONDS:  # a wait that nothing but the other processes' ends may end
+                self._followers.close()
                 return
 
 

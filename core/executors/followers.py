@@ -122,6 +122,8 @@ class Followers:
 
     def why(self) -> str | None:
         """What another rank says has failed, if it still says anything; of ranks that have been lost."""
+        if self._is_closed:
+            return None
         try:
             while True:  # messages before the one that failed may not have been answered either
                 self.answers(seconds=STOP_SECONDS)
@@ -141,8 +143,17 @@ class Followers:
         """
         if seconds is None:
             seconds = STOP_SECONDS if isinstance(failure, RanksLost) else self._seconds
+        found, errors = self._collect(seconds)
+        if isinstance(failure, RanksLost):
+            raise ExecutorLost(str(failure)) from failure
+        if errors and (failure is None or isinstance(failure, StepGivenUp)):
+            raise errors[0]
+        return found
+
+    def _collect(self, seconds: float) -> tuple[list[Any], list[Exception]]:
+        """An answer of each, and the errors that they are. Raises ExecutorLost."""
         deadline, pending = time.monotonic() + seconds, dict(enumerate(self._links))
-        found: dict[int, Any] = {}
+        found: list[Any] = [None] * len(pending)
         errors: list[Exception] = []
         while pending:
             ready = wait(pending.values(), max(0.0, deadline - time.monotonic()))
@@ -151,19 +162,19 @@ class Followers:
                 late = f"{self._names[min(pending)]} kept the others waiting for too long"
                 raise ExecutorLost(str(errors[0]) if errors else late)
             for index in [index for index, link in pending.items() if link in ready]:
-                try:
-                    found[index], error = pending.pop(index).recv()
-                except (EOFError, OSError) as error:
-                    raise self._lost(index) from error
-                if isinstance(error, Exception):
-                    errors.append(error)
-                elif error is not None:
-                    errors.append(RuntimeError(f"{self._names[index]}: {error}"))
-        if isinstance(failure, RanksLost):
-            raise ExecutorLost(str(failure)) from failure
-        if errors and (failure is None or isinstance(failure, StepGivenUp)):
-            raise errors[0]
-        return [found[index] for index in range(len(self._links))]
+                del pending[index]
+                found[index], error = self._receive(index)
+                errors += [] if error is None else [error]
+        return found, errors
+
+    def _receive(self, index: int) -> tuple[Any, Exception | None]:
+        try:
+            value, error = self._links[index].recv()
+        except (EOFError, OSError) as error:
+            raise self._lost(index) from error
+        if error is None or isinstance(error, Exception):
+            return value, error
+        return value, RuntimeError(f"{self._names[index]}: {error}")
 
     def close(self) -> None:
         """End all processes, by force where they don't end by themselves."""

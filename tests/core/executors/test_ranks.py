@@ -354,7 +354,7 @@ def test_the_rank_that_has_failed_is_named_and_not_one_that_waits_for_it(monkeyp
     monkeypatch.setattr(followers, "STOP_SECONDS", 0.1)
     pairs, group = [Pipe() for _ in range(2)], Followers.__new__(Followers)
     group._names, group._links = ["rank 1 of 3", "rank 2 of 3"], [here for here, _ in pairs]  # noqa: SLF001
-    group._ranks = SimpleNamespace(lose=lambda: None)  # noqa: SLF001
+    group._ranks, group._is_closed = SimpleNamespace(lose=lambda: None), False  # noqa: SLF001
     group._processes = [SimpleNamespace(poll=lambda: None), SimpleNamespace(poll=lambda: 1)]  # noqa: SLF001
     pairs[1][1].send((None, "MemoryError: no room"))
     assert group.why() == "rank 2 of 3: MemoryError: no room"
