@@ -19,7 +19,7 @@ namespace chorus {
 //   fetch  whether to fetch the RANKS rows that follow them in `rows`; with few tokens and products of pairs, out-of-order
 //          execution alone looks as far ahead, and without instructions for it
 template <class T, int TOKENS, int RANKS>
-inline void dots(Rows<const Act<T>> x, const T* const* rows, int k, float scale, Rows<Act<T>> h, bool fetch) {
+CHORUS_INLINE void dots(Rows<const Act<T>> x, const T* const* rows, int k, float scale, Rows<Act<T>> h, bool fetch) {
     using K = Kind<T>;
     using A = Kind<Act<T>>;
     constexpr int together = std::min(RANKS, std::max(1, kDotVectors / TOKENS));  // rows with their sums in registers
@@ -58,7 +58,8 @@ inline void dots(Rows<const Act<T>> x, const T* const* rows, int k, float scale,
 
 // `dots` of any number of rank-rows. at: the rows; rows: their addresses.
 template <class T, int TOKENS>
-inline void dots_ranks(Rows<const Act<T>> x, const RankRows& at, const T* const* rows, Rows<Act<T>> h, bool fetch) {
+CHORUS_INLINE void dots_ranks(Rows<const Act<T>> x, const RankRows& at, const T* const* rows, Rows<Act<T>> h,
+                              bool fetch) {
     in_parts<TOKENS <= 2 ? 8 : 4>(at.count, [&](auto n, int r) {
         dots<T, TOKENS, n()>(x, rows + r, at.columns, at.adapter->scale, h.from(0, r), fetch);
     });
