@@ -20,8 +20,8 @@ from chorus.core.requests.sampling_params import SamplingParams
 from chorus.perf.report.command import judge, parser
 from chorus.perf.report.table import Goal
 from chorus.perf.simulate.adapters import SimAdapters
-from chorus.perf.simulate.link import VirtualClock
 from chorus.perf.simulate.engine import MODEL, simulated_engine
+from chorus.perf.simulate.link import VirtualClock
 from chorus.perf.simulate.scheduler import SimRequest
 
 SECONDS = 60.0
