@@ -39,7 +39,7 @@ from typing import Any
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
-from ..workload.fields import Strict, put, read_toml, wrong_fields
+from ..workload.fields import Strict, put, read_fields, wrong_fields
 from .metrics import METRICS
 from .setup import Setup, StudyError
 
@@ -268,11 +268,11 @@ def load_study(name: str, traces: Path | None = None) -> Study:
     Raises StudyError.
     """
     if name in shipped_studies():
-        return parse_study(read_toml(_shipped().joinpath(f"{name}.toml")), name, directory=traces)
+        return parse_study(read_fields(_shipped().joinpath(f"{name}.toml")), name, directory=traces)
     if not Path(name).is_file():
         known = ", ".join(shipped_studies())
         raise StudyError(f"{name} is neither a file nor a shipped study; shipped are {known}")
-    return parse_study(read_toml(Path(name)), Path(name).stem, name, Path(name).parent)
+    return parse_study(read_fields(Path(name)), Path(name).stem, name, Path(name).parent)
 
 
 def parse_study(fields: dict[str, Any], name: str, origin: str | None = None, directory: Path | None = None) -> Study:

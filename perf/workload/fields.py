@@ -1,9 +1,9 @@
-"""Fields of specifications: read from TOML, set by dotted names, checked strictly, and told in a line where wrong."""
+"""Fields of specifications: read from files, set by dotted names, checked strictly, and told in a line where wrong."""
 
 from __future__ import annotations
 
+import json
 import tomllib
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -19,14 +19,15 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-def read_toml(path: Any) -> dict[str, Any]:
-    """Return the fields of a file. Raises WorkloadError."""
+def read_fields(path: Any) -> dict[str, Any]:
+    """Return the fields of a TOML file, or of a JSON file by its name. Raises WorkloadError."""
+    kind, parse = ("JSON", json.loads) if path.name.endswith(".json") else ("TOML", tomllib.loads)
     try:
-        return tomllib.loads(path.read_text("utf-8"))
+        return parse(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise WorkloadError(f"{path}: can't be read ({error}); check the path") from None
-    except tomllib.TOMLDecodeError as error:
-        raise WorkloadError(f"{Path(str(path)).name}: not TOML ({error}); mend it") from None
+    except ValueError as error:
+        raise WorkloadError(f"{path.name}: not {kind} ({error}); mend it") from None
 
 
 def put(fields: Any, parts: list[str], value: Any) -> None:

@@ -1,4 +1,4 @@
-"""A workload as data: arrivals × popularity × lengths × adapters × duration × seed, from TOML."""
+"""A workload as data: arrivals × popularity × lengths × adapters × duration × seed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_v
 
 from .adapters import Adapters
 from .arrivals import Arrivals, ReplayArrivals
-from .fields import Strict, WorkloadError, put, read_toml, wrong_fields
+from .fields import Strict, WorkloadError, put, read_fields, wrong_fields
 from .lengths import AnyLengths
 from .popularity import Chosen, Popularity
 from .request import BASE, NS, TraceRequest
@@ -57,12 +57,12 @@ class WorkloadSpec(Strict):
 
     @classmethod
     def load(cls, path: Path, settings: Sequence[str] = ()) -> WorkloadSpec:
-        """Read a TOML file. settings: FIELD=VALUE, a dotted field and its value as JSON or a plain word.
+        """Read a TOML or JSON file. settings: FIELD=VALUE, a dotted field and its value as JSON or a plain word.
 
         Raises:
             WorkloadError: for a file that cannot be read or a field that is wrong; names the file and the field.
         """
-        return cls.parse(read_toml(path), path.parent, str(path), settings)
+        return cls.parse(read_fields(path), path.parent, str(path), settings)
 
     @classmethod
     def parse(

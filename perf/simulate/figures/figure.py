@@ -30,7 +30,7 @@ from typing import Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from ....memory.pages.layout import MODULES
-from ...workload.fields import Strict, read_toml
+from ...workload.fields import Strict, read_fields
 from ..setup import Setup
 from ..study import Order, load_study, make_setup, validated
 
@@ -182,7 +182,7 @@ def profile_path(name: str) -> str:
 def load_figures() -> list[Figure]:
     """All figures, by paper. They are no input, so that their names are checked by tests alone."""
     entries = sorted((_shipped() / "papers").iterdir(), key=lambda entry: entry.name)
-    return [figure for entry in entries if entry.name.endswith(".toml") for figure in parse_figures(read_toml(entry))]
+    return [figure for entry in entries if entry.name.endswith(".toml") for figure in parse_figures(read_fields(entry))]
 
 
 def parse_figures(fields: dict[str, Any]) -> list[Figure]:

@@ -100,6 +100,9 @@ def test_files(tmp_path):
     toml = tmp_path / "w.toml"
     toml.write_text(TOML)
     assert len(list(WorkloadSpec.load(toml))) == 200
+    as_json = tmp_path / "w.json"
+    as_json.write_text(WorkloadSpec.load(toml).model_dump_json())
+    assert WorkloadSpec.load(as_json) == WorkloadSpec.load(toml)
     changed = WorkloadSpec.load(toml, ["seed=5", "arrivals.rate=9", "popularity.kind=distinct"])
     assert (changed.seed, changed.arrivals.rate, changed.popularity.kind) == (5, 9.0, "distinct")
 
@@ -188,6 +191,8 @@ def test_broken_files(tmp_path):
     path.write_text("seed =")
     with pytest.raises(WorkloadError, match=r"w\.toml: not TOML \("):
         WorkloadSpec.load(path)
+    with pytest.raises(WorkloadError, match=r"w\.json: not JSON \("):
+        WorkloadSpec.load(path.rename(tmp_path / "w.json"))
 
 
 def test_no_trace_is_part_of_the_package():
