@@ -27,14 +27,8 @@ struct HugePages {
     }
     void deallocate(V* memory, size_t) { std::free(memory); }
 
-    template <class W>
-    bool operator==(const HugePages<W>&) const {
-        return true;
-    }
-    template <class W>
-    bool operator!=(const HugePages<W>&) const {
-        return false;
-    }
+    template <class W> bool operator==(const HugePages<W>&) const { return true; }
+    template <class W> bool operator!=(const HugePages<W>&) const { return false; }
 };
 
 template <class V>
