@@ -335,7 +335,7 @@ class Scheduler:
         full = draft.num_rows > self._limits.max_num_seqs or lifecycle.num_preemptions > before
         if full or (draft.all_decode and self._memory.arriving):  # admitted just now, without a row
             draft.yield_rows()
-        if draft.cut and not draft.was_short:
+        if not draft.was_short:
             draft.add_to_chunks()
 
     def _send_back_late(self, result: StepResult) -> None:
