@@ -343,7 +343,8 @@ class Scheduler:
 
         They keep neither slots nor pages, and the adapter's own pages may be evicted.
         """
-        late = {request.adapter for each in result.unready if (request := self._requests.get(each)) is not None}
+        held = [self._requests[each].adapter for each in result.unready if each in self._requests]
+        late = {adapter for adapter in held if adapter is not None}
         for request in [request for request in reversed(self.running) if request.adapter in late]:
             self.lifecycle.send_back(request, RequestState.LATE)
         for adapter in late:

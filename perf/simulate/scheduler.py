@@ -294,7 +294,7 @@ class SimScheduler(Scheduler):
         self.num_generated_tokens += num_quiet
         self._all_drew = num_quiet + num_going == len(self.running)
         if unready:
-            self._send_back_late(plan, result)
+            self._send_back_late(result)
         return outputs
 
     def _catch_up(self, rows: Sequence[ScheduledRow], result: RepeatedResult) -> None:
