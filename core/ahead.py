@@ -29,7 +29,7 @@ class StepAhead:
         start: Callable[[StepPlan], StartedStep],
         executor: Executor,
         foresee: Callable[[StepPlan], StepPlan | None],
-        take_back: Callable[[StepPlan], None],
+        take_back: Callable[[], None],
     ) -> None:
         """start: launches a step. executor: runs one to its end. foresee: returns the plan after one under way, with
         its rows moved on, or None. take_back: undoes that.
@@ -68,7 +68,7 @@ class StepAhead:
         except Exception:
             logger.exception("step %d failed; it is run again with none ahead of it", plan.step_id)
         if self.plan is not None:
-            self._take_back(self.plan)
+            self._take_back()
             self.plan = self._started = None
         self._runs_alone = True
         return None
@@ -83,7 +83,7 @@ class StepAhead:
             raise
         except Exception:
             logger.exception("step %d could not be launched ahead", ahead.step_id)
-            self._take_back(ahead)
+            self._take_back()
             return
         self.plan = ahead
         self.num_ahead += 1

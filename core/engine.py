@@ -23,7 +23,7 @@ from .ahead import StepAhead
 from .cold_start import ColdStarts
 from .config import EngineConfig
 from .cpus import reading_threads
-from .engine_stats import AccountStats, EngineStats, stats_of
+from .engine_stats import AccountStats, EngineStats, accounts_of, stats_of
 from .executors.alone import run_rows_alone
 from .executors.base import Assisted, Executor, ModelInfo, Watchable
 from .kv_events import KvEvents
@@ -270,14 +270,15 @@ class Engine:
         """
         holders = self.scheduler, self.store, self.reclaimer.shadow, self.swapped
         self.pool.check_integrity(itertools.chain.from_iterable(holder.holders() for holder in holders))
-        self.swapped.check_integrity(self.scheduler.kv_images())
+        requests = self.scheduler.lifecycle.requests.values()
+        self.swapped.check_integrity(each.kv_image for each in requests if each.kv_image is not None)
 
     def stats(self) -> EngineStats:
         return stats_of(self)
 
     def accounts(self) -> list[AccountStats]:
         """Return the tenants (or adapters, by `fair_by`) with requests in progress, most requests first."""
-        return self.scheduler.accounts()
+        return accounts_of(self.scheduler)
 
     def adapter_load(self) -> tuple[list[str], list[str]]:
         """Return the sorted adapter names of running and of waiting requests."""

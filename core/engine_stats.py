@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -181,3 +182,11 @@ class AccountStats:
     num_running: int
     num_waiting: int
     standing: float
+
+
+def accounts_of(scheduler: Any) -> list[AccountStats]:
+    """The tenants with requests in progress, most requests first."""
+    running, waiting = (Counter(each.account for each in queue) for queue in (scheduler.running, scheduler.waiting))
+    standing = scheduler.lifecycle.service.policy.standing
+    names = sorted(running | waiting, key=lambda name: (-running[name] - waiting[name], name))
+    return [AccountStats(name, running[name], waiting[name], standing(name)) for name in names]

@@ -133,4 +133,8 @@ class ServedAdapters:
         self.paused.discard(name)
         if not force:
             return 0
-        return self._scheduler.end_users(versions, f"adapter {name!r} was removed", LoadFailure.REMOVED)
+        lifecycle = self._scheduler.lifecycle
+        users = [request for request in lifecycle.requests.values() if request.adapter in versions]
+        for request in users:
+            lifecycle.end(request, f"adapter {name!r} was removed", LoadFailure.REMOVED)
+        return len(users)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
 from ...memory.adapters.adapter import Adapter
 from ..config import EngineConfig
 from ..requests.types import CannotMerge, ScheduledRow, StepPlan
+from ..scheduling.output_lengths import Growth
 from ..scheduling.scheduler import Scheduler
 from .dlora import AdaptiveThresholds, ArtifactThresholds, Credits, DynamicBatching
 from .fastest_mode import FastestMode
@@ -107,7 +108,7 @@ class Modes:
         requests, fcfs = scheduler.count_by_adapter(self.max_batch)
         now = self._clock()
         if self._began == self._began and scheduler.has_work():
-            self._patience.pass_by(now - self._began, self._leaves_out, self._leaves_out and scheduler.has_late_turn())
+            self._patience.pass_by(now - self._began, self._leaves_out, self._leaves_out and _has_late_turn(scheduler))
         self._began = now
         self._observe_merge(merging.expected_seconds)
         choice = self.policy.choose(
@@ -115,7 +116,7 @@ class Modes:
                 requests, fcfs, [each for each in requests if each is not None and merging.may_merge(each)],
                 self.max_batch, self._context, merging.merged, merging.shadowed, merging.is_under_way,
                 merging.share_made, self._step_seconds, not self._patience.is_over,
-                scheduler.running.count_by_adapter(), scheduler.count_beginning(),
+                scheduler.running.count_by_adapter(), _count_beginning(scheduler),
             )
         )  # fmt: skip
         self._apply(choice)
@@ -124,7 +125,7 @@ class Modes:
             only = None
         scheduler.only = only
         self.num_left_out += only is not None
-        self._leaves_out = only is not None and scheduler.leaves_account_out(only)
+        self._leaves_out = only is not None and leaves_account_out(scheduler, only)
 
     def credit(self, adapter: Adapter | None) -> float | None:
         """Return the credit of an adapter, or of the base model; None where the policy keeps no credits."""
@@ -179,6 +180,34 @@ class Modes:
         adapter = self._merging.shadowed
         if self._prices is not None and adapter is not None and seconds is not None:
             self._prices.observe_merge(adapter, seconds)
+
+
+def leaves_account_out(scheduler: Scheduler, only: Collection[Adapter | None]) -> bool:
+    """True if a tenant has requests, but no running one of `only`, while another tenant has requests, too."""
+    running = scheduler.running
+    accounts = running.accounts.keys() | scheduler.waiting.accounts
+    return len(accounts) > max(1, len({each.account for each in running if each.adapter in only}))
+
+
+def _has_late_turn(scheduler: Scheduler) -> bool:
+    """True if a tenant is overdue for its turn."""
+    if len(scheduler.waiting.accounts) < 2:
+        return False
+    turns = scheduler.lifecycle.service.restart_turns()
+    return turns.top() is not None and turns.is_late
+
+
+def _count_beginning(scheduler: Scheduler) -> int:
+    """Return how many waiting requests memory has room for: the pages left after the running requests' expected growth,
+    over the mean number of pages that a running request is expected to end with.
+    """
+    running, lifecycle = scheduler.running, scheduler.lifecycle
+    if not scheduler.waiting or not running:
+        return len(scheduler.waiting)
+    memory = lifecycle.memory
+    growth = Growth(lifecycle.lengths, memory.block_tokens, running).total
+    pages = sum([request.room for request in running]) // memory.block_tokens + growth
+    return max(0, memory.num_available_pages - growth) * len(running) // max(1, pages)
 
 
 def batch_of(plan: StepPlan) -> Batch:

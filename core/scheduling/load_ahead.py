@@ -91,6 +91,8 @@ class LoadAhead:
 
     def load(self, waiting: WaitingQueue) -> None:
         """Load the adapters of the next waiting requests, without evicting adapters that other requests wait for."""
+        if not self._limits.prefetch:
+            return
         adapters = waiting.adapters()
         wanted = sum(len(adapter.pages) for adapter in adapters if adapter.is_idle)
         for request in itertools.islice(waiting, self._limits.prefetch):

@@ -33,7 +33,6 @@ class OutputLengths:
         self._sums: list[int] = []  # of the sorted lengths from each on
         self._ends: list[int] = []  # number of these that were not truncated
         self._is_new = False
-        self._total = 0  # of the latest lengths
 
     def __len__(self) -> int:
         """Number of remembered answers."""
@@ -42,13 +41,10 @@ class OutputLengths:
     @property
     def mean(self) -> float:
         """Mean length of the latest answers, truncated ones included; there must be one."""
-        return self._total / len(self._latest)
+        return sum([length for length, _ in self._latest]) / len(self._latest)
 
     def end(self, num_tokens: int, was_cut: bool) -> None:
         """Record the length of an ended answer. was_cut: truncated at its limit."""
-        if len(self._latest) == _NUM_REMEMBERED:
-            self._total -= self._latest[0][0]
-        self._total += num_tokens
         self._latest.append((num_tokens, int(not was_cut)))
         self._is_new = True
 

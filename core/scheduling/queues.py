@@ -250,19 +250,19 @@ def plan_step(step_id: int, groups: Groups, counts: Mapping[Request, int], bucke
 
 
 @contextmanager
-def as_if_done(plan: StepPlan, find: Callable[[ScheduledRow], Request | None]) -> Iterator[dict[Request, int]]:
+def as_if_done(plan: StepPlan, find: Callable[[ScheduledRow], Request | None]) -> Iterator[list[Request]]:
     """Have the requests of a plan that is under way as they will be behind it, with `PENDING` for the token that they
-    draw, until the context ends. Its value: the requests that draw one, and their places in the plan.
+    draw, until the context ends. Its value: the requests that draw one.
 
     find: returns the request of a row, None if that is stale.
     """
-    drawn, moved = {}, []
-    for place, row in enumerate(plan.rows):
+    drawn, moved = [], []
+    for row in plan.rows:
         if (request := find(row)) is not None:
             moved.append((request, len(row.tokens)))
             request.num_computed_tokens += len(row.tokens)
             if row.samples:
-                drawn[request] = place
+                drawn.append(request)
                 request.token_ids += PENDING
     try:
         yield drawn
@@ -273,9 +273,10 @@ def as_if_done(plan: StepPlan, find: Callable[[ScheduledRow], Request | None]) -
             request.token_ids.pop()
 
 
-def go_on(plan: StepPlan, ahead: StepPlan, places: Mapping[str, int] | None) -> None:
-    """Have the rows of `ahead` go on from the tokens that `plan`, which is under way, draws. places: of the requests in
-    `plan`; None: all draw one, and none of its rows is stale.
+def go_on(plan: StepPlan, ahead: StepPlan) -> None:
+    """Have the rows of `ahead` go on from the tokens that `plan`, which is under way, draws.
+
+    A row is of the same request as a row of `plan` if it has the same pages: a stale row's are no request's any more.
     """
     rows = plan.rows
     if ahead.rows is rows:
@@ -284,24 +285,12 @@ def go_on(plan: StepPlan, ahead: StepPlan, places: Mapping[str, int] | None) -> 
             row.start += 1
             row.tokens = PENDING
         return
-    if places is None:
-        places = {row.request_id: place for place, row in enumerate(rows)}
-    ahead.sources = sources = [places.get(row.request_id, -1) for row in ahead.rows]
+    places = {id(row.pages): place for place, row in enumerate(rows) if row.samples}
+    ahead.sources = sources = [places.get(id(row.pages), -1) for row in ahead.rows]
     for row, place in zip(ahead.rows, sources, strict=True):
         if place >= 0:
             before = rows[place]
             row.start, row.tokens = before.start + len(before.tokens), PENDING
-
-
-def take_back(ahead: StepPlan, find: Callable[[ScheduledRow], Request | None]) -> None:
-    """Put the rows of a plan of `go_on` back to where they were: the step before it is to run again. find: as above."""
-    for row in ahead.rows:
-        if row.tokens is PENDING:
-            row.start -= 1
-            row.tokens = row.token_ids[row.start :]
-        request = find(row)
-        if request is not None and request.row is row and row.start > request.num_computed_tokens:
-            request.row = None  # its prompt is still to be computed
 
 
 def _new_row(request: Request, count: int) -> ScheduledRow:

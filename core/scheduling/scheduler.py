@@ -16,17 +16,15 @@ from ...memory.adapters.adapter import Adapter
 from ...memory.adapters.store import AdapterStore
 from ...memory.files.error import LoadFailure
 from ...memory.pages.pool import PageKind
-from ...memory.transfers.swapped_kv import KvImage
 from ..config import EngineConfig
-from ..engine_stats import STEP_SIZES, AccountStats
+from ..engine_stats import STEP_SIZES
 from ..requests.request import Request, RequestState
 from ..requests.types import NOT_FINITE, FinishReason, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
 from .admission import Admission, is_loading
 from .draft import Draft, may_compute
 from .lifecycle import Lifecycle, load_error
 from .load_ahead import LoadAhead, LoadPolicy
-from .output_lengths import Growth
-from .queues import Running, WaitingQueue, as_if_done, go_on, group_by_adapter, plan_step, take_back
+from .queues import Running, WaitingQueue, as_if_done, go_on, group_by_adapter, num_missing, plan_step
 from .request_memory import RequestMemory
 from .service import QueuePolicy, Service, TokenCounters
 from .step_shares import StepShares
@@ -107,20 +105,6 @@ class Scheduler:
             self.lifecycle.finish(request, FinishReason.ABORT)
         return request is not None
 
-    def end_users(self, adapters: Collection[Adapter], error: str, failure: LoadFailure) -> int:
-        """End every request that holds one of `adapters`, with an error; return their number."""
-        users = [request for request in self._requests.values() if request.adapter in adapters]
-        for request in users:
-            self.lifecycle.end(request, error, failure)
-        return len(users)
-
-    def has_late_turn(self) -> bool:
-        """True if a tenant is overdue for its turn."""
-        if len(self.waiting.accounts) < 2:
-            return False
-        turns = self._service.restart_turns()
-        return turns.top() is not None and turns.is_late
-
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None when nothing can run. Its rows' block tables already cover their new tokens."""
         self._finish_ended()
@@ -143,7 +127,6 @@ class Scheduler:
         self._finish_ended()
         if self._all_go_on(plan):
             ahead = self._draft(plan.step_id + 1, self.running, all_decode=True, is_ahead=True)
-            places = None
         elif plan.bucket is None and any(row.scores_prompt for row in plan.rows):  # from what the next step overwrites
             return None
         else:
@@ -152,9 +135,8 @@ class Scheduler:
                 if ends and self.waiting:  # a successor should not wait a step more
                     return None
                 ahead = self._plan_next(plan.step_id + 1, ends, is_ahead=True)
-            places = {request.id: place for request, place in drawn.items()}
         if ahead is not None:
-            go_on(plan, ahead, places)
+            go_on(plan, ahead)
         return ahead
 
     def _all_go_on(self, plan: StepPlan) -> bool:
@@ -223,11 +205,12 @@ class Scheduler:
             return request
         return request if request.is_running and request.block_table.pages is row.pages else None
 
-    def take_back(self, ahead: StepPlan) -> None:
-        """Put the rows of a plan of `foresee` back to where they were: the step before it is to run again."""
+    def take_back(self) -> None:
+        """Give up the plan of `foresee`, which moved rows on: the next plan makes rows anew."""
         self._shares.take_back()
         self.running.plan = None
-        take_back(ahead, self._find)
+        for request in self.running:
+            request.row = None
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """Apply a step's result: append sampled tokens, end requests that are done, return the new outputs.
@@ -259,33 +242,12 @@ class Scheduler:
         proportional to `most` and the number of adapters, however many requests wait.
         """
         running, waiting = self.running.count_by_adapter(), self.waiting.num_of
-        if len(self.running) > most:
-            first = Counter([request.adapter for request in self.running[:most]])
-        else:
-            first = Counter(running)
-            if waiting:
-                first.update([request.adapter for request in islice(self.waiting, most - len(self.running))])
+        first = Counter([request.adapter for request in islice(chain(self.running, self.waiting), most)])
         requests = {
             adapter: running.get(adapter, 0) + waiting.get(adapter, 0)
             for adapter in dict.fromkeys(chain(first, running, waiting))
         }
         return requests, first
-
-    def leaves_account_out(self, only: Collection[Adapter | None]) -> bool:
-        """True if a tenant has requests, but no running one of `only`, while another tenant has requests, too."""
-        accounts = self.running.accounts.keys() | self.waiting.accounts
-        return len(accounts) > max(1, len({each.account for each in self.running if each.adapter in only}))
-
-    def count_beginning(self) -> int:
-        """Return how many waiting requests memory has room for: the pages left after the running requests' expected
-        growth, over the mean number of pages that a running request is expected to end with.
-        """
-        running = self.running
-        if not self.waiting or not running:
-            return len(self.waiting)
-        growth = Growth(self.lifecycle.lengths, self._memory.block_tokens, running).total
-        pages = sum([request.room for request in running]) // self._memory.block_tokens + growth
-        return max(0, self._memory.num_available_pages - growth) * len(running) // max(1, pages)
 
     def take_failed(self) -> list[RequestOutput]:
         """Return the outputs of requests that failed before they could run, once."""
@@ -297,17 +259,6 @@ class Scheduler:
         for request in self._requests.values():
             if request.is_running:
                 yield PageKind.KV, request.block_table.pages
-
-    def kv_images(self) -> Iterator[KvImage]:
-        """Yield the KV that requests have in host memory, for `SwappedKv.check_integrity`."""
-        return (request.kv_image for request in self._requests.values() if request.kv_image is not None)
-
-    def accounts(self) -> list[AccountStats]:
-        """Return the tenants with requests in progress, most requests first."""
-        running, waiting = (Counter(request.account for request in queue) for queue in (self.running, self.waiting))
-        standing = self._service.policy.standing
-        names = sorted(running | waiting, key=lambda name: (-running[name] - waiting[name], name))
-        return [AccountStats(name, running[name], waiting[name], standing(name)) for name in names]
 
     # -- choosing
 
@@ -332,11 +283,6 @@ class Scheduler:
         self._loading = [request for request in loading if is_loading(request)]
         for request in loading:
             request.state = RequestState.LOADING if is_loading(request) else RequestState.RUNNING
-
-    def _fail_hopeless(self) -> None:
-        """End the waiting requests for adapters that can't be loaded."""
-        for request, error in self._ahead.hopeless(self.waiting):
-            self.lifecycle.end(request, *load_error(request, error))
 
     def _candidates(self, ending: Collection[Request] = (), *, is_ahead: bool = False) -> list[Request]:
         """Return the running requests that may have a row of the next step: `running` itself if all of them may.
@@ -368,46 +314,37 @@ class Scheduler:
         running = self.running
         if len(running) > self._max_tokens or self._memory.arriving:
             return False
-        if running.plan is None and not self._all_decode():
+        if running.plan is None and not all(num_missing(each) == 1 for each in running if each.row is None):
             return False
-        short = [request for request in running if request.room <= request.num_computed_tokens + ahead]
-        return not short or self._memory.grow_each(short)
-
-    def _all_decode(self) -> bool:
-        """True if no running request must prefill."""
-        return all(len(r.token_ids) - r.num_computed_tokens == 1 for r in [r for r in self.running if r.row is None])
+        return self._memory.grow_by_one(running, ahead)
 
     def _take_waiting(self, draft: Draft) -> None:
         """Admit waiting requests and prefetch adapters for the queue."""
-        if lacks_adapters := self.waiting.has_absent():
-            self._fail_hopeless()
         lifecycle, swapped = self.lifecycle, self._memory.swapped
+        if lacks_adapters := self.waiting.has_absent():
+            for request, error in self._ahead.hopeless(self.waiting):
+                lifecycle.end(request, *load_error(request, error))
         before = lifecycle.num_preemptions
         if not draft.was_short and not (swapped.copies and swapped.frees_pages):  # else pages are free after a copy
             draft.begin_admission()
             self._admission.admit(draft)
             self._loading += [request for request in draft.begun if request.state is RequestState.LOADING]
         if lacks_adapters:
-            self._read_ahead()
+            self._ahead.read(self._admission.coming())
+            self._ahead.load(self.waiting)
         full = draft.num_rows > self._limits.max_num_seqs or lifecycle.num_preemptions > before
         if full or (draft.all_decode and self._memory.arriving):  # admitted just now, without a row
             draft.yield_rows()
-        if draft.cut and not draft.was_short:
+        if not draft.was_short:
             draft.add_to_chunks()
-
-    def _read_ahead(self) -> None:
-        """Read and load the adapters of the next candidates."""
-        self._ahead.read(self._admission.coming())
-        if self._limits.prefetch:
-            self._ahead.load(self.waiting)
 
     def _send_back_late(self, result: StepResult) -> None:
         """Send requests for adapters that missed their deadline back to the queue until the load is complete.
 
         They keep neither slots nor pages, and the adapter's own pages may be evicted.
         """
-        users = filter(None, map(self._requests.get, result.unready))
-        late = {request.adapter for request in users if request.adapter is not None}
+        held = [self._requests[each].adapter for each in result.unready if each in self._requests]
+        late = {adapter for adapter in held if adapter is not None}
         for request in [request for request in reversed(self.running) if request.adapter in late]:
             self.lifecycle.send_back(request, RequestState.LATE)
         for adapter in late:

@@ -18,6 +18,7 @@ from chorus.core.scheduling.draft import Draft
 from chorus.core.scheduling.request_memory import RequestMemory
 from chorus.core.scheduling.scheduler import Scheduler
 from chorus.core.scheduling.service import Turns
+from chorus.core.served_adapters import ServedAdapters
 from chorus.memory.adapters.store import AdapterStore
 from chorus.memory.host.images import HostImages
 from chorus.memory.pages.pool import PageKind, PagePool
@@ -159,7 +160,8 @@ def shadow_outlives_its_adapter(patch):
 
 def removal_spares_requests(patch):
     """Removing an adapter by force ends none of its requests."""
-    patch.setattr(Scheduler, "end_users", lambda self, adapters, error, failure: 0)
+    remove = ServedAdapters.remove
+    patch.setattr(ServedAdapters, "remove", lambda self, name, force=False: remove(self, name))
 
 
 # -- the prefix cache
@@ -216,7 +218,7 @@ def rows_of_the_gone(patch):
 
 def rows_left_ahead(patch):
     """The rows of a step that is not to happen stay where it would have them."""
-    patch.setattr(Scheduler, "take_back", lambda self, plan: None)
+    patch.setattr(Scheduler, "take_back", lambda self: None)
 
 
 def shifted_seed(patch):

@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from chorus.core.config import EngineConfig
+from chorus.core.merging.modes import leaves_account_out
 from chorus.core.policies import Policies
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
@@ -105,12 +106,12 @@ class TestWhoIsLeftOut:
         house.step()
         scheduler = house.engine.scheduler
         one = frozenset({scheduler.get("own one").adapter})
-        assert not scheduler.leaves_account_out(one), "there is no other account"
+        assert not leaves_account_out(scheduler, one), "there is no other account"
         house.add("their one", "one", max_tokens=12, tenant="theirs")
         house.step()
-        assert not scheduler.leaves_account_out(one), "each has a request that runs"
+        assert not leaves_account_out(scheduler, one), "each has a request that runs"
         house.add("last other", "other", max_tokens=12, tenant="last")
-        assert scheduler.leaves_account_out(one)
+        assert leaves_account_out(scheduler, one)
         house.drain()
 
 
