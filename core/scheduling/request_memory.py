@@ -192,11 +192,9 @@ class RequestMemory:
             request.room += missing * self.block_tokens
         return True
 
-    def grow_by_one(self, requests: Sequence[Request], ahead: int = 0) -> bool:
-        """True if each request has a page for its next token now, behind `ahead` under way; False, and nothing done, if
-        pages run short.
-        """
-        short = [request for request in requests if request.room <= request.num_computed_tokens + ahead]
+    def grow_by_one(self, requests: Sequence[Request]) -> bool:
+        """True if each request has a page for its next token now; False, and nothing done, if pages run short."""
+        short = [request for request in requests if request.room <= request.num_computed_tokens]
         return not short or self.grow_each(short)
 
     def grow_each(self, requests: list[Request]) -> bool:

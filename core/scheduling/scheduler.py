@@ -78,8 +78,7 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """True while a request is in progress, or KV or an adapter is being copied, whatever has become of requests."""
-        lifecycle, memory = self.lifecycle, self._memory
-        return bool(self._requests or lifecycle.failed or memory.swapped.copies or self._store.loads.under_way)
+        return any((self._requests, self.lifecycle.failed, self._memory.swapped.copies, self._store.loads.under_way))
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -316,7 +315,8 @@ class Scheduler:
             return False
         if running.plan is None and not all(num_missing(each) == 1 for each in running if each.row is None):
             return False
-        return self._memory.grow_by_one(running, ahead)
+        short = [request for request in running if request.room <= request.num_computed_tokens + ahead]
+        return not short or self._memory.grow_each(short)
 
     def _take_waiting(self, draft: Draft) -> None:
         """Admit waiting requests and prefetch adapters for the queue."""
