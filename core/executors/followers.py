@@ -159,8 +159,8 @@ class Followers:
             ready = wait(pending.values(), max(0.0, deadline - time.monotonic()))
             if not ready:  # one that has failed tells more than one that waits for it
                 self._ranks.lose()
-                late = f"{self._names[min(pending)]} kept the others waiting for too long"
-                raise ExecutorLost(str(errors[0]) if errors else late)
+                why = [str(error) for error in errors if RanksLost.__name__ not in str(error)]
+                raise ExecutorLost([*why, f"{self._names[min(pending)]} kept the others waiting for too long"][0])
             for index in [index for index, link in pending.items() if link in ready]:
                 del pending[index]
                 found[index], error = self._receive(index)
