@@ -45,7 +45,7 @@ def test_lives_of_hypothesis_keep_every_promise_and_go_everywhere():
             super().finish()
             reached.update(+self.reached)
 
-    for attempt in range(12):
+    for attempt in range(40):
         machine.run(Noted, attempt, 30)
         if attempt and reached >= EVERYWHERE:
             return
