@@ -349,8 +349,8 @@ def compile_all(
 
 
 def widest(chosen: Sequence[Variant]) -> list[Variant]:
-    """Of variants whose code differs by sizes alone the one that takes most, in bf16 if there is one: of a kernel for
-    any projections, of products in one tile with one rank.
+    """Of variants that differ by sizes alone the one that takes most, in bf16 if there is one: of a kernel for any
+    projections, of products in one tile with one rank.
     """
     by_size = sorted(chosen, key=lambda each: (each.dtype == "bf16", each.max_rank, each.tokens, each.cost().bytes))
     return list(

@@ -99,10 +99,10 @@ def _run_studies(arguments: argparse.Namespace) -> int:
     studies = _there([load_study(name, arguments.traces) for name in names], skip=arguments.studies == ["all"])
     share, flags, all_results = arguments.check or SHARE, _flags(arguments), []
     for study in studies:
-        with _timed(study.name, arguments) as told:
+        with _timed(study.name, arguments) as progress:
             results = run_study(
                 study, quick=arguments.quick, scale=arguments.scale, seed=arguments.seed, seeds=arguments.seeds,
-                jobs=arguments.jobs, region=arguments.region, only=arguments.rows, told=told,
+                jobs=arguments.jobs, region=arguments.region, only=arguments.rows, progress=progress,
             )  # fmt: skip
         all_results.append(results)
         found = results.to_json()
@@ -130,10 +130,10 @@ def _run_figures(arguments: argparse.Namespace) -> int:
     if unknown := [name for name in names if name not in known]:
         raise UsageError(f"chorus simulate: error: --figure {unknown[0]} is none; use one of {', '.join(known)}")
     arguments.seeds = seeds = arguments.seeds or (QUICK_SEEDS if arguments.quick else SEEDS)
-    with _timed("figures", arguments) as told:
+    with _timed("figures", arguments) as progress:
         results = compute(
             [known[name] for name in names], seeds=seeds, first=arguments.seed or 0, quick=arguments.quick,
-            jobs=arguments.jobs, told=told,
+            jobs=arguments.jobs, progress=progress,
         )  # fmt: skip
     flags = "".join(f" --figure {name}" for name in arguments.figure or ()) + _flags(arguments)
     flags += "" if arguments.markdown is None else f" --markdown {arguments.markdown}"

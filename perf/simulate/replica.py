@@ -100,8 +100,7 @@ class Replica:
 
         keep_idle: adapters that no request uses stay in the arena until their pages are wanted, instead of being
         dropped at once. tells_tenants: the engine knows each request's tenant. told_rank: of every adapter, as
-        routers are told, in place of its own. now: when it begins to serve. options:
-        `simulated_engine`'s.
+        routers know it, in place of its own. now: when it begins to serve. options: `simulated_engine`'s.
         """
         self.index = index
         self.phase = Phase.SERVING
@@ -118,7 +117,7 @@ class Replica:
             on_host=_Adapters(store, _HOST, self._registered), name=f"replica-{index}",
         )  # fmt: skip
         self.failures: list[float] = []  # arrivals of requests that were refused or ended with an error
-        self.began: list[TraceRequest] = []  # requests whose first token the last step drew
+        self.began: list[TraceRequest] = []  # requests that had their first token in the last step
         self.ended: list[TraceRequest] = []  # by the last step, failures included
         self.left: list[Left] = []  # what the last step's end gave up
         self._reads = self.executor.adapters.reads

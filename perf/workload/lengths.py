@@ -150,7 +150,7 @@ class PublishedLengths(Lengths):
 
 
 class TraceLengths(Lengths):
-    """Lengths of a trace: request i has those of row i."""
+    """Lengths of a trace: request i has the ones of row i."""
 
     kind: Literal["trace"]
     trace: Csv
