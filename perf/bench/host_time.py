@@ -171,8 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ):
             rows_table(title, {name: name for name in rows[0]}, rows).show()
     result = {"cases": found, "layer": layer, "layer in pieces": in_pieces, "launches": launches}
-    settings = {"suite": "host_time", "device": processor(), "steps": args.steps}
-    return conclude({**settings, **result}, ok=True)
+    return conclude({"device": processor(), "steps": args.steps, **result}, ok=True)
 
 
 if __name__ == "__main__":

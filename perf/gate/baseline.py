@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from .suite import GateError, Metric, Rule, Suite, find
+from .suite import ELSEWHERE, GateError, Metric, Rule, Suite, find
 from .verdict import Verdict, judge
 
 ANY = "any"
@@ -112,8 +112,7 @@ def compare(run: Run, baseline: Baseline) -> list[Verdict]:
         if baseline.device != run.device:
             if rule.local:
                 continue
-            factor = run.suite.elsewhere
-            rule = rule.model_copy(update={"floor": rule.floor * factor, "cap": rule.cap * factor})
+            rule = rule.model_copy(update={"floor": rule.floor * ELSEWHERE, "cap": rule.cap * ELSEWHERE})
         verdicts.append(judge(replace(metric, rule=rule), baseline.values.get(name, ()), values))
     gone = {name: values for name, values in baseline.values.items() if name not in run.readings}
     return verdicts + [judge(Metric(name, "same", Rule(kind="exact")), values, ()) for name, values in gone.items()]

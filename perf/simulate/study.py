@@ -158,12 +158,8 @@ class Study(Strict):
             raise ValueError("two rows have one name; rename one")
         if not any(re.search(self.quick_rows, name) for name in rows):
             raise ValueError(f"quick_rows is {self.quick_rows!r}, which no row's name has in it")
-        named = [
-            *self.metrics,
-            *(each.metric for each in self.expect),
-            *(key for row in self.rows for key in row.paper),
-        ]
-        for metric in named:
+        published = [metric for row in self.rows for metric in row.paper]
+        for metric in [*self.metrics, *(each.metric for each in self.expect), *published]:
             if metric not in METRICS:
                 raise ValueError(f"{metric!r} is no metric; use one of {', '.join(METRICS)}")
         named = [name for each in self.expect for name in each.rows]
