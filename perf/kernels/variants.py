@@ -232,6 +232,15 @@ class Variant:
         return {"y": own, "h": "*fp32", "arena": own, **tables, "y_stride": "i32"}
 
     @property
+    def num_weights(self) -> int:
+        """Elements of the weights that are read, or of adapters for each rank; 0 without any."""
+        if (launch := self.launch) is not None:
+            its = launch.constants
+            return its["D_IN"] * its["D_OUT"] * (1 + its["SILU"]) if self.group in PRODUCTS else 0
+        d_in, modules = GROUPS[self.group]
+        return len(modules) * d_in if self.kernel.startswith("shrink") else sum(width for _, _, width in modules)
+
+    @property
     def launched(self) -> tuple[object, ...]:
         """What is compiled; the same for variants that are one launch."""
         items = (self.constants().items(), self.options().items(), self.signature().items())
@@ -352,7 +361,7 @@ def widest(chosen: Sequence[Variant]) -> list[Variant]:
     """Of variants that differ by sizes alone the one that takes most, in bf16 if there is one: of a kernel for any
     projections, of products in one tile with one rank.
     """
-    by_size = sorted(chosen, key=lambda each: (each.dtype == "bf16", each.max_rank, each.tokens, each.cost().bytes))
+    by_size = sorted(chosen, key=lambda each: (each.dtype == "bf16", each.max_rank, each.tokens, each.num_weights))
     return list(
         {(each.kernel, each.group not in GROUPS and each.group.split(".")[0]): each for each in by_size}.values()
     )
