@@ -22,7 +22,7 @@ from .environment import describe, interpreter_obstacle
 from .options import Options
 from .report import REPORT, digest, report
 from .sections.registry import SECTIONS, section
-from .store import RESULT, OtherSettings, ResultStore
+from .store import DONE, RESULT, RUNNING, OtherSettings, ResultStore
 
 #: Least time that is worth starting a section in.
 _LEAST_SECONDS = 15.0
@@ -37,8 +37,6 @@ def main(argv: list[str] | None = None, clock: Callable[[], float] = time.monoto
     if options.smoke and (obstacle := interpreter_obstacle()) is not None:
         print(obstacle, file=sys.stderr)
         return 2
-    for name in options.redo:
-        store.forget(name)
     try:
         store.check(SECTIONS)
     except OtherSettings as error:
@@ -47,7 +45,7 @@ def main(argv: list[str] | None = None, clock: Callable[[], float] = time.monoto
     environment = describe(options.device, opened=False)
     deadline = clock() + options.budget
     for name in options.sections:
-        if store.is_done(name):
+        if store.status(name) == DONE:
             say(f"{name}: there already")
             continue
         left = deadline - clock()
@@ -80,10 +78,10 @@ def _run(name: str, options: Options, store: ResultStore, environment: dict, tim
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     seconds = time.monotonic() - began
-    if store.load(name) is None or store.is_running(name):
+    if store.status(name) in (None, RUNNING):
         said = log.read_text("utf-8", errors="replace")[-_LOG_TAIL:]
         store.write(name, seconds, environment, error=f"{reason}\n{said}")
-    say(f"{name}: {'done' if store.is_done(name) else 'FAILED, see ' + str(log)} in {seconds:.0f} s")
+    say(f"{name}: {'done' if store.status(name) == DONE else 'FAILED, see ' + str(log)} in {seconds:.0f} s")
 
 
 def run_section(name: str, options: Options) -> bool:

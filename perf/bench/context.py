@@ -100,7 +100,7 @@ class Context:
         limits = self.limits()
         rates = [limits[name]["bytes_per_s"] for name in ("copy", "read") if name in limits]
         if not rates:
-            raise LookupError("section limits has no rate of the device's memory; run it again with --redo limits")
+            raise LookupError("section limits has no rate of the device's memory; remove its file and run it again")
         return max(rates)
 
     def l2_bytes(self) -> int:

@@ -86,11 +86,10 @@ class Baseline:
             raise GateError(f"{run.label}: the result lacks {', '.join(lacking)}; a baseline needs every metric")
         path = run.path(directory)
         path.parent.mkdir(parents=True, exist_ok=True)
-        values = {name: _distinct(metric, values) for name, (metric, values) in run.readings.items()}
         taken = datetime.now(UTC).date().isoformat()
         head = {"suite": run.suite.name, "variant": run.variant, "device": run.device, "taken": taken, "same": run.same}
         lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
-        rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in values.items())
+        rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, (_, row) in run.readings.items())
         path.write_text("{\n" + ",\n".join(lines) + ',\n "values": {\n' + rows + "\n }\n}\n", "utf-8")
         return path
 
@@ -126,15 +125,6 @@ def _head(suite: Suite, result: dict[str, Any]) -> tuple[str, str, dict[str, Any
         if not isinstance(value, str) or (pointer and not value):
             raise GateError(f"{suite.name}: the result does not name its {what} at {pointer}; it has {value!r} there")
     return variant, device, {pointer: find(result, pointer) for pointer in suite.same}
-
-
-def _distinct(metric: Metric, values: Sequence[float]) -> list[float]:
-    """All repeats; of exact values one, for they may not differ. Raises GateError if they do."""
-    if metric.rule.kind != "exact":
-        return list(values)
-    if len(set(values)) > 1:
-        raise GateError(f"{metric.name} is to be exact, but its repeats are {sorted(set(values))}")
-    return [values[0]]
 
 
 def _slug(text: str) -> str:

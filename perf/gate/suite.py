@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +68,7 @@ class MetricEntry(Rule):
 class TableEntry(Rule):
     """Values of every row of a list.
 
-    A row is known by its `key` columns; by default by all that are text or yes/no, and by a number where these repeat.
+    A row is known by its `key` columns; by default by all that are text or yes/no.
 
     values: columns to compare (default: all numbers). better: for all columns, or by column. name: what the
     metrics' names begin with.
@@ -165,13 +164,9 @@ def suite_of(result: dict[str, Any], known: dict[str, Suite]) -> Suite:
 
 
 def _rows(result: dict[str, Any], table: TableEntry) -> Iterator[tuple[Metric, tuple[float, ...]]]:
-    seen: Counter[str] = Counter()
     for row in find(result, table.at) or ():
         key = table.key if table.key is not None else [name for name, value in row.items() if _is_label(value)]
         label = " ".join([table.name, *(str(row.get(name)) for name in key)]).strip()
-        seen[label] += 1
-        if table.key is None and seen[label] > 1:
-            label = f"{label} #{seen[label]}".strip()
         named = table.values if table.values is not None else [name for name in row if _is_number(row[name])]
         for column in named:
             if column in key or row.get(column) is None:
