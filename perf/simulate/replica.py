@@ -20,7 +20,7 @@ from ...memory.pages.pool import OutOfPages
 from ...server.cluster.router import ReplicaState
 from ..workload.request import TraceRequest
 from .adapters import SimAdapters
-from .engine import MODEL, SimEngine, simulated_engine
+from .engine import MODEL, simulated_engine
 from .link import Urgency, VirtualClock
 from .records import Served
 from .scheduler import TOKEN, RepeatedPlan, SimRequest
@@ -202,8 +202,7 @@ class Replica:
 
     def step_singly(self) -> None:
         """Have no step stand for several: when one ends, others decide."""
-        if isinstance(self.engine, SimEngine):
-            self.engine.scheduler.may_repeat = False
+        self.engine.scheduler.may_repeat = False
 
     def look(self, now: float) -> ReplicaState:
         """Return `state`, in which what changes with time alone is brought up to date."""
