@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -53,14 +52,14 @@ def main(argv: list[str] | None = None, clock: Callable[[], float] = time.monoto
             say(f"{name}: no time left; call again")
             continue
         timeout = min(options.section_timeout, left)
-        _run(name, options, store, environment, timeout)
+        _run(name, options, store, environment, None if math.isinf(timeout) else timeout)
     combined = store.combine([*dict.fromkeys([*options.known, *options.sections])], environment)
     report(combined, options.out / REPORT)
     lacking = {*options.sections} & {*combined["failed"], *combined["missing"]}
     return conclude(digest(combined, store.directory / RESULT), not lacking)
 
 
-def _run(name: str, options: Options, store: ResultStore, environment: dict, timeout: float) -> None:
+def _run(name: str, options: Options, store: ResultStore, environment: dict, timeout: float | None) -> None:
     """Run a section's process, its output in a log; record how it ended where it could not itself."""
     say(f"{name}: {SECTIONS[name]} …")
     store.forget(name)
@@ -68,15 +67,11 @@ def _run(name: str, options: Options, store: ResultStore, environment: dict, tim
     command = worker_command(name, options)
     began = time.monotonic()
     with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, process_group=0)
         try:
-            reason = f"the process ended with {process.wait(None if math.isinf(timeout) else timeout)}"
+            done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=timeout, check=False)
+            reason = f"the process ended with {done.returncode}"
         except subprocess.TimeoutExpired:
             reason = f"not done after {timeout:.0f} s"
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
     seconds = time.monotonic() - began
     if store.status(name) in (None, RUNNING):
         said = log.read_text("utf-8", errors="replace")[-_LOG_TAIL:]
