@@ -60,15 +60,8 @@ class _Case:
             raise AttentionUnavailable("there is no GPU")
         from ....ops.attention_triton import TritonBackend
 
-        return TritonBackend(
-            *self.shape,
-            self.context.dtype,
-            "cpu",
-            **sizes,
-            num_sms=4,
-            reason="a smoke run",
-            new_event=StubDevice().event,
-        )
+        sizes |= {"num_sms": 4, "reason": "a smoke run", "new_event": StubDevice().event}
+        return TritonBackend(*self.shape, self.context.dtype, "cpu", **sizes)
 
     def plan(self, attention: Any, rows: int) -> None:
         attention.plan(range(rows + 1), self.table[:rows], self.lens[:rows])
