@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -22,7 +21,7 @@ from .environment import describe, interpreter_obstacle
 from .options import Options
 from .report import REPORT, digest, report
 from .sections.registry import SECTIONS, section
-from .store import RESULT, OtherSettings, ResultStore
+from .store import DONE, RESULT, RUNNING, OtherSettings, ResultStore
 
 #: Least time that is worth starting a section in.
 _LEAST_SECONDS = 15.0
@@ -37,8 +36,6 @@ def main(argv: list[str] | None = None, clock: Callable[[], float] = time.monoto
     if options.smoke and (obstacle := interpreter_obstacle()) is not None:
         print(obstacle, file=sys.stderr)
         return 2
-    for name in options.redo:
-        store.forget(name)
     try:
         store.check(SECTIONS)
     except OtherSettings as error:
@@ -47,7 +44,7 @@ def main(argv: list[str] | None = None, clock: Callable[[], float] = time.monoto
     environment = describe(options.device, opened=False)
     deadline = clock() + options.budget
     for name in options.sections:
-        if store.is_done(name):
+        if store.status(name) == DONE:
             say(f"{name}: there already")
             continue
         left = deadline - clock()
@@ -55,14 +52,14 @@ def main(argv: list[str] | None = None, clock: Callable[[], float] = time.monoto
             say(f"{name}: no time left; call again")
             continue
         timeout = min(options.section_timeout, left)
-        _run(name, options, store, environment, timeout)
+        _run(name, options, store, environment, None if math.isinf(timeout) else timeout)
     combined = store.combine([*dict.fromkeys([*options.known, *options.sections])], environment)
     report(combined, options.out / REPORT)
     lacking = {*options.sections} & {*combined["failed"], *combined["missing"]}
     return conclude(digest(combined, store.directory / RESULT), not lacking)
 
 
-def _run(name: str, options: Options, store: ResultStore, environment: dict, timeout: float) -> None:
+def _run(name: str, options: Options, store: ResultStore, environment: dict, timeout: float | None) -> None:
     """Run a section's process, its output in a log; record how it ended where it could not itself."""
     say(f"{name}: {SECTIONS[name]} …")
     store.forget(name)
@@ -70,20 +67,16 @@ def _run(name: str, options: Options, store: ResultStore, environment: dict, tim
     command = worker_command(name, options)
     began = time.monotonic()
     with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, process_group=0)
         try:
-            reason = f"the process ended with {process.wait(None if math.isinf(timeout) else timeout)}"
+            done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=timeout, check=False)
+            reason = f"the process ended with {done.returncode}"
         except subprocess.TimeoutExpired:
             reason = f"not done after {timeout:.0f} s"
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
     seconds = time.monotonic() - began
-    if store.load(name) is None or store.is_running(name):
+    if store.status(name) in (None, RUNNING):
         said = log.read_text("utf-8", errors="replace")[-_LOG_TAIL:]
         store.write(name, seconds, environment, error=f"{reason}\n{said}")
-    say(f"{name}: {'done' if store.is_done(name) else 'FAILED, see ' + str(log)} in {seconds:.0f} s")
+    say(f"{name}: {'done' if store.status(name) == DONE else 'FAILED, see ' + str(log)} in {seconds:.0f} s")
 
 
 def run_section(name: str, options: Options) -> bool:

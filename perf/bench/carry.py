@@ -161,10 +161,7 @@ def main(argv: list[str] | None = None) -> int:
     archive = take_archive(args.flashinfer_aot, args.out) if args.flashinfer_aot else None
     if not take_native(args.out):
         print("no native library is built here: adapters will be read by torch there, which is slower", file=sys.stderr)
-    present = args.present.read_text("utf-8").split() if args.present else []
-    left_out = {
-        package_name(each) for each in (*args.without, *present, *args.also)
-    }  # a package of --also replaces ours
+    left_out = set(map(package_name, (*args.without, *args.also)))  # a package of --also replaces ours
     wanted = [*(name for name in PACKAGES if package_name(name) not in left_out), *args.also]
     try:
         download(wanted, args.python, wheels)
@@ -180,9 +177,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"it must have: {', '.join(elsewhere)}")
     if total > args.limit * 2**20:
         largest = max(files, key=os.path.getsize)
-        wrong.append(
-            f"that is more than {args.limit:g} MiB; the largest is {largest.name}; see --present and --without"
-        )
+        wrong.append(f"that is more than {args.limit:g} MiB; the largest is {largest.name}; see --without")
     for line in wrong:
         print(line, file=sys.stderr)
     return 1 if wrong else 0
@@ -200,8 +195,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--python", default="3.12", metavar="VERSION", help="of the other machine")
     add("--flashinfer-aot", type=Path, metavar="ARCHIVE", help="tar of flashinfer/data/aot, built for that GPU")
     add("--also", nargs="+", default=[], metavar="NAME[==VERSION]", help="more packages")
-    add("--without", nargs="+", default=[], metavar="NAME", help="packages that the other machine has")
-    add("--present", type=Path, metavar="FILE", help="more such packages, as `pip list --format freeze` prints")
+    add("--without", nargs="+", default=[], metavar="NAME", help="what the machine has, as `pip freeze` prints it")
     add("--limit", type=float, default=64.0, metavar="MIB", help="fail if all of it is more")
     return command.parse_args(argv)
 

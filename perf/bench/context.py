@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -100,7 +98,7 @@ class Context:
         limits = self.limits()
         rates = [limits[name]["bytes_per_s"] for name in ("copy", "read") if name in limits]
         if not rates:
-            raise LookupError("section limits has no rate of the device's memory; run it again with --redo limits")
+            raise LookupError("section limits has no rate of the device's memory; remove its file and run it again")
         return max(rates)
 
     def l2_bytes(self) -> int:
@@ -110,16 +108,16 @@ class Context:
     def adapters(self, rank: int, count: int) -> dict[str, Path]:
         """`count` adapters of one rank on all projections, by name; made on first use.
 
-        Their files are hard links to the same random weights: read, held and loaded they are adapters of their own, and
-        the disk holds them once.
+        They are links to the same random weights: read, held and loaded they are adapters of their own, and the disk
+        holds them once.
         """
         (source,) = random_adapters(RandomModel(self.size.geometry, (rank,), self.dtype_name), self.work_dir).values()
-        named = self.work_dir / "named" / self.dtype_name
+        named = self.work_dir / "linked" / self.dtype_name
+        named.mkdir(parents=True, exist_ok=True)
         made = {name: named / name for name in (f"r{rank}-{index:03d}" for index in range(count))}
-        for directory in made.values():
-            directory.mkdir(parents=True, exist_ok=True)
-            for path in source.iterdir():
-                _link(path, directory / path.name)
+        for link in made.values():
+            link.unlink(missing_ok=True)  # to a model of another size
+            link.symlink_to(source.resolve())
         return made
 
     def floors(self, requests: int, tokens: int, ranks: tuple[int, ...] = ()) -> Floors:
@@ -138,14 +136,3 @@ class Context:
             max(prefill_flops / flops, prefill_bytes / bandwidth), step_bytes / bandwidth,
             (step_bytes - base_bytes) / bandwidth, prefill_flops, step_bytes,
         )  # fmt: skip
-
-
-def _link(source: Path, target: Path) -> None:
-    """Make `target` another name of `source`, or a copy where the file system has no links."""
-    if target.exists() and target.samefile(source):
-        return
-    target.unlink(missing_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)

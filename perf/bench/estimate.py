@@ -26,7 +26,7 @@ from .sizes import SIZES
 RESULTS = Path(__file__).parents[1] / "results" / "h100-2026-11-22-e391802" / "result.json"
 _BUCKETS = 1, 8, 16, 32, 64
 
-#: Most rows whose products were ours in that run.
+#: Most rows of a step with products of ours in that run.
 _MOST_OURS = 16
 
 

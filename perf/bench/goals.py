@@ -52,10 +52,5 @@ def _worst(name: str, rows: Iterable[Mapping[str, Any]], key: str, mark: float, 
 
 
 def _where(row: Mapping[str, Any]) -> str:
-    if "bucket" in row:
-        return f"batch {row['bucket']}"
-    if "tokens" in row:
-        return f"batch {row['tokens']}"
-    if "popularity" in row:
-        return row["popularity"]
-    return f"prompt of {row['prompt_tokens']}"
+    cases = {"bucket": "batch {}", "tokens": "batch {}", "popularity": "{}", "prompt_tokens": "prompt of {}"}
+    return next(text.format(row[key]) for key, text in cases.items() if key in row)

@@ -34,13 +34,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from ...core.engine import Engine
 from ...core.executors.cuda import CudaExecutor
-from ...core.requests.request import Request
-from ...core.requests.sampling_params import SamplingParams
 from ...ops.attention_plan import PlanBuffers
 from ..report.command import conclude, parser
-from .idle_engine import GEOMETRY, StubDevice, idle_engine
+from .idle_engine import GEOMETRY, StubDevice, add, decoding, idle_engine
 from .launches import decode_launches, prompt_launches
 from .machine import processor
 from .sections.registry import rows_table
@@ -56,7 +53,8 @@ def host_times(
 ) -> dict[str, float]:
     """Microseconds of each part of a step of `rows` decode rows of `tokens` tokens and more; lora: an adapter each."""
     with idle_engine(rows, tokens + 2 * steps + 8, lora, work_dir, StubDevice(), ahead=False) as engine:
-        _begin(engine, rows, tokens, lora, steps)
+        decoding(engine, sorted(engine.store.names()) if lora else [None] * rows, tokens, 2 * steps + 4)
+        engine.step()
         parts = {"step": (engine, "step"), "execute": (engine.executor, "execute"), "pages": (PlanBuffers, "write")}
         with timed(parts, clock) as took:
             for _ in range(steps):
@@ -68,7 +66,7 @@ def host_times(
 
 def prefill_time(
     tokens: int,
-    decoding: int,
+    behind: int,
     lora: bool,
     steps: int,
     work_dir: Path,
@@ -78,7 +76,7 @@ def prefill_time(
 ) -> float:
     """Microseconds that a layer of a prefill takes on the host, the fastest of the steps.
 
-    decoding: decode rows behind it. lora: each row has an adapter. pieces: what lies between attentions is captured.
+    behind: decode rows of others. lora: each row has an adapter. pieces: what lies between attentions is captured.
     """
     from ..kernels.idle_triton import idle_kernels  # needs triton
 
@@ -86,39 +84,23 @@ def prefill_time(
     with (
         idle_kernels(),
         idle_engine(
-            decoding + 1, max_len, lora, work_dir, StubDevice(), ahead=False, forward=True,
-            mixed_graph_tokens=tokens + decoding if pieces else 0,
+            behind + 1, max_len, lora, work_dir, StubDevice(), ahead=False, forward=True,
+            mixed_graph_tokens=tokens + behind if pieces else 0,
         ) as engine,
     ):  # fmt: skip
         assert isinstance(engine.executor, CudaExecutor)
         computing = engine.executor.steps
         forward = (computing.mixed, "run") if pieces else (computing.decoder, "forward")
-        first, *others = sorted(engine.store.names()) if lora else [None] * (decoding + 1)
-        params = SamplingParams(max_tokens=3 * steps, temperature=0.0, ignore_eos=True)
-        for index, name in enumerate(others):
-            engine.add_request(Request(f"r{index}", [1], params, name))
-        while len(engine.scheduler.running) < decoding:
-            engine.step()
+        first, *others = sorted(engine.store.names()) if lora else [None] * (behind + 1)
+        decoding(engine, others, 1, 3 * steps)
         skipped = int(pieces)  # the first step captures
         with timed({"forward": forward}, clock) as took:
             for index in range(steps + skipped):
-                once = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-                engine.add_request(Request(f"p{index}", [1] * tokens, once, first))
+                add(engine, f"p{index}", first, tokens, 1)
                 engine.step()
     if len(took["forward"]) != steps + skipped:
         raise RuntimeError(f"{len(took['forward'])} forward passes in {steps + skipped} steps")
     return min(took["forward"][skipped:]) / GEOMETRY.layers * 1e6
-
-
-def _begin(engine: Engine, rows: int, tokens: int, lora: bool, steps: int) -> None:
-    """Add the requests and run steps until all of them decode."""
-    params = SamplingParams(max_tokens=2 * steps + 4, temperature=0.0, ignore_eos=True)
-    names = sorted(engine.store.names()) if lora else [None] * rows
-    for index, name in enumerate(names):
-        engine.add_request(Request(f"r{index}", [1] * tokens, params, name))
-    while len(engine.scheduler.running) < rows or any(it.num_output_tokens == 0 for it in engine.scheduler.running):
-        engine.step()
-    engine.step()
 
 
 @contextmanager
@@ -155,8 +137,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases = ("base", 0, False), ("adapter", 0, True), ("mixed", args.decoding, True)
     layer, in_pieces = (
         {
-            name: prefill_time(args.prompt, decoding, lora, args.steps, args.work_dir, pieces=pieces)
-            for name, decoding, lora in (cases if find_spec("triton") else ())
+            name: prefill_time(args.prompt, behind, lora, args.steps, args.work_dir, pieces=pieces)
+            for name, behind, lora in (cases if find_spec("triton") else ())
         }
         for pieces in (False, True)
     )
@@ -171,8 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ):
             rows_table(title, {name: name for name in rows[0]}, rows).show()
     result = {"cases": found, "layer": layer, "layer in pieces": in_pieces, "launches": launches}
-    settings = {"suite": "host_time", "device": processor(), "steps": args.steps}
-    return conclude({**settings, **result}, ok=True)
+    return conclude({"device": processor(), "steps": args.steps, **result}, ok=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +17,8 @@ from ...core.executors import cuda
 from ...core.executors.cuda import CudaExecutor
 from ...core.model.decoder import DecoderModel
 from ...core.model.lora_state_cuda import CudaLoraState
+from ...core.requests.request import Request
+from ...core.requests.sampling_params import SamplingParams
 from ...graphs.device import CudaDevice
 from ...memory.host.images import InlineReads
 from . import random_model
@@ -100,15 +102,14 @@ def idle_engine(
     ahead: bool,
     forward: bool = False,
     mixed_graph_tokens: int = 0,
-    step_tokens: int = 8192,
 ) -> Iterator[Engine]:
-    """Engine on a stub device. forward: steps compute, as far as the caller lets them. step_tokens: most of a step."""
+    """Engine on a stub device. forward: steps compute, as far as the caller lets them."""
     model = random_model.RandomModel(GEOMETRY, (_RANK,) * rows if lora else ())
     pages_per_row = -(-max_len // 16) + 1
     adapter_pages = 64 * rows
     config = EngineConfig(
         model=random_model.checkpoint(model, work_dir), device="cuda", max_num_seqs=rows, max_model_len=max_len,
-        max_num_batched_tokens=max(step_tokens, rows), num_pages=2 + rows * pages_per_row + adapter_pages,
+        max_num_batched_tokens=max(8192, rows), num_pages=2 + rows * pages_per_row + adapter_pages,
         max_lora_rank=_RANK, prefix_cache=False, lookahead=rows, graph_capture="lazy", small_gemm="off",
         async_scheduling=ahead, mixed_graph_tokens=mixed_graph_tokens,
     )  # fmt: skip
@@ -134,3 +135,19 @@ def idle_engine(
             yield engine
         finally:
             engine.close()
+
+
+def add(engine: Engine, name: str, adapter: str | None, prompt: int, max_tokens: int) -> None:
+    """Add a request for so many tokens behind a prompt of so many."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    engine.add_request(Request(name, [1] * prompt, params, adapter))
+
+
+def decoding(engine: Engine, adapters: Sequence[str | None], prompt: int, max_tokens: int) -> list[str]:
+    """Add a request for each adapter and run steps until all of them decode; their ids."""
+    ids = [f"r{index}" for index in range(len(adapters))]
+    for name, adapter in zip(ids, adapters, strict=True):
+        add(engine, name, adapter, prompt, max_tokens)
+    while any(engine.scheduler.get(name).num_output_tokens == 0 for name in ids):
+        engine.step()
+    return ids

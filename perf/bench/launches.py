@@ -14,9 +14,7 @@ import torch
 from ...core.engine import Engine
 from ...core.model import decoder
 from ...core.model.batch import Way
-from ...core.requests.request import Request
-from ...core.requests.sampling_params import SamplingParams
-from .idle_engine import GEOMETRY, StubDevice, Wrapper, idle_engine
+from .idle_engine import GEOMETRY, StubDevice, Wrapper, add, decoding, idle_engine
 
 #: Ways of a layer's products in a decode step. The logits' are the stand-in library's, which are numbers.
 _WAYS = {
@@ -56,7 +54,7 @@ def prompt_launches(work_dir: Path) -> list[dict[str, Any]]:
                 ids = _decode(engine, adapters) if step == "mixed" else []
                 for index in range(2):  # the first captures
                     launched.clear()
-                    _add(engine, f"p{index}", engine.store.names()[-1] if adapters else None, 1, _PROMPT)
+                    add(engine, f"p{index}", engine.store.names()[-1] if adapters else None, _PROMPT, 1)
                     engine.step()
                 _abort(engine, ids)
                 pieces = [name for name in launched if name in ("graph", "attention")]
@@ -80,18 +78,8 @@ def _kind(name: str) -> str:
 
 
 def _decode(engine: Engine, adapters: bool) -> list[str]:
-    """Run steps until rows of the base model, or of an adapter each, decode; their requests."""
-    ids = [f"r{index}" for index in range(_ROWS)]
-    for name, adapter in zip(ids, sorted(engine.store.names()), strict=False):
-        _add(engine, name, adapter if adapters else None, 64, 1)
-    while any(engine.scheduler.get(name).num_output_tokens == 0 for name in ids):
-        engine.step()
-    return ids
-
-
-def _add(engine: Engine, name: str, adapter: str | None, max_tokens: int, prompt: int) -> None:
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    engine.add_request(Request(name, [1] * prompt, params, adapter))
+    """Requests for the base model, or for an adapter each, that decode."""
+    return decoding(engine, sorted(engine.store.names())[:_ROWS] if adapters else [None] * _ROWS, 1, 64)
 
 
 def _abort(engine: Engine, ids: Sequence[str]) -> None:

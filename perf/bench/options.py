@@ -38,7 +38,6 @@ class Options(argparse.Namespace):
         options.work_dir = (options.work_dir or options.out / "work").resolve()
         options.model_size = options.model_size or (TINY if options.device == "cpu" else "llama-3.1-8b")
         options.sections = options.sections or list(options.known)
-        options.redo = list(SECTIONS) if "all" in options.redo else options.redo
         options.budget = options.budget or (QUICK_SECONDS if options.quick else math.inf)
         options.section_timeout = options.section_timeout or (QUICK_SECTION_SECONDS if options.quick else math.inf)
         return options
@@ -99,7 +98,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", choices=("cuda", "cpu"), default="cuda", help=what)
     add("--model-size", choices=tuple(SIZES), help="default: llama-3.1-8b, on a CPU tiny")
     add("--sections", nargs="+", choices=tuple(SECTIONS), metavar="NAME", help="default: all of this device")
-    add("--redo", nargs="+", choices=(*SECTIONS, "all"), default=[], metavar="NAME", help="run these again, or all")
     add("--work-dir", type=Path, help="where adapters are written; default: work in the folder of the results")
     add("--budget", type=float, metavar="SECONDS", help="time for all; default: 480 with --quick, else no limit")
     add("--section-timeout", type=float, metavar="SECONDS", help="for one; default: 200 with --quick, else no limit")

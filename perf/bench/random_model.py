@@ -31,7 +31,7 @@ _ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
 @dataclass(frozen=True)
 class RandomModel:
-    """What decides on a model's weights, and on those of an adapter of each of `ranks` on all projections."""
+    """What decides on a model's weights, and on the weights of an adapter of each of `ranks` on all projections."""
 
     geometry: Geometry
     ranks: tuple[int, ...] = (8, 16, 32, 64, 8, 16, 32, 64)
@@ -148,9 +148,9 @@ def _once(path: Path, write: Callable[[Path], None]) -> Path:
     return path
 
 
-def _digest(model: RandomModel, *parts: Any) -> str:
-    told = [VERSION, asdict(model.geometry), model.dtype, model.seed, *parts]
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
+def _digest(model: RandomModel, *more: Any) -> str:
+    parts = [VERSION, asdict(model.geometry), model.dtype, model.seed, *more]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -130,7 +130,7 @@ class ModelSize:
 
 TINY = "tiny"
 
-#: Those behind `tiny` are of models in use, `wide` with fewer layers.
+#: Shapes behind `tiny` are of models in use, `wide` with fewer layers.
 SIZES = {
     "llama-3.1-8b": ModelSize(
         "llama-3.1-8b",

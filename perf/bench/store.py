@@ -45,14 +45,10 @@ class ResultStore:
         except FileNotFoundError:
             return None
 
-    def is_done(self, section: str) -> bool:
+    def status(self, section: str) -> str | None:
+        """`RUNNING`: it has rows and no end, as its process is under way or was ended. None without a record."""
         record = self.load(section)
-        return record is not None and record["status"] == DONE
-
-    def is_running(self, section: str) -> bool:
-        """True if a section has rows and no end: its process is under way, or was ended."""
-        record = self.load(section)
-        return record is not None and record["status"] == RUNNING
+        return record and record["status"]
 
     def values(self, section: str, *, partial: bool = False) -> dict[str, Any]:
         """Results of a finished section; partial: of any that has some. LookupError when there are none."""

@@ -246,10 +246,10 @@ class Subject:
         if self.engine.stats().merged_adapter != name:
             raise Unsettled(f"adapter {name!r} is not merged")
 
-    def load(self, names: Sequence[str], prompt_tokens: int = 1) -> None:
+    def load(self, names: Sequence[str]) -> None:
         """Make adapters resident, by a request for each, one after another."""
         for name in names:
-            self.add(prompt_tokens, 1, name)
+            self.add(1, 1, name)
             self.finish()
             self._expect(name, Tier.DEVICE)
 

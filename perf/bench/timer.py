@@ -13,13 +13,14 @@ import torch
 
 from ...graphs.device import CudaDevice
 
+_MOST_CALLS = 200  # of a measurement
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Seconds of one call: the median and the least of `count`. captured: whether replays of a graph were timed."""
+    """Seconds of one call: the median of `count`. captured: whether replays of a graph were timed."""
 
     seconds: float
-    best: float
     count: int
     captured: bool = False
 
@@ -55,7 +56,7 @@ class WallTimer:
             began = self._clock()
             work()
             seconds.append(self._clock() - began)
-        return Sample(median(seconds), min(seconds), len(seconds))
+        return Sample(median(seconds), len(seconds))
 
     def synchronize(self) -> None:
         """Calls have ended when they return."""
@@ -69,19 +70,18 @@ class CudaTimer:
 
     method = "CUDA events around graph replays (eager calls where 'captured' is false)"
 
-    def __init__(self, seconds: float = 0.05, min_count: int = 5, max_count: int = 200) -> None:
+    def __init__(self, seconds: float = 0.05, min_count: int = 5) -> None:
         self._seconds = seconds
         self._min_count = min_count
-        self._max_count = max_count
         self._device: CudaDevice | None = None  # made when it is needed: some only call
 
     def time(self, work: Callable[[], Any], *, capture: bool = True) -> Sample:
         call = self._capture(work) if capture else work
         call()
         first = self._once(call)
-        count = min(self._max_count, max(self._min_count, int(self._seconds / max(first, 1e-7))))
+        count = min(_MOST_CALLS, max(self._min_count, int(self._seconds / max(first, 1e-7))))
         seconds = self._many(call, count)
-        return Sample(median(seconds), min(seconds), count, capture)
+        return Sample(median(seconds), count, capture)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()

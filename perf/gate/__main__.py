@@ -1,6 +1,6 @@
 """Hold results against their baselines: `python -m chorus.perf.gate RESULT…`.
 
-A result is a file with a JSON object as its last line, as the benchmarks print it; `-` is standard input. Which values
+A result is a file with a JSON object as its last line, as the benchmarks print it. Which values
 count, and by how much they may be worse, is in the TOML files of the baselines' directory. Several results of one load
 count as repeats. Exits with 1 for a regression or a missing metric, with 2 for what can't be compared. The last line
 is one JSON object.
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 def read_result(path: str) -> dict[str, Any]:
     """The JSON object that a file is, or ends with. Raises GateError."""
     try:
-        text = (sys.stdin.read() if path == "-" else Path(path).read_text("utf-8")).strip()
+        text = Path(path).read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise GateError(f"{path} can't be read: {error}") from None
     for candidate in (text, text.rpartition("\n")[2]):
@@ -62,7 +62,7 @@ def _runs(args: argparse.Namespace) -> list[Run]:
     groups: dict[tuple[str, str, str], tuple[Any, list[dict[str, Any]]]] = {}
     for path in args.results:
         result = read_result(path)
-        suite = suite_of(result, known, args.suite)
+        suite = suite_of(result, known)
         one = Run.of(suite, [result])
         groups.setdefault((suite.name, one.variant, one.device), (suite, []))[1].append(result)
     return [Run.of(suite, results) for suite, results in groups.values()]
@@ -83,17 +83,17 @@ def _gate(run: Run, args: argparse.Namespace) -> dict[str, Any]:
         print(f"{text}: skipped")
         return {**report, "ok": True, "baseline": None}
     verdicts = compare(run, baseline)
-    _show(run, baseline, verdicts, everything=args.all or len(verdicts) <= _LONG)
+    _show(run, baseline, verdicts)
     ok = all(verdict.status.passes for verdict in verdicts)
     return {**report, "ok": ok, "baseline": str(baseline.path), "metrics": [each.to_json() for each in verdicts]}
 
 
-def _show(run: Run, baseline: Baseline, verdicts: Sequence[Verdict], everything: bool) -> None:
-    """Print what is not ok, or everything, and what it comes to."""
+def _show(run: Run, baseline: Baseline, verdicts: Sequence[Verdict]) -> None:
+    """Print everything, or of many verdicts what is not ok, and what it comes to."""
     title = f"{run.label} on {run.device}, baseline of {baseline.taken} on {baseline.device}"
     table = Table(title, ["metric", "baseline", "result", "change", "allowed", "verdict"])
     for verdict in verdicts:
-        if everything or verdict.status is not Status.OK:
+        if len(verdicts) <= _LONG or verdict.status is not Status.OK:
             sign = {"lower": "+", "higher": "-", "same": "±"}[verdict.metric.better]
             allowed = "exact" if verdict.metric.rule.kind == "exact" else f"{sign}{verdict.allowed:.1%}"
             change = "-" if verdict.change is None else f"{verdict.change:+.1%}"
@@ -115,12 +115,10 @@ def _show(run: Run, baseline: Baseline, verdicts: Sequence[Verdict], everything:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     command = parser(__spec__, __doc__)
     add = command.add_argument
-    add("results", nargs="+", metavar="RESULT", help="file that ends with a JSON object; - is standard input")
+    add("results", nargs="+", metavar="RESULT", help="file that ends with a JSON object")
     add("--baseline", type=Path, default=BASELINES, metavar="DIR", help="the baselines")
-    add("--suite", metavar="NAME", help="which suite the results are of; default: the one that they fit")
     add("--update", action="store_true", help="make the results the new baseline")
     add("--skip-unknown", action="store_true", help="pass what has no baseline for its device instead of failing")
-    add("--all", action="store_true", help="show every metric, however many")
     return command.parse_args(argv)
 
 

@@ -73,7 +73,6 @@ def measure(rounds: int) -> dict[str, Any]:
             _round(subject, directory)  # the first is slower: caches are cold and nothing is compiled
             found = [_round(subject, directory) for _ in range(rounds)]
     return {
-        "suite": "cpu",
         "device": processor(),
         "kernels": native_library.level() or "torch",
         "rounds": rounds,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import tomllib
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 Better = Literal["lower", "higher", "same"]
 Kind = Literal["exact", "ratio", "measured"]
@@ -19,8 +18,8 @@ class GateError(Exception):
     """Something that can't be compared; the message says what to do about it."""
 
 
-def find(document: Any, pointer: str, default: Any = None) -> Any:
-    """Value that a JSON pointer (RFC 6901) such as `/cases/mixed/0` points at; `default` if nothing is there."""
+def find(document: Any, pointer: str) -> Any:
+    """Value that a JSON pointer (RFC 6901) such as `/cases/mixed/0` points at; None if nothing is there."""
     found = document
     for token in pointer.split("/")[1:]:
         token = token.replace("~1", "/").replace("~0", "~")
@@ -29,17 +28,15 @@ def find(document: Any, pointer: str, default: Any = None) -> Any:
         elif isinstance(found, list) and token.isdigit() and int(token) < len(found):
             found = found[int(token)]
         else:
-            return default
+            return None
     return found
 
 
-def _check_pointer(text: str) -> str:
-    if text and not text.startswith("/"):
-        raise ValueError(f"{text!r} is no JSON pointer; begin it with a slash")
-    return text
+#: A JSON pointer; the empty one is the whole document.
+Pointer = Annotated[str, Field(pattern="^(/|$)")]
 
-
-Pointer = Annotated[str, AfterValidator(_check_pointer)]
+#: By how much larger floors and caps are where the baseline is another device's.
+ELSEWHERE = 2.0
 
 
 class Rule(BaseModel):
@@ -71,7 +68,7 @@ class MetricEntry(Rule):
 class TableEntry(Rule):
     """Values of every row of a list.
 
-    A row is known by its `key` columns; by default by all that are text or yes/no, and by a number where these repeat.
+    A row is known by its `key` columns; by default by all that are text or yes/no.
 
     values: columns to compare (default: all numbers). better: for all columns, or by column. name: what the
     metrics' names begin with.
@@ -90,7 +87,7 @@ class Suite(BaseModel):
 
     match: pointers that only results of this suite have. device: where the result names what it was measured on;
     without, every machine gives the same values. portable: other devices may be compared, too, with floors and caps
-    `elsewhere` times as large. variant: where the result says which of several loads it is. same: what else must be as
+    `ELSEWHERE` times as large. variant: where the result says which of several loads it is. same: what else must be as
     in the baseline, such as the load's size.
     """
 
@@ -100,7 +97,6 @@ class Suite(BaseModel):
     match: list[Pointer] = []
     device: Pointer | None = None
     portable: bool = False
-    elsewhere: float = Field(default=2.0, ge=1)
     variant: Pointer | None = None
     same: list[Pointer] = []
     metrics: list[MetricEntry] = []
@@ -121,8 +117,7 @@ class Suite(BaseModel):
             raise GateError(f"{path}: {field} is {first['input']!r}: {first['msg']}") from None
 
     def fits(self, result: dict[str, Any]) -> bool:
-        missing = object()
-        return bool(self.match) and all(find(result, pointer, missing) is not missing for pointer in self.match)
+        return bool(self.match) and all(find(result, pointer) is not None for pointer in self.match)
 
     def readings(self, result: dict[str, Any]) -> Iterator[tuple[Metric, tuple[float, ...]]]:
         """Every metric that the suite names, and every one that its tables have rows for, with what was read.
@@ -159,30 +154,19 @@ def suites(directory: Path) -> dict[str, Suite]:
     return {path.stem: Suite.read(path) for path in sorted(directory.glob("*.toml"))}
 
 
-def suite_of(result: dict[str, Any], known: dict[str, Suite], name: str | None) -> Suite:
-    """The suite that is named, else that the result names, else the only one it fits. Raises GateError."""
-    name = name or result.get("suite")
-    if name is not None:
-        if name not in known:
-            raise GateError(f"there is no suite {name!r}; there are {', '.join(known) or 'none'}")
-        return known[name]
+def suite_of(result: dict[str, Any], known: dict[str, Suite]) -> Suite:
+    """The only suite that a result fits. Raises GateError."""
     fitting = [suite for suite in known.values() if suite.fits(result)]
     if len(fitting) != 1:
         found = "several suites" if fitting else "no suite"
-        raise GateError(
-            f"the result fits {found}; name one with --suite: {', '.join(known)} (its keys: {', '.join(result)[:200]})"
-        )
+        raise GateError(f"the result fits {found} of {', '.join(known)} (its keys: {', '.join(result)[:200]})")
     return fitting[0]
 
 
 def _rows(result: dict[str, Any], table: TableEntry) -> Iterator[tuple[Metric, tuple[float, ...]]]:
-    seen: Counter[str] = Counter()
     for row in find(result, table.at) or ():
         key = table.key if table.key is not None else [name for name, value in row.items() if _is_label(value)]
         label = " ".join([table.name, *(str(row.get(name)) for name in key)]).strip()
-        seen[label] += 1
-        if table.key is None and seen[label] > 1:
-            label = f"{label} #{seen[label]}".strip()
         named = table.values if table.values is not None else [name for name in row if _is_number(row[name])]
         for column in named:
             if column in key or row.get(column) is None:

@@ -21,10 +21,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..report.command import conclude, parser
+from ..report.table import Table
 from .variants import SHARED_LIMIT, compile_all, plain_variants, variants
 
-_COLUMNS = "{:6} {:22} {:9} {:5} {:>6} {:>4} {:>4} {:>6} {:>6} {:17} {:>4} {:>5} {:>4} {:>6}"
-_TITLES = (
+_COLUMNS = (
     "arch", "kernel", "group", "dtype", "tokens", "rank", "regs", "spills", "shared", "matrix", "wide", "loads", "bars",
     "KiB/SM",
 )  # fmt: skip
@@ -44,16 +44,15 @@ def main(argv: list[str] | None = None) -> int:
     if args.keep:
         rows = (f"{json.dumps(key)}: {json.dumps(fields)}" for key, fields in sorted(known.items()))
         args.known.write_text("{\n" + ",\n".join(rows) + "\n}\n", "utf-8")
-    print(_COLUMNS.format(*_TITLES))
+    table = Table("compiled", _COLUMNS)
     for line in lines:
         variant = line.variant
-        print(
-            _COLUMNS.format(
-                line.arch, variant.kernel, variant.group, variant.dtype, variant.tokens, variant.max_rank or "-",
-                line.registers, line.spill_bytes, line.shared_bytes, line.matrix or "-", line.wide_loads,
-                line.loads_before if variant.pointer else "-", line.barriers, line.bytes_in_flight >> 10,
-            )
+        table.add(
+            line.arch, variant.kernel, variant.group, variant.dtype, variant.tokens, variant.max_rank or None,
+            line.registers, line.spill_bytes, line.shared_bytes, line.matrix or None, line.wide_loads,
+            line.loads_before if variant.pointer else None, line.barriers, line.bytes_in_flight >> 10,
         )  # fmt: skip
+    table.show()
     failures = [f"{line.arch} {line.variant}: {problem}" for line in lines for problem in line.problems()]
     for failure in failures:
         print(f"FAILED {failure}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import import_module
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,35 +41,42 @@ _COUNTS = {"layer": "i32", "layers": "i32", "max_pages": "i32", "tokens": "i32"}
 
 
 class Elementwise(NamedTuple):
-    """A launch that reads no adapter. own: arguments that point to the variant's dtype; others: with their types."""
+    """A launch that reads no adapter. module: of `ops`. own: arguments that point to the variant's dtype; others: with
+    their types. pointer: the argument through which weights, or keys, are read, and multiplied on tensor cores.
+    """
 
+    module: str
     kernel: str
     constants: dict[str, int]
     options: dict[str, int | bool]
     own: tuple[str, ...]
     others: dict[str, str]
+    pointer: str = ""
 
 
 def _strides(*names: str) -> dict[str, str]:
     return {f"{name}_stride": "i32" for name in names}
 
 
+_elementwise = partial(Elementwise, "elementwise_triton")
+
+
 def _norm(hidden: int, add: bool) -> Elementwise:
-    return Elementwise(
+    return _elementwise(
         "rms_norm_rows", elementwise_schedule.norm_constants(hidden, add), elementwise_schedule.norm_options(hidden),
         ("y", "x", "residual", "weight"), {"eps": "fp32", **_strides("x", "y", "residual")},
     )  # fmt: skip
 
 
 def _silu(ffn: int) -> Elementwise:
-    return Elementwise(
+    return _elementwise(
         "silu_and_mul_rows", elementwise_schedule.silu_constants(ffn), elementwise_schedule.silu_options(),
         ("y", "gate_up"), _strides("gate_up", "y"),
     )  # fmt: skip
 
 
 def _rotary(heads: int, kv_heads: int, head_dim: int, norm: bool) -> Elementwise:
-    return Elementwise(
+    return _elementwise(
         "rotate_and_write_heads", elementwise_schedule.rotary_constants(heads, kv_heads, head_dim, norm),
         elementwise_schedule.rotary_options(),
         ("q", "k_cache", "v_cache", "qkv", "cos", "sin", "q_norm", "k_norm"),
@@ -95,9 +103,9 @@ def _product(d_in: int, d_out: int, rows: int, *, silu: bool, group: str = "", m
         shape = ExpandShape.build(decode(rows, max_rank), GROUPS[group][1], d_in, PAGE_ELEMS, 2, max_rank, pages)
 
     return Elementwise(
-        "multiply_rows", small.gemm_constants(schedule, d_in, d_out, silu=silu, shape=shape),
+        "small_gemm_triton", "multiply_rows", small.gemm_constants(schedule, d_in, d_out, silu=silu, shape=shape),
         small.gemm_options(schedule), ("y", "x", "weight", "bias", "arena"),
-        {"h": "*fp32", **_TABLES, **_PLACES, **_COUNTS, "num_tiles": "i32", **_strides("y", "x")},
+        {"h": "*fp32", **_TABLES, **_PLACES, **_COUNTS, "num_tiles": "i32", **_strides("y", "x")}, "weight",
     )  # fmt: skip
 
 
@@ -130,11 +138,11 @@ _BLOCK_TOKENS = 16  # of a page
 def _attention(heads: int, kv_heads: int, head_dim: int, itemsize: int) -> Elementwise:
     shape = heads, kv_heads, head_dim, _BLOCK_TOKENS
     return Elementwise(
-        "attend_rows", attention_constants(*shape, itemsize), attention_options(),
+        "attention_triton", "attend_rows", attention_constants(*shape, itemsize), attention_options(),
         ("out", "q", "k_cache", "v_cache"),
         {**dict.fromkeys(("indptr", "last_page_len", "indices", "arrived"), "*i32"),
          **dict.fromkeys(("values", "tops", "totals"), "*fp32"), "scale": "fp32", "least": "i32",
-         **_strides("page", "token", "head")},
+         **_strides("page", "token", "head")}, "k_cache",
     )  # fmt: skip
 
 
@@ -147,10 +155,11 @@ def _draws(vocab: int) -> dict[str, Elementwise]:
     its = sampling_schedule
     read = {**_PEAKS, **_DRAWN}
     drawn = {**_SUMS, "tokens": "*i64", "lists": "*i32", "columns": "i32", **read}
+    made = partial(Elementwise, "sampling_triton")
     return {
-        "peaks": Elementwise("find_peaks", its.peak_constants(vocab), its.peak_options(), (), read),
-        "weights": Elementwise("weigh_blocks", its.weigh_constants(vocab), its.weigh_options(), (), {**_SUMS, **read}),
-        "tokens": Elementwise("pick_tokens", its.pick_constants(vocab), its.pick_options(), (), drawn),
+        "peaks": made("find_peaks", its.peak_constants(vocab), its.peak_options(), (), read),
+        "weights": made("weigh_blocks", its.weigh_constants(vocab), its.weigh_options(), (), {**_SUMS, **read}),
+        "tokens": made("pick_tokens", its.pick_constants(vocab), its.pick_options(), (), drawn),
     }
 
 
@@ -183,26 +192,16 @@ class Variant:
     @property
     def module(self) -> str:
         """The module of `ops` that the kernel is in."""
-        if self.group in ATTENTION:
-            return "attention_triton"
-        if self.group in PRODUCTS:
-            return "small_gemm_triton"
-        if self.group in DRAWS:
-            return "sampling_triton"
-        return "elementwise_triton" if self.group in ELEMENTWISE else "sgmv_triton"
+        return self.launch.module if self.launch else "sgmv_triton"
 
     @property
     def pointer(self) -> str:
         """The argument through which weights, or keys, are read; none where a launch reads no more than its rows."""
-        if self.group in ATTENTION:
-            return "k_cache"
-        if self.group in PRODUCTS:
-            return "weight"
-        return "" if self.group in PLAIN else "arena"
+        return self.launch.pointer if self.launch else "arena"
 
     @property
     def tensor_cores(self) -> bool:
-        return self.group in PRODUCTS or self.group in ATTENTION or self.kernel.endswith("prefill")
+        return bool(self.launch.pointer) if self.launch else self.kernel.endswith("prefill")
 
     def options(self) -> dict[str, int | bool]:
         if (launch := self.launch) is not None:
@@ -230,6 +229,15 @@ class Variant:
         if self.kernel.startswith("shrink"):
             return {"h": "*fp32", "x": own, "arena": own, **tables, "x_stride": "i32"}
         return {"y": own, "h": "*fp32", "arena": own, **tables, "y_stride": "i32"}
+
+    @property
+    def num_weights(self) -> int:
+        """Elements of the weights that are read, or of adapters for each rank; 0 without any."""
+        if (launch := self.launch) is not None:
+            its = launch.constants
+            return its["D_IN"] * its["D_OUT"] * (1 + its["SILU"]) if self.group in PRODUCTS else 0
+        d_in, modules = GROUPS[self.group]
+        return len(modules) * d_in if self.kernel.startswith("shrink") else sum(width for _, _, width in modules)
 
     @property
     def launched(self) -> tuple[object, ...]:
@@ -349,10 +357,10 @@ def compile_all(
 
 
 def widest(chosen: Sequence[Variant]) -> list[Variant]:
-    """Of variants whose code differs by sizes alone the one that takes most, in bf16 if there is one: of a kernel for
-    any projections, of products in one tile with one rank.
+    """Of variants that differ by sizes alone the one that takes most, in bf16 if there is one: of a kernel for any
+    projections, of products in one tile with one rank.
     """
-    by_size = sorted(chosen, key=lambda each: (each.dtype == "bf16", each.max_rank, each.tokens, each.cost().bytes))
+    by_size = sorted(chosen, key=lambda each: (each.dtype == "bf16", each.max_rank, each.tokens, each.num_weights))
     return list(
         {(each.kernel, each.group not in GROUPS and each.group.split(".")[0]): each for each in by_size}.values()
     )

@@ -107,7 +107,7 @@ class Plan:
 
     def assumptions(self) -> list[str]:
         profile, scale = self.fleet.profile, self.fleet.scale
-        told = [
+        said = [
             f"Costs: {profile.source}. {'No step was measured on this GPU.' if self.predicted else ''}",
             f"Adapters change {', '.join(self.fleet.targets)} in every layer. No prefix is cached: none is recorded.",
             f"{'Seed 0 is the trace itself; the others draw' if scale == 1 else 'Seeds draw'} each request 0, 1, 2 … "
@@ -115,7 +115,7 @@ class Plan:
             "its interval does; one that can't any more is not simulated to its end.",
             "TTFT and TPOT are the engine's: what HTTP, the network and a router's stale knowledge add is not in them.",
         ]
-        return told + ([self.note + "."] if self.note else [])
+        return said + ([self.note + "."] if self.note else [])
 
     def to_json(self) -> dict[str, Any]:
         return {

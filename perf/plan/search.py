@@ -219,9 +219,9 @@ def search(
     most_replicas: int,
     seeds: int,
     jobs: int = 1,
-    told: Callable[[Tried], None] = lambda tried: None,
+    progress: Callable[[Tried], None] = lambda tried: None,
 ) -> list[Tried]:
-    """All that was tried. memories: (arena, host) bytes. told: called with each when it is known.
+    """All that was tried. memories: (arena, host) bytes. progress: called with each when it is known.
 
     Replicas, memory and attainment are taken to rise together: the fewest replicas are found by doubling and bisection,
     and what fails is not tried with less memory, so give the largest first. Later memories and policies are tried with
@@ -238,7 +238,7 @@ def search(
                     return False
                 tried = _try(fleet, candidate, seeds, jobs, mapped)
                 found.append(tried)
-                told(tried)
+                progress(tried)
                 return tried.meets
 
             is_first = not any(tried.meets for tried in found)

@@ -9,6 +9,7 @@ request failed or an answer was another adapter's, with 2 if nothing could be me
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shlex
@@ -21,9 +22,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
+import numpy as np
 
 from ..report.command import conclude
-from ..report.table import Table, spread
+from ..report.table import Table
 from ..workload import WorkloadError
 from ..workload.request import TraceRequest
 from . import aiperf
@@ -110,9 +112,10 @@ def _by_model(plan: Sequence[PlannedRequest], outcome: aiperf.Outcome) -> Table:
         found.setdefault(request.model, []).append(times)
     table = Table("by model, ms", ["model", "requests", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"])
     for model, each in sorted(found.items(), key=lambda item: -len(item[1])):
-        shares = (spread(one[name] for one in each if name in one) or {} for name in
-                  (aiperf.OBJECTIVES["ttft"], aiperf.OBJECTIVES["tpot"]))  # fmt: skip
-        table.add(model, len(each), *(share.get(mark) for share in shares for mark in ("p50", "p99")))
+        known = ([one[name] for one in each if name in one] for name in
+                 (aiperf.OBJECTIVES["ttft"], aiperf.OBJECTIVES["tpot"]))  # fmt: skip
+        marks = (np.percentile(its, (50, 99)).tolist() if its else (None, None) for its in known)
+        table.add(model, len(each), *itertools.chain.from_iterable(marks))
     return table
 
 

@@ -16,7 +16,7 @@ from ..workload.seeds import hashed_uniform
 #: Tokens that a chat template or a re-encoded text may add to a prompt.
 _SLACK = 24
 
-#: Positions that a request without prefix hashes has to itself.
+#: Positions that a request has to itself.
 _ROOM = 1 << 24
 
 #: Words that common tokenizers make one token of, with the space before it.
@@ -76,17 +76,9 @@ def shorten(request: TraceRequest, limit: int | None, *, exact: bool) -> TraceRe
 
 
 def _indices(request: TraceRequest, count: int, seed: int) -> list[int]:
-    """A number below `count` per prompt token: decided by the block's hash id, or by the request's id without any.
-
-    So prompts that share prefix hashes begin alike.
-    """
+    """A number below `count` per prompt token, decided by the request's id."""
     positions = np.arange(request.prompt_tokens, dtype=np.int64)
-    if request.hash_ids:
-        block = request.hash_block_tokens
-        places = np.array(request.hash_ids, np.int64)[positions // block] * block + positions % block
-        drawn = hashed_uniform(seed, "prompt blocks", places)
-    else:
-        drawn = hashed_uniform(seed, "prompt", request.id * _ROOM + positions)
+    drawn = hashed_uniform(seed, "prompt", request.id * _ROOM + positions)
     return (drawn * count).astype(np.int64).tolist()
 
 

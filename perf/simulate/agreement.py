@@ -61,14 +61,14 @@ class Run:
     known: list[TraceRequest]
     before: list[TraceRequest]
     speed: float
-    told: dict[str, Any]
+    seen: dict[str, Any]
 
     def beside(self, fleet: Fleet, works: Works) -> dict[str, Any]:
         """What the cluster showed beside its simulation."""
         slow, full = (
             fleet.simulate(self.known, self.policy, self.before, works, speed)[0] for speed in (self.speed, 1.0)
         )
-        return {**self.told, "simulated": means(slow), "full_speed": means(full), "simulated_moved": slow.num_moved}
+        return {**self.seen, "simulated": means(slow), "full_speed": means(full), "simulated_moved": slow.num_moved}
 
 
 def run(args: Any) -> dict[str, Any]:

@@ -54,7 +54,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--list", action="store_true", help="print the studies that come with Chorus")
     add("--json", action="store_true", help="print one JSON object per study and line, and no table")
     add("--out", type=Path, metavar="DIR", help="write the same JSON there, as STUDY.json")
-    add("--plots", type=Path, metavar="DIR", help="write pictures there (needs chorus-lora[plots])")
     add("--markdown", type=Path, metavar="FILE", help="write the tables there, as perf/results has them")
     first = "the first seed for requests and random policies (default: 0)"
     add("--seed", type=number(int, 0), metavar="N", help=first)
@@ -87,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run_studies(arguments: argparse.Namespace) -> int:
-    from .document import document, write_plot
+    from .document import document
     from .results import run_study
     from .study import load_study, shipped_studies
 
@@ -99,10 +98,10 @@ def _run_studies(arguments: argparse.Namespace) -> int:
     studies = _there([load_study(name, arguments.traces) for name in names], skip=arguments.studies == ["all"])
     share, flags, all_results = arguments.check or SHARE, _flags(arguments), []
     for study in studies:
-        with _timed(study.name, arguments) as told:
+        with _timed(study.name, arguments) as progress:
             results = run_study(
                 study, quick=arguments.quick, scale=arguments.scale, seed=arguments.seed, seeds=arguments.seeds,
-                jobs=arguments.jobs, region=arguments.region, only=arguments.rows, told=told,
+                jobs=arguments.jobs, region=arguments.region, only=arguments.rows, progress=progress,
             )  # fmt: skip
         all_results.append(results)
         found = results.to_json()
@@ -110,8 +109,6 @@ def _run_studies(arguments: argparse.Namespace) -> int:
         if arguments.out is not None:
             arguments.out.mkdir(parents=True, exist_ok=True)
             (arguments.out / f"{study.name}.json").write_text(f"{json.dumps(found)}\n", encoding="utf-8")
-        if arguments.plots is not None:
-            print(f"wrote {write_plot(results, arguments.plots)}", file=sys.stderr)
     if arguments.markdown is not None:
         arguments.markdown.write_text(document(all_results, flags, share), encoding="utf-8")
     return 1 if arguments.check and not all(each.holds_in(share) for each in all_results) else 0
@@ -130,10 +127,10 @@ def _run_figures(arguments: argparse.Namespace) -> int:
     if unknown := [name for name in names if name not in known]:
         raise UsageError(f"chorus simulate: error: --figure {unknown[0]} is none; use one of {', '.join(known)}")
     arguments.seeds = seeds = arguments.seeds or (QUICK_SEEDS if arguments.quick else SEEDS)
-    with _timed("figures", arguments) as told:
+    with _timed("figures", arguments) as progress:
         results = compute(
             [known[name] for name in names], seeds=seeds, first=arguments.seed or 0, quick=arguments.quick,
-            jobs=arguments.jobs, told=told,
+            jobs=arguments.jobs, progress=progress,
         )  # fmt: skip
     flags = "".join(f" --figure {name}" for name in arguments.figure or ()) + _flags(arguments)
     flags += "" if arguments.markdown is None else f" --markdown {arguments.markdown}"

@@ -235,29 +235,23 @@ def simulated_engine(
     mix: bool = True,
     most_prompts: int | None = None,
     most_rows: int | None = None,
-    engine_type: type[Engine] = SimEngine,
     policies: Policies | None = None,
     **options: Any,
-) -> tuple[Engine, SimExecutor]:
+) -> tuple[SimEngine, SimExecutor]:
     """An engine in virtual time, with its executor. options: `SimExecutor`'s.
 
     mix: prompts and decoding requests share steps; otherwise a prompt interrupts decoding (`SimScheduler.mix`).
-    most_prompts, most_rows: in a step (`SimScheduler.limit_prompts`, `limit_rows`); None for no limit. engine_type:
-    `Engine` takes any request and one step at a time. policies: `Engine`'s. The prefix cache works on the tokens of
-    prompts: leave it off where these are made up.
+    most_prompts, most_rows: in a step (`SimScheduler.limit_prompts`, `limit_rows`); None for no limit. policies:
+    `Engine`'s. The prefix cache works on the tokens of prompts: leave it off where these are made up.
     """
     clock = VirtualClock() if clock is None else clock
     config = EngineConfig(model=MODEL, prefix_cache=False) if config is None else config
     executor = SimExecutor(profile, adapters, config, clock, **options)
-    engine = engine_type(config, executor, clock, executor.adapters.reads, policies)
-    if isinstance(engine, SimEngine):
-        engine.scheduler.mix = mix
-        engine.scheduler.may_repeat = engine.modes is None and not config.prefix_cache
-        engine.scheduler.limit_prompts(most_prompts)
-        engine.scheduler.limit_rows(most_rows)
-        if engine.modes is not None and most_rows is not None:
-            engine.modes.max_batch = most_rows
-    elif not mix or most_prompts is not None or most_rows is not None:
-        limits = f"mix is {mix}, most_prompts {most_prompts} and most_rows {most_rows}"
-        raise ValueError(f"{limits}: only SimEngine's scheduler keeps them")
+    engine = SimEngine(config, executor, clock, executor.adapters.reads, policies)
+    engine.scheduler.mix = mix
+    engine.scheduler.may_repeat = engine.modes is None and not config.prefix_cache
+    engine.scheduler.limit_prompts(most_prompts)
+    engine.scheduler.limit_rows(most_rows)
+    if engine.modes is not None and most_rows is not None:
+        engine.modes.max_batch = most_rows
     return engine, executor

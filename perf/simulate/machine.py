@@ -131,7 +131,7 @@ class Works:
     processors: float = math.inf
 
     def slower(self, profile: Profile) -> Profile:
-        """Return the profile of an engine whose steps take as long as with the replica's work."""
+        """Return the profile of an engine with steps that take as long as with the replica's work."""
         own = {} if profile.overhead is None else profile.overhead.terms
         work = self.replica
         added = {"base": work.per_step, "per_row": work.per_row, "per_prompt": work.per_prompt}

@@ -20,7 +20,7 @@ from ...memory.pages.pool import OutOfPages
 from ...server.cluster.router import ReplicaState
 from ..workload.request import TraceRequest
 from .adapters import SimAdapters
-from .engine import MODEL, SimEngine, simulated_engine
+from .engine import MODEL, simulated_engine
 from .link import Urgency, VirtualClock
 from .records import Served
 from .scheduler import TOKEN, RepeatedPlan, SimRequest
@@ -100,8 +100,7 @@ class Replica:
 
         keep_idle: adapters that no request uses stay in the arena until their pages are wanted, instead of being
         dropped at once. tells_tenants: the engine knows each request's tenant. told_rank: of every adapter, as
-        routers are told, in place of its own. now: when it begins to serve. options:
-        `simulated_engine`'s.
+        routers know it, in place of its own. now: when it begins to serve. options: `simulated_engine`'s.
         """
         self.index = index
         self.phase = Phase.SERVING
@@ -118,7 +117,7 @@ class Replica:
             on_host=_Adapters(store, _HOST, self._registered), name=f"replica-{index}",
         )  # fmt: skip
         self.failures: list[float] = []  # arrivals of requests that were refused or ended with an error
-        self.began: list[TraceRequest] = []  # requests whose first token the last step drew
+        self.began: list[TraceRequest] = []  # requests that had their first token in the last step
         self.ended: list[TraceRequest] = []  # by the last step, failures included
         self.left: list[Left] = []  # what the last step's end gave up
         self._reads = self.executor.adapters.reads
@@ -203,8 +202,7 @@ class Replica:
 
     def step_singly(self) -> None:
         """Have no step stand for several: when one ends, others decide."""
-        if isinstance(self.engine, SimEngine):
-            self.engine.scheduler.may_repeat = False
+        self.engine.scheduler.may_repeat = False
 
     def look(self, now: float) -> ReplicaState:
         """Return `state`, in which what changes with time alone is brought up to date."""

@@ -172,13 +172,13 @@ def run_study(
     jobs: int = 1,
     region: bool = False,
     only: str | None = None,
-    told: Callable[[str], None] = lambda row: None,
+    progress: Callable[[str], None] = lambda row: None,
 ) -> Results:
     """Simulate every row with every seed; rows of one seed are compared, as they have the same requests.
 
     seed: the first. seeds: how many; default: the study's own number. jobs: processes; the results don't depend on
-    them. region: also at every point of the study's axes, at its quick size. only: rows, see `Study.part`. told: called
-    with a row's name once it has been simulated. Raises StudyError.
+    them. region: also at every point of the study's axes, at its quick size. only: rows, see `Study.part`. progress:
+    called with a row's name once it has been simulated. Raises StudyError.
     """
     if quick:
         study = study.part(study.quick_rows)
@@ -195,7 +195,7 @@ def run_study(
             study.setup_of(row, quick=quick or place is not None, scale=scale, seed=number, at=place),
         )
         for (index, place), number, row in itertools.product(enumerate(places), numbers, study.rows)
-    }, jobs=jobs, told=told)  # fmt: skip
+    }, jobs=jobs, progress=progress)  # fmt: skip
     runs = [
         [_completed(study, {row.name: found[index, number, row.name] for row in study.rows}) for number in numbers]
         for index in range(len(places))
@@ -234,7 +234,7 @@ class Task:
 
 
 def simulate(
-    tasks: Mapping[K, Task], *, jobs: int = 1, told: Callable[[str], None] = lambda what: None
+    tasks: Mapping[K, Task], *, jobs: int = 1, progress: Callable[[str], None] = lambda what: None
 ) -> dict[K, dict[str, float]]:
     """Metrics of each task; equal setups are simulated once. Raises StudyError."""
     found: dict[str, dict[str, float]] = {}
@@ -243,7 +243,7 @@ def simulate(
     with map_of(min(jobs, len(todo))) as mapped:
         for (key, task), metrics in zip(todo.items(), mapped(_simulated, todo.values()), strict=True):
             found[key] = metrics
-            told(f"{len(found)} of {len(todo)}: {task.origin}")
+            progress(f"{len(found)} of {len(todo)}: {task.origin}")
     return {name: found[key] for name, key in keys.items()}
 
 

@@ -158,8 +158,8 @@ class Study(Strict):
             raise ValueError("two rows have one name; rename one")
         if not any(re.search(self.quick_rows, name) for name in rows):
             raise ValueError(f"quick_rows is {self.quick_rows!r}, which no row's name has in it")
-        told = [*self.metrics, *(each.metric for each in self.expect), *(key for row in self.rows for key in row.paper)]
-        for metric in told:
+        published = [metric for row in self.rows for metric in row.paper]
+        for metric in [*self.metrics, *(each.metric for each in self.expect), *published]:
             if metric not in METRICS:
                 raise ValueError(f"{metric!r} is no metric; use one of {', '.join(METRICS)}")
         named = [name for each in self.expect for name in each.rows]
@@ -169,8 +169,8 @@ class Study(Strict):
         return self
 
     def part(self, names: str) -> Study:
-        """The study with the rows alone whose names a regular expression is found in, with the rows that these refer
-        to, and what is expected of them. Raises StudyError where it is found in no name.
+        """The study with the rows alone in the names of which a regular expression is found, with the rows that these
+        refer to, and what is expected of them. Raises StudyError where it is found in no name.
         """
         try:
             found = {row.name for row in self.rows if re.search(names, row.name)}

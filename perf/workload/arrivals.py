@@ -102,14 +102,10 @@ class Renewal(Strict):
 
 
 class ReplayArrivals(Strict):
-    """The times of a trace, counted from its first; request i is row i.
-
-    time_scale: multiplies times, so that 0.5 doubles the rate and halves the length of bursts.
-    """
+    """The times of a trace, counted from its first; request i is row i."""
 
     process: Literal["replay"]
     trace: Csv
-    time_scale: PositiveFloat = 1.0
 
     def expected(self, duration: float) -> float:
         raise WorkloadError(
@@ -120,7 +116,7 @@ class ReplayArrivals(Strict):
     def times(self, seed: int, duration: float) -> Iterator[np.ndarray]:
         """One chunk of arrival times, int64 nanoseconds, in order and before `duration` seconds."""
         found = np.array([row.arrival for row in self.trace.rows()])
-        times = np.rint((found - found[0]) * (self.time_scale * NS)).astype(np.int64)
+        times = np.rint((found - found[0]) * NS).astype(np.int64)
         yield times[: int(np.searchsorted(times, duration * NS, side="left"))]
 
 

@@ -1,4 +1,4 @@
-"""Fields of specifications: read from files, set by dotted names, checked strictly, and told in a line where wrong."""
+"""Fields of specifications: read from files, set by dotted names, checked strictly; what is wrong is said in a line."""
 
 from __future__ import annotations
 

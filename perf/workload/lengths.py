@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from abc import abstractmethod
 from collections.abc import Callable
 from typing import Annotated, Literal
 
@@ -94,42 +93,19 @@ Tokens = Annotated[ConstantTokens | UniformTokens | LognormalTokens, Field(discr
 Take = Callable[[int], tuple[np.ndarray, np.ndarray]]
 
 
-class Lengths(Strict):
-    """scale: multiplies all lengths (dLoRA §7.4). max_prompt, max_output: longer ones are cut to this."""
-
-    scale: PositiveFloat = 1.0
-    max_prompt: PositiveInt | None = None
-    max_output: PositiveInt | None = None
-
-    def take(self, seed: int) -> Take:
-        raw = self._take(seed)
-
-        def take(n: int) -> tuple[np.ndarray, np.ndarray]:
-            prompt, output = raw(n)
-            return self._fit(prompt, self.max_prompt), self._fit(output, self.max_output)
-
-        return take
-
-    @abstractmethod
-    def _take(self, seed: int) -> Take: ...
-
-    def _fit(self, tokens: np.ndarray, most: int | None) -> np.ndarray:
-        return np.clip(np.rint(tokens * self.scale).astype(np.int64), 1, most)
-
-
-class GivenLengths(Lengths):
+class GivenLengths(Strict):
     """Prompt and answer each by a law of its own."""
 
     kind: Literal["laws"]
     prompt: Tokens
     output: Tokens
 
-    def _take(self, seed: int) -> Take:
+    def take(self, seed: int) -> Take:
         prompts, outputs = stream(seed, "prompt lengths"), stream(seed, "output lengths")
         return lambda n: (self.prompt.draw(prompts, n), self.output.draw(outputs, n))
 
 
-class PublishedLengths(Lengths):
+class PublishedLengths(Strict):
     """Lengths as in a published data set, prompt and answer drawn independently.
 
     sharegpt: lognormal, cut at the context of 2048 tokens. Means 161.31 and 337.99: the vLLM paper (SOSP 2023), Fig.
@@ -144,18 +120,18 @@ class PublishedLengths(Lengths):
 
     kind: Literal["sharegpt", "alpaca"]
 
-    def _take(self, seed: int) -> Take:
+    def take(self, seed: int) -> Take:
         prompt, output = _PUBLISHED[self.kind]
-        return GivenLengths(kind="laws", prompt=prompt, output=output)._take(seed)  # noqa: SLF001 - another Lengths
+        return GivenLengths(kind="laws", prompt=prompt, output=output).take(seed)
 
 
-class TraceLengths(Lengths):
-    """Lengths of a trace: request i has those of row i."""
+class TraceLengths(Strict):
+    """Lengths of a trace: request i has the ones of row i."""
 
     kind: Literal["trace"]
     trace: Csv
 
-    def _take(self, seed: int) -> Take:
+    def take(self, seed: int) -> Take:
         for field in ("prompt_tokens", "output_tokens"):
             self.trace.needs(field, "lengths")
         rows = iter(self.trace.rows())

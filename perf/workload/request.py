@@ -15,8 +15,7 @@ class TraceRequest(NamedTuple):
 
     arrival: seconds since the start of the workload. adapter: None is the base model. prompt_tokens: length of the
     prompt. output_tokens: length of the answer, the first token included. rank: the adapter's, None if unknown; 0 for
-    the base model. tenant: None if unknown. hash_ids: one id for each `hash_block_tokens` tokens of the prompt, of
-    prompts that share a prefix as far as their leading ids are equal.
+    the base model. tenant: None if unknown.
     """
 
     id: int
@@ -26,5 +25,3 @@ class TraceRequest(NamedTuple):
     output_tokens: int
     rank: int | None = None
     tenant: str | None = None
-    hash_ids: tuple[int, ...] = ()
-    hash_block_tokens: int = 0

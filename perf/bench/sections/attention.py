@@ -12,6 +12,7 @@ from ....ops.attention_backend import AttentionBackend, AttentionUnavailable, ch
 from ...kernels.cost import attention_cost
 from ...report.table import Table
 from ..context import Context
+from ..idle_engine import StubDevice
 from ..lora_case import layers_for
 from .registry import rows_table
 
@@ -59,9 +60,8 @@ class _Case:
             raise AttentionUnavailable("there is no GPU")
         from ....ops.attention_triton import TritonBackend
 
-        return TritonBackend(
-            *self.shape, self.context.dtype, "cpu", **sizes, num_sms=4, reason="a smoke run", new_event=_NoEvent
-        )
+        sizes |= {"num_sms": 4, "reason": "a smoke run", "new_event": StubDevice().event}
+        return TritonBackend(*self.shape, self.context.dtype, "cpu", **sizes)
 
     def plan(self, attention: Any, rows: int) -> None:
         attention.plan(range(rows + 1), self.table[:rows], self.lens[:rows])
@@ -79,14 +79,6 @@ class _Case:
                 attention.run(self.q, self.pages[:, layer, 0], self.pages[:, layer, 1])
 
         return run
-
-
-class _NoEvent:
-    """An event where copies are done when they return."""
-
-    def record(self) -> None: ...
-
-    def synchronize(self) -> None: ...
 
 
 def run(context: Context) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from ...report.table import Table
 from ..context import Context
 from ..subject import Subject
+from ..timer import in_turns, ratio
 from .registry import rows_table
 
 RANKS = (8, 16, 32, 64)
@@ -30,29 +32,32 @@ def run(context: Context) -> dict[str, Any]:
     names: list[str | None] = [*adapters] * (_ROWS // len(RANKS))
     found: dict[str, Any] = {"ranks": count, "timed": "engine steps by the host clock, medians", "rows": []}
     with ExitStack() as stack:
-        one, several = (
-            stack.enter_context(
+        engines = {
+            size: stack.enter_context(
                 Subject(
                     context, adapters, max_seqs=_ROWS, max_batched=2048, max_len=prompt + steps + 64,
                     inline_reads=True, tensor_parallel_size=size, threads=count,
                 )
             )
-            for size in (1, count)
-        )  # fmt: skip
+            for size in {1, count}
+        }  # fmt: skip
         for mix, chosen in (("base", [None] * _ROWS), ("adapters", names)):
             with context.row(found, f"ranks, {mix}"):
-                taken: dict[Subject, list[float]] = {one: [], several: []}
-                for index in range(rounds + 1):
-                    for subject in (one, several) if index % 2 else (several, one):
-                        requests = subject.decoding(chosen, prompt, steps)
-                        taken[subject].append(median(subject.step_seconds(steps, _ROWS)))
-                        subject.clear(requests)
-                ratios = [a / b for a, b in list(zip(*taken.values(), strict=True))[1:]]  # the first warms up
+                work = {
+                    name: partial(_median, engines[size], chosen, prompt, steps)
+                    for name, size in (("one", 1), ("ranks", count))
+                }
+                in_turns(work, 1)  # warms up
+                taken = in_turns(work, rounds)
                 found["rows"].append(
-                    {"mix": mix, "one_ms": median(taken[one]) * 1e3, "ranks_ms": median(taken[several]) * 1e3,
-                     "ratio": median(ratios), "ratios": ratios}
+                    {"mix": mix, **{f"{name}_ms": median(its) * 1e3 for name, its in taken.items()},
+                     "ratio": ratio(taken, "one", "ranks")}
                 )  # fmt: skip
     return found
+
+
+def _median(engine: Subject, adapters: list[str | None], prompt: int, steps: int) -> float:
+    return median(engine.decode_seconds(adapters, prompt, steps))
 
 
 def tables(values: dict[str, Any]) -> list[Table]:

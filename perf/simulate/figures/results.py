@@ -75,18 +75,18 @@ def compute(
     first: int = 0,
     quick: bool = False,
     jobs: int = 1,
-    told: Callable[[str], None] = lambda what: None,
+    progress: Callable[[str], None] = lambda what: None,
 ) -> list[FigureResult]:
     """seeds: how many, from `first` on; rows of one seed have the same requests. jobs: processes. Raises StudyError.
 
-    told: called with what has been simulated.
+    progress: called with what has been simulated.
     """
     each_seed = range(first, first + seeds)
     tasks = {
         (figure.name, run, seed): Task(f"{figure.name}: {run}", figure.setup_of(run, quick=quick, seed=seed))
         for figure in figures for run in figure.simulated for seed in each_seed
     }  # fmt: skip
-    found = simulate(tasks, jobs=jobs, told=told)
+    found = simulate(tasks, jobs=jobs, progress=progress)
     for each, task in tasks.items():
         if failed := found[each].get("failed"):
             raise StudyError(

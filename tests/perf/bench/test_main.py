@@ -112,7 +112,7 @@ def test_no_section_is_started_after_the_budget(tmp_path, sections, capsys):
     assert "sgmv: no time left; call again" in capsys.readouterr().err
 
 
-def test_redo_forgets(tmp_path, sections):
+def test_a_section_without_its_file_runs_again(tmp_path, sections):
     settings = Options.parse(["--quick", "--device", "cpu", "--out", "x"]).settings
     store = ResultStore(tmp_path, settings)
     environment = {"commit": {"hash": None, "dirty": None}, "device": {}, "driver": None, "versions": {}, "date": ""}
@@ -120,7 +120,8 @@ def test_redo_forgets(tmp_path, sections):
     store.write("products", 1.0, environment, values=counts)
     _, found = call(tmp_path, "--sections", "products")
     assert found["sections"]["products"] == counts
-    _, found = call(tmp_path, "--sections", "products", "--redo", "products")
+    store.path("products").unlink()
+    _, found = call(tmp_path, "--sections", "products")
     assert "the process ended with 0" in found["failed"]["products"], "it ran again, and wrote nothing"
 
 
@@ -145,7 +146,7 @@ def test_a_worker_gets_the_same_options(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["--quick"], ["--quick", "--full", "--out", "x"], ["--quick", "--out", "x", "--redo", "y"]]
+    "argv", [[], ["--quick"], ["--quick", "--full", "--out", "x"], ["--quick", "--out", "x", "--sections", "y"]]
 )
 def test_bad_arguments(argv, capsys):
     with pytest.raises(SystemExit):

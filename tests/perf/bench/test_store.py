@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from chorus.perf.bench.store import RESULT, OtherSettings, ResultStore
+from chorus.perf.bench.store import DONE, RESULT, RUNNING, OtherSettings, ResultStore
 
 CLEAN = {"hash": "abc", "dirty": False}
 ENVIRONMENT = {"commit": CLEAN, "device": {"name": "X"}}
@@ -16,18 +16,18 @@ ENVIRONMENT = {"commit": CLEAN, "device": {"name": "X"}}
 def test_a_section_is_done_once_written(tmp_path):
     store = ResultStore(tmp_path, {"run": "quick"})
     assert store.load("limits") is None
-    assert not store.is_done("limits")
+    assert store.status("limits") != DONE
     store.write("limits", 1.25, ENVIRONMENT, values={"a": 1})
-    assert store.is_done("limits")
+    assert store.status("limits") == DONE
     assert ResultStore(tmp_path, {"run": "quick"}).values("limits") == {"a": 1}
     store.forget("limits")
-    assert not store.is_done("limits")
+    assert store.status("limits") != DONE
 
 
 def test_a_failed_section_has_no_values(tmp_path):
     store = ResultStore(tmp_path, {})
     store.write("sgmv", 1.0, ENVIRONMENT, error="Traceback\nBoom")
-    assert not store.is_done("sgmv")
+    assert store.status("sgmv") != DONE
     with pytest.raises(LookupError, match="section sgmv has no results"):
         store.values("sgmv")
 
@@ -35,11 +35,11 @@ def test_a_failed_section_has_no_values(tmp_path):
 def test_rows_of_a_section_that_did_not_end_are_kept(tmp_path):
     store = ResultStore(tmp_path, {})
     store.save("sgmv", 1.0, ENVIRONMENT, {"cells": [1, 2]})
-    assert not store.is_done("sgmv")
-    assert store.is_running("sgmv")
+    assert store.status("sgmv") != DONE
+    assert store.status("sgmv") == RUNNING
     assert store.combine(["sgmv"], ENVIRONMENT)["failed"] == {"sgmv": "it did not end"}
     store.write("sgmv", 9.0, ENVIRONMENT, error="not done after 200 s")
-    assert not store.is_running("sgmv")
+    assert store.status("sgmv") != RUNNING
     found = store.combine(["sgmv"], ENVIRONMENT)
     assert (found["sections"], found["partial"]) == ({}, {"sgmv": {"cells": [1, 2]}})
     assert found["failed"] == {"sgmv": "not done after 200 s"}

@@ -175,24 +175,21 @@ def test_several_results_are_repeats(directory):
         run_of(directory, result(), result(seed=1))
 
 
-def test_rows_of_one_name_are_numbered_unless_the_key_is_given(directory):
-    twice = result(rows=result()["rows"] * 2)
-    assert set(run_of(directory, twice).readings) == {
-        "share", "fifo False ttft", "fifo False hits", "fifo False #2 ttft", "fifo False #2 hits",
-    }  # fmt: skip
-    (directory / "made.toml").write_text(SUITE + 'key = ["policy"]')
+@pytest.mark.parametrize("key", ["", 'key = ["policy"]'])
+def test_rows_of_one_name_are_refused(directory, key):
+    (directory / "made.toml").write_text(SUITE + key)
     with pytest.raises(GateError, match="add the column that tells them apart"):
-        run_of(directory, twice)
+        run_of(directory, result(rows=result()["rows"] * 2))
 
 
 def test_a_result_is_known_by_its_keys(directory):
     known = suites(directory)
-    assert suite_of(result(), known, None).name == "made"
-    assert suite_of({"suite": "made"}, known, None).name == "made"
-    with pytest.raises(GateError, match="fits no suite; name one with --suite: made"):
-        suite_of({"other": 1}, known, None)
-    with pytest.raises(GateError, match="there is no suite 'none'"):
-        suite_of(result(), known, "none")
+    assert suite_of(result(), known).name == "made"
+    with pytest.raises(GateError, match=r"fits no suite of made \(its keys: other\)"):
+        suite_of({"other": 1}, known)
+    shutil.copy(directory / "made.toml", directory / "twin.toml")
+    with pytest.raises(GateError, match="fits several suites of made, twin"):
+        suite_of(result(), suites(directory))
 
 
 @pytest.mark.parametrize(

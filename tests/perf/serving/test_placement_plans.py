@@ -38,7 +38,7 @@ def test_programs_are_left_out_above_their_size(result):
 
 
 def test_the_gate_reads_regrets_and_times(result):
-    run = Run.of(suite_of(result, suites(BASELINES), None), [result])
+    run = Run.of(suite_of(result, suites(BASELINES)), [result])
     assert run.suite.name == "placement_plans"
     assert set(run.readings) >= {"K = 2 greedy regret", "K = 5, ilp / loop", "K = 60, greedy / loop"}
     assert all(values for _, values in run.readings.values())

@@ -48,19 +48,6 @@ def test_token_prompts_have_the_very_length_and_no_special_token():
     assert not special & {token for ids in made for token in ids}
 
 
-def test_prompts_share_the_prefixes_that_a_trace_names():
-    prompts = TokenPrompts(range(1000), seed=0)
-    one = prompts.make(wanted(0, prompt=24, hash_ids=(7, 8, 9), hash_block_tokens=8))
-    two = prompts.make(wanted(1, prompt=24, hash_ids=(7, 8, 5), hash_block_tokens=8))
-    assert one[:16] == two[:16]
-    assert one[16:] != two[16:]
-    one, two = (
-        word_prompts(0).make(wanted(i, prompt=20, hash_ids=(7, i), hash_block_tokens=16)).split() for i in (0, 1)
-    )
-    assert one[:16] == two[:16]
-    assert one[16:] != two[16:]
-
-
 @pytest.mark.parametrize("tokens", [1, 7, 3000])
 def test_words_are_as_many_as_tokens(tokens):
     made = word_prompts(0).make(wanted(3, prompt=tokens))

@@ -20,7 +20,7 @@ from chorus.core.requests.types import FinishReason
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.files.format import AdapterFormatError
 from chorus.perf.simulate.adapters import SimAdapters
-from chorus.perf.simulate.engine import MODEL, SimEngine, StepPrice, simulated_engine
+from chorus.perf.simulate.engine import MODEL, SimEngine, SimExecutor, StepPrice, simulated_engine
 from chorus.perf.simulate.link import VirtualClock
 from chorus.perf.simulate.scheduler import SimRequest
 
@@ -58,17 +58,14 @@ class Run:
         config = EngineConfig(model=MODEL, **{"prefix_cache": False, **config})
         self.clock = VirtualClock()
         self.catalogue = SimAdapters(profile.geometry, config.block_tokens)
-        self.engine, self.executor = simulated_engine(
-            profile,
-            self.catalogue,
-            config,
-            self.clock,
-            stream=stream,
-            mix=mix,
-            most_prompts=most_prompts,
-            most_rows=most_rows,
-            engine_type=engine_type,
-        )
+        if engine_type is SimEngine:
+            self.engine, self.executor = simulated_engine(
+                profile, self.catalogue, config, self.clock, stream=stream, mix=mix, most_prompts=most_prompts,
+                most_rows=most_rows,
+            )  # fmt: skip
+        else:
+            self.executor = SimExecutor(profile, self.catalogue, config, self.clock, stream=stream)
+            self.engine = engine_type(config, self.executor, self.clock, self.executor.adapters.reads)
         for name, rank, pages in adapters:
             page = self.executor.layout.page_bytes
             self.engine.store.register(name, self.catalogue.add(name, rank, pages * page))
@@ -466,11 +463,6 @@ def test_older_requests_that_have_no_seat_keep_nobody_from_a_row():
     run.engine.end_step(plan)
     while run.engine.has_work():
         run.engine.end_step(run.engine.begin_step())
-
-
-def test_the_serving_scheduler_can_not_keep_them_apart():
-    with pytest.raises(ValueError, match="mix is False, most_prompts None and most_rows None: only SimEngine"):
-        Run(mix=False, engine_type=Engine)
 
 
 def test_a_prefetched_adapter_is_there_when_its_request_may_run():

@@ -59,18 +59,10 @@ def test_laws():
     assert set(prompts) == {7} and set(outputs) == {1}
 
 
-def test_scale_and_limits():
-    given_ = {"law": "constant", "tokens": 100}
-    kind = {"kind": "laws", "prompt": given_, "output": given_}
-    prompts, outputs = columns({**kind, "scale": 2.5, "max_output": 200}, requests=10)
-    assert set(prompts) == {250} and set(outputs) == {200}
-
-
 def test_replay_takes_the_rows_in_order(tmp_path):
     lengths = {"kind": "trace", "trace": azure_llm(tmp_path)}
     prompts, outputs = columns(lengths)
     assert (prompts.tolist(), outputs.tolist()) == ([100, 2000, 40], [7, 31, 1])
-    assert columns({**lengths, "max_prompt": 600})[0].tolist() == [100, 600, 40]
 
 
 def test_a_trace_without_tokens_is_refused(tmp_path):
