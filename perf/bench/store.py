@@ -48,7 +48,7 @@ class ResultStore:
     def status(self, section: str) -> str | None:
         """`RUNNING`: it has rows and no end, as its process is under way or was ended. None without a record."""
         record = self.load(section)
-        return record and record["status"]
+        return record["status"] if record else None
 
     def values(self, section: str, *, partial: bool = False) -> dict[str, Any]:
         """Results of a finished section; partial: of any that has some. LookupError when there are none."""

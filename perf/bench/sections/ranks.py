@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -56,7 +57,7 @@ def run(context: Context) -> dict[str, Any]:
     return found
 
 
-def _median(engine: Subject, adapters: list[str | None], prompt: int, steps: int) -> float:
+def _median(engine: Subject, adapters: Sequence[str | None], prompt: int, steps: int) -> float:
     return median(engine.decode_seconds(adapters, prompt, steps))
 
 
