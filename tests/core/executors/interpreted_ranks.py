@@ -158,7 +158,7 @@ def test_draws_and_scores_are_those_of_one_rank(drive, tiny):  # noqa: F811
         assert got.tokens == want.tokens
         for ours, theirs in ((got.logprobs, want.logprobs), (got.prompt_logprobs or (), want.prompt_logprobs or ())):
             assert [one.logprob for one in ours] == pytest.approx([one.logprob for one in theirs], abs=1e-4)
-    assert any(row.params.looks_back for plan in ahead[1] for row in plan.rows), "none was drawn behind host's tokens"
+    assert any(row.looks_back for plan in ahead[1] for row in plan.rows), "none was drawn behind host's tokens"
 
 
 def one_rank(tiny) -> Driver:  # noqa: F811
