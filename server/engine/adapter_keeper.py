@@ -67,7 +67,7 @@ class AdapterKeeper(Repeating):
         self._sweep = sweep
         self._book = worker.adapters
         self._places = tuple(place.resolve() for place in places)
-        self._seconds = seconds
+        self._look_seconds = seconds
         self._threads = DaemonPool("adapter-keeper", MAX_STUCK, 0, initializer=ask_for_short_slices)
         self._hashers = DaemonPool("adapter-hash", MAX_STUCK, 0, initializer=_stand_back)
         self._stamps: dict[str, Stamp] = {}  # of quarantined adapters, as of the last turn
@@ -180,7 +180,7 @@ class AdapterKeeper(Repeating):
     def _beside(self, function: Callable[[], T], threads: DaemonPool | None = None) -> T | None:
         """The result; None when it takes too long."""
         try:
-            return (threads or self._threads).wait_for(function, self._seconds)
+            return (threads or self._threads).wait_for(function, self._look_seconds)
         except (NoAnswer, PoolFull) as error:
             log.warning("adapters can't be read: %s", error)
             return None
