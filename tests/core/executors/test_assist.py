@@ -57,6 +57,7 @@ def assisted(drive):
 
     def make(it, workers=2, way=ColdStart.ASSIST, **config):
         driver = drive(it, assist_workers=workers, memory_bytes=16 << 20, **config)
+        driver.has_stalled_link = True
         executor = driver.executor.inner
         links.append(Link())
         slow_down(executor.adapters, executor.arena.pages, links[-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import torch
 
 from chorus.core.config import EngineConfig
 from chorus.core.executors import choice
-from chorus.core.executors.cuda import CudaExecutor
+from chorus.core.executors.cuda import CudaExecutor, watched
 from chorus.core.executors.shared_memory import MemoryLayout, SharedMemory
 from chorus.graphs.device import CudaDevice, DeviceError
 from chorus.memory.transfers.transfer import ExecutorLost
@@ -106,7 +107,8 @@ def test_a_rank_waits_for_no_device_between_two_messages():
     """The next step reaches it while the device runs the last one, and so does the first rank's end."""
     executor = CudaExecutor.__new__(CudaExecutor)
     executor._device = Busy()  # noqa: SLF001
-    executor.adapters = SimpleNamespace(advance=lambda: None)
+    executor._watched = partial(watched, executor._device)  # noqa: SLF001
+    executor.adapters = SimpleNamespace(dma=SimpleNamespace(copies=SimpleNamespace(advance=lambda: None)))
     executor.advance()
     executor._device.is_failed = True  # noqa: SLF001
     with pytest.raises(ExecutorLost, match="the device failed: an illegal address"):
