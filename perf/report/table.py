@@ -1,10 +1,12 @@
-"""Tables of results for people, and marks that results are held against."""
+"""Tables of results for people, marks that results are held against, and distributions in a few numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 
 @dataclass
@@ -80,3 +82,16 @@ def goal_table(title: str, goals: Iterable[Goal]) -> Table:
         met = "not measured" if goal.met is None else "met" if goal.met else "MISSED"
         table.add(goal.name, goal.value, f"{'≤' if goal.at_most else '≥'} {goal.mark:g}", met, goal.where)
     return table
+
+
+def spread(values: Iterable[float], percentiles: Sequence[float] = (50, 90, 99)) -> dict[str, float] | None:
+    """Mean, percentiles and extremes; None of nothing.
+
+    Percentiles interpolate linearly between order statistics, as numpy's default does.
+    """
+    found = values if isinstance(values, np.ndarray) else np.fromiter(values, dtype=np.float64)
+    if not len(found):
+        return None
+    marks = np.percentile(found, percentiles).tolist()
+    named = {f"p{percentile:g}": mark for percentile, mark in zip(percentiles, marks, strict=True)}
+    return {"mean": float(found.mean()), **named, "min": float(found.min()), "max": float(found.max())}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -30,6 +31,7 @@ class LaunchedServer:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         """Wait until it listens, and go on reading its log, so that it is never held up. Raises LoadError."""
         self.process, self.pid = process, process.pid
+        self.log_bytes = 0
         self._tail: deque[str] = deque(maxlen=20)
         for line in self._log():
             if found := _LISTENING.search(line):
@@ -47,6 +49,7 @@ class LaunchedServer:
         with suppress(ValueError):  # it was closed meanwhile
             for line in self.process.stdout:
                 self._tail.append(line)
+                self.log_bytes += len(line)
                 yield line
 
     def children(self, word: str) -> list[int]:
@@ -77,17 +80,23 @@ def stop(process: subprocess.Popen[str]) -> int:
 
 
 @contextmanager
-def launched(flags: Sequence[str], command: Sequence[str] = ("serve",)) -> Iterator[LaunchedServer]:
+def launched(
+    flags: Sequence[str], descriptors: int | None = None, command: Sequence[str] = ("serve",)
+) -> Iterator[LaunchedServer]:
     """`chorus serve`, or another command, on a free port. See `started`."""
     words = [sys.executable, "-m", f"{__package__.split('.')[0]}.server", *command, "--port", "0", *flags]
-    with started(words) as server:
+    with started(words, descriptors=descriptors) as server:
         yield server
 
 
 @contextmanager
-def started(words: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[LaunchedServer]:
+def started(
+    words: Sequence[str], environment: Mapping[str, str] | None = None, descriptors: int | None = None
+) -> Iterator[LaunchedServer]:
     """A server by its command. It gets SIGTERM when this thread ends, whatever ends that. Raises LoadError if it does
     not start.
+
+    descriptors: most that it may have open.
     """
     libc, parent = ctypes.CDLL(None), os.getpid()
 
@@ -95,6 +104,8 @@ def started(words: Sequence[str], environment: Mapping[str, str] | None = None) 
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         if os.getppid() != parent:  # which has ended before the system was asked
             os.kill(os.getpid(), signal.SIGTERM)
+        if descriptors is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
 
     with subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,

@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from chorus.core.cpus import available_cpus
 from chorus.graphs.device import CudaDevice
 from chorus.ops import dependent_launch
