@@ -73,7 +73,7 @@ class Front:
     def choose(self) -> Callable[[], Any]:
         """Return the policy's decision about a request."""
         record, rank = self._next()
-        _, replicas = self._dispatcher.fleet.candidates(OpenRequest("none", record), None, ())
+        _, replicas = self._dispatcher.fleet.candidates(OpenRequest("none", record))
         return partial(self._policy, Wanted(record["content_hash"], len(_PROMPT), rank), replicas)
 
     def _dispatch(self) -> Callable[[], Any]:

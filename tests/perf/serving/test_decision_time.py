@@ -1,0 +1,13 @@
+"""The time of a front's decisions, of a few."""
+
+from __future__ import annotations
+
+import json
+
+from chorus.perf.serving.decision_time import main
+
+
+def test_every_policy_decides_beside_a_real_front(capsys):
+    assert main(["--decisions", "3", "--adapters", "40", "--limit", "1e9"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["met"] is True
