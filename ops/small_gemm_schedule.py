@@ -60,7 +60,7 @@ class GemmSchedule:
 
     @property
     def tiles(self) -> int:
-        """Rows with adapters that are expanded at once: half of those that a tile may have. With all of 16 rows, a
+        """Rows with adapters that are expanded at once: half of what a tile may have. With all of 16 rows, a
         program takes up to 253 registers, and Triton 3.6 spills 288 to 1,888 bytes.
         """
         return 2 * self.warps

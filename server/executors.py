@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from abc import ABC, abstractmethod
 
 from ..memory.host.daemon_pool import DaemonPool, PoolFull
 
@@ -30,7 +31,7 @@ class Executors:
             pool.shutdown()
 
 
-class Repeating:
+class Repeating(ABC):
     """Does something every so many seconds on a daemon thread, from `start` to `stop`, and once more at the end."""
 
     def __init__(self, name: str, seconds: float, stop_seconds: float = 0.0) -> None:
@@ -49,9 +50,9 @@ class Repeating:
             self._thread.join(self._stop_seconds)
         return not self._thread.is_alive()
 
+    @abstractmethod
     def _turn(self) -> None:
         """What is done; an error of it is logged, and it is done again all the same."""
-        raise NotImplementedError
 
     def _run(self) -> None:
         ends = False

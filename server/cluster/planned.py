@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -25,7 +26,7 @@ INTERVAL_SECONDS = 10.0
 """Between two placements: an adapter of a replica that was started again is back after about twice as long."""
 
 
-class Planned(Generic[T]):
+class Planned(ABC, Generic[T]):
     """A plan at a time. `look` is to be called now and then, on the dispatcher's loop."""
 
     def __init__(self, dispatcher: Dispatcher, clock: Callable[[], float]) -> None:
@@ -48,12 +49,12 @@ class Planned(Generic[T]):
             plan, self._plan = self._plan, None
             self._carry_out(plan.result())
 
+    @abstractmethod
     def _begin(self, now: float) -> Future[T] | None:
         """Have a plan made, on the pool's thread; None where none is needed now."""
-        raise NotImplementedError
 
-    def _carry_out(self, plan: T) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _carry_out(self, plan: T) -> None: ...
 
     def _mean_adapter_pages(self) -> int:
         """Mean pages of an adapter, over all adapters that replicas report in their arenas; 1 where there are none."""

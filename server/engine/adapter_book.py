@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
@@ -60,15 +61,15 @@ class AdapterNames(Protocol):
     def stats(self) -> EngineStats: ...
 
 
-class AdapterBook:
+class AdapterBook(ABC):
     """Adapters by name. Methods may be called from any thread; UnknownAdapter for a name that is not registered."""
 
     has_registry = False
     """True if a cluster's registry keeps the names."""
 
+    @abstractmethod
     def _ask(self, function: Callable[[AdapterNames], T]) -> Future[T]:
         """Call a function of the names while nothing else asks them."""
-        raise NotImplementedError
 
     def listing(self) -> Future[AdapterListing]:
         def listing(names: AdapterNames) -> AdapterListing:
@@ -118,28 +119,28 @@ class AdapterBook:
 
         return self._ask(pause)
 
+    @abstractmethod
     def num_requests(self, name: str) -> Future[int]:
         """Requests in progress of all versions of a name, also of retired ones."""
-        raise NotImplementedError
 
+    @abstractmethod
     def paths_in_use(self) -> Future[set[Path]]:
         """Directories of all versions that are registered, or that requests still hold."""
-        raise NotImplementedError
 
+    @abstractmethod
     def count_from(self, number: int) -> Future[None]:
         """Give no version a number below this one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def remove(self, name: str, *, force: bool) -> Future[tuple[AdapterState, int]]:
         """Forget an adapter; what it was, and how many requests were ended for it: none unless `force`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def pin(self, name: str) -> Future[bool]:
         """Keep an adapter resident. False while it is being read: ask again."""
-        raise NotImplementedError
 
-    def unpin(self, name: str) -> Future[Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def unpin(self, name: str) -> Future[Any]: ...
 
     # --- what the keeper asks ---
 
@@ -164,15 +165,15 @@ class AdapterBook:
 
         return self._ask(note)
 
+    @abstractmethod
     def overflowing(self) -> Future[list[AdapterState]]:
         """Adapters to quarantine: none of their requests has had finite logits, and there were enough to judge."""
-        raise NotImplementedError
 
+    @abstractmethod
     def set_aside(self, one: Quarantined, version: int, *, in_use: bool) -> Future[bool]:
         """Into quarantine, unless it was replaced meanwhile; False to ask again later. in_use: one that has been
         loaded, too; else it has turned out to be whole.
         """
-        raise NotImplementedError
 
     def keep_aside(self, one: Quarantined) -> Future[None]:
         """Keep a quarantined adapter so, with another reason, unless it was replaced meanwhile."""

@@ -372,7 +372,7 @@ def test_http_stands_beside_the_same_load_without_it(context, monkeypatch):
 
 
 def test_no_prompt_is_sent_twice_to_a_server(monkeypatch):
-    """It keeps KV of those that it has seen, and would answer sooner."""
+    """The server keeps the KV of prompts that it has seen, and would answer sooner."""
     sent = []
 
     def read_streams(addresses, bodies):
