@@ -1,5 +1,5 @@
 # What a change must pass, step by step; `.ci/run` runs all of it in an environment of its own.
-.PHONY: check format style complexity types imports lines spelling words test sanitize demo kernels gate lives bench rest \
+.PHONY: check format style complexity types imports spelling test sanitize demo kernels gate lives bench rest \
     timed studies compare levels plain
 .DEFAULT_GOAL := check
 SHELL := bash
@@ -11,7 +11,7 @@ JOBS := 2
 STUDIES := $(patsubst perf/gate/baselines/simulate/%.any.json,%,$(wildcard perf/gate/baselines/simulate/*))
 NATIVE := $(wildcard ops/native/*.cpp ops/native/*.h)
 
-check: style complexity types imports lines spelling words ## everything that takes seconds
+check: style complexity types imports spelling ## everything that takes seconds
 
 format: ## write all code in its style
 	ruff check --fix .
@@ -32,14 +32,8 @@ types:
 imports:
 	python tests/test_imports.py
 
-lines: ## of code in perf
-	python tests/test_lines.py
-
 spelling:
 	codespell core docs examples graphs memory ops perf server tests *.md pyproject.toml Makefile
-
-words:
-	python tests/test_words.py
 
 test:
 	pytest -q
