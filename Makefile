@@ -1,5 +1,5 @@
 # What a change must pass, step by step; `.ci/run` runs all of it in an environment of its own.
-.PHONY: check format style complexity types imports spelling test sanitize demo kernels gate lives bench rest \
+.PHONY: help check format style complexity types imports spelling test sanitize demo kernels gate lives bench rest \
     timed studies compare levels plain
 .DEFAULT_GOAL := check
 SHELL := bash
@@ -10,6 +10,9 @@ SEEDS := 10000
 JOBS := 2
 STUDIES := $(patsubst perf/gate/baselines/simulate/%.any.json,%,$(wildcard perf/gate/baselines/simulate/*))
 NATIVE := $(wildcard ops/native/*.cpp ops/native/*.h)
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 check: style complexity types imports spelling ## everything that takes seconds
 
@@ -29,8 +32,8 @@ complexity: ## of understanding a function
 types:
 	basedpyright
 
-imports:
-	python tests/test_imports.py
+imports: ## which package may import which, as .importlinter says
+	lint-imports
 
 spelling:
 	codespell core docs examples graphs memory ops perf server tests *.md pyproject.toml Makefile

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from allpairspy import AllPairs
 from hypothesis import HealthCheck, settings
 
 from .llama_draft import LlamaDraft
@@ -63,26 +64,41 @@ def _beyond_pairs(items: list[pytest.Item]) -> set[pytest.Item]:
     """Cases of tests marked `pairs` that are not needed for any two values of different parameters to meet in one. With
     `pairs(alone=NAME)` the values of that parameter need not meet those of others, and each is in one case at least.
     """
-    tests: dict[object, list[tuple[pytest.Item, set[object]]]] = {}
+    tests: dict[str, list[tuple[pytest.Item, dict[tuple[str, ...], tuple[int, ...]]]]] = {}
+    alone: dict[str, tuple[str, ...]] = {}
     for item in items:
         if (marker := item.get_closest_marker("pairs")) and (params := getattr(item, "callspec", None)):
+            test = item.nodeid.partition("[")[0]
             marks = [mark.args[0] for mark in item.iter_markers("parametrize")]
             axes = [tuple(re.split(r",\s*", names)) if isinstance(names, str) else tuple(names) for names in marks]
             axes += [(name,) for name in params.params if not any(name in axis for axis in axes)]
-            values = [(axis, tuple(id(params.params[name]) for name in axis)) for axis in axes]
-            alone = [value for value in values if value[0] == (marker.kwargs.get("alone"),)]
-            others = [value for value in values if value not in alone]
-            pairs: set[object] = {*alone, *itertools.combinations(others, min(2, len(others)))}
-            tests.setdefault(item.nodeid.partition("[")[0], []).append((item, pairs))
-    left_out: set[pytest.Item] = set()
-    for cases in tests.values():
-        left = set().union(*(pairs for _, pairs in cases))
-        while left:
-            best, met = max(reversed(cases), key=lambda case: len(case[1] & left))  # the last kernels are the fastest
-            left -= met
-            cases.remove((best, met))
-        left_out.update(item for item, _ in cases)
-    return left_out
+            tests.setdefault(test, []).append(
+                (item, {axis: tuple(id(params.params[n]) for n in axis) for axis in axes})
+            )
+            alone[test] = (marker.kwargs.get("alone"),)
+    return {item for test, cases in tests.items() for item in _unneeded(cases, alone[test])}
+
+
+def _unneeded(
+    cases: list[tuple[pytest.Item, dict[tuple[str, ...], tuple[int, ...]]]], alone: tuple[str, ...]
+) -> Iterator[pytest.Item]:
+    """Cases of one test beyond those that pair its axes, all of which take every combination of values."""
+    of_values = {tuple(values.items()): item for item, values in cases}
+    axes = list(cases[0][1])
+    # the last kernels are the fastest, so that their values come first
+    choices = {axis: list(dict.fromkeys(values[axis] for _, values in reversed(cases))) for axis in axes}
+    paired = [axis for axis in axes if axis != alone]
+    values = [choices[axis] for axis in paired]
+    rows = [[*row] for row in (AllPairs(values) if len(values) > 1 else itertools.product(*values))]
+    singles = choices.get(alone, [])
+    needed = set()
+    for at in range(max(len(rows), len(singles))):
+        of_axis = dict(zip(paired, rows[at % len(rows)], strict=True))
+        if singles:
+            of_axis[alone] = singles[at] if at < len(singles) else singles[0]
+        needed.add(tuple((axis, of_axis[axis]) for axis in axes))
+    assert needed <= of_values.keys(), "a test marked `pairs` has not all combinations of its values"
+    return (item for values, item in of_values.items() if values not in needed)
 
 
 def pytest_collection_finish() -> None:
