@@ -1,5 +1,5 @@
 # What a change must pass, step by step; `.ci/run` runs all of it in an environment of its own.
-.PHONY: help check format style complexity types imports spelling test sanitize demo kernels gate lives bench rest \
+.PHONY: help check format style complexity types imports spelling constraints test sanitize demo kernels gate lives bench rest \
     timed studies compare levels plain
 .DEFAULT_GOAL := check
 SHELL := bash
@@ -14,34 +14,38 @@ NATIVE := $(wildcard ops/native/*.cpp ops/native/*.h)
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-check: style complexity types imports spelling ## everything that takes seconds
+check: style complexity types imports spelling ## lint, types, import rules and spelling
 
-format: ## write all code in its style
+format: ## format all code
 	ruff check --fix .
 	ruff format .
 	clang-format -i $(NATIVE)
 
-style:
+style: ## ruff and clang-format
 	ruff check .
 	ruff format --check .
 	clang-format --dry-run --Werror $(NATIVE)
 
-complexity: ## of understanding a function
+complexity: ## functions that are hard to follow
 	complexipy core graphs memory server --max-complexity-allowed 15 --failed --plain
 
-types:
+types: ## pyright in standard mode
 	basedpyright
 
 imports: ## which package may import which, as .importlinter says
 	lint-imports
 
-spelling:
+spelling: ## codespell
 	codespell core docs examples graphs memory ops perf server tests *.md pyproject.toml Makefile
 
-test:
+constraints: ## write constraints.txt: the newest versions that pyproject.toml allows
+	uv pip compile -q --universal --no-header --no-emit-index-url --no-annotate --python-version 3.11 --upgrade \
+	    --extra dev --extra pull --extra otel --extra ray pyproject.toml -o constraints.txt
+
+test: ## the test suite
 	pytest -q
 
-sanitize: ## the native decoder at every level that this processor runs, watched by the compiler's sanitizers
+sanitize: ## the native decoder under ASan and UBSan
 	mkdir -p build/sanitize
 	for level in $$(python -c "from chorus.ops.native_library import levels; print(*levels())"); do \
 	    g++ -O1 -g -std=c++17 -pthread -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=all \
@@ -50,19 +54,19 @@ sanitize: ## the native decoder at every level that this processor runs, watched
 	    echo "$$level: $$(wc -l < build/sanitize/$$level.bits) steps"; \
 	done
 
-demo:
+demo: ## the built-in model answers exactly
 	chorus demo
 
-kernels: ## compiled for GPUs that need not be there; after a change, with KEEP=--keep, the file is written anew
+kernels: ## compile the GPU kernels without a GPU; KEEP=--keep writes perf/kernels/known.json
 	mkdir -p $(RESULTS)
 	python -m chorus.perf.kernels --compile sm_90,sm_80,sm_100,sm_120 --known perf/kernels/known.json $(KEEP) --workers $(JOBS) \
 	    | tee $(RESULTS)/kernels
 
-studies:
+studies: ## quick simulator studies
 	mkdir -p $(RESULTS)
 	python -m chorus.perf.simulate $(STUDIES) --quick --seeds 1 --jobs $(JOBS) --out $(RESULTS) > /dev/null
 
-timed: ## with nothing beside it
+timed: ## benchmarks of the gate, on a quiet machine
 	mkdir -p $(RESULTS)
 	python -m chorus.perf.bench.allocator > $(RESULTS)/allocator
 	python -m chorus.perf.gate.cpu_suite > $(RESULTS)/cpu
@@ -71,28 +75,28 @@ timed: ## with nothing beside it
 	python -m chorus.perf.serving.placement_plans --programs-to 5 --solve-seconds 60 \
 	    > $(RESULTS)/placement_plans
 
-compare: ## what is in $(RESULTS) with the baselines of this kind of machine
+compare: ## compare build/results with the baselines of this kind of machine
 	python -m chorus.perf.gate --skip-unknown $(RESULTS)/*
 
-gate: ## all of it, one after another
+gate: ## kernels, studies, timed and compare, one after another
 	rm -rf $(RESULTS)
 	$(MAKE) --no-print-directory kernels studies timed compare
 
-lives: ## seeded lives and histories of the engine
+lives: ## simulation tests of the engine, by seeds
 	python -m tests.world.seeds --seeds $(SEEDS) --jobs $(JOBS)
 	python -m tests.attacks.history --questions 60
 
-level-%: ## native tests on a lesser instruction set that the processor has
+level-%: ## native tests at one ISA level, such as level-avx2
 	CHORUS_CPU_ISA=$* pytest -q -n 0 -m native
 
-plain: ## tests of numbers with the package that was installed without a compiler in $(PLAIN)
+plain: ## numerics tests against a package built without a compiler in PLAIN
 	export PYTHONPATH="$(PLAIN)"; \
 	python -c "from chorus.ops import native_library as it; assert not any(map(it.built, it.LEVELS)), 'a native library'"; \
 	pytest -q -n 0 -m numerics
 
 levels: $(addprefix level-,$(LEVELS))
 
-rest: studies lives types plain levels kernels check ## what .ci/run does after README's commands, two at a time
+rest: studies lives types plain levels kernels check ## everything that .ci/run does after README's commands
 
-bench: ## beside what the machine allows, and peers: BESIDE="--beside vllm=ENV/bin/vllm llamacpp=TREE"
+bench: ## race peers: BESIDE="--beside vllm=ENV/bin/vllm llamacpp=TREE"
 	python -m chorus.perf.bench --quick --device cpu --model-size 125m --out build/bench --sections limits peers $(BESIDE)

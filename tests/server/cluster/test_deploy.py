@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,9 @@ from chorus.server.cli.command import make_parser
 from chorus.server.cluster.plan import Plan
 from chorus.server.settings import Settings
 
-DEPLOY = Path(__file__).parents[3] / "docs" / "deploy"
+ROOT = Path(__file__).parents[3]
+DEPLOY = ROOT / "docs" / "deploy"
+KUSTOMIZE = DEPLOY / "kustomize"
 
 
 def plan_of(command: list[str]) -> tuple[Plan, set[str]]:
@@ -29,6 +33,43 @@ def test_compose_starts_a_cluster():
     (service,) = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"].values()
     plan, given = plan_of(service["command"])
     assert (plan.replicas, plan.ray, plan.tls) == (2, None, None) and "api_key_file" in given
+
+
+@pytest.mark.parametrize("file", [ROOT / "Dockerfile", DEPLOY / "Dockerfile.cuda"], ids=lambda path: path.name)
+def test_images_install_extras_that_exist_and_serve(file):
+    text = file.read_text()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = re.search(r"EXTRAS=([\w,]+)", text) or re.search(r"/src\[([\w,]+)\]", text)
+    assert set(named[1].split(",")) <= extras.keys()
+    command = json.loads(re.search(r"^CMD (.*)", text, re.M)[1])
+    assert make_parser().parse(command[1:]).setting_host == "0.0.0.0"
+
+
+def test_compose_builds_an_image_of_the_repository():
+    (service,) = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"].values()
+    assert service["build"] == "." and (ROOT / "Dockerfile").is_file()
+
+
+def test_kustomize_lists_its_files_and_kubernetes_takes_them():
+    schemas = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    listed = yaml.safe_load((KUSTOMIZE / "kustomization.yaml").read_text())
+    assert {*listed["resources"], "kustomization.yaml"} == {path.name for path in KUSTOMIZE.iterdir()}
+    for name in listed["resources"]:
+        schemas.validate(yaml.safe_load((KUSTOMIZE / name).read_text()), schemas.latest_version(), strict=True)
+    names = [literal.partition("=")[0] for maps in listed["configMapGenerator"] for literal in maps["literals"]]
+    assert {name.removeprefix("CHORUS_").lower() for name in names} <= set(Settings.model_fields)
+
+
+def test_kustomize_serves_with_flags_that_exist_and_mounts_what_it_names():
+    deployment = yaml.safe_load((KUSTOMIZE / "deployment.yaml").read_text())
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    arguments = make_parser().parse(container["args"][1:])
+    assert str(arguments.setting_adapter_uploads) == "/state/uploads"
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    service = yaml.safe_load((KUSTOMIZE / "service.yaml").read_text())
+    assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"]
+    assert container["ports"][0]["name"] == service["spec"]["ports"][0]["targetPort"]
 
 
 def test_kubernetes_takes_the_pods_the_service_and_the_policy():
