@@ -1,4 +1,4 @@
-"""Pictures of docs/performance.md's tables, for light and for dark pages: `python examples/draw_tables.py`.
+"""Pictures of perf/notebook/cpu.md's tables, for light and for dark pages: `python examples/draw_tables.py`.
 
 Values are read from the page itself: bars are the middle of what a cell states (`187 to 228`), lines its range.
 """
@@ -14,8 +14,8 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-DOCS = Path(__file__).parents[1] / "docs"
-PAGE, FOLDER = DOCS / "performance.md", DOCS / "pictures"
+NOTEBOOK = Path(__file__).parents[1] / "perf" / "notebook"
+PAGE, FOLDER = NOTEBOOK / "cpu.md", NOTEBOOK
 INKS = {"light": "#1c1e21", "dark": "#e6e8eb"}
 COLOURS = ("#2f7dd1", "#d9822b", "#7a8594")
 

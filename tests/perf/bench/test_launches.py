@@ -1,4 +1,4 @@
-"""Launches of a layer, and the table that docs/gpu.md makes of them."""
+"""Launches of a layer, and the table that perf/notebook/gpu.md makes of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from chorus.perf.bench.estimate import RESULTS, estimate, main
 from chorus.perf.bench.launches import decode_launches, prompt_launches
 
-DOCS = Path(__file__).parents[3] / "docs" / "gpu.md"
+DOCS = Path(__file__).parents[3] / "perf" / "notebook" / "gpu.md"
 
 
 @pytest.fixture(scope="module")
