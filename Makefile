@@ -1,5 +1,5 @@
 # What a change must pass, step by step; `.ci/run` runs all of it in an environment of its own.
-.PHONY: help check format style complexity types imports spelling constraints test sanitize demo kernels gate lives bench rest \
+.PHONY: help check format style complexity types imports spelling constraints docs docs-check test sanitize demo kernels gate lives bench rest \
     timed studies compare levels plain
 .DEFAULT_GOAL := check
 SHELL := bash
@@ -14,7 +14,7 @@ NATIVE := $(wildcard ops/native/*.cpp ops/native/*.h)
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-check: style complexity types imports spelling ## lint, types, import rules and spelling
+check: style complexity types imports spelling docs-check ## lint, types, import rules and spelling
 
 format: ## format all code
 	ruff check --fix .
@@ -38,9 +38,17 @@ imports: ## which package may import which, as .importlinter says
 spelling: ## codespell
 	codespell core docs examples graphs memory ops perf server tests *.md pyproject.toml Makefile
 
+docs-check: ## generated pages are fresh, and the site builds
+	python docs/generate.py --check
+	NO_MKDOCS_2_WARNING=1 mkdocs build -q
+
 constraints: ## write constraints.txt: the newest versions that pyproject.toml allows
 	uv pip compile -q --universal --no-header --no-emit-index-url --no-annotate --python-version 3.11 --upgrade \
 	    --extra dev --extra pull --extra otel --extra ray pyproject.toml -o constraints.txt
+
+docs: ## write the generated pages, and build the site into build/site
+	python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 mkdocs build -q
 
 test: ## the test suite
 	pytest -q

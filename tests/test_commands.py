@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 PAGES = [
-    *sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("perf/**/*.md")), ROOT / "Makefile",
+    *sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("perf/**/*.md")), ROOT / "Makefile",
     *sorted(ROOT.glob(".github/workflows/*.yml")), *sorted(ROOT.glob("perf/**/*.py")),
 ]  # fmt: skip
 

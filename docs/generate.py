@@ -1,0 +1,150 @@
+"""Write the generated pages of docs/reference: `python docs/generate.py`; `--check` fails where a page is stale.
+
+Sources: the command line's parser, the settings' schema, and the metrics of a server on the built-in model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+PAGES = Path(__file__).parent / "reference"
+HEAD = "<!-- Written by docs/generate.py: change the source, and run `make docs`. -->\n"
+
+
+def text(words: str | None, default: object = None) -> str:
+    """A help text as a table's cell, a sentence with a capital letter."""
+    plain = " ".join((words or "").replace("%%", "%").split()).replace("|", "\\|").replace("<", "&lt;")
+    plain = re.sub(r"\(default: ([^()]*)\)$", "", plain).strip()
+    return plain[:1].upper() + plain[1:]
+
+
+def actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Arguments of a command that are not settings, help apart."""
+    for action in parser._actions:
+        if not action.dest.startswith("setting_") and action.dest not in ("help", "model_argument", "version"):
+            yield action
+
+
+def commands(parser: argparse.ArgumentParser) -> dict[str, tuple[argparse.ArgumentParser, str]]:
+    """Commands below a parser, with one line each."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            lines = {one.dest: one.help or "" for one in action._choices_actions}
+            return {name: (sub, lines.get(name, "")) for name, sub in action.choices.items() if name in lines}
+    return {}
+
+
+def command_section(name: str, parser: argparse.ArgumentParser, line: str, depth: int = 2) -> Iterator[str]:
+    yield f"{'#' * depth} `chorus {name}`\n"
+    yield f"{text(line)}.\n" if not line.endswith(".") else f"{text(line)}\n"
+    rows = [action for action in actions(parser) if not isinstance(action, argparse._SubParsersAction)]
+    if any(action.dest.startswith("setting_") for action in parser._actions):
+        yield "Takes [settings](settings.md) as flags.\n"
+    if rows:
+        yield "| argument | meaning | default |\n|---|---|---|"
+        for action in rows:
+            names = ", ".join(f"`{flag}`" for flag in action.option_strings) or f"`{action.metavar or action.dest}`"
+            default = "" if action.default in (None, argparse.SUPPRESS, False, [], ()) else f"`{action.default}`"
+            yield f"| {names} | {text(action.help)} | {default} |"
+        yield ""
+    for sub, (parser_of, words) in commands(parser).items():
+        yield from command_section(f"{name} {sub}", parser_of, words, depth + 1)
+
+
+def command_line() -> str:
+    from chorus.server.cli.command import make_parser
+
+    lines = ["# Command line\n", HEAD]
+    for name, (parser, line) in commands(make_parser()).items():
+        lines += command_section(name, parser, line)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def settings() -> str:
+    from chorus.server.settings import Settings
+    from chorus.server.start.flags import add_settings
+
+    parser = argparse.ArgumentParser()
+    add_settings(parser)
+    lines = [
+        "# Settings\n", HEAD,
+        "Every setting is a flag (`--max-num-seqs 64`), an environment variable (`CHORUS_MAX_NUM_SEQS=64`), or a line of "
+        "the TOML file that `--config` names (`max_num_seqs = 64`). Flags win over variables, variables over the file. "
+        "Sizes take units (`512MB`, `2GiB`).\n",
+    ]  # fmt: skip
+    for group in parser._action_groups:
+        found = [action for action in group._group_actions if action.dest.startswith("setting_")]
+        if found:
+            title = group.title or ""
+            lines += [f"## {title[:1].upper()}{title[1:]}\n", "| setting | meaning | default |\n|---|---|---|"]
+            for action in found:
+                field = Settings.model_fields[action.dest.removeprefix("setting_")]
+                default = (
+                    ""
+                    if field.default in (None, [], "") or "default" in (field.description or "")
+                    else f"`{shown(field.default)}`"
+                )
+                lines.append(f"| `{action.option_strings[0]}` | {text(field.description)} | {default} |")
+            lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def shown(default: object) -> str:
+    """A default; sizes in bytes with a unit."""
+    if isinstance(default, int) and not isinstance(default, bool) and default >= 1 << 20 and default % (1 << 20) == 0:
+        mib = default >> 20
+        return f"{mib >> 10}GiB" if mib % 1024 == 0 else f"{mib}MiB"
+    return str(default)
+
+
+def metrics() -> str:
+    import httpx
+    from prometheus_client.parser import text_string_to_metric_families
+
+    from chorus.server.demo.builtin import BUILTIN_ADAPTERS
+    from chorus.server.settings import Settings
+    from chorus.server.start.launch import build_app, serving
+
+    given = Settings(threads=1, num_pages=256, adapters=BUILTIN_ADAPTERS)
+    with serving(build_app(given), given) as url:
+        for model in ("reverse", "upper"):
+            httpx.post(f"{url}/v1/completions", json={"model": model, "prompt": "ab\n", "max_tokens": 2}, timeout=60)
+        scraped = httpx.get(f"{url}/metrics", timeout=60).text
+    families = sorted(text_string_to_metric_families(scraped), key=lambda family: family.name)
+    lines = [
+        "# Metrics\n", HEAD,
+        "`GET /metrics` has these series. `vllm:` series have vLLM's names and labels, for existing dashboards and "
+        "gateways. With keys, a key sees the series of its own tenant and models; an admin key sees all. A cluster adds "
+        "the series named in [clusters](../how-to/cluster.md#limits-and-metrics).\n",
+        "| series | type | labels | meaning |\n|---|---|---|---|",
+    ]  # fmt: skip
+    for family in families:
+        labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
+        name = family.name + ("_total" if family.type == "counter" else "")
+        lines.append(
+            f"| `{name}` | {family.type} | {', '.join(f'`{one}`' for one in labels)} | {text(family.documentation)} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+PAGES_OF = {"command-line.md": command_line, "settings.md": settings, "metrics.md": metrics}
+
+
+def main(argv: list[str]) -> int:
+    stale = []
+    for name, write in PAGES_OF.items():
+        page, new = PAGES / name, write()
+        if not page.is_file() or page.read_text() != new:
+            stale.append(name)
+            if "--check" not in argv:
+                page.write_text(new)
+    print(*(f"docs/reference/{name} is stale" if "--check" in argv else f"wrote {name}" for name in stale), sep="\n")
+    return 1 if stale and "--check" in argv else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
