@@ -72,8 +72,8 @@ def settings() -> str:
     add_settings(parser)
     lines = [
         "# Settings\n", HEAD,
-        "Every setting is a flag (`--max-num-seqs 64`), an environment variable (`CHORUS_MAX_NUM_SEQS=64`), or a line of "
-        "the TOML file that `--config` names (`max_num_seqs = 64`). Flags win over variables, variables over the file. "
+        "Every setting is a flag (`--max-num-seqs 64`), an environment variable (`CHORUS_MAX_NUM_SEQS=64`), or a line "
+        "of the TOML file that `--config` names (`max_num_seqs = 64`). Flags win over variables, variables over the file. "
         "Sizes take units (`512MB`, `2GiB`).\n",
     ]  # fmt: skip
     for group in parser._action_groups:
@@ -118,8 +118,8 @@ def metrics() -> str:
     lines = [
         "# Metrics\n", HEAD,
         "`GET /metrics` has these series. `vllm:` series have vLLM's names and labels, for existing dashboards and "
-        "gateways. With keys, a key sees the series of its own tenant and models; an admin key sees all. A cluster adds "
-        "the series named in [clusters](../how-to/cluster.md#limits-and-metrics).\n",
+        "gateways. With keys, a key sees the series of its own tenant and models; an admin key sees all. A cluster "
+        "adds the series named in [clusters](../how-to/cluster.md#limits-and-metrics).\n",
         "| series | type | labels | meaning |\n|---|---|---|---|",
     ]  # fmt: skip
     for family in families:

@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 PAGES = [
-    *sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("perf/**/*.md")), ROOT / "Makefile",
-    *sorted(ROOT.glob(".github/workflows/*.yml")), *sorted(ROOT.glob("perf/**/*.py")),
+    *sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("perf/**/*.md")),
+    ROOT / "Makefile", *sorted(ROOT.glob(".github/workflows/*.yml")), *sorted(ROOT.glob("perf/**/*.py")),
 ]  # fmt: skip
 
 #: A module and what stands behind it, up to the end of the command.
