@@ -73,8 +73,8 @@ def settings() -> str:
     lines = [
         "# Settings\n", HEAD,
         "Every setting is a flag (`--max-num-seqs 64`), an environment variable (`CHORUS_MAX_NUM_SEQS=64`), or a line "
-        "of the TOML file that `--config` names (`max_num_seqs = 64`). Flags win over variables, variables over the file. "
-        "Sizes take units (`512MB`, `2GiB`).\n",
+        "of the TOML file that `--config` names (`max_num_seqs = 64`). Flags win over variables, variables over the "
+        "file. Sizes take units (`512MB`, `2GiB`).\n",
     ]  # fmt: skip
     for group in parser._action_groups:
         found = [action for action in group._group_actions if action.dest.startswith("setting_")]
