@@ -30,6 +30,7 @@ complexity: ## functions that are hard to follow
 	complexipy core graphs memory server --max-complexity-allowed 15 --failed --plain
 
 types: ## pyright in standard mode
+	mkdir -p .types && ln -sfn .. .types/chorus
 	basedpyright
 
 imports: ## which package may import which, as .importlinter says

@@ -106,7 +106,7 @@ def run_section(name: str, options: Options) -> bool:
 
 
 def worker_command(name: str, options: Options) -> list[str]:
-    return [sys.executable, "-m", __package__, *options.given, "--worker", name]
+    return [sys.executable, "-m", str(__package__), *options.given, "--worker", name]
 
 
 if __name__ == "__main__":

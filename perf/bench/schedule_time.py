@@ -26,7 +26,7 @@ from ...memory.pages.layout import MODULES, PageLayout
 from ..report.command import conclude, parser
 from .weightless import WeightlessAdapters
 
-_DIMS = dict.fromkeys(MODULES, (64, 64))
+_DIMS: dict[str, tuple[int, int]] = dict.fromkeys(MODULES, (64, 64))
 _LAYERS = 4
 _RANK = 16
 _PROMPT = 128

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...memory.files.format import AdapterManifest
@@ -19,7 +19,7 @@ class WeightlessAdapters:
         self._page = page
         self._layouts: dict[int, AdapterLayout] = {}
 
-    def inspect(self, path: Path) -> AdapterManifest:
+    def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
         rank = int(path.name.rpartition("-")[2])
         return AdapterManifest(path, (AdapterPart(rank, 1.0, tuple(range(self._page.num_layers)), MODULES),))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -67,7 +67,12 @@ def measure(rounds: int) -> dict[str, Any]:
         size = ModelSize("gate", GEOMETRY, {})
         context = Context("cpu", size, True, WallTimer(), ResultStore(directory, {}), directory)
         adapters = {name: path for rank in _RANKS for name, path in context.adapters(rank, 2).items()}
-        limits = {"max_seqs": _REQUESTS, "max_batched": 1024, "max_len": 2 * (_PROMPT + _OUTPUT), "threads": 1}
+        limits: dict[str, Any] = {
+            "max_seqs": _REQUESTS,
+            "max_batched": 1024,
+            "max_len": 2 * (_PROMPT + _OUTPUT),
+            "threads": 1,
+        }
         with Subject(context, adapters, inline_reads=True, **limits) as subject:
             subject.load(list(adapters))
             _round(subject, directory)  # the first is slower: caches are cold and nothing is compiled
@@ -122,13 +127,13 @@ def _step(subject: Subject, adapters: list[str | None]) -> tuple[float, float]:
     return min(took["forward"]), min(around)
 
 
-def _ratio(subject: Subject, adapters: list[str | None], others: list[str | None]) -> float:
+def _ratio(subject: Subject, adapters: Sequence[str | None], others: Sequence[str | None]) -> float:
     """Processor time of whole answers over that of others', in the order A B B A: what drifts slowly cancels out."""
     seconds = [_answers(subject, each) for each in (adapters, others, others, adapters)]
     return min(seconds[0], seconds[3]) / min(seconds[1], seconds[2])
 
 
-def _answers(subject: Subject, adapters: list[str | None]) -> float:
+def _answers(subject: Subject, adapters: Sequence[str | None]) -> float:
     """Processor seconds of a request for each."""
     requests = [subject.request(_PROMPT, _OUTPUT, name) for name in adapters]
     began = time.process_time()

@@ -60,7 +60,7 @@ def load_requests(path: Path, rank: int | None = None) -> Requests:
     source = Csv(format="csv", path=path, sort=True)
     for field in NEEDED:
         source.needs(field, "--trace")
-    found = [TraceRequest(0, *row) for row in source.rows()]
+    found = [TraceRequest(0, *row) for row in source.rows()]  # pyright: ignore[reportArgumentType] `needs` has checked
     ranks: dict[str, int] = {}
     for one in found:
         if one.adapter is not None:  # it may have been replaced meanwhile

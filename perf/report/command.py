@@ -12,8 +12,9 @@ from typing import Any
 from .table import Goal, goal_table
 
 
-def parser(spec: ModuleSpec, doc: str) -> argparse.ArgumentParser:
+def parser(spec: ModuleSpec | None, doc: str | None) -> argparse.ArgumentParser:
     """Parser of the command that a module is; of its docstring the first paragraph describes it, the rest follows."""
+    assert spec is not None and doc is not None, "a command is a module with a docstring, run by `python -m`"
     name = spec.name.removesuffix(".__main__")
     about, _, details = doc.partition("\n\n")
     return argparse.ArgumentParser(f"python -m {name}", description=about, epilog=details, formatter_class=_Format)

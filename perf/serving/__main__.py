@@ -123,7 +123,7 @@ def _choose(args: argparse.Namespace, cards: Sequence[dict[str, Any]]) -> _Serve
     """The base model and the adapters that the load uses. Raises LoadError for names that are not served."""
     by_name = {card["id"]: card for card in cards}
     bases = [name for name, card in by_name.items() if not card.get("parent")]
-    base = args.model or next(iter(bases or by_name), None)
+    base = args.model or next(iter(bases or by_name), "")
     adapters = [name for name in by_name if name != base]
     if args.adapters is not None:
         adapters = [name for name in args.adapters.split(",") if name not in ("", "none")]

@@ -20,7 +20,7 @@ _WORKLOAD: dict[str, Any] = {
 }  # fmt: skip
 
 
-def parse(argv: list[str] | None, spec: ModuleSpec, doc: str) -> argparse.Namespace:
+def parse(argv: list[str] | None, spec: ModuleSpec | None, doc: str | None) -> argparse.Namespace:
     command = parser(spec, doc)
     where = command.add_mutually_exclusive_group(required=True)
     where.add_argument("url", nargs="?", help="of the server, such as http://127.0.0.1:8000")

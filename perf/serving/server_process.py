@@ -43,11 +43,11 @@ class LaunchedServer:
             text = "".join(self._tail)
             raise LoadError(f"the server ended with {process.wait()} before it listened:\n{text}")
         where = urlsplit(self.url)
-        self.address = where.hostname, where.port
+        self.address = str(where.hostname), int(where.port or 0)
 
     def _log(self) -> Iterator[str]:
         with suppress(ValueError):  # it was closed meanwhile
-            for line in self.process.stdout:
+            for line in self.process.stdout or ():
                 self._tail.append(line)
                 self.log_bytes += len(line)
                 yield line
@@ -84,7 +84,7 @@ def launched(
     flags: Sequence[str], descriptors: int | None = None, command: Sequence[str] = ("serve",)
 ) -> Iterator[LaunchedServer]:
     """`chorus serve`, or another command, on a free port. See `started`."""
-    words = [sys.executable, "-m", f"{__package__.split('.')[0]}.server", *command, "--port", "0", *flags]
+    words = [sys.executable, "-m", f"{str(__package__).split('.')[0]}.server", *command, "--port", "0", *flags]
     with started(words, descriptors=descriptors) as server:
         yield server
 

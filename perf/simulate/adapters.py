@@ -139,7 +139,9 @@ class SimReads(Reads):
         now = self._clock.now
         self.begin_until(now)
         self._news = [moment for moment in self._news if moment > now]
-        self._clock.now = min([now + timeout, *self._news, *(read.end for read in pending)])
+        self._clock.now = min(
+            [now + timeout, *self._news, *(read.end for read in pending if isinstance(read, SimRead))]
+        )
 
     def wake(self) -> None:
         """End a wait at this moment of the reading thread's time."""
@@ -252,7 +254,7 @@ class SimAdapterBackend:
         """True if bytes are on their way."""
         return self.link.is_busy
 
-    def inspect(self, path: Path) -> AdapterManifest:
+    def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
         return self._adapters.manifest(str(path))
 
     def layout(self, manifest: AdapterManifest) -> AdapterLayout:
@@ -298,6 +300,7 @@ class SimAdapterBackend:
         now, seconds = self._clock.now, self._costs.link.seconds(image.data)
         layer = seconds / layout.num_layers
         stream = image.stream
+        assert isinstance(stream, SimStream)
         sending = self.link.send(seconds, self.urgency, ready=stream.end + layer)
         if sending.end <= now:
             return None

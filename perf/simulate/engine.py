@@ -90,7 +90,7 @@ class SimExecutor:
         self.model = ModelInfo(geometry.vocab_size, limit, ())
         self.layout = geometry.page_layout(config.block_tokens)
         given = "memory_bytes" in config.model_fields_set
-        memory_bytes = config.memory_bytes if given else profile.memory_bytes.value
+        memory_bytes = (config.memory_bytes if given else None) or profile.memory_bytes.value
         self.num_pages = config.num_pages or max(2, memory_bytes // self.layout.page_bytes)
         self.adapters = SimAdapterBackend(adapters, self.costs, clock, stream=stream, read_threads=read_threads)
         self.cold_starts = ColdStarts()

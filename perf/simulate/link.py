@@ -114,6 +114,11 @@ class SimTransfer:
         self._first = first
 
     @property
+    def address(self) -> int:
+        """No layers are counted where native code could see them."""
+        return 0
+
+    @property
     def end(self) -> float:
         return self._sending.end
 

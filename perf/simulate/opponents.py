@@ -19,7 +19,14 @@ def rank_blind(policy: Policy, rank: int) -> Policy:
 
     rank: the mean of what it stands for; replicas must tell it, too (`Replica`).
     """
-    return lambda request, replicas: policy(request._replace(rank=rank if request.adapter else 0), replicas)
+    return lambda request, replicas: policy(_Blind(request, rank if request.adapter else 0), replicas)
+
+
+class _Blind:
+    """A request with another rank."""
+
+    def __init__(self, request: Routed, rank: int) -> None:
+        self.adapter, self.prompt_tokens, self.rank = request.adapter, request.prompt_tokens, rank
 
 
 class RoundRobin:

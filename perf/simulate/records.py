@@ -51,7 +51,7 @@ class Records:
 
     def add(self, served: Served) -> None:
         for append, value in zip(self._appends, served, strict=True):
-            append(value)
+            append(value)  # pyright: ignore[reportArgumentType] of a column, its own type
 
     def __len__(self) -> int:
         return len(self._tenants)

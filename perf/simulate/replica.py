@@ -126,7 +126,7 @@ class Replica:
         self._tells_tenants = tells_tenants
         self._told_rank = told_rank
         self.block_tokens = self.executor.layout.block_tokens
-        self._inbox: list[SimRequest | Callable[[], None]] = []
+        self._inbox: list[SimRequest | Callable[[], object]] = []
         self._open: dict[str, _Open] = {}
         self._queue: dict[str, _Open] = {}  # requests that have not begun
         self._plan: StepPlan | None = None
@@ -155,11 +155,11 @@ class Replica:
         self.state.add_waiting(request.num_tokens, rank)
         self._send(request, now)
 
-    def order(self, action: Callable[[], None], now: float) -> None:
+    def order(self, action: Callable[[], object], now: float) -> None:
         """Have something done between two steps, when the one that is under way ends."""
         self._send(action, now)
 
-    def _send(self, message: SimRequest | Callable[[], None], now: float) -> None:
+    def _send(self, message: SimRequest | Callable[[], object], now: float) -> None:
         self._inbox.append(message)
         if self._plan is None:
             self.wake = min(self.wake, max(now, self.clock.now))

@@ -320,12 +320,12 @@ def _orders(study: Study, runs: Sequence[_Run]) -> list[Verdict]:
     found = [judge(each, values(each.metric, each.rows)) for each in study.expect]
     for metric, group in itertools.product(study.metrics, dict.fromkeys(row.group for row in study.rows)):
         paper = {
-            row.name: row.paper[metric]
+            row.name: value
             for row in study.rows
-            if row.group == group and isinstance(row.paper.get(metric), float)
+            if row.group == group and isinstance(value := row.paper.get(metric), float)
         }
         rows = sorted(paper, key=paper.__getitem__)
         pairs = [(low, high) for low, high in itertools.combinations(rows, 2) if paper[low] < paper[high]]
         if pairs:
-            found.append(judge(Order(order=rows, source=study.source, metric=metric), values(metric, rows), pairs))
+            found.append(judge(Order(order=[*rows], source=study.source, metric=metric), values(metric, rows), pairs))
     return found

@@ -298,4 +298,4 @@ def validated(kind: Any, fields: Mapping[str, Any], origin: str) -> Any:
 
 
 def _shipped() -> Any:
-    return files(__package__) / "studies"
+    return files(str(__package__)) / "studies"

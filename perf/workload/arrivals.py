@@ -81,7 +81,7 @@ class Renewal(Strict):
         return integral(self._pieces(), duration)
 
     def _pieces(self) -> list[Piece]:
-        if isinstance(self.rate, float):
+        if isinstance(self.rate, float | int):
             return [Piece(math.inf, self.rate, self.rate)]
         return list(self.rate.pieces())
 

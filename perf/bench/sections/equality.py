@@ -62,8 +62,9 @@ def run(context: Context) -> dict[str, Any]:
                 for name, chosen in cases(list(adapters), largest):
                     case = f"{name}, {merged or 'none'} merged, products of few rows: {small_gemm}"
                     say(f"graph against eager: {case}")
-                    for subject in (captured, eager) if merged is not None else ():
-                        subject.merge(merged)
+                    if merged is not None:
+                        for subject in (captured, eager):
+                            subject.merge(merged)
                     steps = context.pick(3, 12, 24)
                     one, other = trace(captured, chosen, steps), trace(eager, chosen, steps)
                     _compare(case, one, other)
@@ -86,7 +87,7 @@ def _shallow(context: Context) -> Context:
 def cases(names: Sequence[str], largest: int) -> list[tuple[str, list[str | None]]]:
     """Fuller and emptier buckets, then other adapters than before, more of them, mixed ranks, some rows and none."""
     one, some, last = names[:1], names[::3], names[-largest:]
-    return [
+    found: list[tuple[str, Sequence[str | None]]] = [
         ("base, one row", [None]),
         ("base, padded bucket", [None] * (largest - 1)),
         ("one adapter", list(one)),
@@ -95,7 +96,8 @@ def cases(names: Sequence[str], largest: int) -> list[tuple[str, list[str | None
         ("an adapter per row", list(names[:largest])),
         ("other adapters, some rows base", [name if index % 2 else None for index, name in enumerate(last)]),
         ("base again", [None] * 3),
-    ]  # fmt: skip
+    ]
+    return [(name, [*chosen]) for name, chosen in found]
 
 
 def trace(subject: Subject, adapters: Sequence[str | None], steps: int) -> Trace:

@@ -56,10 +56,14 @@ def run(context: Context) -> dict[str, Any]:
 
 def measure(server: LaunchedServer, popularity: str, size: dict[str, int], adapters: list[str], vocab: int) -> Answered:
     """Load the server twice, the first time to warm it up; returns what came of the second."""
-    draw, models = Random(popularity), [None] * size["requests"] if popularity == "base" else adapters
-    for _ in range(2):  # of other prompts: the server keeps KV of the prompts that it has seen
-        answered = read_streams([server.address], bodies(server.url, models[: size["requests"]], size, draw, vocab))
-    return answered
+    draw = Random(popularity)
+    models: list[str | None] = [None] * size["requests"] if popularity == "base" else [*adapters]
+
+    def once() -> Answered:
+        return read_streams([server.address], bodies(server.url, models[: size["requests"]], size, draw, vocab))
+
+    once()  # other prompts than the second time's: the server keeps KV of the prompts that it has seen
+    return once()
 
 
 def bodies(

@@ -59,7 +59,7 @@ def run(context: Context) -> dict[str, Any]:
                     with _used(name, builds.get(name)):
                         now = _rates(context, threads)
                     found["rates"][name] = {what: max(now[what], found["rates"].get(name, now)[what]) for what in now}
-                chosen = list(adapters) if ranks else [None] * rows
+                chosen: list[str | None] = list(adapters) if ranks else [None] * rows
                 step = _prefill if is_prefill else _decode
                 work = {name: partial(step, each, chosen, prompt, steps) for name, each in engines.items()}
                 tokens = (prompt, 0) if is_prefill else (1, prompt)
@@ -79,6 +79,7 @@ def _used(level: str, build: Path | None) -> AbstractContextManager[Any]:
 def _rates(context: Context, threads: int) -> dict[str, float]:
     """Bytes and operations per second, the best of a few."""
     library, num_bytes = native.library(), context.pick(1 << 20, 512 << 20, 512 << 20)
+    assert library is not None
     memory = hugepages.zeros((num_bytes,), torch.uint8).fill_(1)
     reads = [library.chorus_read_rate(threads, memory.data_ptr(), num_bytes) for _ in range(context.pick(1, 4, 4))]
     element = ELEMENT_OF[context.dtype]

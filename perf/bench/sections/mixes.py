@@ -36,9 +36,11 @@ def run(context: Context) -> dict[str, Any]:
         for popularity in POPULARITIES:
             with context.row(found, f"end to end, {popularity}", subject.abort_all):
                 lengths = segment_lengths(popularity, requests)
-                chosen = [name for name, length in zip(names, lengths, strict=False) for _ in range(length)]
+                chosen: list[str | None] = [
+                    name for name, length in zip(names, lengths, strict=False) for _ in range(length)
+                ]
                 Random(context.seed).shuffle(chosen)
-                for name in set(chosen):
+                for name in filter(None, set(chosen)):
                     subject.to_disk(name)
                 cold = _run(subject, chosen, prompt, output)
                 warm = _run(subject, chosen, prompt, output)
