@@ -175,15 +175,13 @@ class CheckedOrder:
             self._check_shares(in_step, has_tokens, ending, left_out)
 
     def _left_out(self, plan: StepPlan) -> set[Adapter]:
-        """Adapters of running requests that have no index in a step, as others have all. The index of one that was
-        preempted in the step is free from the next one on.
+        """Adapters of running requests that have no index in a step, as there are more of them than indices. The index
+        of one that was preempted, or that had no row, is free from the next step on.
         """
-        most = self._config.max_adapters_per_step or math.inf
-        if plan.num_adapters < most and (
-            most == math.inf or self._scheduler.lifecycle.num_preemptions == self._num_preemptions
-        ):
-            return set()
-        return {request.adapter for request in self._scheduler.running} - {None, *plan.adapters}
+        most = self._config.max_adapters_per_step
+        adapters = {request.adapter for request in self._scheduler.running} - {None}
+        has_preempted = self._scheduler.lifecycle.num_preemptions > self._num_preemptions
+        return set() if most is None or (len(adapters) <= most and not has_preempted) else adapters - {*plan.adapters}
 
     def _check_adapters(self, plan: StepPlan, left_out: Set[Adapter]) -> None:
         """Check that no adapter of running requests is descheduled beyond its time and a round of the others."""
