@@ -42,8 +42,8 @@ class KvEvents:
     When the publisher lags by `most` events, further ones are dropped until it has taken all. So the publisher gets
     gapless sequences, with each loss between two of them reported.
 
-    A block's hash must tell what is in it, so blocks of an adapter are held until its content hash is known. A held block
-    that is forgotten is never told of.
+    A block's hash must tell what is in it, so blocks of an adapter are held until its content hash is known. A held
+    block that is forgotten is never told of.
     """
 
     def __init__(self, store: AdapterStore, most: int = MAX_EVENTS) -> None:
