@@ -163,7 +163,7 @@ class EngineConfig(BaseModel):
         "there is room that no other request waits for",
     )
     max_adapters_per_step: int | None = Field(
-        default=None, ge=1, description="most distinct adapters among running requests; default: no limit"
+        default=None, ge=1, description="most distinct adapters in a step; default: no limit"
     )
     max_overtake_seconds: float = Field(
         default=1.0, ge=0, description="how long a waiting request may be overtaken by others with resident adapters"

@@ -18,7 +18,8 @@ MAX_EVENTS = 1 << 17
 class Stored(NamedTuple):
     """A block that became known. parent: its parent's page, None for the first of a prompt.
 
-    adapter, version, content_hash: of the adapter that it was computed with, None and 0 for the base model.
+    adapter, version, content_hash: of the adapter that it was computed with, None and 0 for the base model. An
+    adapter's hash is always known: until it is, its blocks are not told of.
     scope: the tenant and salt that share it.
     """
 
@@ -31,19 +32,27 @@ class Stored(NamedTuple):
     scope: Hashable
 
 
+_Recorded = tuple[Block, Adapter | None, Hashable]
+"""A block, its adapter and its scope."""
+
+
 class KvEvents:
     """Events between two threads: the engine's adds them and never waits, the publisher's takes them.
 
     When the publisher lags by `most` events, further ones are dropped until it has taken all. So the publisher gets
     gapless sequences, with each loss between two of them reported.
+
+    A block's hash must tell what is in it, so blocks of an adapter are held until its content hash is known. A held
+    block that is forgotten is never told of.
     """
 
     def __init__(self, store: AdapterStore, most: int = MAX_EVENTS) -> None:
         self._store = store
         self._most = most
-        self._events: deque[tuple[Block, Adapter | None, Hashable] | int] = deque()
+        self._events: deque[_Recorded | int] = deque()
         self._is_losing = False
         self._adapters: dict[int, Adapter] = {}  # by version
+        self._held: dict[int, _Recorded] = {}  # by page, in order: blocks of adapters without a content hash
         self.num_recorded = 0
         self.num_dropped = 0
 
@@ -76,18 +85,42 @@ class KvEvents:
     # --- the publisher's thread ---
 
     def drain(self) -> tuple[list[Stored | int], bool]:
-        """All events so far, a page for a block that was forgotten; and whether further ones were lost behind them."""
+        """Return all events that may be told, a page for a block that was forgotten; and whether further ones were lost
+        after them.
+        """
         lost = (
             self._is_losing
         )  # asked first: once it is set nothing is added, so all that is there came before the loss
         taken = [self._events.popleft() for _ in range(len(self._events))]
         if lost:
             self._is_losing = False
-        return [one if isinstance(one, int) else _stored(*one) for one in taken], lost
+        hashes: dict[Adapter, str | None] = {}  # as of now: a block comes after its parent, which has the same adapter
+        held, self._held = self._held, {}
+        told: list[Stored | int] = []
+        for one in (*held.values(), *taken):
+            if not isinstance(one, int):
+                self._tell(one, hashes, told)
+            elif self._held.pop(one, None) is None:
+                told.append(one)
+        if lost:
+            self._held.clear()  # which of them are gone is among what was lost
+        return told, lost
+
+    def _tell(self, one: _Recorded, hashes: dict[Adapter, str | None], told: list[Stored | int]) -> None:
+        """Tell of a block, or hold it. hashes: of the adapters so far, filled on the way."""
+        block, adapter, scope = one
+        content_hash = None
+        if adapter is not None:
+            if adapter not in hashes:
+                hashes[adapter] = adapter.manifest.content_hash
+            content_hash = hashes[adapter]
+            if content_hash is None:
+                self._held[block.page] = one
+                return
+        told.append(_stored(block, adapter, content_hash, scope))
 
 
-def _stored(block: Block, adapter: Adapter | None, scope: Hashable) -> Stored:
+def _stored(block: Block, adapter: Adapter | None, content_hash: str | None, scope: Hashable) -> Stored:
     parent = None if block.parent is None or block.parent.page == PagePool.DUMMY else block.parent.page
-    if adapter is None:
-        return Stored(block.page, parent, block.tokens, None, BASE_VERSION, None, scope)
-    return Stored(block.page, parent, block.tokens, adapter.name, adapter.version, adapter.manifest.content_hash, scope)
+    name, version = (None, BASE_VERSION) if adapter is None else (adapter.name, adapter.version)
+    return Stored(block.page, parent, block.tokens, name, version, content_hash, scope)

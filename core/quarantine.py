@@ -138,7 +138,8 @@ def _log(quarantined: list[Quarantined]) -> None:
 def report(name: str, manifest: AdapterManifest) -> None:
     """Log warnings about a registered adapter that its author may not expect."""
     if manifest.stem != STEM:
-        logger.info("adapter %s: its %s is served as the base model's %s", name, manifest.stem, STEM)
+        layers = f"{manifest.stem}.layers" if manifest.stem else "layers"
+        logger.info("adapter %s: its %s are served as the base model's %s.layers", name, layers, STEM)
     if manifest.names_other_base:
         logger.warning(
             "adapter %s was trained on %s, by its base_model_name_or_path, which is not the model that is served; "

@@ -90,9 +90,9 @@ class Admission:
         Requests for adapters not yet available are skipped. Admission stops at the first request that lacks tokens.
         Once one lacks pages, only tenants within their share of the pages begin more, and none if its tenant is overdue
         for a turn and has no running request, so that small requests don't starve a large one. With every slot taken,
-        two kinds of request may still begin. A tenant without a row, or that was served less, takes over a row of
-        another (`Draft.may_begin`). A call with no running answer takes a row while the step has one; answers of calls
-        with n > 1 then take turns.
+        three kinds of request may still begin. A request that is overdue for an index of the batch takes an adapter's,
+        with its rows. A tenant without a row, or that was served less, takes over a row of another (`Draft.may_begin`).
+        A call with no running answer takes a row while the step has one; answers of calls with n > 1 then take turns.
         """
         for request, blocks, count in self._candidates(draft):
             if self._has_room(request, blocks, draft):
@@ -122,7 +122,12 @@ class Admission:
 
     def _next(self, draft: Draft) -> Request | None:
         """Return the next request with a slot, tokens, its adapter and a share of the pages; None if there is none."""
-        while draft.budget > 0 and draft.num_short <= MOST_SHORT and (request := draft.order.next()) is not None:
+        while draft.budget > 0 and draft.num_short <= MOST_SHORT:
+            request = draft.order.next()
+            if request is None:
+                if not self._go_on(draft):
+                    return None
+                continue
             place = self._place(draft)
             if place is None or (place is draft.place is Place.CALL and request.call in draft.running.calls):
                 return None  # its call has a row
@@ -133,6 +138,16 @@ class Admission:
             elif self._has_share(request, draft):
                 return request
         return None
+
+    def _go_on(self, draft: Draft) -> bool:
+        """Go on to another kind of slot once nobody is left to take an adapter's index; False if there is none."""
+        if draft.place is not Place.ADAPTER:
+            return False
+        draft.may_displace = False
+        place = self._place(draft)
+        if place is not None:
+            self._open(draft, place)
+        return place is not None
 
     def _has_share(self, request: Request, draft: Draft) -> bool:
         """True unless pages are short, and its tenant would go beyond its share of them, is not owed a turn, and is
@@ -147,11 +162,13 @@ class Admission:
 
     def _place(self, draft: Draft) -> Place | None:
         """Return the kind of slot that one more request may take; None if there is none. While a mode policy excludes
-        requests, up to `max_num_seqs` others may run; the excluded keep their pages.
+        requests, or adapters have no index, up to `max_num_seqs` others may run; the excluded keep their pages.
         """
         seats, running, waiting = self._seats, draft.running, self._waiting
-        if len(running) < seats or (draft.only is not None and draft.num_rows < seats):
+        if len(running) - draft.num_without_index < seats or (draft.only is not None and draft.num_rows < seats):
             return Place.SEAT
+        if draft.is_open_to_adapters(waiting):
+            return Place.ADAPTER
         if draft.is_open_to(waiting.accounts.keys()):
             return Place.ACCOUNT
         if draft.num_rows < seats and running.num_calls < seats and waiting.has_firsts():
@@ -209,23 +226,23 @@ class Admission:
     def _may_come(self, draft: Draft, adapter: Adapter | None, head: Request | None) -> bool:
         """True if an adapter, or the base model, may join the step.
 
-        head: a tenant's first request that waits for it; an overdue head gets a slot reserved.
+        head: a tenant's first request that waits for it; an overdue head may take another adapter's index.
         """
         if draft.only is not None and adapter not in draft.only:
             return False
-        if adapter is None:
-            return True
-        if draft.is_barred(adapter):
-            if head is not None and head.arrival_time < draft.overdue_before and is_read(self._store, adapter):
-                draft.reserved_from = min(draft.reserved_from, head.place)
-            return False
+        if adapter is not None and draft.is_barred(adapter):
+            if head is None:
+                return draft.has_index_to_give
+            return is_read(self._store, adapter) and draft.may_take_index(adapter, head)
+        if adapter is None or draft.place is Place.ADAPTER:
+            return draft.place is not Place.ADAPTER
         is_doubted = adapter in self.late or (not adapter.pages and draft.now < self._doubt_until)
         return not is_doubted or is_read(self._store, adapter)
 
     def _may_join(self, request: Request, draft: Draft) -> bool:
-        """True unless a request must wait for its adapter or for a free adapter slot in the step."""
+        """True unless a request must wait for its adapter or for a free index in the step."""
         adapter = request.adapter
-        if not self._may_come(draft, adapter, request) or draft.is_reserved(request):
+        if not self._may_come(draft, adapter, request):
             return False
         if adapter is None or (adapter.pages and adapter.transfer is None):
             return True

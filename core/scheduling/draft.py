@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -13,6 +13,7 @@ from ...memory.adapters.adapter import Adapter
 from ...memory.adapters.store import AdapterStore
 from ..config import EngineConfig
 from ..requests.request import Request
+from .adapter_turns import AdapterTurns
 from .lifecycle import Lifecycle
 from .output_lengths import Growth
 from .queues import Group, Running, WaitingQueue, num_missing
@@ -135,6 +136,7 @@ class Place(Enum):
     SEAT = auto()
     ACCOUNT = auto()  # from a tenant that was served more
     CALL = auto()  # from a call with several answers, for a call with no running answer
+    ADAPTER = auto()  # from an adapter that gives its index to an overdue one
 
 
 @dataclass(eq=False, slots=True)
@@ -157,14 +159,15 @@ class Draft:
     the giver: the tenant with the highest served cost among tenants with two or more rows. The giver's newest decoding
     request is paused. A tenant with a paused request begins no new one.
 
-    A step has at most `max_adapters_per_step` adapters. An overdue request that waits for a free adapter slot reserves
-    it: requests behind it in the queue (`reserved_from`) may neither add an adapter nor take the last slot. The adapter
-    slot of a request that is preempted for a waiting one is free from the next step on.
+    A step has at most `max_adapters_per_step` adapters. With all of these taken, a request of another adapter begins
+    once it is overdue (`AdapterTurns`): then the sequences of the adapter that gives its index are descheduled. The
+    index of a request that is preempted for a waiting one is free from the next step on.
     """
 
     _limits: EngineConfig
     _service: Service
     _lifecycle: Lifecycle
+    _turns: AdapterTurns
     running: Running
     taking: Sequence[Request]
     now: float
@@ -183,9 +186,12 @@ class Draft:
     num_short: int = 0
     held: set[str] = field(default_factory=set)
     givers: Set[str] = frozenset()
-    reserved_from: float = math.inf
     overdue_before: float = 0.0
+    descheduled: set[Adapter] = field(default_factory=set)  # gave their index to a request that has begun
+    may_displace: bool = True  # False once no waiting request is left that could take an index
+    _lent: int = 0  # a token more than the step has, of the row that is given up for one that begins
     _adapters: set[Adapter] = field(default_factory=set)
+    _index_givers: list[Adapter] | None = None  # adapters that may give their index, the last first; None: unknown
     _rows: dict[str, int] = field(default_factory=dict)  # number of rows by tenant, with admitted requests
     _new_rows: dict[str, int] = field(default_factory=dict)  # of these, rows of admitted requests
     _served: dict[str, float] = field(default_factory=dict)  # cost of tenants, as of this step
@@ -260,7 +266,9 @@ class Draft:
         budget = limits.max_num_batched_tokens - sum(counts.values())
         for request in self.cut:
             count = counts.get(request, 0)
-            if not request.is_running or (not count and len(counts) >= limits.max_num_seqs):
+            if not request.is_running or request.adapter in self.descheduled:
+                continue
+            if not count and len(counts) >= limits.max_num_seqs:
                 continue
             more = min(budget, num_missing(request) - count)
             end = request.num_computed_tokens + count + more
@@ -270,8 +278,9 @@ class Draft:
 
     def yield_rows(self) -> None:
         """Take the rows of running requests that don't keep theirs beside the admitted ones."""
-        counts = self.counts
-        taking = [each for each in self.running if each.coming is None and (self.all_decode or each in counts)]
+        counts, gone = self.counts, self.descheduled
+        here = [each for each in self.running if each.coming is None and each.adapter not in gone]
+        taking = [each for each in here if self.all_decode or each in counts]
         self.counts = {each: counts.get(each, 1) for each in self._service.deal(taking, self.begun)}
         self.all_decode = False
 
@@ -286,9 +295,11 @@ class Draft:
         self.overdue_before = self.now - limits.max_overtake_seconds
         self.num_rows = len(self.taking) if self.all_decode else len(self.counts)
         used = self.num_rows if self.all_decode else sum(self.counts.values())
-        self.budget = max(limits.max_num_batched_tokens - used, int(self.num_rows == limits.max_num_seqs))
-        if limits.max_adapters_per_step is not None:
-            self._adapters = {request.adapter for request in running if request.adapter is not None}
+        left = limits.max_num_batched_tokens - used
+        self._lent = int(left <= 0 and self.num_rows == limits.max_num_seqs)
+        self.budget = left + self._lent
+        if self._turns.most is not None:
+            self._adapters = {request.adapter for request in self.taking if request.adapter is not None}
         all_running = len(self.taking) == len(running)
         self._rows = dict(running.accounts if all_running else Counter([request.account for request in self.taking]))
 
@@ -304,6 +315,8 @@ class Draft:
         if self.growth is not None:
             self.growth.add(request)
         if request.adapter is not None:
+            if self.is_barred(request.adapter):
+                self._displace()
             self._adapters.add(request.adapter)
         self.num_rows += 1
         if count:
@@ -317,14 +330,62 @@ class Draft:
     # -- adapters
 
     def is_barred(self, adapter: Adapter) -> bool:
-        """True if the step has no slot for an adapter."""
-        most, adapters = self._limits.max_adapters_per_step, self._adapters
+        """True if every index of the step is another adapter's."""
+        most, adapters = self._turns.most, self._adapters
         return most is not None and adapter not in adapters and len(adapters) >= most
 
-    def is_reserved(self, request: Request) -> bool:
-        """True if a request would take the slot reserved for an earlier one."""
-        is_last = len(self.running) >= self._limits.max_num_seqs - 1
-        return self.reserved_from < request.place and (is_last or request.adapter is not None)
+    def may_take_index(self, adapter: Adapter, head: Request) -> bool:
+        """True if the first request of a barred adapter is overdue, and another adapter may give its index to it.
+
+        Of an adapter with running sequences, these have their turn first.
+        """
+        if adapter in self.running.by_adapter() or not self._turns.is_overdue(adapter, head.arrival_time, self.now):
+            return False
+        return self.has_index_to_give
+
+    def is_open_to_adapters(self, waiting: Iterable[Request]) -> bool:
+        """True if a waiting request may be overdue for an index, and an adapter has one to give."""
+        if self._turns.most is None or not self.may_displace or len(self._adapters) < self._turns.most:
+            return False
+        oldest = next(iter(waiting), None)
+        is_overdue = oldest is not None and oldest.arrival_time < self.overdue_before
+        return is_overdue and self.has_index_to_give
+
+    @property
+    def has_index_to_give(self) -> bool:
+        """True if an adapter may give its index to a waiting request."""
+        return bool(self._givers_of_index())
+
+    @property
+    def num_without_index(self) -> int:
+        """Running sequences that are descheduled because their adapters have no index: they take no seat."""
+        most = self._turns.most
+        groups = {} if most is None else self.running.by_adapter()
+        if most is None or len(groups) - (None in groups) <= most:
+            return 0
+        return sum(len(group) for adapter, group in groups.items() if adapter and adapter not in self._adapters)
+
+    def _givers_of_index(self) -> list[Adapter]:
+        if self._index_givers is None:
+            self._index_givers = self._turns.givers(self.taking, self._service.order, self.now)
+        return self._index_givers
+
+    def _displace(self) -> None:
+        """Deschedule the sequences of the adapter that gives its index: their rows and tokens are free again."""
+        self._turns.note_taken()
+        giver = self._givers_of_index().pop(0)
+        self._adapters.remove(giver)
+        self.descheduled.add(giver)
+        num_rows = self.num_rows
+        for request in self.taking:
+            if request.adapter is giver and request.is_running:
+                count = int(self.all_decode) or self.counts.pop(request, 0)
+                self.budget += count
+                self.num_rows -= bool(count)
+                self._change(request.account, -1)
+        if self.num_rows < num_rows:  # no other row is given up for the one that begins
+            self.budget -= self._lent
+            self._lent = 0
 
     # -- rows and pages of others
 

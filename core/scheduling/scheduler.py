@@ -20,6 +20,7 @@ from ..config import EngineConfig
 from ..engine_stats import STEP_SIZES
 from ..requests.request import Request, RequestState
 from ..requests.types import NOT_FINITE, FinishReason, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
+from .adapter_turns import AdapterTurns
 from .admission import Admission, is_loading
 from .draft import Draft, may_compute
 from .lifecycle import Lifecycle, load_error
@@ -64,6 +65,7 @@ class Scheduler:
         self._admission = self.admission_type(limits, self.waiting, store, memory, loads, self.lifecycle, clock)
         self._clock = clock
         self._shares = StepShares(limits.max_num_seqs, clock)
+        self._turns = AdapterTurns(limits, self.running, self.waiting)
         self._loading: list[Request] = []  # running while their adapter is still being loaded
         self.only: Collection[Adapter | None] | None = None
         """Adapters (None: the base model) with requests that may run; excluded requests keep their pages. None: all.
@@ -164,8 +166,8 @@ class Scheduler:
         if all_decode and not self.waiting:
             return self._plan(step_id, {}, True)
         draft = Draft(
-            self._limits, self._service, self.lifecycle, self.running, candidates, self._clock(), self.only, all_decode,
-            is_ahead,
+            self._limits, self._service, self.lifecycle, self._turns, self.running, candidates, self._clock(),
+            self.only, all_decode, is_ahead,
         )  # fmt: skip
         if not all_decode:
             self._take_running(draft, candidates)
@@ -218,6 +220,7 @@ class Scheduler:
         """
         info = self.last_step = StepInfo(plan.step_id, len(plan.rows), len(plan.adapters), plan.num_tokens)
         self._count_steps(plan.num_tokens)
+        self._turns.note_step(plan.adapters, self._clock())
         requests, outputs = self._requests, []
         has_extras = result.unready or result.errors or result.prompt_logprobs
         is_ahead = plan.sources is not None
@@ -286,8 +289,8 @@ class Scheduler:
     def _candidates(self, ending: Collection[Request] = (), *, is_ahead: bool = False) -> list[Request]:
         """Return the running requests that may have a row of the next step: `running` itself if all of them may.
 
-        A request with KV still being copied back is left out, and one that `only` excludes. is_ahead: a step is still
-        under way, which ends `ending`.
+        A request with KV still being copied back is left out, and one that `only` excludes, or whose adapter has no
+        turn. is_ahead: a step is still under way, which ends `ending`.
         """
         running, only = self.running, self.only
         sharing: list[Request] = running
@@ -297,6 +300,8 @@ class Scheduler:
             self._shares.dealt.clear()
         if only is not None or self._memory.arriving or ending:
             sharing = [each for each in sharing if may_compute(each, only) and each not in ending]
+        if self._turns.most is not None:
+            sharing = self._turns.share(sharing, self._service.order, self._clock())
         if len(sharing) <= self._limits.max_num_seqs:
             return sharing
         if sharing is not running:
@@ -333,7 +338,9 @@ class Scheduler:
             self._ahead.read(self._admission.coming())
             self._ahead.load(self.waiting)
         full = draft.num_rows > self._limits.max_num_seqs or lifecycle.num_preemptions > before
-        if full or (draft.all_decode and self._memory.arriving):  # admitted just now, without a row
+        if (
+            full or draft.descheduled or (draft.all_decode and self._memory.arriving)
+        ):  # admitted just now, without a row
             draft.yield_rows()
         if not draft.was_short:
             draft.add_to_chunks()

@@ -31,9 +31,10 @@ _PREFIX = "base_model.model."
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _LAYER = re.compile(r"\.layers\.([0-9]{1,6})\.")
 
-#: The base model's own name for its layers' parent, which a model around it (one that sees, say) may have changed.
+#: The base model's own name for its layers' parent. A model around it (one that sees, say) may have changed it, and a
+#: model without a head (`AutoModel`) has none.
 STEM = "model"
-_WRAPPED = re.compile(r"base_model\.model\.((?:(?:model|language_model|text_model)\.){1,4})(?=layers\.[0-9])")
+_WRAPPED = re.compile(r"base_model\.model\.((?:(?:model|language_model|text_model)\.){0,4})(?=layers\.[0-9])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class AdapterManifest:
 
     file_size, mtime_ns, identity: the state of the weights file that was inspected. places: of each part's layers'
     targets' A and B, in this order; None where there is no file. stem: where the file has the model's layers, if not in
-    `model`. content_hash: of what it computes, whatever the files look like, and no_effect: whether that is nothing;
+    `model`; empty for a model without a head. content_hash: of what it computes, whatever the files look like, and no_effect: whether that is nothing;
     None until its weights have been read for it. base_model: what it says it was trained on, and names_other_base:
     whether that is not the model that is served.
     """
@@ -112,7 +113,7 @@ class AdapterWeights(TensorFile):
     def stem(self) -> str:
         """Prefix under which the file has the model's layers; AdapterFormatError if in several places."""
         if self.tensors and len(self._stems) > 1:
-            found = ", ".join(sorted(self._stems))
+            found = ", ".join(stem or "no module" for stem in sorted(self._stems))
             raise AdapterFormatError(f"{self.path}: has layers in {found}; save it from one model")
         return next(iter(self._stems), STEM)
 
@@ -169,14 +170,16 @@ def _keys(num_layers: int, stem: str) -> tuple[ModuleNames, dict[str, tuple[int,
 
     The rest are most of the modules that can't be targeted, by PEFT neither.
     """
+    level = f"{stem}." if stem else ""
     keys = {
-        f"{stem}{module_key(layer, module).removeprefix(STEM)}": (layer, module)
+        f"{level}{module_key(layer, module).removeprefix(f'{STEM}.')}": (layer, module)
         for layer in range(num_layers)
         for module in MODULES
     }
     inner = ("", ".self_attn", ".mlp", ".mlp.act_fn", ".input_layernorm", ".post_attention_layernorm")
-    others = ["lm_head", *(f"{stem}{name}" for name in ("", ".embed_tokens", ".layers", ".norm", ".rotary_emb"))]
-    others += [f"{stem}.layers.{layer}{name}" for layer in range(num_layers) for name in inner]
+    others = [f"{level}{name}" for name in ("embed_tokens", "layers", "norm", "rotary_emb")]
+    others += ["lm_head", stem] if stem else []  # without a module around the layers there is no head
+    others += [f"{level}layers.{layer}{name}" for layer in range(num_layers) for name in inner]
     return ModuleNames([*keys, *others]), keys
 
 

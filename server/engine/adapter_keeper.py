@@ -173,7 +173,9 @@ class AdapterKeeper(Repeating):
             self._book.set_aside(aside, one.version, in_use=True).result()
 
     def _unhashed(self) -> list[AdapterState]:
-        return [one for one in self._book.unhashed().result() if one.version not in self._hopeless]
+        """Return what is to be hashed, adapters in the arena first: KV events of their blocks wait for it."""
+        states = [one for one in self._book.unhashed().result() if one.version not in self._hopeless]
+        return sorted(states, key=lambda one: not one.pages)
 
     # -- common
 

@@ -11,7 +11,7 @@ import hashlib
 import ipaddress
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +60,7 @@ Event = dict[str, Any]
 class KvBatches:
     """Turns the engine's events into vLLM's; a block's hash covers its parent's hash and its tokens.
 
-    The hash of a prompt's first block covers the model, the adapter's version and the sharing scope instead of a
+    The hash of a prompt's first block covers the model, the adapter's content hash and the sharing scope instead of a
     parent. So two servers hash the same block alike, and one server never hashes different blocks alike.
     """
 
@@ -68,6 +68,7 @@ class KvBatches:
         self._model = model
         self._block_tokens = block_tokens
         self._hashes: dict[int, Hash] = {}  # by page, of the blocks published
+        self._num_pages: Counter[Hash] = Counter()  # equal blocks of two versions of the same content have one hash
 
     def __len__(self) -> int:
         return len(self._hashes)
@@ -78,8 +79,7 @@ class KvBatches:
         last: Hash | None = None  # of a stored event that further blocks may be added to
         for event in recorded:
             if not isinstance(event, Stored):
-                gone = self._hashes.pop(event, None)
-                if gone is not None:
+                if (gone := self._forget(event)) is not None:
                     _add_removed(made, gone)
                     last = None
                 continue
@@ -87,6 +87,7 @@ class KvBatches:
             if parent is None and event.parent is not None:
                 continue  # the parent's event was lost, so this block's hash is unknown
             digest = self._hashes[event.page] = self._hash(parent, event)
+            self._num_pages[digest] += 1
             if last is not None and parent == last:
                 made[-1]["block_hashes"].append(digest)
                 made[-1]["token_ids"].extend(event.tokens)
@@ -94,6 +95,17 @@ class KvBatches:
                 made.append(self._stored(event, digest, parent))
             last = digest
         return made
+
+    def _forget(self, page: int) -> Hash | None:
+        """Forget the block in a page; its hash, if no other page has such a block."""
+        gone = self._hashes.pop(page, None)
+        if gone is None:
+            return None
+        self._num_pages[gone] -= 1
+        if self._num_pages[gone] > 0:
+            return None
+        del self._num_pages[gone]
+        return gone
 
     def _stored(self, event: Stored, digest: Hash, parent: Hash | None) -> Event:
         return {
@@ -105,12 +117,12 @@ class KvBatches:
     def clear(self) -> list[Event]:
         """The event after which a subscriber knows of no block; nor does this."""
         self._hashes.clear()
+        self._num_pages.clear()
         return [{"type": "AllBlocksCleared"}]
 
     def _hash(self, parent: Hash | None, event: Stored) -> Hash:
         if parent is None:
-            version = event.content_hash or f"{event.adapter}#{event.version}" if event.version else None
-            start = repr((self._model, version, event.scope)).encode()
+            start = repr((self._model, event.content_hash, event.scope)).encode()
         else:
             start = parent.to_bytes(8, "big")
         return int.from_bytes(hashlib.sha256(start + repr(event.tokens).encode()).digest()[:8], "big")

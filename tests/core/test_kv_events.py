@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chorus.core.kv_events import KvEvents, Stored
+from chorus.memory.files.identity import with_content
 from chorus.memory.pages.prefix import Root
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20] * 7
@@ -26,6 +27,7 @@ class Mirror:
         events, lost = self.events.drain()
         for event in events:
             if isinstance(event, Stored):
+                assert event.adapter is None or event.content_hash is not None
                 before = () if event.parent is None else self.blocks[event.parent][1]
                 assert event.page not in self.blocks
                 self.blocks[event.page] = (event.adapter, before + event.tokens)
@@ -47,6 +49,12 @@ def cached(engine):
     return {page: (names.get(root(block).version), line(block)) for page, block in engine.prefix.by_page.items()}
 
 
+def know_contents(engine):
+    """Have the engine know what its adapters compute, as the server finds out beside it."""
+    for adapter in engine.store.versions():
+        engine.store.note(adapter, with_content(adapter.manifest))
+
+
 def test_without_a_listener_nothing_is_recorded(gqa, drive):
     driver = drive(gqa)
     driver.run("a", "r2-qv", PROMPT, max_tokens=4)
@@ -56,6 +64,7 @@ def test_without_a_listener_nothing_is_recorded(gqa, drive):
 def test_events_tell_what_the_prefix_cache_holds(gqa, drive):
     few = {name: gqa.adapters[name] for name in ("r2-qv", "r1-all")}
     driver = drive(gqa, num_pages=12, adapters=few)
+    know_contents(driver.engine)
     mirror = Mirror(driver.engine.record_kv_events())
     for number, (adapter, tail) in enumerate([(None, []), ("r2-qv", []), (None, [7] * 9), ("r1-all", []), (None, [8])]):
         driver.run(str(number), adapter, PROMPT + tail, max_tokens=6)
@@ -66,6 +75,7 @@ def test_events_tell_what_the_prefix_cache_holds(gqa, drive):
     engine.store.register("r1-all", gqa.adapters["r1-all"])  # a new version: the old one's blocks go
     assert not mirror.follow()
     assert mirror.blocks == cached(engine) and "r1-all" not in {name for name, _ in mirror.blocks.values()}
+    know_contents(engine)
     driver.run("last", "r1-all", PROMPT, max_tokens=2)
     engine.reclaim_idle()
     mirror.follow()
@@ -75,6 +85,7 @@ def test_events_tell_what_the_prefix_cache_holds(gqa, drive):
 def test_a_publisher_that_lags_is_told_of_the_loss_and_the_engine_never_waits(gqa, drive):
     driver = drive(gqa)
     engine = driver.engine
+    know_contents(engine)
     events = engine.prefix.listener = engine.kv_events = KvEvents(engine.store, most=3)
     driver.run("a", None, PROMPT, max_tokens=2)
     first, lost = events.drain()
@@ -86,3 +97,43 @@ def test_a_publisher_that_lags_is_told_of_the_loss_and_the_engine_never_waits(gq
     driver.run("b", "r2-qv", PROMPT, max_tokens=2)
     again, lost = events.drain()
     assert len(again) == 3 and lost and again[0].adapter == "r2-qv", "it is recorded anew once all was taken"
+
+
+def test_blocks_of_an_adapter_are_told_of_once_its_content_is_known(gqa, drive):
+    """They were told of by the adapter's name and number, which on another server are those of other weights."""
+    driver = drive(gqa)
+    engine, mirror = driver.engine, Mirror(driver.engine.record_kv_events())
+    driver.run("a", "r2-qv", PROMPT, max_tokens=2)
+    driver.run("base", None, PROMPT, max_tokens=2)
+    assert not mirror.follow()
+    held = {page: line for page, line in cached(engine).items() if line[0] is not None}
+    assert held and mirror.blocks.keys() == cached(engine).keys() - held.keys(), "the base model's have no secret"
+    know_contents(engine)
+    driver.run("longer", "r2-qv", PROMPT + [7] * 9, max_tokens=2)
+    assert not mirror.follow()
+    assert mirror.blocks == cached(engine), "parents come before the blocks that follow them"
+
+
+def test_a_held_block_that_is_forgotten_is_never_told_of(gqa, drive):
+    driver = drive(gqa)
+    engine, mirror = driver.engine, Mirror(driver.engine.record_kv_events())
+    driver.run("a", "r2-qv", PROMPT, max_tokens=2)
+    assert not mirror.follow() and mirror.blocks == {}
+    engine.reclaim_idle()
+    driver.run("again", "r2-qv", PROMPT, max_tokens=2)
+    engine.reclaim_idle()
+    know_contents(engine)
+    assert not mirror.follow() and mirror.blocks == cached(engine) == {}
+    driver.run("after", "r2-qv", PROMPT, max_tokens=2)
+    assert not mirror.follow() and mirror.blocks == cached(engine) != {}
+
+
+def test_what_is_held_is_dropped_with_what_was_lost(gqa, drive):
+    """A block's removal may be among the lost events."""
+    driver = drive(gqa)
+    engine = driver.engine
+    events = engine.prefix.listener = engine.kv_events = KvEvents(engine.store, most=3)
+    driver.run("a", "r2-qv", PROMPT, max_tokens=2)
+    assert events.drain() == ([], True)
+    know_contents(engine)
+    assert events.drain() == ([], False)

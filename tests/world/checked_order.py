@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
 from chorus.core.requests.types import StepPlan
+from chorus.core.scheduling.adapter_turns import LONGEST_ROUND
 from chorus.memory.adapters.adapter import Adapter, Tier
 
 from .asked import Asked, promise
@@ -37,6 +38,8 @@ class CheckedOrder:
         self._last_turns: dict[str, Moment] = {}
         self._paused: set[str] = set()  # requests that ran, but had no row of the last step
         self._drawing: set[str] = set()  # requests that draw a token in the last step
+        self._had_no_index: set[Adapter] = set()  # adapters of running requests, in the last step
+        self._out_since: dict[Adapter, Moment] = {}  # adapters of running requests without an index
         self._decided: Moment = 0.0, 0
         self.has_run = False
         """True if the last step computed anything."""
@@ -133,7 +136,7 @@ class CheckedOrder:
         for request in started:
             reached[STATES[request.state]] += 1
         self._check_paused(plan, ending)
-        self._check_overtaken(first, beyond_seats)
+        self._check_overtaken(plan, first, beyond_seats)
         self._check_turns(started, [] if beyond_seats else self._may_begin())
         arrivals = [each.arrival_time for each in first]
         oldest = min((each.arrival_time for each in self._scheduler.waiting), default=math.inf)
@@ -151,7 +154,14 @@ class CheckedOrder:
         reached["sat out"] += bool(paused)
         reached["went on after sitting out"] += not self._paused.isdisjoint(in_step)
         before, self._paused = self._paused, {request.id for request in paused}
-        alone = [request for request in paused if not request.call and request.coming is None]
+        left_out = self._left_out(plan)
+        new = left_out - self._had_no_index  # their rows may be free in this step
+        gave = sum(request.adapter in new for request in self._scheduler.running)
+        self._had_no_index = left_out
+        self._check_adapters(plan, left_out)
+        alone = [
+            each for each in paused if not each.call and each.coming is None and each.adapter not in left_out
+        ]  # fmt: skip
         waits = engine.swapped.frees_pages  # for pages that are being copied out
         preempted = (
             self._scheduler.lifecycle.num_preemptions - self._num_preemptions
@@ -159,12 +169,35 @@ class CheckedOrder:
         free_rows = self._config.max_num_seqs - len(plan.rows)
         reached["sat out for another account"] += not free_rows and bool(alone)
         if plan.num_tokens < self._config.max_num_batched_tokens and engine.reclaimer.available and not waits:
-            promise(not alone or free_rows <= preempted, "one that is alone in its call sat out")
+            promise(not alone or free_rows <= preempted + gave, "one that is alone in its call sat out")
         if not free_rows:
             has_tokens = plan.num_tokens < self._config.max_num_batched_tokens and self._paused <= before
-            self._check_shares(in_step, has_tokens, ending)
+            self._check_shares(in_step, has_tokens, ending, left_out)
 
-    def _check_shares(self, in_step: Collection[str], has_tokens: bool, ending: Set[str]) -> None:
+    def _left_out(self, plan: StepPlan) -> set[Adapter]:
+        """Adapters of running requests that have no index in a step, as there are more of them than indices. The index
+        of one that was preempted, or that had no row, is free from the next step on.
+        """
+        most = self._config.max_adapters_per_step
+        adapters = {request.adapter for request in self._scheduler.running} - {None}
+        has_preempted = self._scheduler.lifecycle.num_preemptions > self._num_preemptions
+        return set() if most is None or (len(adapters) <= most and not has_preempted) else adapters - {*plan.adapters}
+
+    def _check_adapters(self, plan: StepPlan, left_out: Set[Adapter]) -> None:
+        """Check that no adapter of running requests is descheduled beyond its time and a round of the others."""
+        now = self._decided[0]
+        self._reached["adapters took turns"] += bool(left_out)
+        may_run = {each.adapter for each in self._scheduler.running if each.coming is None and not each.call}
+        since = self._out_since
+        self._out_since = {each: since.get(each, (now, self._decided[1])) for each in left_out & may_run}
+        patience, count = self._config.max_overtake_seconds, len(left_out) + plan.num_adapters
+        for adapter, (then, step) in self._out_since.items():
+            is_late = now - then > patience + min(patience, LONGEST_ROUND) and self._decided[1] - step > 3 * count
+            promise(not is_late, "{} is descheduled since {}, now {}", adapter, then, now)
+
+    def _check_shares(
+        self, in_step: Collection[str], has_tokens: bool, ending: Set[str], left_out: Set[Adapter]
+    ) -> None:
         """Check that no tenant that could begin waits without a row while another has two, where there is room.
 
         A row that was begun in this step is given up in none before the next. has_tokens: of the step, tokens are left,
@@ -172,7 +205,8 @@ class CheckedOrder:
         """
         running, waiting, engine = self._scheduler.running, self._scheduler.waiting, self._engine
         rows = Counter(request.account for request in running if request.id in in_step)
-        here = {request.account for request in running if request.coming is None and request.id not in ending}
+        here = [each for each in running if each.coming is None and each.id not in ending]
+        here = {each.account for each in here if each.adapter not in left_out}
         promise(rows.keys() == here or bool(running.calls), "a tenant whose requests all sit out")
         config = self._config
         preempted = self._scheduler.lifecycle.num_preemptions > self._num_preemptions
@@ -194,21 +228,24 @@ class CheckedOrder:
         growth += sum(adapter.num_pages for adapter in self._engine.store.versions())
         return growth <= self._engine.reclaimer.available
 
-    def _check_overtaken(self, first: Sequence[Request], beyond_seats: bool) -> None:
-        """Check that no request starts while one of its tenant waits that has been overtaken for long enough."""
-        before = (self._asked[id].adapter for id in self._running)
-        using = {*before, *(each.adapter for each in self._scheduler.running)} - {None}  # a slot is free a step later
-        full = len(using) >= (self._config.max_adapters_per_step or math.inf)
+    def _check_overtaken(self, plan: StepPlan, first: Sequence[Request], beyond_seats: bool) -> None:
+        """Check that no request starts while one of its tenant waits that has been overtaken for long enough.
+
+        Where a step's adapters are limited, one may wait for its adapter's turn, and for a seat beside another
+        adapter's, which had its turn in this step.
+        """
+        before = {self._asked[id].adapter for id in self._running} - {None}
+        most = self._config.max_adapters_per_step or math.inf
+        full = len(before | {each.adapter for each in self._scheduler.running} - {None}) >= most
         overdue = [each for each in self._scheduler.waiting if self._is_overdue(each, first, beyond_seats)]
-        # One that waits for one adapter fewer in the step has all later ones with an adapter wait behind it.
-        barred = [waiting.place for waiting in overdue if full and waiting.adapter not in {None, *using}]
-        turn = min(barred, default=math.inf)
         for waiting in overdue:
             if self._asked[waiting.id].was_moved:  # its time counts from its arrival at the engine that it came from
                 continue
-            behind = waiting.adapter is not None and turn <= waiting.place
+            if full and waiting.adapter not in {None, *plan.adapters}:
+                continue
             for other in first:
-                if other.account == waiting.account and not (behind and other.adapter is None):
+                had_turn = full and other.adapter not in {None, *before}
+                if other.account == waiting.account and not had_turn:
                     is_older = other.arrival_time <= waiting.arrival_time
                     promise(is_older, f"{waiting} was overtaken too long by {other}")
 

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from concurrent.futures import Future
 from itertools import chain
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -14,15 +15,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chorus.core.config import EngineConfig
 from chorus.core.policies import Policies
 from chorus.core.requests.request import Request, RequestState
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.requests.types import FinishReason
+from chorus.core.scheduling.adapter_turns import AdapterTurns
 from chorus.core.scheduling.admission import DOUBT_SECONDS
 from chorus.core.scheduling.draft import Draft, Place
 from chorus.core.scheduling.output_lengths import OutputLengths
 from chorus.core.scheduling.overload import Overloaded
-from chorus.core.scheduling.queues import Running
+from chorus.core.scheduling.queues import Running, WaitingQueue
 from chorus.core.scheduling.service import TokenCounters
 from chorus.core.scheduling.shares import max_min_level
 from chorus.memory.adapters.adapter import Tier
@@ -189,20 +192,21 @@ def test_who_asks_again_for_a_late_adapter_waits_for_its_read():
 # -- the limit on adapters
 
 
-def test_an_overdue_request_gets_its_place_among_the_adapters_and_others_run_beside_it():
+def test_an_overdue_request_takes_an_adapters_index_and_others_run_beside_it():
     house = House(InlineReads(), "ab", max_adapters_per_step=1, max_num_seqs=3, max_overtake_seconds=0.1)
     house.add("first", "a", max_tokens=20)
     house.step()
     house.step()
     house.add("overdue", "b")
     house.step()
+    assert house.plans[-1] == [("first", 1)], "it is not overdue yet"
     house.clock.now += 1
     house.add("same", "a", max_tokens=20)
     house.add("base")
     house.add("base too")
     house.step()
     running = {name for name, _ in house.plans[-1]}
-    assert running == {"first", "base"}, "one seat is kept, and no request prolongs the other adapter's stay"
+    assert running == {"overdue", "base", "base too"}, "the first is descheduled, and its row is free"
     house.drain()
     order = list(dict.fromkeys(name for plan in house.plans for name, _ in plan))
     assert order.index("overdue") < order.index("same")
@@ -592,7 +596,9 @@ def test_a_tenant_that_gave_pages_begins_before_the_taker_only_if_owed_a_turn(is
     running = Running()
     if runs:
         running.append(Request("0", [1], SamplingParams(), account="giver"))
-    draft = Draft(None, None, None, running, [], 0.0)
+    draft = Draft(
+        None, None, None, AdapterTurns(EngineConfig(model=Path("fake")), running, WaitingQueue()), running, [], 0.0
+    )
     draft.place, draft.order = Place.SEAT, SimpleNamespace(turns=SimpleNamespace(is_late=is_late))
     draft.givers = {"giver"}
     assert draft.is_candidate("giver") == begins

@@ -16,6 +16,7 @@ from chorus.core.merging.modes import leaves_account_out
 from chorus.core.policies import Policies
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.scheduling.adapter_turns import AdapterTurns
 from chorus.core.scheduling.draft import Draft
 from chorus.core.scheduling.queues import Running, WaitingQueue
 from chorus.core.scheduling.service import WINDOW_SECONDS, Service, TokenCounters
@@ -375,7 +376,16 @@ def taken(seats, requests):
 def draft_of(service):
     running = service._running  # noqa: SLF001
     limits = EngineConfig(model=Path("fake"), max_num_seqs=service.max_rows)
-    draft = Draft(limits, service, None, running, list(running), 0.0, all_decode=True)
+    draft = Draft(
+        limits,
+        service,
+        None,
+        AdapterTurns(limits, running, WaitingQueue()),
+        running,
+        list(running),
+        0.0,
+        all_decode=True,
+    )
     draft.begin_admission()
     return draft
 

@@ -16,6 +16,9 @@ zmq = pytest.importorskip("zmq")
 NOWHERE = SimpleNamespace(versions=lambda: ())
 
 
+ALICE = {"adapter": "alice", "version": 9, "content_hash": "c0"}
+
+
 def stored(page, parent=None, tokens=(1, 2), adapter=None, version=0, content_hash=None, scope=("", "")):
     return Stored(page, parent, tuple(tokens), adapter, version, content_hash, scope)
 
@@ -30,7 +33,7 @@ def batches():
 
 
 def test_blocks_that_follow_each_other_are_one_event():
-    first, second, third = batches().events([stored(5), stored(6, 5, (3, 4)), stored(7, adapter="alice", version=9), 6])
+    first, second, third = batches().events([stored(5), stored(6, 5, (3, 4)), stored(7, **ALICE), 6])
     hashes = first.pop("block_hashes") + second.pop("block_hashes")
     common = {"type": "BlockStored", "parent_block_hash": None, "block_size": 2, "medium": "GPU"}
     assert first == {**common, "token_ids": [1, 2, 3, 4], "lora_id": None, "lora_name": None}
@@ -59,12 +62,18 @@ def test_hashes_agree_between_servers_and_differ_where_the_kv_or_its_owner_does(
         {"scope": ("", "acme")},
         {"tokens": (1, 3)},
         {**alice, "content_hash": "c1"},
-        {"adapter": "alice", "version": 2},
-        {"adapter": "alice", "version": 3},
-        {"adapter": "bob", "version": 2},
+        {**alice, "content_hash": "c2", "scope": ("acme", "")},
     ):
         assert not set(hashes(**other)) & set(hashes(**alice)), other
     assert not set(hashes(tokens=(1, 2))) & set(hashes(tokens=(12,)))
+
+
+def test_a_block_that_two_versions_of_the_same_content_have_is_removed_with_the_last():
+    made = batches()
+    (event,) = made.events([stored(5, **ALICE)])
+    made.events([stored(6, **{**ALICE, "version": 10})])
+    assert made.events([5]) == [], "the other version's is there"
+    assert made.events([6]) == [{"type": "BlockRemoved", "block_hashes": event["block_hashes"], "medium": "GPU"}]
 
 
 def test_what_follows_a_lost_block_is_left_out():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from chorus.core.requests.sampling_params import SamplingParams
 from chorus.perf.bench.schedule_time import FakeExecutor, StoppedReads
 from chorus.server.cluster.replica import _about
 from chorus.server.cluster.report import LearnedCosts
+from chorus.server.engine.adapter_keeper import AdapterKeeper
 from chorus.server.engine.engine_adapters import EngineAdapters
 from chorus.server.engine.engine_view import EngineView
 
@@ -70,6 +72,14 @@ def test_the_keeper_looks_at_adapters_that_it_has_something_to_do_for(engine):
     assert [one.name for one in book.unhashed().result()] == ["a0"]
     assert book.overflowing().result() == []
     assert set(engine.asked) == {"a0"}
+
+
+def test_adapters_in_the_arena_are_hashed_first(engine):
+    """KV events of their blocks wait for it."""
+    book = EngineAdapters(ended(engine))
+    keeper = AdapterKeeper(SimpleNamespace(adapters=book), 1.0)
+    names = [one.name for one in keeper._unhashed()]  # noqa: SLF001
+    assert names[0] == "a7" and len(names) == REGISTERED
 
 
 def test_a_list_of_all_is_made_when_it_is_asked_for_and_not_between_two_steps(engine):

@@ -1,0 +1,105 @@
+"""Turns of adapters in the batch: no request waits for an answer of another adapter to end."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+
+from chorus.memory.host.images import InlineReads
+
+from ...world.house import House
+
+OVERTAKE = 1.0
+STEP = 0.02
+LONG = 36
+
+
+class Stream:
+    """Requests of one adapter without end: as many as `count` are in progress at any time."""
+
+    def __init__(self, house: House, adapter: str, count: int, **params):
+        self.house, self.adapter, self.count, self.params = house, adapter, count, params
+        self.numbers = itertools.count()
+
+    def go_on(self):
+        asked = self.house.asked
+        mine = [each for name, each in asked.items() if name.startswith(f"{self.adapter} stream")]
+        for _ in range(self.count - sum(each.told.reason is None for each in mine)):
+            self.house.add(f"{self.adapter} stream {next(self.numbers)}", self.adapter, max_tokens=LONG, **self.params)
+
+
+def first_token(house: House, name: str, *streams: Stream, within: float) -> float:
+    """Return the seconds until a request's first token."""
+    start = house.clock.now
+    while not house.asked[name].told.tokens:
+        assert house.clock.now - start <= within, f"{name} waits for {house.clock.now - start:.2f} s"
+        for stream in streams:
+            stream.go_on()
+        house.step()
+        house.clock.now += STEP
+    return house.clock.now - start
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize("count", [2, 4, 9])
+@pytest.mark.parametrize("tenant", ["", "other"])
+def test_neither_adapter_waits_for_an_answer_of_the_other_to_end(is_ahead, count, tenant):
+    house = House(
+        InlineReads(), "ab", max_adapters_per_step=1, max_num_seqs=4, max_overtake_seconds=OVERTAKE, num_pages=400,
+        is_ahead=is_ahead,
+    )  # fmt: skip
+    stream = Stream(house, "a", count)
+    for _ in range(10):
+        stream.go_on()
+        house.step()
+        house.clock.now += STEP
+    house.add("b", "b", max_tokens=LONG, tenant=tenant)
+    first_token(house, "b", stream, within=OVERTAKE + 0.2)
+    house.add("a again", "a", tenant=tenant or "another")  # behind none of its own
+    first_token(house, "a again", stream, within=OVERTAKE + 0.2)
+    house.drain()
+
+
+def test_requests_of_an_adapter_in_the_batch_begin_beside_an_overdue_one_of_another():
+    """An overdue request reserved its adapter's place, and all later ones waited with it."""
+    house = House(InlineReads(), "ab", max_adapters_per_step=1, max_num_seqs=4, max_overtake_seconds=OVERTAKE)
+    house.add("a", "a", max_tokens=LONG)
+    house.step()
+    house.add("b", "b", max_tokens=LONG)
+    house.clock.now += 2 * OVERTAKE
+    house.step()
+    assert house.plans[-1] == [("b", 3)], "a is descheduled"
+    house.add("a too", "a")
+    house.clock.now += 1.5 * OVERTAKE
+    house.step()
+    assert {name for name, _ in house.plans[-1]} == {"a", "a too"}, "all of the adapter share its turn"
+    assert house.engine.stats().num_running == 3
+    assert house.engine.scheduler.lifecycle.num_preemptions == 0
+
+
+@pytest.mark.parametrize("most", [1, 2])
+@pytest.mark.parametrize("seats", [2, 4, 16])
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_each_of_many_adapters_has_its_turn(most, seats, is_ahead):
+    """More adapters than have their turn one after another: each waits for the bound and a round of the others."""
+    names = "abcdefgh"
+    house = House(
+        InlineReads(), names, max_adapters_per_step=most, max_num_seqs=seats, max_overtake_seconds=OVERTAKE,
+        num_pages=800, is_ahead=is_ahead,
+    )  # fmt: skip
+    streams = [Stream(house, name, 1) for name in names]
+    last = dict.fromkeys(names, house.clock.now)
+    rows = Counter()
+    for _ in range(800):
+        for stream in streams:
+            stream.go_on()
+        house.step()
+        house.clock.now += STEP
+        for name, _ in house.plans[-1]:
+            last[name[0]] = house.clock.now
+            rows[name[0]] += 1
+        oldest = house.clock.now - min(last.values())
+        assert oldest <= 2 * OVERTAKE + 2 * len(names) * STEP, f"{oldest:.2f} s without a step"
+    assert max(rows.values()) <= 2 * min(rows.values()), f"turns are uneven: {rows}"
