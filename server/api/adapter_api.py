@@ -216,8 +216,7 @@ class AdapterApi:
         name = request.path_params["name"]
         with _known(name):
             if asked.paused is not None:
-                await asyncio.wrap_future(self._book.pause(name, paused=asked.paused))
-                await self._loads.beside(self._loads.remember, name)
+                await self._loads.pause(name, paused=asked.paused)
             if asked.pinned:
                 await self._pin(name)
             elif asked.pinned is False:
@@ -341,14 +340,13 @@ class AdapterApi:
         if self._loads.loaded is None:
             self._roots.require()
         with _known(name, field):
-            adapter, ended = await asyncio.wrap_future(self._book.remove(name, force=force))
+            removed = await self._loads.remove(name, force=force)
         self._sourced.forget(name)
-        await self._loads.beside(self._loads.remember, name)
         audit.info(
             "%s removed adapter %s: version %s, content %s; %d requests were ended",
-            request.state.caller, name, adapter.label, adapter.manifest.content_hash, ended,
+            request.state.caller, name, removed.label, removed.content_hash, removed.ended,
         )  # fmt: skip
-        return ended
+        return removed.ended
 
 
 def _body(one: AdapterState, request: Request) -> dict[str, Any]:

@@ -54,6 +54,9 @@ class EngineNames:
             self._pin_again(name)
         self.quarantine.pop(name, None)
 
+    def last_number(self, name: str) -> int:
+        return self._store.last_number(name)
+
     def has_version(self, name: str, label: str) -> bool:
         return any(one.label == label for one in self._engine.adapters.versions_of(name))
 
@@ -101,9 +104,6 @@ class EngineAdapters(AdapterBook):
 
     def paths_in_use(self) -> Future[set[Path]]:
         return self.call(lambda engine: {one.manifest.path for one in engine.store.versions()})
-
-    def count_from(self, number: int) -> Future[None]:
-        return self.call(lambda engine: engine.store.count_from(number))
 
     def remove(self, name: str, *, force: bool) -> Future[tuple[AdapterState, int]]:
         return self.call(

@@ -261,8 +261,7 @@ class SourcedAdapters:
             if state.manifest.path.is_relative_to(directory):
                 if self._book.num_requests(name).result():
                     return False
-                self._book.remove(name, force=False).result()
-                self._loads.remember(name)
+                self._loads.remove_now(name, force=False)
         except UnknownAdapter:
             pass
         return True

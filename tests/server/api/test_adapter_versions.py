@@ -153,7 +153,7 @@ def test_names_and_versions_are_there_after_a_restart(serve, reference, root, tm
     assert [{key: one[key] for key in known} for one in after] == [{key: one[key] for key in known} for one in before]
     assert answer(again, reference, f"{NAME}@2", CONTENTS[1])
     assert push(again, reference.adapters["r2-qv"]).status_code == 200
-    assert again.client.get(f"/v1/adapters/{NAME}").json()["version"] > len(CONTENTS) + 2, "no number comes twice"
+    assert again.client.get(f"/v1/adapters/{NAME}").json()["version"] == len(CONTENTS) + 1, "numbers go on"
 
 
 def test_no_answer_is_of_two_versions(serve, reference, root):
