@@ -47,7 +47,10 @@ def plan_load(
     elif newest is not None and not replace:
         raise FileExistsError(name)
     else:
-        label = str(max(store.last_number(name), last_number) + 1)
+        number = max(store.last_number(name), last_number) + 1
+        while store.get(versioned(name, str(number))) is not None:  # a name of its own, of a start or a store
+            number += 1
+        label = str(number)
     made = entry._replace(
         version=label, paused=newest is not None and newest.paused, pinned=newest is not None and newest.pinned
     )
@@ -93,8 +96,10 @@ def _changes(store: RegistryStore, made: Entry, newest: Entry | None, keep: int)
     name, kept, changes = made.name, store.kept(made.name), list[tuple[str, Entry | None]]()
     if newest is not None and keep > 1:
         alias = versioned(name, newest.label)
-        changes.append((alias, newest._replace(name=alias, version=newest.label, paused=False, pinned=False)))
-        kept = [*(one for one in kept if one != alias), alias]
+        there = store.get(alias)
+        if there is None or there.plain_name == name:  # else it is a name of its own
+            changes.append((alias, newest._replace(name=alias, version=newest.label, paused=False, pinned=False)))
+            kept = [*(one for one in kept if one != alias), alias]
     gone = kept[: max(0, len(kept) + 1 - keep)]
     changes = [change for change in changes if change[0] not in gone]
     return [*changes, (name, made), *((alias, None) for alias in gone if store.get(alias) is not None)]

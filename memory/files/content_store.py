@@ -157,7 +157,7 @@ class ContentStore:
 
 class Draft:
     """Files that are being written, in a `with` block; without `seal` they are gone at its end, and with it they are
-    kept that long at least, though nothing uses them yet. Of one thread at a time.
+    kept that long at least, though nothing uses them yet. Calls follow each other.
     """
 
     def __init__(self, store: ContentStore) -> None:
@@ -169,6 +169,7 @@ class Draft:
         fcntl.flock(self._lock, fcntl.LOCK_SH)
         self._files: dict[str, tuple[BinaryIO, hashlib._Hash]] = {}
         self._is_over = False
+        self._busy = threading.Lock()
         self.num_bytes = 0
 
     def __enter__(self) -> Draft:
@@ -181,9 +182,12 @@ class Draft:
 
     def end(self, *, failed: bool = False) -> None:
         """Write and hold no more. failed: nothing may need what was sealed."""
-        if self._is_over:
-            return
-        self._is_over = True
+        with self._busy:
+            if not self._is_over:
+                self._is_over = True
+                self._end(failed=failed)
+
+    def _end(self, *, failed: bool) -> None:
         for file, _ in self._files.values():
             with suppress(OSError):
                 file.close()
@@ -204,8 +208,11 @@ class Draft:
 
     def write(self, name: str, data: bytes | memoryview) -> None:
         """Append to a file. TooLarge, StoreFull, OSError."""
-        if self._is_over:
-            raise OSError(f"the draft of {name} has ended")
+        with self._busy:
+            self._write(name, data)
+
+    def _write(self, name: str, data: bytes | memoryview) -> None:
+        self._require_open()
         if self.num_bytes + len(data) > self._store.max_bytes:
             raise TooLarge(f"the adapter has more than the {self._store.max_bytes} bytes that are taken of one")
         self._store.reserve(len(data))
@@ -218,6 +225,15 @@ class Draft:
 
     def seal(self) -> Path:
         """Give the files their final directory; if the same files are there already, that one."""
+        with self._busy:
+            self._require_open()
+            return self._seal()
+
+    def _require_open(self) -> None:
+        if self._is_over:
+            raise OSError("the draft has ended")
+
+    def _seal(self) -> Path:
         content = hashlib.sha256()
         for name, (file, digest) in sorted(self._files.items()):
             file.flush()

@@ -68,6 +68,7 @@ class OwnedStore(ContentStore):
         self._grace_seconds = grace_seconds
         self._clock = clock
         self._sweeping = threading.Lock()
+        self._is_closed = False
         self._unused: dict[str, float] = {}  # since when
         super().__init__(root, max_bytes, max_total_bytes)
         self._counted_at = clock()
@@ -75,8 +76,10 @@ class OwnedStore(ContentStore):
     def close(self) -> None:
         """Let others have the directory."""
         with self._lock:
-            os.close(self._owner_fd)
-            os.close(self._count)
+            if not self._is_closed:
+                self._is_closed = True
+                os.close(self._owner_fd)
+                os.close(self._count)
 
     def retire(self, paths: Iterable[Path]) -> None:
         """Write tombstones: the names that meant these directories mean others by now."""

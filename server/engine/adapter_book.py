@@ -112,6 +112,10 @@ class AdapterBook(ABC):
 
         return self._ask(put)
 
+    def is_version(self, name: str) -> Future[bool]:
+        """True of `name@version`, the newest one's or a kept one's."""
+        return self._ask(lambda names: names.get(name).name != name)
+
     def versions(self, name: str) -> Future[list[AdapterState]]:
         """The newest version of a name and the kept ones; none of a name that is not registered."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -24,6 +25,7 @@ from .engine_view import AdapterState
 from .name_changes import NameChanges, Removed
 
 if TYPE_CHECKING:
+    from ...memory.files.content_store import Draft
     from ...memory.files.format import AdapterManifest
     from .loaded_adapters import LoadedAdapters
 
@@ -68,6 +70,7 @@ class AdapterLoads:
         self._latest: dict[str, Future] = {}
         self.loaded = loaded
         self._uploads = DaemonPool("uploads", threads=MAX_LOAD_THREADS, max_waiting=MAX_LOADS)
+        self._ends = DaemonPool("upload-ends", threads=MAX_LOAD_THREADS, max_waiting=math.inf)
         self._changes = DaemonPool("adapter-changes", threads=MAX_LOAD_THREADS, max_waiting=MAX_LOADS)
         self._names = NameChanges(worker.adapters, self._names_file(), seconds, self._retired)
         sweep = None if loaded is None else partial(loaded.sweep, worker.adapters)
@@ -82,7 +85,7 @@ class AdapterLoads:
     def stop(self) -> None:
         """Begin nothing more; waits for nothing."""
         self._keeper.stop()
-        for pool in (self._pool, self._threads, self._uploads, self._changes):
+        for pool in (self._pool, self._threads, self._uploads, self._ends, self._changes):
             pool.shutdown()
         self._names.close()
         if self.loaded is not None:
@@ -95,6 +98,10 @@ class AdapterLoads:
     def on_uploads(self, function: Callable[..., T], /, *arguments: Any) -> Future[T]:
         """Call what asks the disk of uploads, which no other disk waits for. Raises PoolFull."""
         return self._uploads.submit(function, *arguments)
+
+    def end_draft(self, draft: Draft, *, failed: bool) -> Future[None]:
+        """End a draft of uploads beside the event loop; see `Draft.end`."""
+        return self._ends.submit(partial(draft.end, failed=failed))
 
     @property
     def seconds(self) -> float:
