@@ -188,6 +188,10 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work()
 
+    def take_ended(self) -> list[RequestOutput]:
+        """The outputs of requests that ended outside of a step, once; for a driver that takes no step for a while."""
+        return self.scheduler.take_failed()
+
     def wake(self) -> None:
         """Interrupt a step that only waits for reads, because there is more to do; from any thread."""
         self.store.images.reads.wake()

@@ -122,15 +122,19 @@ class ServedAdapters:
     def remove(self, name: str, *, force: bool = False) -> int:
         """Forget an adapter; returns how many requests were ended for it. UnknownAdapter if absent.
 
-        Its kept versions are forgotten, too; `name@version` is a kept version alone. Requests that hold any of them
-        finish with it, then its pages go back. force: they end with an error, and the pages are free at once.
+        Its kept versions are forgotten, too; `name@version` is one version alone, and if it was the newest, the name
+        means the latest kept one. Requests that hold any of them finish with it, then its pages go back. force: they
+        end with an error, and the pages are free at once.
         """
         store = self._store
-        adapter, kept = store.get(name), store.kept(name)
+        adapter = store.get(name)
         versions = [adapter] if name != adapter.name else self.versions_of(name)
-        for each in (name, *kept):
+        if name not in store:
+            store.unregister_newest(adapter.name)
+        for each in (name, *store.kept(name)) if name in store else ():
             store.unregister(each)
-        self.paused.discard(name)
+        if adapter.name not in store:
+            self.paused.discard(adapter.name)
         if not force:
             return 0
         lifecycle = self._scheduler.lifecycle

@@ -84,7 +84,7 @@ def create_app(
     key_watch = KeyWatch(keys, settings.client_keys, files)
     watchdog = Watchdog(worker, settings.stall_seconds, settings.give_up_seconds)
     api = Api(worker, settings, gate, executors.scrapes, executors.text)
-    loaded = LoadedAdapters.of(settings, has_registry=worker.adapters.has_registry)
+    loaded = LoadedAdapters.of(settings, worker.adapters)
     loads = AdapterLoads(worker, settings.adapter_load_seconds, settings.adapter_places, loaded)
     sourced = SourcedAdapters(settings, worker.adapters, loads)
     telemetry = Telemetry(api.metrics, recorder, tracer)

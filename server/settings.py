@@ -301,7 +301,12 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     )
     head_seconds: float = Field(default=10, gt=0, description="how long a request's line and headers may take")
     body_seconds: float = Field(default=20, gt=0, description="how long a body may pause between two of its parts")
-    whole_body_seconds: float = Field(default=45, gt=0, description="how long a whole body may take")
+    whole_body_seconds: float = Field(
+        default=45, gt=0, description="how long a whole body may take, and a second more for each body_bytes_per_second"
+    )
+    body_bytes_per_second: int = Field(
+        default=32 << 10, ge=1, description="least rate of a body that takes longer than whole_body_seconds"
+    )
     send_seconds: float = Field(
         default=20, gt=0, description="how long a client may take nothing of an answer (on Linux)"
     )

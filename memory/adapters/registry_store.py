@@ -1,7 +1,8 @@
 """The cluster's adapters in a SQLite file: what each name means, since which generation.
 
 Generations count the changes of one file, removals included, and never go back: a name that is registered again has a
-higher one than before. A change is on the disk when the method that made it returns.
+higher one than before. A change is on the disk when the method that made it returns. The file also remembers the last
+version number of each name, and the content of retired versions, so that a version never means two contents.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 from ..files.directory import MAX_PATH_BYTES
 from ..files.error import AdapterFormatError
 from .adapter import check_name
-from .versions import LABEL
+from .versions import LABEL, VersionNames, number_of, split_version, versioned
 
 APPLICATION_ID = 0x43485253
 """SQLite's `application_id` of these files, CHRS."""
@@ -35,11 +36,21 @@ MIGRATIONS = (
     ALTER TABLE adapters ADD COLUMN version TEXT NOT NULL DEFAULT '';
     ALTER TABLE adapters ADD COLUMN paused INTEGER NOT NULL DEFAULT 0;
     """,
+    """
+    CREATE TABLE numbers (name TEXT PRIMARY KEY, number INTEGER NOT NULL) STRICT;
+    CREATE TABLE retired (
+        id INTEGER PRIMARY KEY, name TEXT NOT NULL, label TEXT NOT NULL, content_hash TEXT NOT NULL,
+        UNIQUE (name, label)
+    ) STRICT;
+    """,
 )
 """What brings a file of the schema's version `i` to version `i + 1`; version 0 is an empty file."""
 
 MAX_ADAPTERS = 100_000
 """Most adapters of a cluster: a front's copy of so many takes 100 MB."""
+
+MAX_RETIRED = 100_000
+"""Retired versions whose content is remembered, the latest ones."""
 
 MAX_RANK = 1 << 16
 MAX_ADAPTER_BYTES = 1 << 48
@@ -58,7 +69,7 @@ class RegistryFull(ValueError):
 class Entry(NamedTuple):
     """What a name means. generation: of the change that made it mean this. bytes: of the adapter's files.
 
-    version: the label that was given to it, "" for the generation. paused: whether it takes no new requests.
+    version: its label; "" for the generation, in files of earlier releases. paused: whether it takes no new requests.
     """
 
     name: str
@@ -74,6 +85,28 @@ class Entry(NamedTuple):
     @property
     def label(self) -> str:
         return self.version or str(self.generation)
+
+    @property
+    def plain_name(self) -> str:
+        """The adapter's name, also of an entry `name@version`."""
+        plain, own = split_version(self.name)
+        return plain if own and own == self.version else self.name
+
+
+Changes = Sequence[tuple[str, Entry | None]]
+"""Names, and what they mean from now on; None: nothing."""
+
+
+class Done(NamedTuple):
+    """Changes that were made. told: with their generations, in order. before: what undoes them."""
+
+    told: list[tuple[str, Entry | None]]
+    before: list[tuple[str, Entry | None]]
+
+    @property
+    def retired(self) -> list[Entry]:
+        """Entries that this has taken a name from; another name may still mean their content."""
+        return [old for _, old in self.before if old is not None]
 
 
 def check_entry(fields: Sequence[Any]) -> Entry:
@@ -150,8 +183,10 @@ class RegistryStore:
         db.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
         db.execute("COMMIT")
         self.identity, self.generation = db.execute("SELECT identity, generation FROM registry").fetchone()
-        rows = db.execute("SELECT * FROM adapters ORDER BY generation")
-        self._entries = {row[0]: Entry._make((*row[:6], bool(row[6]), row[7], bool(row[8]))) for row in rows}
+        self._entries: VersionNames[Entry] = VersionNames()
+        for row in db.execute("SELECT * FROM adapters ORDER BY generation"):
+            entry = Entry._make((*row[:6], bool(row[6]), row[7], bool(row[8])))
+            self._entries.put(entry.name, entry, None)
 
     def _pragma(self, name: str) -> int:
         return self._db.execute(f"PRAGMA {name}").fetchone()[0]
@@ -159,40 +194,100 @@ class RegistryStore:
     def close(self) -> None:
         self._db.close()
 
+    @property
+    def is_new(self) -> bool:
+        """True of a file in which nothing was ever registered."""
+        return self.generation == 0
+
     def entries(self) -> list[Entry]:
         return list(self._entries.values())
 
     def get(self, name: str) -> Entry | None:
-        return self._entries.get(name)
+        return self._entries.find(name) if name in self._entries else None
+
+    def find(self, name: str) -> Entry | None:
+        """What a name means; `name@version` may be the newest version's, too."""
+        return self._entries.find(name)
+
+    def kept(self, name: str) -> list[str]:
+        """`name@version` of the earlier versions of a name, the oldest first."""
+        return self._entries.kept(name)
+
+    def last_number(self, name: str) -> int:
+        """The highest version number that a name has had; 0 before its first."""
+        row = self._ask("SELECT number FROM numbers WHERE name = ?", name)
+        return max(self._entries.last_number(name), 0 if row is None else row[0])
+
+    def retired_content(self, name: str, label: str) -> str | None:
+        """The content hash of a version that was retired; None of one that is not known."""
+        row = self._ask("SELECT content_hash FROM retired WHERE name = ? AND label = ?", name, label)
+        return None if row is None else row[0]
 
     def put(self, entry: Entry, *, replace: bool = True) -> Entry:
-        """Make a name mean this from now on; the entry with its generation, which is at least the one that it has.
+        """Make a name mean this from now on; the entry with its generation.
 
         FileExistsError for a name that it may not `replace`; RegistryFull.
         """
         if not replace and entry.name in self._entries:
             raise FileExistsError(entry.name)
-        if len(self._entries) >= MAX_ADAPTERS and entry.name not in self._entries:
-            raise RegistryFull(f"the cluster has {MAX_ADAPTERS} adapters; remove some")
-        made = entry._replace(generation=max(self.generation + 1, entry.generation))
-        self._commit(made.generation, "INSERT OR REPLACE INTO adapters VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", made)
-        self._entries[made.name] = made
+        made = self.change([(entry.name, entry)]).told[-1][1]
+        assert made is not None
         return made
 
     def remove(self, name: str) -> int:
         """Forget a name; the generation of that. KeyError if it is not registered."""
         if name not in self._entries:
             raise KeyError(name)
-        self._commit(self.generation + 1, "DELETE FROM adapters WHERE name = ?", (name,))
-        del self._entries[name]
+        self.change([(name, None)])
         return self.generation
 
-    def _commit(self, generation: int, statement: str, values: tuple[Any, ...]) -> None:
-        """Run a change and count it, both or neither."""
-        db = self._db
+    def change(self, changes: Changes, *, retires: bool = True) -> Done:
+        """Make changes, all or none. retires: remember versions that lose their names; not where changes are undone.
+        RegistryFull; RegistryError where they can't be written.
+        """
+        if not changes:
+            return Done([], [])
+        new = {name for name, entry in changes if entry is not None and name not in self._entries}
+        if new and len(self._entries) + len(new) > MAX_ADAPTERS:
+            raise RegistryFull(f"the cluster has {MAX_ADAPTERS} adapters; remove some")
+        told = [
+            (name, entry and entry._replace(generation=self.generation + count))
+            for count, (name, entry) in enumerate(changes, 1)
+        ]
+        done = Done(told, [(name, self.get(name)) for name in dict.fromkeys(name for name, _ in changes)])
+        after = {(entry.plain_name, entry.label) for _, entry in told if entry is not None}
+        retired = [one for one in done.retired if (one.plain_name, one.label) not in after]
+        self._commit(done, [one for one in retired if retires and not self._is_elsewhere(one, done)])
+        for name, entry in told:
+            if entry is not None:
+                self._entries.put(name, entry, None)
+            elif name in self._entries:
+                self._entries.pop(name)
+        return done
+
+    def _is_elsewhere(self, entry: Entry, done: Done) -> bool:
+        """True if a version has another name, too, which the changes leave as it is."""
+        names = {entry.plain_name, versioned(entry.plain_name, entry.label)} - {name for name, _ in done.told}
+        return any((one := self.get(name)) is not None and one.label == entry.label for name in names)
+
+    def _commit(self, done: Done, retired: Sequence[Entry]) -> None:
+        """Write changes and count them, all or nothing."""
+        db, generation = self._db, self.generation + len(done.told)
         try:
             db.execute("BEGIN IMMEDIATE")
-            db.execute(statement, values)
+            for name, entry in done.told:
+                if entry is None:
+                    db.execute("DELETE FROM adapters WHERE name = ?", (name,))
+                else:
+                    db.execute("INSERT OR REPLACE INTO adapters VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", entry)
+                    db.execute("DELETE FROM retired WHERE name = ? AND label = ?", (entry.plain_name, entry.label))
+            self._count([entry for _, entry in (*done.told, *done.before) if entry is not None])
+            for one in retired:
+                db.execute(
+                    "INSERT OR REPLACE INTO retired (name, label, content_hash) VALUES (?, ?, ?)",
+                    (one.plain_name, one.label, one.content_hash),
+                )
+                db.execute("DELETE FROM retired WHERE id <= last_insert_rowid() - ?", (MAX_RETIRED,))
             db.execute("UPDATE registry SET generation = ?", (generation,))
             db.execute("COMMIT")
         except sqlite3.Error as error:
@@ -200,3 +295,18 @@ class RegistryStore:
                 db.execute("ROLLBACK")
             raise RegistryError(f"the registry's file {self._path} can't be written: {error}") from None
         self.generation = generation
+
+    def _count(self, entries: Sequence[Entry]) -> None:
+        """Remember the numbers of versions."""
+        upsert = (
+            "INSERT INTO numbers VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET number = max(number, excluded.number)"
+        )
+        for entry in entries:
+            if (number := number_of(entry.label)) is not None:
+                self._db.execute(upsert, (entry.plain_name, number))
+
+    def _ask(self, statement: str, *values: str) -> tuple[Any, ...] | None:
+        try:
+            return self._db.execute(statement, values).fetchone()
+        except sqlite3.Error as error:
+            raise RegistryError(f"the registry's file {self._path} can't be read: {error}") from None

@@ -82,7 +82,7 @@ class AdapterStore:
     ) -> Adapter:
         """Make `source` the adapter `name`, replacing an earlier version for requests to come.
 
-        label: its version; None: a number above all before. keep: see `VersionNames.put`.
+        label: its version; None: a number above all that the name has had. keep: see `VersionNames.put`.
         source: a directory, which is read and checked here, or the manifest of one that was. image: the weights of a
         manifest that was checked, so that what was checked is what is served, whatever becomes of the directory.
         Raises AdapterFormatError and keeps the earlier version when the directory does not hold a servable adapter,
@@ -91,10 +91,8 @@ class AdapterStore:
         check_name(name)
         manifest = source if isinstance(source, AdapterManifest) else self._backend.inspect(source)
         layout = self.layout_of(manifest)
-        number = next(self._versions)
-        while label is None and versioned(name, str(number)) in self._current:
-            number = next(self._versions)
-        adapter = Adapter(name, number, manifest, layout, label or str(number))
+        label = label or str(self._current.last_number(name) + 1)
+        adapter = Adapter(name, next(self._versions), manifest, layout, label)
         if image is not None:
             self.loads.keep(adapter, image)
         previous = self._current.find(name) if name in self._current else None
@@ -109,9 +107,9 @@ class AdapterStore:
             self.unpin(previous)
         return adapter
 
-    def count_from(self, number: int) -> None:
-        """Give no version a number below this one from now on."""
-        self._versions = itertools.count(max(number, next(self._versions)))
+    def last_number(self, name: str) -> int:
+        """The highest version number that a name has had."""
+        return self._current.last_number(name)
 
     def layout_of(self, manifest: AdapterManifest) -> AdapterLayout:
         """Layout of an adapter's weights; for any thread. AdapterFormatError when they could never fit."""
@@ -129,6 +127,12 @@ class AdapterStore:
             adapter = self._current.pop(name)
         except KeyError:
             raise UnknownAdapter(f"adapter {name!r} is not registered") from None
+        self._retire(adapter)
+        self.unpin(adapter)
+
+    def unregister_newest(self, name: str) -> None:
+        """Forget the newest version of `name`; it then means the latest kept one, if there is one."""
+        adapter = self._current.promote(name)
         self._retire(adapter)
         self.unpin(adapter)
 

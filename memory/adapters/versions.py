@@ -23,6 +23,17 @@ class HasLabel(Protocol):
 
 V = TypeVar("V", bound=HasLabel)
 
+MAX_NUMBER = 10**15 - 1
+"""Largest version number that a client may choose."""
+
+MAX_COUNTED = 100_000
+"""Names without an adapter whose last version number is remembered."""
+
+
+def number_of(label: str) -> int | None:
+    """The number that a version is; None for one that is text, such as `step-3` or `007`."""
+    return int(label) if label.isdecimal() and (label == "0" or label[0] != "0") else None
+
 
 def versioned(name: str, label: str) -> str:
     return f"{name}{MARK}{label}"
@@ -40,6 +51,12 @@ class VersionNames(Generic[V]):
     def __init__(self) -> None:
         self._all: dict[str, V] = {}
         self._kept: dict[str, dict[str, None]] = {}
+        self._last: dict[str, int] = {}
+        self._first = 0  # names whose last number was forgotten had none above it
+
+    def last_number(self, name: str) -> int:
+        """The highest version number that a name has had; 0 before its first."""
+        return self._last.get(name, self._first)
 
     def find(self, name: str) -> V | None:
         """What a name means; `name@version` may also be the newest version's."""
@@ -69,12 +86,22 @@ class VersionNames(Generic[V]):
     def pop(self, name: str) -> V:
         """Forget a name, and not its kept versions. KeyError."""
         one = self._all.pop(name)
+        self._forget_counts()
         plain, _ = split_version(name)
         if name in (kept := self._kept.get(plain, {})):
             del kept[name]
             if not kept:
                 del self._kept[plain]
         return one
+
+    def promote(self, name: str) -> V:
+        """Forget the newest version of a name; the latest of its kept versions, if there is one, takes its place."""
+        kept = self.kept(name)
+        if not kept:
+            return self.pop(name)
+        newest, self._all[name] = self._all[name], self._all[kept[-1]]
+        self.pop(kept[-1])
+        return newest
 
     def kept(self, name: str) -> list[str]:
         """Names of the kept versions of a name, the oldest first."""
@@ -98,5 +125,15 @@ class VersionNames(Generic[V]):
     def _set(self, name: str, one: V) -> None:
         self._all[name] = one
         plain, label = split_version(name)
-        if label and one.label == label:
+        is_kept = bool(label) and one.label == label
+        if is_kept:
             self._kept.setdefault(plain, {})[name] = None
+        if (number := number_of(one.label)) is not None:
+            counted = plain if is_kept else name
+            self._last[counted] = max(number, self._last.get(counted, self._first))
+
+    def _forget_counts(self) -> None:
+        """Forget the numbers of names that have no adapter, once there are many; none of them comes again."""
+        if len(self._last) > 2 * len(self._all) + MAX_COUNTED:
+            gone = [name for name in self._last if name not in self._all]
+            self._first = max(self._first, *(self._last.pop(name) for name in gone))

@@ -16,22 +16,24 @@ from starlette.responses import PlainTextResponse, Response
 
 from ...core.requests.sampling_params import InvalidRequest
 from ...memory.adapters.adapter import MAX_NAME_CHARACTERS
+from ...memory.adapters.publishing import LabelTaken
+from ...memory.adapters.registry_store import RegistryFull
 from ...memory.adapters.store import UnknownAdapter
-from ...memory.adapters.versions import LABEL, split_version
-from ...memory.files.content_store import Draft
+from ...memory.adapters.versions import LABEL, MARK, number_of, split_version
 from ...memory.files.directory import MAX_PATH_BYTES, NO_GGUF
 from ...memory.files.error import AdapterFormatError, shown
 from ...memory.files.format import STEM
 from ..access.grants import NOWHERE
-from ..engine.adapter_loads import AdapterLoads, LoadTimedOut
+from ..engine.adapter_loads import AdapterLoads
 from ..engine.backend import Backend
 from ..engine.engine_view import AdapterState
 from ..engine.sourced_adapters import SourcedAdapters
 from ..errors import DISK_FAULTS, ApiError, Body, JsonResponse, clipped, read_body, validated
-from ..executors import DaemonPool, PoolFull
+from ..executors import DaemonPool
 from ..settings import AdapterName, Settings
 from .adapter_bytes import CONFIG, WEIGHTS, read_adapter
 from .adapter_header import ADAPTER, adapter_header
+from .upload import Upload
 
 audit = logging.getLogger("chorus.audit")
 
@@ -194,9 +196,9 @@ class AdapterApi:
 
     async def add(self, request: Request) -> Response:
         """Registers an adapter, or replaces one; 201 or 200."""
-        async with read_adapter(request, self._loads, self._settings) as (fields, draft):
+        async with read_adapter(request, self._loads, self._settings) as (fields, upload):
             asked = validated(AddAdapter, fields)
-            seen, replaced = await self._load(request, asked, draft, replace=True)
+            seen, replaced = await self._load(request, asked, upload, replace=True)
         headers = {ADAPTER: adapter_header(seen.name, seen.label, seen.manifest.content_hash)}
         return JsonResponse(_body(seen, request), status_code=200 if replaced else 201, headers=headers)
 
@@ -216,8 +218,11 @@ class AdapterApi:
         name = request.path_params["name"]
         with _known(name):
             if asked.paused is not None:
-                await asyncio.wrap_future(self._book.pause(name, paused=asked.paused))
-                await self._loads.beside(self._loads.remember, name)
+                if await asyncio.wrap_future(self._book.is_version(name)):
+                    plain = split_version(name)[0]
+                    message = f"paused: all versions of an adapter are paused together; PATCH /v1/adapters/{plain}"
+                    raise ApiError(400, message, param="paused")
+                await self._loads.pause(name, paused=asked.paused)
             if asked.pinned:
                 await self._pin(name)
             elif asked.pinned is False:
@@ -245,14 +250,14 @@ class AdapterApi:
     # --- vLLM's ---
 
     async def load_lora_adapter(self, request: Request) -> Response:
-        async with read_adapter(request, self._loads, self._settings) as (fields, draft):
+        async with read_adapter(request, self._loads, self._settings) as (fields, upload):
             asked = validated(LoadLoraAdapter, fields)
             base = self._settings.base_name
             if asked.base_model_name not in (None, base, str(self._settings.model)):
                 message = f"base_model_name is {asked.base_model_name!r}, this server's base model is {base!r}"
                 raise ApiError(400, message, param="base_model_name")
-            replace = draft is not None if asked.load_inplace is None else asked.load_inplace
-            seen, _ = await self._load(request, asked, draft, replace=replace)
+            replace = upload is not None if asked.load_inplace is None else asked.load_inplace
+            seen, _ = await self._load(request, asked, upload, replace=replace)
         headers = {ADAPTER: adapter_header(seen.name, seen.label, seen.manifest.content_hash)}
         return PlainTextResponse(f"Success: LoRA adapter '{asked.name}' added successfully.", headers=headers)
 
@@ -268,52 +273,41 @@ class AdapterApi:
             return validated(kind, body)
 
     async def _load(
-        self, request: Request, asked: AddAdapter, draft: Draft | None, *, replace: bool
+        self, request: Request, asked: AddAdapter, upload: Upload | None, *, replace: bool
     ) -> tuple[AdapterState, bool]:
-        """The adapter once requests may use it, and whether it took another's place. draft: its files, if they came
+        """The adapter once requests may use it, and whether it took another's place. upload: its files, if they came
         along.
         """
         name_field, path_field = (type(asked).model_fields[name].alias or name for name in ("name", "path"))
         path = asked.path
-        if (path is None) == (draft is None):
+        if (path is None) == (upload is None):
             raise ApiError(400, f"give {path_field}, or the files {CONFIG} and {WEIGHTS}, and not both",
                            param=path_field)  # fmt: skip
         name, label = self._checked_name(asked.name, name_field)
         roots, find = self._roots.roots, partial(self._roots.find, path or "", path_field)
-        if draft is None:
+        if upload is None:
             self._roots.require()
         else:
-            roots, find = (), draft.seal
+            roots, find = (), upload.seal
         keep = asked.keep_versions or self._settings.keep_versions
-        try:
+        with _load_errors(name_field, path_field):
             load = self._loads.load(
                 name, find, roots, replace=replace, by=request.state.caller, label=label or None, keep=keep
             )
+            if upload is not None:
+                upload.load = load
             return await asyncio.wrap_future(load)
-        except AdapterFormatError as error:
-            if getattr(error.__cause__, "errno", None) in DISK_FAULTS:
-                message = f"{error}; try again later"
-                raise ApiError(503, message, param=path_field, code=error.failure, retry_after=1) from None
-            raise ApiError(400, str(error), param=path_field, code="invalid_adapter") from None
-        except FileExistsError as error:
-            raise ApiError(
-                400,
-                f"The lora adapter '{error}' has already been loaded. To replace it, set 'load_inplace' to true."
-                if str(error) == name
-                else f"There is a version '{error}' already, which can't be replaced; give another one.",
-                param=name_field,
-                code="adapter_already_loaded",
-            ) from None
-        except LoadTimedOut as error:
-            raise ApiError(504, str(error), code="load_timed_out") from None
-        except PoolFull as error:
-            raise ApiError(503, f"{error}; try again later", code="loads_busy") from None
 
     def _checked_name(self, full_name: str, field: str) -> tuple[str, str]:
         """Name and version of an adapter that is to be loaded."""
         name, label = split_version(full_name)
         if label and not LABEL.fullmatch(label):
             raise ApiError(400, f"a version has at most 64 letters, digits and ._+-, not {label!r}", param=field)
+        if MARK in name:
+            message = (
+                f"{field} {clipped(full_name)!r}: a name has no {MARK}, which stands before a version; choose another"
+            )
+            raise ApiError(400, message, param=field)
         if self._settings.is_reserved(name):
             message = f"{field} {name!r} is the base model's, or begins like it; choose another"
             raise ApiError(400, message, param=field)
@@ -341,21 +335,20 @@ class AdapterApi:
         if self._loads.loaded is None:
             self._roots.require()
         with _known(name, field):
-            adapter, ended = await asyncio.wrap_future(self._book.remove(name, force=force))
+            removed = await self._loads.remove(name, force=force)
         self._sourced.forget(name)
-        await self._loads.beside(self._loads.remember, name)
         audit.info(
             "%s removed adapter %s: version %s, content %s; %d requests were ended",
-            request.state.caller, name, adapter.label, adapter.manifest.content_hash, ended,
+            request.state.caller, name, removed.label, removed.content_hash, removed.ended,
         )  # fmt: skip
-        return ended
+        return removed.ended
 
 
 def _body(one: AdapterState, request: Request) -> dict[str, Any]:
     manifest, base = one.manifest, one.manifest.base_model
     return {
         "name": one.name,
-        "version": int(one.label) if one.label.isdecimal() else one.label,
+        "version": one.label if (number := number_of(one.label)) is None else number,
         "rank": manifest.rank,
         "target_modules": list(manifest.targets),
         "tier": one.tier,
@@ -380,6 +373,26 @@ def shown_path(path: Path, request: Request) -> str:
     """
     text = str(path) if request.state.sees_paths else request.app.state.private_paths.shown(path)
     return text if text.isprintable() else shown(text)
+
+
+@contextmanager
+def _load_errors(name_field: str, path_field: str) -> Iterator[None]:
+    """Answer why a load failed, by the field that says what to mend."""
+    try:
+        yield
+    except AdapterFormatError as error:
+        if getattr(error.__cause__, "errno", None) in DISK_FAULTS:
+            message = f"{error}; try again later"
+            raise ApiError(503, message, param=path_field, code=error.failure, retry_after=1) from None
+        raise ApiError(400, str(error), param=path_field, code="invalid_adapter") from None
+    except LabelTaken as error:
+        message = f"{name_field}: {error}; give another version"
+        raise ApiError(400, message, param=name_field, code="adapter_already_loaded") from None
+    except FileExistsError as error:
+        message = f"The lora adapter '{error}' has already been loaded. To replace it, set 'load_inplace' to true."
+        raise ApiError(400, message, param=name_field, code="adapter_already_loaded") from None
+    except RegistryFull as error:
+        raise ApiError(503, str(error), param=name_field, code="registry_full") from None
 
 
 @contextmanager

@@ -1,22 +1,25 @@
-"""Adapters that are sent as bytes: in JSON with base64, or in a form that is written to disk as it comes."""
+"""Adapters that are sent as bytes, in JSON with base64 or in a form: written to disk as they come."""
 
 from __future__ import annotations
 
-import base64
-import binascii
 import json
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic import RootModel
 from starlette.requests import Request
 
-from ...memory.files.content_store import Draft, StoreFull, TooLarge
+from ...memory.files.content_store import StoreFull, TooLarge
 from ...memory.files.format import CONFIG_FILE, WEIGHTS_FILE
 from ..access.limits import check_json
-from ..errors import ApiError, read_body, validated
+from ..engine.adapter_loads import LoadTimedOut
+from ..errors import ApiError, validated
+from ..executors import PoolFull
 from ..http.form import boundary_of, pieces
+from ..http.json_strings import Base64, LongStrings
+from .upload import Upload
 
 if TYPE_CHECKING:
     from ..engine.adapter_loads import AdapterLoads
@@ -33,66 +36,130 @@ WRITE_BYTES = 1 << 20
 @asynccontextmanager
 async def read_adapter(
     request: Request, loads: AdapterLoads, settings: Settings
-) -> AsyncIterator[tuple[dict[str, Any], Draft | None]]:
+) -> AsyncIterator[tuple[dict[str, Any], Upload | None]]:
     """The fields of a request that loads an adapter, and the files if it brings them: they stay within the block.
 
     Raises an ApiError for what is neither JSON nor a form, too large, or not taken here.
     """
     boundary = boundary_of(request.headers.get("content-type", ""))
-    if boundary is not None:
-        with _files(loads) as draft:
-            yield await _read_form(request, loads, draft, boundary), draft
-        return
-    most = settings.max_body_bytes
-    if loads.loaded is not None:
-        most = max(most, settings.max_adapter_bytes * 4 // 3 + MAX_FIELD_BYTES)
-    async with read_body(request, most) as body:
-        is_long = len(body) > MAX_FIELD_BYTES
-        fields = await loads.beside(_json, body, settings) if is_long else _json(body, settings)
-    if not fields.keys() & FILES.keys():
-        yield fields, None
-        return
-    with _files(loads) as draft:
-        config, weights = fields.pop(CONFIG, None), fields.pop(WEIGHTS, None)
-        await loads.beside(_write_json, draft, config, weights)
-        yield fields, draft
-
-
-@contextmanager
-def _files(loads: AdapterLoads) -> Iterator[Draft]:
-    if loads.loaded is None:
-        message = "this server takes no adapters as bytes; start it with --adapter-uploads DIR, or give a path"
-        raise ApiError(403, message, code="adapter_uploads_disabled")
+    upload, room, failed = Upload(loads), _Room(request), True
     try:
-        with loads.loaded.draft() as draft:
-            yield draft
+        if boundary is not None:
+            fields = await _read_form(request, upload, room, boundary)
+        else:
+            fields = await _read_json(request, loads, upload, room, settings)
+        yield fields, upload if upload.has_begun else None
+        failed = False
     except TooLarge as error:
         raise ApiError(413, f"{error}; --max-adapter-bytes allows more", param=WEIGHTS) from None
     except StoreFull as error:
         raise ApiError(503, f"{error}; try again later", code="adapter_uploads_full", retry_after=5) from None
+    except LoadTimedOut as error:
+        raise ApiError(504, str(error), code="load_timed_out") from None
+    except PoolFull as error:
+        raise ApiError(503, f"{error}; try again later", code="loads_busy", retry_after=1) from None
+    finally:
+        room.close()
+        await upload.end(failed=failed)
 
 
-async def _read_form(request: Request, loads: AdapterLoads, draft: Draft, boundary: bytes) -> dict[str, Any]:
+class _Room:
+    """Bytes of a body that are in memory, as its tenant's."""
+
+    def __init__(self, request: Request) -> None:
+        self._bodies, self._tenant = request.app.state.gate.bodies, request.state.tenant
+        self._taken = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Raises an ApiError where too many are held."""
+        self._bodies.take(self._tenant, num_bytes)
+        self._taken += num_bytes
+
+    def close(self) -> None:
+        self._bodies.give_back(self._tenant, self._taken)
+        self._taken = 0
+
+
+async def _read_form(request: Request, upload: Upload, room: _Room, boundary: bytes) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     buffer = bytearray()
-    room, tenant = request.app.state.gate.bodies, request.state.tenant
-    room.take(tenant, WRITE_BYTES)  # at most so much of the body is in memory
-    try:
-        async for name, file_name, data in pieces(request.stream(), boundary):
-            buffer += data
-            file = FILES.get(name) or next((one for one in (name, file_name) if one in FILES.values()), None)
-            if file is None and len(buffer) > MAX_FIELD_BYTES:
-                raise ApiError(400, f"a field of the form has more than {MAX_FIELD_BYTES} bytes", param=name)
-            if file is None and not data:
-                fields[name] = buffer.decode("utf-8", "replace")
-                buffer.clear()
-            elif file is not None and (len(buffer) >= WRITE_BYTES or not data):
-                await loads.beside(draft.write, file, bytes(buffer))
-                buffer.clear()
-    finally:
-        room.give_back(tenant, WRITE_BYTES)
-    _require(draft)
+    await upload.begin()
+    room.take(WRITE_BYTES)  # at most so much of the body is in memory
+    async for name, file_name, data in pieces(request.stream(), boundary):
+        buffer += data
+        file = FILES.get(name) or next((one for one in (name, file_name) if one in FILES.values()), None)
+        if file is None and len(buffer) > MAX_FIELD_BYTES:
+            raise ApiError(400, f"a field of the form has more than {MAX_FIELD_BYTES} bytes", param=name)
+        if file is None and not data:
+            fields[name] = buffer.decode("utf-8", "replace")
+            buffer.clear()
+        elif file is not None and (len(buffer) >= WRITE_BYTES or not data):
+            await upload.write(file, bytes(buffer))
+            buffer.clear()
+    _require(upload)
     return fields
+
+
+async def _read_json(
+    request: Request, loads: AdapterLoads, upload: Upload, room: _Room, settings: Settings
+) -> dict[str, Any]:
+    """Read a body in which the weights are written as they come, and all else is small."""
+    text, weights = LongStrings([WEIGHTS]), _Weights(upload)
+    async for part in request.stream():
+        before = len(text.rest)
+        for _, piece in text.feed(part):
+            if not upload.has_begun:
+                room.take(WRITE_BYTES)
+                await upload.begin()
+            await weights.take(piece)
+        room.take(len(text.rest) - before)
+        if len(text.rest) > settings.max_body_bytes:
+            raise ApiError(413, f"the body is larger than the {settings.max_body_bytes} bytes this server takes")
+    rest = bytes(text.rest)
+    is_long = len(rest) > MAX_FIELD_BYTES
+    fields = await loads.beside(_json, rest, settings) if is_long else _json(rest, settings)
+    if not fields.keys() & FILES.keys():
+        return fields
+    config, _ = fields.pop(CONFIG, None), fields.pop(WEIGHTS, None)
+    await upload.begin()
+    if isinstance(config, dict):
+        config = json.dumps(config)
+    if isinstance(config, str):
+        await upload.write(CONFIG_FILE, config.encode("utf-8", "replace"))
+    _require(upload)
+    return fields
+
+
+class _Weights:
+    """The weights of a JSON body: base64 that is decoded and written as it comes, beside the event loop."""
+
+    def __init__(self, upload: Upload) -> None:
+        self._upload = upload
+        self._text = bytearray()
+        self._base64 = Base64()
+        self._is_over = False
+
+    async def take(self, piece: bytes) -> None:
+        """Take the next piece; an empty one is the end."""
+        if self._is_over:
+            raise ApiError(400, f"{WEIGHTS}: it is there twice", param=WEIGHTS)
+        self._text += piece
+        self._is_over = not piece
+        if self._is_over or len(self._text) >= WRITE_BYTES:
+            text = bytes(self._text)
+            self._text.clear()
+            try:
+                await self._upload.write(WEIGHTS_FILE, partial(self._decoded, text, is_last=self._is_over))
+            except ValueError as error:
+                if isinstance(error, TooLarge):
+                    raise
+                raise ApiError(400, f"{WEIGHTS} is no base64: {error}", param=WEIGHTS) from None
+
+    def _decoded(self, text: bytes, *, is_last: bool) -> bytes:
+        data = self._base64.feed(text)
+        if is_last:
+            self._base64.close()
+        return data
 
 
 def _json(body: bytes, settings: Settings) -> dict[str, Any]:
@@ -100,20 +167,7 @@ def _json(body: bytes, settings: Settings) -> dict[str, Any]:
     return validated(RootModel[dict[str, Any]], body).root
 
 
-def _write_json(draft: Draft, config: Any, weights: Any) -> None:
-    if isinstance(config, dict):
-        config = json.dumps(config)
-    if isinstance(config, str):
-        draft.write(CONFIG_FILE, config.encode("utf-8", "replace"))
-    if isinstance(weights, str):
-        try:
-            draft.write(WEIGHTS_FILE, base64.b64decode(weights, validate=True))
-        except binascii.Error as error:
-            raise ApiError(400, f"{WEIGHTS} is no base64: {error}", param=WEIGHTS) from None
-    _require(draft)
-
-
-def _require(draft: Draft) -> None:
+def _require(upload: Upload) -> None:
     for field, file in FILES.items():
-        if file not in draft.names:
+        if file not in upload.names:
             raise ApiError(400, f"{field}: it is missing; send {file} in it", param=field)

@@ -17,7 +17,7 @@ from ...memory.adapters.adapter import check_name
 from ...memory.adapters.store import UnknownAdapter
 from ...memory.adapters.versions import VersionNames, split_version, versioned
 from ...memory.files.error import LoadFailure
-from ..engine.adapter_book import AdapterBook, AdapterNames, is_current
+from ..engine.adapter_book import AdapterBook, AdapterNames, done, is_current
 from ..engine.engine_view import AdapterState
 
 if TYPE_CHECKING:
@@ -99,15 +99,13 @@ class Catalog(AdapterBook):
         check_name(name)
         plain, own = split_version(name)
         with self._lock:
-            number = next(self._versions)
-            while label is None and versioned(name, str(number)) in self._entries:
-                number = next(self._versions)
+            number, label = next(self._versions), label or str(self._entries.last_number(name) + 1)
             before = self.get(name) if name in self._entries else None
             if pinned is None:
                 pinned = before is not None and before.pinned
             if before is not None and before.pinned:  # what is kept of it is not pinned
                 self._entries.put(name, replace(before, pinned=False), None)
-            entry = Entry(plain if own and own == label else name, number, manifest, label or str(number), pinned)
+            entry = Entry(plain if own and own == label else name, number, manifest, label, pinned)
             gone = self._entries.put(name, entry, keep)
             self.quarantine.pop(name, None)
             if pinned or (before is not None and before.pinned):
@@ -128,6 +126,13 @@ class Catalog(AdapterBook):
                 self._tell_pins()
             self._left(entry)
         return entry
+
+    def _unregister_newest(self, entry: Entry) -> None:
+        """Forget the newest version of a name; it then means the latest kept one, if there is one."""
+        self._entries.promote(entry.name)
+        if entry.pinned:
+            self._tell_pins()
+        self._left(entry)
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -163,6 +168,9 @@ class Catalog(AdapterBook):
 
     def kept(self, name: str) -> list[str]:
         return self._entries.kept(name)
+
+    def last_number(self, name: str) -> int:
+        return self._entries.last_number(name)
 
     def has_version(self, name: str, label: str) -> bool:
         return self._entries.find(versioned(name, label)) is not None
@@ -204,18 +212,17 @@ class Catalog(AdapterBook):
             self._cluster.call(self._cluster.dispatcher.paths, otherwise=set()).add_done_callback(with_ours)
         return result
 
-    def count_from(self, number: int) -> Future[None]:
-        with self._lock:
-            self._versions = itertools.count(max(number, next(self._versions)))
-        return done(None)
-
     def remove(self, name: str, *, force: bool) -> Future[tuple[AdapterState, int]]:
         def remove(_: AdapterNames) -> tuple[AdapterState, int] | Future[tuple[AdapterState, int]]:
-            entry = self.unregister(name)
+            entry = self.get(name)
             state = self.state_of(entry.name, entry)
-            for alias in self._entries.kept(name):
-                self.unregister(alias)
-            self.paused.discard(name)
+            if name not in self._entries:
+                self._unregister_newest(entry)
+            else:
+                for each in [*self._entries.kept(name), name]:
+                    self.unregister(each)
+            if entry.name not in self._entries:
+                self.paused.discard(entry.name)
             if not force:
                 return state, 0
             result: Future[tuple[AdapterState, int]] = Future()
@@ -290,13 +297,6 @@ class Catalog(AdapterBook):
             name, entry.version, entry.manifest, self._cluster.fleet.tier_of(content), 0, 0, pinned,
             label=entry.label, paused=paused,
         )  # fmt: skip
-
-
-def done(result: T) -> Future[T]:
-    """A future that has ended."""
-    future: Future[T] = Future()
-    future.set_result(result)
-    return future
 
 
 def failed(error: Exception) -> Future:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ...core.cpus import available_cpus
+from ..engine.loaded_adapters import NAMES_FILE
 from .address import AddressError, AddressFile, TcpSocket, UnixSocket, parse_address, tls_context
 from .child import STOP_SECONDS, Child
 from .directory import ClusterDirectory
@@ -104,7 +105,7 @@ class Processes:
             self._settings = replica.model_dump_json(exclude_unset=True)
             self.replicas = [launcher.replica(index, self._settings) for index in range(plan.replicas)]
             directory.tell_replicas(plan.replicas)
-            self._registry = _registry_of(plan, directory)
+            self._registry = _registry_of(plan, directory, settings.adapter_uploads)
             for child in (*self._registry, *self.replicas):
                 child.start()
         except BaseException:
@@ -246,8 +247,11 @@ def _launcher_of(plan: Plan, directory: ClusterDirectory) -> Launcher:
     return RayLauncher(directory, plan)
 
 
-def _registry_of(plan: Plan, directory: ClusterDirectory) -> list[Child]:
-    """The registry's process, unless it runs elsewhere or none is needed."""
+def _registry_of(plan: Plan, directory: ClusterDirectory, uploads: Path | None) -> list[Child]:
+    """The registry's process, unless it runs elsewhere or none is needed.
+
+    Where adapters are uploaded, their names lie beside them, so that the cluster has both again after a restart.
+    """
     file = plan.registry
     if file is None and plan.fronts == 1:
         return []
@@ -256,7 +260,9 @@ def _registry_of(plan: Plan, directory: ClusterDirectory) -> list[Child]:
             raise ValueError("a registry that runs elsewhere needs its secret: give --secret-file FILE")
         AddressFile(directory.registry_file).write(str(parse_address(file, plan.tls)))
         return []
-    where = Path(file or directory.path / "registry.sqlite").absolute()
+    if uploads is not None:
+        uploads.mkdir(parents=True, exist_ok=True)
+    where = Path(file or (directory.path / "registry.sqlite" if uploads is None else uploads / NAMES_FILE)).absolute()
     listener = Listener(directory.socket("registry"), directory.secret_file, directory.registry_file)
     return [Child("the registry", ["cluster", "registry", "--file", str(where), *listener.flags()])]
 

@@ -16,14 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...core.quarantine import Quarantined
+from ...memory.adapters.publishing import LabelTaken
 from ...memory.adapters.registry_store import Entry as Registered
 from ...memory.adapters.store import UnknownAdapter
 from ...memory.adapters.versions import versioned
 from ...memory.files.error import AdapterFormatError
+from ..engine.adapter_book import RegistryNames, done
 from ..engine.engine_view import AdapterState
 from .address import Address
-from .catalog import Catalog, Cluster, Entry, done, failed
-from .registry import EXISTS, UNKNOWN
+from .catalog import Catalog, Cluster, Entry, failed
+from .registry import EXISTS, TAKEN, UNKNOWN
 from .registry_client import RegistryClient, RegistryRefusal
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 START = "0"
-"""Version of an adapter of the start: the registry's are its generations, which begin with 1."""
+"""Version of an adapter of the start: the registry's begin with 1."""
 
 Check = Callable[[Path], "AdapterManifest"]
 """Reads an adapter, hashes it and has the replicas load it; it may take long. Raises AdapterFormatError."""
@@ -42,8 +44,6 @@ Check = Callable[[Path], "AdapterManifest"]
 
 class RegisteredCatalog(Catalog):
     """A catalog; its `put` and `remove` are done when every front knows; RegistryAway while the registry is away."""
-
-    has_registry = True
 
     def __init__(self, cluster: Cluster, check: Check) -> None:
         """check: for adapters that other fronts have registered."""
@@ -82,11 +82,16 @@ class RegisteredCatalog(Catalog):
         label: str | None = None,
         keep: int | None = 1,
     ) -> Future[tuple[AdapterState, bool]]:
-        if not replace and name in self:
+        if not replace and name in self and not (label and self.has_version(name, label)):
             return failed(FileExistsError(name))
-        if label and self.has_version(name, label):
-            return failed(FileExistsError(versioned(name, label)))
         return self._soon(self._put_version(name, manifest, replace=replace, label=label, keep=keep or 1))
+
+    def registry(self) -> Future[RegistryNames | None]:
+        async def registry() -> RegistryNames | None:
+            copy = self._known_client.copy
+            return RegistryNames(copy.identity or "", list(copy.entries.values()), copy.take_retired())
+
+        return self._soon(registry())
 
     def pause(self, name: str, *, paused: bool) -> Future[None]:
         return self._soon(self._pause(name, paused=paused))
@@ -103,35 +108,58 @@ class RegisteredCatalog(Catalog):
                 self.unregister(name)
             return
         before = self.get(name) if name in self else None
-        is_same = before is not None and (before.manifest.content_hash, before.label) == (now.content_hash, now.label)
-        if before is not None and is_same and before.pinned != now.pinned:
-            super()._set_pinned(before, pinned=now.pinned)
+        path, content = Path(now.path), now.content_hash
+        if before is not None and (before.manifest.path, before.manifest.content_hash, before.label) == (
+            path, content, now.label,
+        ):  # fmt: skip
+            if before.pinned != now.pinned:
+                super()._set_pinned(before, pinned=now.pinned)
             return
         try:
-            manifest = self._checked.get(now.content_hash)
+            manifest = self._checked.get(content) or self._known(path, content)
             if manifest is None:
-                manifest = await asyncio.get_running_loop().run_in_executor(None, self._check, Path(now.path))
-            if manifest.content_hash != now.content_hash:
+                manifest = await asyncio.get_running_loop().run_in_executor(None, self._check, path)
+            if manifest.content_hash != content:
                 raise AdapterFormatError(f"{now.path}: the files have changed since in the cluster")
             self.register(name, manifest, label=now.label, pinned=now.pinned)
         except Exception as error:  # whatever it is: the old content must not be served under this name
             log.warning("adapter %s of the cluster can't be served by this front: %s", name, error)
             if name in self:
                 self.unregister(name)
-            self.quarantine[name] = Quarantined(name, Path(now.path), str(error))
+            self.quarantine[name] = Quarantined(name, path, str(error))
+
+    def _known(self, path: Path, content: str) -> AdapterManifest | None:
+        """The manifest of a version that this front serves: its directory may hold other files by now."""
+        served = (one.manifest for _, one in self.registered())
+        return next((one for one in served if one.content_hash == content and one.path == path), None)
 
     async def _put_version(
         self, name: str, manifest: AdapterManifest, *, replace: bool, label: str | None, keep: int
     ) -> tuple[AdapterState, bool]:
-        """Keep the newest version under a name of its own, put another in its place, and forget the oldest ones."""
-        if keep > 1 and replace and name in self:
-            before = self.get(name)
-            await self._put(versioned(name, before.label), await self._hashed(before.manifest), label=before.label)
-        made = await self._put(name, manifest, replace=replace, label=label or "")
-        kept = self._entries.kept(name)
-        for alias in kept[: max(0, len(kept) + 1 - keep)]:
-            await self._known_client.remove(alias)
-        return made
+        """Have the registry make the newest version, keep those before it, and forget the oldest ones."""
+        before = None
+        if name in self and name not in self._known_client.copy.entries:  # of the start: the registry has none of it
+            newest = self.get(name)
+            before = self._registered(name, await self._hashed(newest.manifest), newest.label, pinned=newest.pinned)
+        entry = self._registered(name, manifest, label or "")
+        self._checked[entry.content_hash] = manifest
+        try:
+            label, existed = await self._known_client.load(
+                entry, replace=replace, keep=keep, before=before, last_number=self.last_number(name)
+            )
+        except RegistryRefusal as refusal:
+            raise _exists(refusal, name) from None
+        finally:
+            self._checked.pop(entry.content_hash, None)
+        newest = self.state(name).result()
+        return newest if newest.label == label else self.state(versioned(name, label)).result(), existed
+
+    def _registered(self, name: str, manifest: AdapterManifest, label: str, *, pinned: bool = False) -> Registered:
+        """An entry of the registry. AdapterFormatError without a content hash."""
+        if (content := manifest.content_hash) is None:
+            raise AdapterFormatError(f"{manifest.path}: its content is not known, so the cluster can't tell it apart")
+        path, paused = str(manifest.path.absolute()), name in self.paused
+        return Registered(name, content, path, 0, manifest.rank, manifest.file_size, pinned, label, paused)
 
     def _set_pinned(self, entry: Entry, *, pinned: bool) -> Future[bool]:
         if entry.pinned == pinned:
@@ -143,36 +171,19 @@ class RegisteredCatalog(Catalog):
         return False
 
     async def _put(
-        self,
-        name: str,
-        manifest: AdapterManifest,
-        *,
-        replace: bool = True,
-        label: str = "",
-        paused: bool | None = None,
+        self, name: str, manifest: AdapterManifest, *, label: str, paused: bool | None = None,
         pinned: bool | None = None,
-    ) -> tuple[AdapterState, bool]:
-        """Write an entry of the registry. paused, pinned: None: as it is."""
-        content = manifest.content_hash
-        if content is None:
-            raise AdapterFormatError(f"{manifest.path}: its content is not known, so the cluster can't tell it apart")
-        existed = name in self
-        self._checked[content] = manifest
+    ) -> None:  # fmt: skip
+        """Write an entry of the registry again. paused, pinned: None: as it is."""
+        pinned = self.get(name).pinned if pinned is None else pinned
+        entry = self._registered(name, manifest, label, pinned=pinned)
+        if paused is not None:
+            entry = entry._replace(paused=paused)
+        self._checked[entry.content_hash] = manifest
         try:
-            if paused is None:
-                paused = name in self.paused
-            if pinned is None:
-                pinned = existed and self.get(name).pinned
-            path = str(manifest.path.absolute())
-            entry = Registered(name, content, path, 0, manifest.rank, manifest.file_size, pinned, label, paused)
-            await self._known_client.put(entry, replace=replace)
-        except RegistryRefusal as refusal:
-            if refusal.reason != EXISTS:
-                raise
-            raise FileExistsError(name) from None
+            await self._known_client.put(entry)
         finally:
-            self._checked.pop(content, None)
-        return self.state(name).result(), existed
+            self._checked.pop(entry.content_hash, None)
 
     async def _pause(self, name: str, *, paused: bool) -> None:
         entry = self.get(name)
@@ -182,10 +193,9 @@ class RegisteredCatalog(Catalog):
         client, entry = self._known_client, self.get(name)
         state = self.state_of(name, entry)
         try:
-            if name not in client.copy.entries:  # of the start: other fronts have it, too, and must learn of this
-                await self._put(name, await self._hashed(entry.manifest), label=entry.label)
-            for each in [*self.kept(name), name]:
-                await client.remove(each)
+            if entry.name not in client.copy.entries:  # of the start: other fronts have it, too, and must learn of this
+                await self._put(entry.name, await self._hashed(entry.manifest), label=entry.label)
+            await client.remove(name)
         except RegistryRefusal as refusal:
             if refusal.reason != UNKNOWN:
                 raise
@@ -206,3 +216,9 @@ class RegisteredCatalog(Catalog):
         """Run on the loop; from any thread."""
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+
+def _exists(refusal: RegistryRefusal, name: str) -> Exception:
+    """A refusal to load, as `AdapterBook.put` says it."""
+    kinds = {EXISTS: FileExistsError(name), TAKEN: LabelTaken(refusal.message)}
+    return kinds.get(refusal.reason, refusal)

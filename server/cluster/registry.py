@@ -17,7 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...memory.adapters.registry_store import RegistryError, RegistryFull, RegistryStore, check_entry
+from ...memory.adapters.publishing import LabelTaken, plan_load, plan_removal
+from ...memory.adapters.registry_store import Done, RegistryError, RegistryFull, RegistryStore, check_entry
 from . import listener
 from .address import Listening
 from .listener import Listener
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-TO_REGISTRY = ("subscribe", "seen", "put", "remove")
+TO_REGISTRY = ("subscribe", "seen", "put", "load", "remove")
 FROM_REGISTRY = ("copy", "changed", "removed", "done", "failed")
 
 MAX_REQUEST_BYTES = 64 << 10
@@ -52,6 +53,7 @@ FIRST_WRITE_SECONDS = 2.0
 not would not see the change, and go on with the old content. They try again within `LAST_RETRY_SECONDS`."""
 
 INVALID, EXISTS, UNKNOWN, FULL, UNWRITABLE, BUSY = "invalid", "exists", "unknown", "full", "unwritable", "busy"
+TAKEN = "taken"
 """Reasons for which a write fails."""
 
 
@@ -107,7 +109,7 @@ class Registry:
             self._fronts[stream] = fields[0]
             async with self._news:
                 self._news.notify_all()
-        elif kind in ("put", "remove") and fields and type(fields[0]) is int:
+        elif kind in ("put", "load", "remove") and fields and type(fields[0]) is int:
             if len(self._tasks) >= MAX_WRITES:
                 self._send(stream, "failed", fields[0], BUSY, f"{MAX_WRITES} writes wait already; try again")
                 return
@@ -131,7 +133,7 @@ class Registry:
         loop = asyncio.get_running_loop()
         await asyncio.sleep(max(0.0, self._open_at - loop.time()))
         try:
-            answer = await (self._put(fields) if kind == "put" else self._remove(fields))
+            answer = await getattr(self, f"_{kind}")(fields)
         except (ValueError, KeyError, FileExistsError, RegistryError) as error:
             failure, text = _reason(error)
             self._send(stream, "failed", call, failure, text)
@@ -139,25 +141,55 @@ class Registry:
         await self._wait_until_seen(answer[0])
         self._send(stream, "done", call, *answer)
 
-    async def _put(self, fields: list[Any]) -> tuple[int, bool]:
+    async def _put(self, fields: list[Any]) -> tuple[int, bool, str]:
+        """Change what is said of a version, such as whether it is paused."""
         if len(fields) != 2 or not isinstance(fields[0], list) or type(fields[1]) is not bool:
             raise ValueError("put has an adapter's fields, and whether it may replace another")
         entry, replace = check_entry(fields[0])._replace(generation=0), fields[1]
-        async with self._writing:
-            existed = self._store.get(entry.name) is not None
-            made = await self._on_disk(lambda: self._store.put(entry, replace=replace))
-            self._tell("changed", list(made))
-        log.info("adapter %s is %s since generation %d", made.name, made.content_hash, made.generation)
-        return made.generation, existed
 
-    async def _remove(self, fields: list[Any]) -> tuple[int, bool]:
+        def put() -> tuple[Done, bool, str]:
+            existed = self._store.get(entry.name) is not None
+            if existed and not replace:
+                raise FileExistsError(entry.name)
+            return self._store.change([(entry.name, entry)]), existed, entry.label
+
+        return await self._change(put)
+
+    async def _load(self, fields: list[Any]) -> tuple[int, bool, str]:
+        """Make a new version, by `plan_load`."""
+        if len(fields) != 5 or type(fields[1]) is not bool or type(fields[2]) is not int or fields[2] < 1:
+            raise ValueError("load has an adapter's fields, whether it may replace, and how many versions are kept")
+        entry, replace, keep = check_entry(_fields(fields[0]))._replace(generation=0), fields[1], fields[2]
+        before = None if fields[3] is None else check_entry(_fields(fields[3]))
+        last_number = fields[4]
+        if type(last_number) is not int or last_number < 0:
+            raise ValueError("the last number of a version is no number")
+
+        def load() -> tuple[Done, bool, str]:
+            plan = plan_load(
+                self._store, entry, replace=replace, keep=keep, before=before, last_number=last_number
+            )  # fmt: skip
+            return self._store.change(plan.changes), plan.existed, plan.entry.label
+
+        return await self._change(load)
+
+    async def _remove(self, fields: list[Any]) -> tuple[int, bool, str]:
         if len(fields) != 1 or not isinstance(fields[0], str):
             raise ValueError("remove has a name")
+        return await self._change(lambda: (self._store.change(plan_removal(self._store, fields[0])), True, ""))
+
+    async def _change(self, change: Callable[[], tuple[Done, bool, str]]) -> tuple[int, bool, str]:
+        """Write a change, and tell it to all fronts."""
         async with self._writing:
-            generation = await self._on_disk(lambda: self._store.remove(fields[0]))
-            self._tell("removed", generation, fields[0])
-        log.info("adapter %s was removed with generation %d", fields[0], generation)
-        return generation, True
+            done, existed, label = await self._on_disk(change)
+            for count, (name, entry) in enumerate(done.told, self._store.generation + 1 - len(done.told)):
+                if entry is not None:
+                    self._tell("changed", list(entry))
+                    log.info("adapter %s is %s since generation %d", name, entry.content_hash, count)
+                else:
+                    self._tell("removed", count, name)
+                    log.info("adapter %s was removed with generation %d", name, count)
+            return self._store.generation, existed, label
 
     async def _wait_until_seen(self, generation: int) -> None:
         """Return once no front is left that knows less; one that takes too long loses its connection."""
@@ -193,10 +225,16 @@ class Registry:
         return await asyncio.get_running_loop().run_in_executor(self._disk, function)
 
 
+def _fields(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
 def _reason(error: Exception) -> tuple[str, str]:
     name = str(error.args[0]) if error.args else ""
     if isinstance(error, KeyError):
         return UNKNOWN, f"adapter {name!r} is not registered"
+    if isinstance(error, LabelTaken):
+        return TAKEN, name
     if isinstance(error, FileExistsError):
         return EXISTS, f"adapter {name!r} is registered already"
     return FULL if isinstance(error, RegistryFull) else UNWRITABLE if isinstance(

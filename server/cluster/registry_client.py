@@ -17,7 +17,7 @@ from types import MappingProxyType
 from ...memory.adapters.registry_store import Entry, check_entry
 from ..errors import ApiError
 from .address import Address
-from .registry import EXISTS, FROM_REGISTRY, INVALID, MAX_COPY_BYTES, UNKNOWN
+from .registry import EXISTS, FROM_REGISTRY, INVALID, MAX_COPY_BYTES, UNKNOWN, UNWRITABLE
 from .stream import FrameStream, connect, stay_connected
 from .wire import Frame, Malformed, WireError
 
@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 
 WRITE_SECONDS = 60.0
 """Seconds that a change may take, with all fronts' having seen it."""
+
+MAX_RETIRED = 10_000
+"""Retired entries whose files wait to be removed; what more there are is set aside, not removed."""
 
 Change = tuple[str, Entry | None]
 """A name, and what it means now; None for nothing."""
@@ -46,7 +49,8 @@ class RegistryRefusal(ApiError):
     """The registry does not make a change."""
 
     def __init__(self, reason: str, message: str) -> None:
-        super().__init__(_STATUS.get(reason, 503), message, code=f"registry_{reason}")
+        code = "storage_unavailable" if reason == UNWRITABLE else f"registry_{reason}"
+        super().__init__(_STATUS.get(reason, 503), message, code=code)
         self.reason = reason
 
 
@@ -62,11 +66,17 @@ class RegistryCopy:
         self._coming: dict[str, Entry] | None = {}  # of a copy until its last part comes
         self.identity: str | None = None
         self.generation = 0
+        self._retired: deque[Entry] = deque(maxlen=MAX_RETIRED)  # by changes that this front was told of
 
     @property
     def entries(self) -> Mapping[str, Entry]:
         """What each name means."""
         return MappingProxyType(self._entries)
+
+    def take_retired(self) -> list[Entry]:
+        """Entries that lost their names, once; none of what is not in a copy any more: that may be a lost file's."""
+        retired, self._retired = list(self._retired), deque(maxlen=MAX_RETIRED)
+        return retired
 
     def begin(self) -> None:
         """A connection is new: its first frames are a copy."""
@@ -96,6 +106,8 @@ class RegistryCopy:
         if generation != self.generation + 1:
             raise Malformed(f"the registry sent generation {generation!r} behind {self.generation}")
         self.generation = generation
+        if (before := self._entries.get(name)) is not None:
+            self._retired.append(before)
         self._set(name, now)
 
     def _take_part(self, identity: str, generation: int, entries: list[object], is_last: bool) -> bool:
@@ -142,7 +154,7 @@ class RegistryClient:
         self._adopt = adopt
         self.copy = RegistryCopy()
         self._stream: FrameStream | None = None  # once the copy is whole
-        self._calls: dict[int, asyncio.Future[tuple[int, bool]]] = {}
+        self._calls: dict[int, asyncio.Future[tuple[int, bool, str]]] = {}
         self._numbers = itertools.count(1)
         self._first = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -170,13 +182,23 @@ class RegistryClient:
 
         RegistryAway; RegistryRefusal.
         """
-        return await self._write("put", list(entry), replace)
+        return (await self._write("put", list(entry), replace))[:2]
+
+    async def load(
+        self, entry: Entry, *, replace: bool, keep: int, before: Entry | None = None, last_number: int = 0
+    ) -> tuple[str, bool]:
+        """Make a version the newest of its name, by `plan_load`; its label, and whether the name meant something
+        before. Raises what `put` does.
+        """
+        fields = list(entry), replace, keep, before and list(before), last_number
+        _, existed, label = await self._write("load", *fields)
+        return label, existed
 
     async def remove(self, name: str) -> int:
         """Forget a name; the generation of that. Raises what `put` does."""
         return (await self._write("remove", name))[0]
 
-    async def _write(self, kind: str, *fields: object) -> tuple[int, bool]:
+    async def _write(self, kind: str, *fields: object) -> tuple[int, bool, str]:
         stream = self._stream
         if stream is None:
             raise RegistryAway(
@@ -236,11 +258,11 @@ class RegistryClient:
         """Hand a write its answer."""
         number, *rest = frame.fields or (None,)
         done = self._calls.get(number) if type(number) is int else None
-        if len(rest) != 2 or type(number) is not int:
+        if len(rest) != (3 if frame.kind == "done" else 2) or type(number) is not int:
             raise Malformed(f"the registry sent {frame.kind} with {len(frame.fields)} fields")
         if done is None or done.done():
             return  # its caller has given up
         if frame.kind == "done":
-            done.set_result((int(rest[0]), bool(rest[1])))
+            done.set_result((int(rest[0]), bool(rest[1]), str(rest[2])))
         else:
             done.set_exception(RegistryRefusal(str(rest[0]), str(rest[1])))

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from ...memory.adapters.versions import versioned
 from .engine_view import AdapterListing, AdapterState
@@ -16,10 +16,19 @@ from .engine_view import AdapterListing, AdapterState
 if TYPE_CHECKING:
     from ...core.engine_stats import EngineStats
     from ...core.quarantine import Quarantined
+    from ...memory.adapters.registry_store import Entry
     from ...memory.files.format import AdapterManifest
     from ...memory.host.image import HostImage
 
 T = TypeVar("T")
+
+
+class RegistryNames(NamedTuple):
+    """What a cluster's registry holds. retired: entries that lost their names since this was last asked."""
+
+    identity: str
+    entries: list[Entry]
+    retired: list[Entry]
 
 
 class AdapterNames(Protocol):
@@ -53,6 +62,7 @@ class AdapterNames(Protocol):
         ...
 
     def has_version(self, name: str, label: str) -> bool: ...
+    def last_number(self, name: str, /) -> int: ...
     def learn(self, name: str, manifest: AdapterManifest) -> None:
         """Keep what was found out about the version that a name means."""
         ...
@@ -64,8 +74,9 @@ class AdapterNames(Protocol):
 class AdapterBook(ABC):
     """Adapters by name. Methods may be called from any thread; UnknownAdapter for a name that is not registered."""
 
-    has_registry = False
-    """True if a cluster's registry keeps the names."""
+    def registry(self) -> Future[RegistryNames | None]:
+        """The names of a cluster's registry; None where this process keeps them."""
+        return done(None)
 
     @abstractmethod
     def _ask(self, function: Callable[[AdapterNames], T]) -> Future[T]:
@@ -101,6 +112,10 @@ class AdapterBook(ABC):
 
         return self._ask(put)
 
+    def is_version(self, name: str) -> Future[bool]:
+        """True of `name@version`, the newest one's or a kept one's."""
+        return self._ask(lambda names: names.get(name).name != name)
+
     def versions(self, name: str) -> Future[list[AdapterState]]:
         """The newest version of a name and the kept ones; none of a name that is not registered."""
 
@@ -127,13 +142,15 @@ class AdapterBook(ABC):
     def paths_in_use(self) -> Future[set[Path]]:
         """Directories of all versions that are registered, or that requests still hold."""
 
-    @abstractmethod
-    def count_from(self, number: int) -> Future[None]:
-        """Give no version a number below this one."""
+    def newest_number(self, name: str) -> Future[int]:
+        """The highest version number that a name has had."""
+        return self._ask(lambda names: names.last_number(name))
 
     @abstractmethod
     def remove(self, name: str, *, force: bool) -> Future[tuple[AdapterState, int]]:
-        """Forget an adapter; what it was, and how many requests were ended for it: none unless `force`."""
+        """Forget an adapter and its kept versions, or one version: a name whose newest version goes means the latest
+        kept one from then on. What it was, and how many requests were ended for it: none unless `force`.
+        """
 
     @abstractmethod
     def pin(self, name: str) -> Future[bool]:
@@ -194,6 +211,13 @@ class AdapterBook(ABC):
             return True
 
         return self._ask(release)
+
+
+def done(result: T) -> Future[T]:
+    """A future that has ended."""
+    future: Future[T] = Future()
+    future.set_result(result)
+    return future
 
 
 def is_current(names: AdapterNames, name: str, version: int) -> bool:

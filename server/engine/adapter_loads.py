@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -11,17 +12,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...core.quarantine import report
+from ...memory.adapters.registry_store import Entry, RegistryStore
 from ...memory.adapters.store import UnknownAdapter
 from ...memory.files.error import shown
 from ...memory.files.identity import open_unchanged, with_content
-from ...memory.host.daemon_pool import DaemonPool, ask_for_short_slices
+from ...memory.host.daemon_pool import DaemonPool, PoolFull, ask_for_short_slices
 from ...memory.host.image import HostImage
 from ...memory.host.reads import SLOW_SECONDS
 from .adapter_keeper import AdapterKeeper
 from .backend import Backend
 from .engine_view import AdapterState
+from .name_changes import NameChanges, Removed
 
 if TYPE_CHECKING:
+    from ...memory.files.content_store import Draft
     from ...memory.files.format import AdapterManifest
     from .loaded_adapters import LoadedAdapters
 
@@ -63,9 +67,12 @@ class AdapterLoads:
         self._threads = DaemonPool("adapter-load", MAX_LOAD_THREADS, 0, initializer=ask_for_short_slices)
         self._reading = threading.Lock()
         self._asking = threading.Lock()
-        self._remembering = threading.Lock()
         self._latest: dict[str, Future] = {}
         self.loaded = loaded
+        self._uploads = DaemonPool("uploads", threads=MAX_LOAD_THREADS, max_waiting=MAX_LOADS)
+        self._ends = DaemonPool("upload-ends", threads=MAX_LOAD_THREADS, max_waiting=math.inf)
+        self._changes = DaemonPool("adapter-changes", threads=MAX_LOAD_THREADS, max_waiting=MAX_LOADS)
+        self._names = NameChanges(worker.adapters, self._names_file(), seconds, self._retired)
         sweep = None if loaded is None else partial(loaded.sweep, worker.adapters)
         self._keeper = AdapterKeeper(worker, seconds, places, sweep)
 
@@ -78,14 +85,60 @@ class AdapterLoads:
     def stop(self) -> None:
         """Begin nothing more; waits for nothing."""
         self._keeper.stop()
-        self._pool.shutdown()
-        self._threads.shutdown()
+        for pool in (self._pool, self._threads, self._uploads, self._ends, self._changes):
+            pool.shutdown()
+        self._names.close()
         if self.loaded is not None:
             self.loaded.close()
 
     async def beside(self, function: Callable[..., T], /, *arguments: Any) -> T:
-        """Call what asks the disk beside the event loop. Raises PoolFull."""
+        """Call what takes long beside the event loop. Raises PoolFull."""
         return await self._pool.run(function, *arguments)
+
+    def on_uploads(self, function: Callable[..., T], /, *arguments: Any) -> Future[T]:
+        """Call what asks the disk of uploads, which no other disk waits for. Raises PoolFull."""
+        return self._uploads.submit(function, *arguments)
+
+    def end_draft(self, draft: Draft, *, failed: bool) -> Future[None]:
+        """End a draft of uploads beside the event loop; see `Draft.end`."""
+        return self._ends.submit(partial(draft.end, failed=failed))
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that a disk may take over one adapter."""
+        return self._seconds
+
+    async def remove(self, name: str, *, force: bool) -> Removed:
+        """Remove an adapter, or a version of one. UnknownAdapter, StorageUnavailable, PoolFull."""
+        return await self._changes.run(partial(self.remove_now, name, force=force))
+
+    def remove_now(self, name: str, *, force: bool) -> Removed:
+        """The same; it may wait for the disk."""
+        removed = self._names.remove(name, force=force)
+        self._sweep()
+        return removed
+
+    async def pause(self, name: str, *, paused: bool) -> None:
+        """Pause all versions of an adapter, or go on with them. UnknownAdapter, StorageUnavailable, PoolFull."""
+        await self._changes.run(partial(self._names.pause, name, paused=paused))
+
+    def _names_file(self) -> RegistryStore | None:
+        """Where changes are written down: not where a cluster's registry does, and in memory without a directory."""
+        if self.loaded is not None:
+            return self.loaded.names
+        return RegistryStore(Path(":memory:")) if self._worker.adapters.registry().result() is None else None
+
+    def _retired(self, entries: list[Entry]) -> None:
+        if self.loaded is not None:
+            self.loaded.retire(entries)
+
+    def _sweep(self) -> None:
+        """Remove what a change has retired; a disk that takes long does it later."""
+        if self.loaded is not None:
+            try:
+                wait([self._uploads.submit(self.loaded.sweep, self._worker.adapters)], SLOW_SECONDS)
+            except PoolFull as error:
+                log.warning("files that are not used any more stay for now: %s", error)
 
     def load(
         self,
@@ -103,8 +156,8 @@ class AdapterLoads:
         find: asks the disk, so it runs beside the engine, too. roots: directories below which its files must lie; none:
         anywhere. by: the caller's name in the log. label, keep: as of `AdapterStore.register`. Raises PoolFull. The
         future's errors: what `find` raises, AdapterFormatError, FileExistsError for a name that it may not `replace` or
-        a version that there is, LoadTimedOut, PoolFull when too many loads hang, and RegistryError when it is
-        served and can't be remembered.
+        a version that there is, LoadTimedOut, PoolFull when too many loads hang, and StorageUnavailable
+        when it can't be written down, so that it is not served.
         """
         with self._asking:
             before = self._latest.get(name)
@@ -138,22 +191,15 @@ class AdapterLoads:
         self, name: str, by: str, replace: bool, label: str | None, keep: int, manifest: AdapterManifest,
         image: HostImage,
     ) -> tuple[AdapterState, bool]:  # fmt: skip
-        book = self._worker.adapters
-        adapter, replaced = book.put(name, manifest, image, replace=replace, label=label, keep=keep).result()
+        adapter, replaced = self._names.load(name, manifest, image, replace=replace, label=label, keep=keep)
         audit.info(
             "%s %s adapter %s: version %s, content %s, from %s",
             by, "replaced" if replaced else "added", name, adapter.label, manifest.content_hash,
             shown(str(manifest.path)),
         )  # fmt: skip
         report(name, manifest)
-        self.remember(name)
+        self._sweep()
         return adapter, replaced
-
-    def remember(self, name: str) -> None:
-        """Have what a name means by now survive a restart; it may wait for the disk."""
-        if self.loaded is not None:
-            with self._remembering:
-                self.loaded.remember(self._worker.adapters, name)
 
     def _is_there(self, name: str) -> bool:
         try:

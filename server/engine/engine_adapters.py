@@ -54,6 +54,9 @@ class EngineNames:
             self._pin_again(name)
         self.quarantine.pop(name, None)
 
+    def last_number(self, name: str) -> int:
+        return self._store.last_number(name)
+
     def has_version(self, name: str, label: str) -> bool:
         return any(one.label == label for one in self._engine.adapters.versions_of(name))
 
@@ -86,10 +89,17 @@ class EngineNames:
 
 
 class EngineAdapters(AdapterBook):
-    """The book of an engine. call: runs a function of the engine between two steps."""
+    """The book of an engine. call: runs a function of the engine between two steps. tell_ended: has clients learn of
+    requests that were ended, also while no step runs.
+    """
 
-    def __init__(self, call: Callable[[Callable[[Engine], Any]], Future[Any]]) -> None:
+    def __init__(
+        self,
+        call: Callable[[Callable[[Engine], Any]], Future[Any]],
+        tell_ended: Callable[[Engine], None] = lambda _: None,
+    ) -> None:
         self.call = call
+        self._tell_ended = tell_ended
 
     def _ask(self, function: Callable[[AdapterNames], T]) -> Future[T]:
         return self.call(lambda engine: function(EngineNames(engine)))
@@ -102,16 +112,15 @@ class EngineAdapters(AdapterBook):
     def paths_in_use(self) -> Future[set[Path]]:
         return self.call(lambda engine: {one.manifest.path for one in engine.store.versions()})
 
-    def count_from(self, number: int) -> Future[None]:
-        return self.call(lambda engine: engine.store.count_from(number))
-
     def remove(self, name: str, *, force: bool) -> Future[tuple[AdapterState, int]]:
-        return self.call(
-            lambda engine: (
-                AdapterState.of(engine, name, engine.store.get(name)),
-                engine.adapters.remove(name, force=force),
-            )
-        )
+        def remove(engine: Engine) -> tuple[AdapterState, int]:
+            state = AdapterState.of(engine, name, engine.store.get(name))
+            ended = engine.adapters.remove(name, force=force)
+            if ended:
+                self._tell_ended(engine)
+            return state, ended
+
+        return self.call(remove)
 
     def pin(self, name: str) -> Future[bool]:
         return self.call(lambda engine: engine.adapters.pin(name))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...memory.adapters.store import UnknownAdapter
+from ...memory.adapters.versions import split_version
 from ...memory.files.error import AdapterFormatError
 from ..errors import DISK_FAULTS, ApiError, clipped, not_served
 from ..executors import DaemonPool, PoolFull
@@ -142,6 +143,9 @@ class SourcedAdapters:
         raise failure.answer(name)
 
     async def _bring(self, name: str, number: int, location: Location) -> bool:
+        plain, version = split_version(name)
+        if version and await asyncio.wrap_future(self._book.versions(plain)):
+            return False  # a version that is not kept: nothing else may answer in its place
         try:
             if location.scheme:
                 path = await self._fetched(number, name, location)
@@ -261,8 +265,7 @@ class SourcedAdapters:
             if state.manifest.path.is_relative_to(directory):
                 if self._book.num_requests(name).result():
                     return False
-                self._book.remove(name, force=False).result()
-                self._loads.remember(name)
+                self._loads.remove_now(name, force=False)
         except UnknownAdapter:
             pass
         return True

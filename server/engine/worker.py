@@ -59,7 +59,7 @@ class EngineWorker:
         (but for `check_adapter` and `check_weights`).
         """
         self._build = build
-        self.adapters = EngineAdapters(self.call)
+        self.adapters = EngineAdapters(self.call, self._tell_ended)
         self.progress: int | None = None
         """Number that changes with every step, and while adapters are being read; None while there is nothing to do."""
         self.stalled: str | None = None
@@ -362,6 +362,11 @@ class EngineWorker:
     def _abort(self, request_id: str) -> bool:
         self._subscribers.discard(request_id)
         return self._engine.abort(request_id)
+
+    def _tell_ended(self, engine: Engine) -> None:
+        """Deliver the outputs of requests that ended outside of a step; the next step would, but it may be far away."""
+        if self._frozen:
+            self._deliver(engine.take_ended())
 
     def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
         for request_id in self._subscribers.deliver(outputs):

@@ -6,11 +6,21 @@ import asyncio
 import re
 import socket
 import time
+from typing import Protocol
 
 MAX_HEAD_BYTES = 64 << 10
 """Bytes of a request's line and headers, and of anything between two parts of its body."""
 
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,15})[ \t]*\r\n", re.IGNORECASE)
+
+
+class Limits(Protocol):
+    """How long clients may keep the server waiting; its settings."""
+
+    head_seconds: float
+    body_seconds: float
+    whole_body_seconds: float
+    body_bytes_per_second: int
 
 
 class Accepted:
@@ -50,5 +60,9 @@ class Accepted:
         asyncio.get_running_loop().remove_reader(self.descriptor)
         self.socket.close()
 
-    def is_overdue(self, now: float, head: float, body: float, whole_body: float) -> bool:
-        return now - self._since > head
+    def expire(self) -> bool:
+        """End it: nothing of a request has come that could be answered."""
+        return True
+
+    def is_overdue(self, now: float, limits: Limits) -> bool:
+        return now - self._since > limits.head_seconds

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from ..access.addresses import Networks, Places
-from .accepted import Accepted
+from .accepted import Accepted, Limits
 
 if TYPE_CHECKING:
     from ..settings import Settings
@@ -34,7 +34,11 @@ class Connection(Protocol):
         """True if the server waits for the client."""
         ...
 
-    def is_overdue(self, now: float, head: float, body: float, whole_body: float) -> bool: ...
+    def is_overdue(self, now: float, limits: Limits) -> bool: ...
+    def expire(self) -> bool:
+        """An overdue client: True if the connection is to be closed, False if its answer says why."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -54,7 +58,7 @@ class Connections:
         )
         self.num_made = 0
         """Connections so far."""
-        self._seconds = settings.head_seconds, settings.body_seconds, settings.whole_body_seconds
+        self._limits: Limits = settings
         self._all: set[Connection] = set()
         self._waiting: dict[Connection, None] = {}  # that the server waits for, longest first
         self._timer: asyncio.TimerHandle | None = None
@@ -122,8 +126,11 @@ class Connections:
 
     def _sweep(self) -> None:
         now = time.monotonic()
-        for connection in [one for one in self._waiting if one.is_overdue(now, *self._seconds)]:
-            self.close(connection)
+        for connection in [one for one in self._waiting if one.is_overdue(now, self._limits)]:
+            if connection.expire():
+                self.close(connection)
+            else:
+                self._num_closed += 1
         if self._num_closed and now >= self._log_after:
             self._log_after = now + LOG_SECONDS
             log.warning("closed %d connections that were too many or kept it waiting; %d are open, from %d places",

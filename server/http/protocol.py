@@ -10,7 +10,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from ..errors import ApiError
-from .accepted import MAX_HEAD_BYTES, Accepted
+from .accepted import MAX_HEAD_BYTES, Accepted, Limits
 from .connections import Connections
 
 #: Logger of clients' mistakes. They go into the answer and not into the log, which clients could fill otherwise.
@@ -23,9 +23,13 @@ MAX_PIPELINED = 4
 
 _MESSAGES = {
     400: "this is no valid HTTP/1.1 request",
+    408: "the request's body came too slowly: it paused for body_seconds, or took longer than whole_body_seconds and a "
+    "second more for each body_bytes_per_second; send it faster, or raise these settings",
     413: "a GET or HEAD request has no body here",
     431: "the request's line and headers are larger than this server takes",
 }
+
+_CODES = {408: "body_timed_out"}
 
 
 class _Refused(Exception):
@@ -48,6 +52,7 @@ class HttpConnection(HttpToolsProtocol):
         self._cycles: list[Any] = []  # requests without a complete answer, the oldest first
         self._in_head = self._in_body = self._refused = False
         self._head_bytes = self._num_hosts = 0
+        self._body_bytes = 0  # received of the body
         self._silent_bytes = 0  # received since the parser found anything in them
         self._since = self._read_at = time.monotonic()  # a head, a body or a wait began; bytes came
 
@@ -73,6 +78,7 @@ class HttpConnection(HttpToolsProtocol):
         if not (self._in_head or self._in_body or self._cycles):
             self._in_head, self._since = True, self._read_at
         self._silent_bytes += len(data)
+        self._body_bytes += len(data)
         super().data_received(data)
         self._pass_body()
         if self._silent_bytes > MAX_HEAD_BYTES and not self._refused:
@@ -103,6 +109,7 @@ class HttpConnection(HttpToolsProtocol):
         super().on_headers_complete()
         self._cycles.append(self.cycle)
         self._in_head, self._in_body, self._since, self._silent_bytes = False, True, self._read_at, 0
+        self._body_bytes = 0
 
     def on_message_complete(self) -> None:
         self._pass_body()
@@ -142,15 +149,29 @@ class HttpConnection(HttpToolsProtocol):
         """True while a request has no complete answer."""
         return bool(self._cycles)
 
-    def is_overdue(self, now: float, head: float, body: float, whole_body: float) -> bool:
-        """True if a head or a body did not come in so many seconds, or a part of a body since the one before.
+    def is_overdue(self, now: float, limits: Limits) -> bool:
+        """True if a head did not come in time, a body paused for too long, or came at less than the least rate.
 
         What is left of a body that has its answer already may take as long as a head.
         """
-        if self._in_body and not self._refused and len(self._cycles) == 1:
-            return not self.flow.read_paused and (now - self._read_at > body or now - self._since > whole_body)
+        if self._awaits_body:
+            allowed = limits.whole_body_seconds + self._body_bytes / limits.body_bytes_per_second
+            is_late = now - self._read_at > limits.body_seconds or now - self._since > allowed
+            return is_late and not self.flow.read_paused
         is_idle = not (self._in_head or self._in_body or self.cycle is None)  # uvicorn closes idle connections
-        return (self._refused or not (is_idle or self._cycles)) and now - self._since > head
+        return (self._refused or not (is_idle or self._cycles)) and now - self._since > limits.head_seconds
+
+    @property
+    def _awaits_body(self) -> bool:
+        """True while a request waits for its body, and nothing else is to be answered before."""
+        return self._in_body and not self._refused and len(self._cycles) == 1
+
+    def expire(self) -> bool:
+        """End an overdue connection; False if its client is told why first, and has as long as a head takes to go."""
+        if self._awaits_body and not self.cycle.response_started:
+            self._refuse(408)
+            return False
+        return True
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP, or not taken. Called where the parser's error is being handled."""
@@ -168,7 +189,7 @@ class HttpConnection(HttpToolsProtocol):
         if self._cycles:
             return
         if not answered:
-            body = bytes(ApiError(status, _MESSAGES[status], code="invalid_http").response().body)
+            body = bytes(ApiError(status, _MESSAGES[status], code=_CODES.get(status, "invalid_http")).response().body)
             head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[status] + head + body)
         self._read_no_more()

@@ -650,9 +650,9 @@ def test_names_are_sorted_and_a_kept_version_goes_by_its_own(store, pool):
     b, a = register(store, b="two", a="three")
     store.acquire(a)
     newer = store.register("a", Path("adapters/two"), keep=2)
-    assert store.names() == ["a", "a@2", "b"]
-    assert sorted(store.registered()) == [("a", newer), ("a@2", a), ("b", b)]
-    assert store.cached() == [("a@2", a)]
+    assert store.names() == ["a", "a@1", "b"]
+    assert sorted(store.registered()) == [("a", newer), ("a@1", a), ("b", b)]
+    assert store.cached() == [("a@1", a)]
     check(store, pool)
 
 

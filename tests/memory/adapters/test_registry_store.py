@@ -96,7 +96,7 @@ def test_a_newer_schema_is_refused_by_name(opened, path):
     with sqlite3.connect(path) as db:
         db.execute("PRAGMA user_version = 7")
     db.close()
-    with pytest.raises(RegistryError, match=rf"{path} has schema 7, written by a newer Chorus; this one reads up to 2"):
+    with pytest.raises(RegistryError, match=rf"{path} has schema 7, written by a newer Chorus; this one reads up to 3"):
         RegistryStore(path)
 
 

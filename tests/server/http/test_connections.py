@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -64,7 +64,7 @@ def asks_and_stays(connection):
 
 @pytest.mark.parametrize(
     "sent",
-    [b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nhost: localhost\r\n", HEAD + b"content-length: 100\r\n\r\n{"],
+    [b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nhost: localhost\r\n"],
 )
 def test_what_does_not_come_in_time_is_cut(start, fake_engine, sent):
     live = start(fake_engine, settings=HURRIED)
@@ -175,7 +175,30 @@ def test_a_body_may_pause_but_not_for_long(start, fake_engine):
         time.sleep(0.02)
     assert b'"text":"abc"' in ends(connection)
     hurried = start(fake_engine, settings={**PATIENT, "body_seconds": 0.3})
-    assert ends(connect(hurried, HEAD + b"content-length: 900000\r\n\r\n" + b" " * 500_000)) == b""
+    late = ends(connect(hurried, HEAD + b"content-length: 900000\r\n\r\n" + b" " * 500_000))
+    assert late.startswith(b"HTTP/1.1 408 ") and b'"code":"body_timed_out"' in late
+    assert b"raise these settings" in late
+
+
+def test_a_large_body_has_time_by_its_size(start, fake_engine):
+    """As long as it comes at the least rate; one that is slower is told so."""
+    least = {"whole_body_seconds": 0.5, "body_bytes_per_second": 1000}
+    live = start(fake_engine, settings={**PATIENT, **least})
+    asks = body_of(prompt="abc", user="x" * 20_000)
+    connection = connect(live)
+    for at in range(0, len(asks), 1000):
+        connection.sendall(asks[at : at + 1000])
+        time.sleep(0.1)  # 2 s, which its 20 KB may take
+    assert b'"text":"abc"' in ends(connection)
+    connection = connect(live, HEAD + b"content-length: 900000\r\n\r\n")
+    began, received = time.monotonic(), b""
+    connection.settimeout(0.05)
+    while not received and time.monotonic() - began < 60:
+        connection.sendall(b" ")
+        with suppress(TimeoutError):
+            received = connection.recv(1 << 16)
+    assert received.startswith(b"HTTP/1.1 408 ")
+    live.wait_until(lambda: live.app.state.gate.bodies.total == 0)
 
 
 def test_a_new_client_takes_the_place_of_the_one_waited_for_longest(start, fake_engine):
