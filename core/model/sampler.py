@@ -200,9 +200,7 @@ class _Asked:
     ) -> StepResult:
         """Return the step's result, see `_result`. named: what `named_logits` gave."""
         result = _result(self._rows, likeliest, tokens)
-        with_grammar = [self._rows[index] for index in self.drawn if self._rows[index].params.grammar is not None]
-        if with_grammar:
-            result.grammar_seconds = grammar_seconds(with_grammar)
+        result.grammar_seconds = grammar_seconds([self._rows[index] for index in self.drawn])
         if scores is not None:
             found = _logprobs(scores, [tokens[index] for index in self.scored], self.counts)
             for place, (ids, less) in enumerate(zip(self.named, named or (), strict=False)):

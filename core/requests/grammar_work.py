@@ -37,6 +37,11 @@ class GrammarPlace:
         self.is_watched = False
         self.was_heavy = False
 
+    def note(self, seconds: float) -> None:
+        """Record the time of a processor that a token took."""
+        self.is_watched = seconds > HEAVY_SECONDS
+        self.seconds = seconds if self.is_watched else 0.0
+
 
 class GrammarWork:
     """Moves requests on in their grammars and computes their next masks.
@@ -73,16 +78,13 @@ class GrammarWork:
         futures = [self._workers.submit(self._measure, place.matcher, masks[index]) for place, index in measured]
         if ordinary:
             self.compute([(place.matcher, index) for place, index in ordinary], masks)
-        if self._clock() - began > SLOW_SECONDS + HEAVY_SECONDS * len(ordinary) / (2 * self._num_threads):
-            for place, _ in ordinary:
-                place.is_watched = True
+        is_slow = self._clock() - began > SLOW_SECONDS + HEAVY_SECONDS * len(ordinary) / (2 * self._num_threads)
+        for place, _ in ordinary:
+            place.is_watched = is_slow
         for (place, _), future in zip(measured, futures, strict=True):
-            seconds = 2 * future.result()
-            place.is_watched = seconds > HEAVY_SECONDS
-            place.seconds = seconds if place.is_watched else 0.0
-        for place, mask in zip(places, masks, strict=True):
-            if place.matcher.is_error():  # its mask says that the answer may end, which it may not
-                mask[:] = 0
+            place.note(2 * future.result())
+        failed = [index for index, place in enumerate(places) if place.matcher.is_error()]
+        masks[failed] = 0  # they say that the answer may end, which it may not
         return masks
 
     def compute(self, matchers: Sequence[tuple[LLMatcher, int]], masks: np.ndarray) -> None:

@@ -136,7 +136,7 @@ def grammar_seconds(rows: Iterable[ScheduledRow]) -> dict[str, float]:
     """Return `StepResult.grammar_seconds` of rows that were drawn."""
     found = {}
     for row in rows:
-        edits = row.state.edits
+        edits = None if row.params.grammar is None else row.state.edits
         if isinstance(edits, LogitEdits) and edits.place is not None and (edits.place.seconds or edits.place.was_heavy):
             found[row.request_id] = edits.place.seconds
             edits.place.was_heavy = edits.place.seconds > 0
