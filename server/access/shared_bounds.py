@@ -12,6 +12,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from ..errors import ApiError
+from ..rare_log import RareLog
 from .spent_slots import Spent, SpentSlots
 
 log = logging.getLogger(__name__)
@@ -22,9 +23,6 @@ own."""
 
 MERGE_SECONDS = 0.1
 """Seconds for which tokens that were spent here are unknown to the other processes."""
-
-LOG_SECONDS = 60.0
-"""Seconds between two warnings about the shared file."""
 
 
 class Seats:
@@ -78,7 +76,7 @@ class TokenBudgets:
         self._used: dict[str, Spent] = {}
         self._unshared: dict[str, tuple[int, int]] = {}  # tokens that are not in the file yet, and the bound
         self._merge_at = 0.0
-        self._log_at = 0.0
+        self._log = RareLog(log, clock=clock)
         self._num_unreadable = 0
         self._slots = None if file is None else self._open(file)
 
@@ -113,27 +111,21 @@ class TokenBudgets:
         try:
             self._used[tenant] = self._slots.add(tenant, tokens, per_minute)
         except OSError as error:
-            self._tell("tokens that keys have spent can't be shared with the other processes: %s", error)
+            self._log.warning("tokens that keys have spent can't be shared with the other processes: %s", error)
             return False
         self._unshared.pop(tenant, None)
         if self._slots.num_unreadable > self._num_unreadable:
             self._num_unreadable = self._slots.num_unreadable
-            self._tell("the shared file of tokens was damaged: a key's tokens count as not spent (%d so far)",
-                       self._num_unreadable)  # fmt: skip
+            self._log.warning("the shared file of tokens was damaged: a key's tokens count as not spent (%d so far)",
+                              self._num_unreadable)  # fmt: skip
         return True
 
     def _open(self, file: Path) -> SpentSlots | None:
         try:
             return SpentSlots(file, self._clock)
         except OSError as error:
-            self._tell("each process counts the tokens of keys by itself: %s", error)
+            self._log.warning("each process counts the tokens of keys by itself: %s", error)
             return None
-
-    def _tell(self, message: str, *args: object) -> None:
-        """Log a warning, at most one every `LOG_SECONDS`."""
-        if (now := self._clock()) >= self._log_at:
-            self._log_at = now + LOG_SECONDS
-            log.warning(message, *args)
 
     def used_by(self, tenant: str, per_minute: int) -> float:
         """Tokens used that have not come back."""
