@@ -21,7 +21,7 @@ from ...ops.sampling import (
 )
 from ...ops.upload import on_device
 from ..requests.grammars import Grammars
-from ..requests.logit_edits import edited
+from ..requests.logit_edits import edited, grammar_seconds
 from ..requests.sampling_params import MAX_LOGPROBS, SamplingParams
 from ..requests.types import ALL_BANNED, NOT_FINITE, ScheduledRow, StepResult, TokenLogprobs
 
@@ -200,6 +200,7 @@ class _Asked:
     ) -> StepResult:
         """Return the step's result, see `_result`. named: what `named_logits` gave."""
         result = _result(self._rows, likeliest, tokens)
+        result.grammar_seconds = grammar_seconds([self._rows[index] for index in self.drawn])
         if scores is not None:
             found = _logprobs(scores, [tokens[index] for index in self.scored], self.counts)
             for place, (ids, less) in enumerate(zip(self.named, named or (), strict=False)):

@@ -14,10 +14,11 @@ import numpy as np
 
 from ..cpus import available_cpus
 from .grammar import Grammar, GrammarKind
+from .grammar_work import GrammarPlace, GrammarWork
 from .speller import ANY_TEXT, Speller
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
 #: Compiled grammars that are kept. One has kilobytes as a rule, and as many states as `_LIMITS` allow at most.
@@ -32,6 +33,11 @@ _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000, "step_max_items": 20_000, "max_lexer_states": 10_000,
     "max_grammar_size": 100_000, "verbose_errors": False,
 }  # fmt: skip
+
+#: Items of the parser for one byte, which bound the time of a token. An ambiguous rule compares each item with all
+#: others: 500 take up to 6 ms for a token, 2,000 take 100 ms. An optional property of an object takes four, each
+#: compared with few others.
+MAX_ITEMS, MAX_SCHEMA_ITEMS = 500, 4000
 
 #: At most one blank between the tokens of JSON. A schema can't choose another way, nor have keywords ignored.
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": " ", "lenient": False}
@@ -57,7 +63,7 @@ class Grammars:
         self._lock = Lock()  # of `compiled`
         self._loading = Lock()
         self._tokenizer: LLTokenizer | None = None
-        self._threads: LLExecutor
+        self._work: GrammarWork
 
     def compile(self, grammar: Grammar) -> LLMatcher:
         """Return a matcher at the beginning of an answer. Raises InvalidGrammar.
@@ -83,13 +89,12 @@ class Grammars:
 
         A matcher that gives up, because its next mask would take too much work, allows none.
         """
-        masks = np.empty((len(matchers), -(-self._load().vocab_size // 32)), np.int32)
-        places = [(matcher, place) for place, matcher in enumerate(matchers)]
-        self._threads.unsafe_compute_mask_ptr(places, masks.ctypes.data, masks.strides[0], len(masks))
-        for matcher, place in places:
-            if matcher.is_error():  # its mask says that the answer may end, which it may not
-                masks[place] = 0
-        return masks
+        return self.advance([GrammarPlace(matcher) for matcher in matchers])
+
+    def advance(self, places: Sequence[GrammarPlace]) -> np.ndarray:
+        """Consume the tokens that places have pending; return the masks that `masks` returns of their matchers."""
+        self._load()
+        return self._work.masks(places)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
@@ -102,7 +107,9 @@ class Grammars:
                 source = _within(grammar.around, source)
         except (ValueError, TypeError, KeyError, RecursionError, AssertionError) as error:
             raise InvalidGrammar(_told(str(error) or type(error).__name__)) from None
-        matcher = LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(**_LIMITS))
+        items = MAX_ITEMS if grammar.kind == GrammarKind.GRAMMAR else MAX_SCHEMA_ITEMS
+        limits = LLParserLimits(max_items_in_row=items, **_LIMITS)
+        matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
@@ -113,10 +120,8 @@ class Grammars:
     def _load(self) -> LLTokenizer:
         with self._loading:
             if self._tokenizer is None:
-                from llguidance import LLExecutor
-
-                self._threads = LLExecutor(available_cpus())
                 self._tokenizer = self._read()
+                self._work = _work(self._tokenizer)
             return self._tokenizer
 
     def _read(self) -> LLTokenizer:
@@ -139,6 +144,14 @@ class Grammars:
 def grammars_of(model: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Grammars:
     """Return the process's grammars of a model: what the API has checked is compiled when the engine needs it."""
     return Grammars(model, vocab_size, eos_token_ids)
+
+
+def _work(tokenizer: LLTokenizer) -> GrammarWork:
+    from llguidance import LLExecutor, LLMatcher
+
+    spare, count = LLMatcher(tokenizer, "", log_level=0), available_cpus()
+    assert spare.is_error()
+    return GrammarWork(LLExecutor(count), count, -(-tokenizer.vocab_size // 32), spare)
 
 
 def _told(message: str) -> str:

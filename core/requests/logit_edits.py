@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 
@@ -11,6 +11,7 @@ import torch
 
 from ...ops.sampling import ban
 from ...ops.upload import on_device
+from .grammar_work import GrammarPlace
 from .grammars import Grammars
 from .types import ScheduledRow
 
@@ -22,7 +23,7 @@ class LogitEdits:
 
     Nothing here depends on the length of the text but the table of the tokens in it: a step adds the last token.
 
-    matcher: where in its grammar the request is; None without one. restricts: True if the request says which tokens may
+    place: where in its grammar the request is; None without one. restricts: True if the request says which tokens may
     come, by a grammar or a list.
     """
 
@@ -52,11 +53,13 @@ class LogitEdits:
         for token in seen:
             self._change[1, self._slot[token]] = params.repetition_penalty
         self._banned = [word[0] for word in params.bad_words if len(word) == 1]
-        self.matcher = None if params.grammar is None or grammars is None else grammars.compile(params.grammar)
+        self.place: GrammarPlace | None = None
+        if params.grammar is not None and grammars is not None:
+            self.place = GrammarPlace(grammars.compile(params.grammar))
         listed = params.allowed_token_ids
         self._listed = None if listed is None else _bits(listed, vocab)
-        self._ends = _bits(tuple(eos_token_ids), vocab) if self.matcher is not None and params.ignore_eos else None
-        self.restricts = self.matcher is not None or listed is not None
+        self._ends = _bits(tuple(eos_token_ids), vocab) if self.place is not None and params.ignore_eos else None
+        self.restricts = self.place is not None or listed is not None
 
     def belongs_to(self, row: ScheduledRow) -> bool:
         """True if these are the changes of the row's request."""
@@ -67,8 +70,8 @@ class LogitEdits:
         if self._counts_output:
             for token in self._token_ids[self._done :]:
                 self._see(token)
-        if self.matcher is not None and self._done < len(self._token_ids):
-            self.matcher.consume_tokens(self._token_ids[self._done :])
+        if self.place is not None:
+            self.place.pending += self._token_ids[self._done :]
         self._done = len(self._token_ids)
         count = len(self._slot)
         return self._ids[:count], self._change[:, :count]
@@ -123,9 +126,21 @@ def _endings(bad_words: tuple[tuple[int, ...], ...]) -> list[tuple[int, dict[tup
 
 def _edits_of(row: ScheduledRow, vocab: int, eos_token_ids: Collection[int], grammars: Grammars | None) -> LogitEdits:
     """The row's edits, made when it has none that are its own."""
-    if not isinstance(row.edits, LogitEdits) or not row.edits.belongs_to(row):
-        row.edits = LogitEdits(row, vocab, eos_token_ids, grammars)
-    return row.edits
+    edits = row.state.edits
+    if not isinstance(edits, LogitEdits) or not edits.belongs_to(row):
+        edits = row.state.edits = LogitEdits(row, vocab, eos_token_ids, grammars)
+    return edits
+
+
+def grammar_seconds(rows: Iterable[ScheduledRow]) -> dict[str, float]:
+    """Return `StepResult.grammar_seconds` of rows that were drawn."""
+    found = {}
+    for row in rows:
+        edits = None if row.params.grammar is None else row.state.edits
+        if isinstance(edits, LogitEdits) and edits.place is not None and (edits.place.seconds or edits.place.was_heavy):
+            found[row.request_id] = edits.place.seconds
+            edits.place.was_heavy = edits.place.seconds > 0
+    return found
 
 
 @contextmanager
@@ -198,9 +213,9 @@ def _masks(rows: Sequence[tuple[int, LogitEdits]], vocab: int, grammars: Grammar
     masks = np.full((len(rows), 1 + -(-vocab // 32)), -1, np.int32)
     masks[:, 0] = [index for index, _ in rows]
     allowed = masks[:, 1:]
-    matchers = {place: edits.matcher for place, (_, edits) in enumerate(rows) if edits.matcher is not None}
-    if matchers and grammars is not None:
-        allowed[list(matchers)] = grammars.masks(list(matchers.values()))[:, : allowed.shape[1]]
+    places = {index: edits.place for index, (_, edits) in enumerate(rows) if edits.place is not None}
+    if places and grammars is not None:
+        allowed[list(places)] = grammars.advance(list(places.values()))[:, : allowed.shape[1]]
     for mask, (_, edits) in zip(allowed, rows, strict=True):
         edits.restrict(mask)
     return masks

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 from .sampling_params import SamplingParams
-from .types import FinishReason, TokenLogprobs
+from .types import FinishReason, SamplerState, TokenLogprobs
 
 if TYPE_CHECKING:
     from ...memory.adapters.adapter import Adapter
@@ -82,6 +82,7 @@ class Request:
     kv_image: KvImage | None = None  # its KV in host memory, until that is back
     coming: Transfer | None = None  # what brings that into its pages; it computes nothing until then
     row: ScheduledRow | None = None  # its row of decode steps, reused from step to step; None before its first
+    sampler: SamplerState = field(default_factory=SamplerState)
     max_length: int = 0  # tokens, prompt included, at which it ends; set by the engine
     end_ids: frozenset[int] = frozenset()  # tokens that end it earlier
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # chunk by chunk until the first output

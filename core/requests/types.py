@@ -33,6 +33,13 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+@dataclass(slots=True, eq=False)
+class SamplerState:
+    """The sampler's own state of a request: its `LogitEdits`, created when missing."""
+
+    edits: object = None
+
+
 @dataclass(slots=True)
 class ScheduledRow:
     """One request's part of a step, which computes its tokens `start … start+len(tokens)`.
@@ -42,7 +49,7 @@ class ScheduledRow:
     params: how to sample and what to report. seed: makes sampling a function of (seed, position).
     samples: the row ends with the request's last known token, so that a new one is sampled at position `kv_len`.
     token_ids: all known tokens of the request, prompt first; read only.
-    edits: the sampler's own state of the request (`LogitEdits`), kept from step to step; created when missing.
+    state: the sampler's, which the request keeps from step to step.
     """
 
     request_id: str
@@ -55,7 +62,7 @@ class ScheduledRow:
     samples: bool
     token_ids: list[int]
     num_prompt_tokens: int
-    edits: object = field(default=None, init=False, repr=False, compare=False)
+    state: SamplerState = field(default_factory=SamplerState, repr=False, compare=False)
 
     @property
     def kv_len(self) -> int:
@@ -133,6 +140,8 @@ class StepResult:
 
     prompt_logprobs: of the prompt tokens that follow the row's tokens, in order.
     unready: requests with void rows: their adapter did not arrive by the deadline.
+    grammar_seconds: time of a processor for the last token, of requests with heavy grammars (`GrammarPlace`), and 0 of
+    those that no longer have one.
     """
 
     tokens: dict[str, int] = field(default_factory=dict)
@@ -140,6 +149,7 @@ class StepResult:
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     unready: set[str] = field(default_factory=set)
+    grammar_seconds: dict[str, float] = field(default_factory=dict)
 
     def retract(self, request_id: str) -> None:
         """Discard a request's results, because its adapter did not arrive in time."""
@@ -153,6 +163,7 @@ class StepResult:
         self.prompt_logprobs.update(other.prompt_logprobs)
         self.errors.update(other.errors)
         self.unready |= other.unready
+        self.grammar_seconds.update(other.grammar_seconds)
 
 
 class CannotMerge(RuntimeError):

@@ -299,7 +299,7 @@ def _new_row(request: Request, count: int) -> ScheduledRow:
     tokens, samples = token_ids[start : start + count], start + count == len(token_ids)
     row = ScheduledRow(
         request.id, BASE_SLOT, tokens, start, request.block_table.pages, request.params, request.seed, samples,
-        token_ids, request.num_prompt_tokens,
+        token_ids, request.num_prompt_tokens, request.sampler,
     )  # fmt: skip
     if count == 1 and samples:
         request.row = row

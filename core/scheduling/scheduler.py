@@ -23,6 +23,7 @@ from ..requests.types import NOT_FINITE, FinishReason, RequestOutput, ScheduledR
 from .adapter_turns import AdapterTurns
 from .admission import Admission, is_loading
 from .draft import Draft, may_compute
+from .grammar_budget import GrammarBudget
 from .lifecycle import Lifecycle, load_error
 from .load_ahead import LoadAhead, LoadPolicy
 from .queues import Running, WaitingQueue, as_if_done, go_on, group_by_adapter, num_missing, plan_step
@@ -66,6 +67,7 @@ class Scheduler:
         self._clock = clock
         self._shares = StepShares(limits.max_num_seqs, clock)
         self._turns = AdapterTurns(limits, self.running, self.waiting)
+        self.grammars = GrammarBudget(clock)
         self._loading: list[Request] = []  # running while their adapter is still being loaded
         self.only: Collection[Adapter | None] | None = None
         """Adapters (None: the base model) with requests that may run; excluded requests keep their pages. None: all.
@@ -145,7 +147,7 @@ class Scheduler:
         they have pages now. Planning then asks nothing of them that `plan` changes.
         """
         running, last = self.running, self.running.plan
-        if running.calls or last is None or last.rows is not plan.rows:
+        if running.calls or not self.grammars.is_empty or last is None or last.rows is not plan.rows:
             return False
         ends = [request for request in running if request.num_computed_tokens + 2 >= request.max_length]
         return not ends and self._grow_decodes(1)
@@ -235,7 +237,13 @@ class Scheduler:
                 outputs.append(output)
         if result.unready:
             self._send_back_late(result)
+        if result.grammar_seconds or not self.grammars.is_empty:
+            self._note_grammars(result)
         return outputs
+
+    def _note_grammars(self, result: StepResult) -> None:
+        spent = result.grammar_seconds.items()
+        self.grammars.note({self._requests[name]: seconds for name, seconds in spent if name in self._requests})
 
     def count_by_adapter(self, most: int) -> tuple[dict[Adapter | None, int], dict[Adapter | None, int]]:
         """Count running and waiting requests by adapter (None: the base model): all of them, and the first `most`.
@@ -300,6 +308,8 @@ class Scheduler:
             self._shares.dealt.clear()
         if only is not None or self._memory.arriving or ending:
             sharing = [each for each in sharing if may_compute(each, only) and each not in ending]
+        if not self.grammars.is_empty:
+            sharing = self.grammars.choose(sharing) or sharing
         if self._turns.most is not None:
             sharing = self._turns.share(sharing, self._service.order, self._clock())
         if len(sharing) <= self._limits.max_num_seqs:

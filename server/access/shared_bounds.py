@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-import json
+import logging
 import os
 import time
 from collections import defaultdict
@@ -12,6 +12,10 @@ from hashlib import blake2b
 from pathlib import Path
 
 from ..errors import ApiError
+from ..rare_log import RareLog
+from .spent_slots import Spent, SpentSlots
+
+log = logging.getLogger(__name__)
 
 MOST_SEATS = 1 << 12
 """Seats of a tenant that processes share, each of which takes 0.7 µs to find taken; a larger bound is each process's
@@ -62,57 +66,68 @@ class TokenBudgets:
 
     A request may begin while something is left. It is paid for as it goes, so a tenant can be in debt by what its
     requests in progress take, and then waits until that has come back. Processes that share a file add up what they
-    have spent there, every `MERGE_SECONDS`.
+    have spent there, every `MERGE_SECONDS`. While the file can't be written, each process counts what it has spent
+    itself.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, file: Path | None = None) -> None:
         """clock: the same in all processes, as the system's is."""
         self._clock = clock
-        self._file = None if file is None else _open(file)
-        self._used: dict[str, tuple[float, float]] = {}  # and when that was so
+        self._used: dict[str, Spent] = {}
         self._unshared: dict[str, tuple[int, int]] = {}  # tokens that are not in the file yet, and the bound
         self._merge_at = 0.0
+        self._log = RareLog(log, clock=clock)
+        self._num_unreadable = 0
+        self._slots = None if file is None else self._open(file)
 
     def check(self, tenant: str, per_minute: int) -> None:
         """Raises an ApiError for a tenant that has nothing left."""
-        self._merge()
-        used = self._left_of(tenant, per_minute)
+        self._merge_one(tenant, per_minute)
+        used = self.used_by(tenant, per_minute)
         if used >= per_minute:
             message = f"your key's {per_minute} tokens a minute are used; try again later"
             wait = (used - per_minute + 1) * 60 / per_minute
             raise ApiError(429, message, code="rate_limit_exceeded", retry_after=wait)
 
     def spend(self, tenant: str, per_minute: int, tokens: int) -> None:
-        self._used[tenant] = self._left_of(tenant, per_minute) + tokens, self._clock()
-        if self._file is not None:
+        self._used[tenant] = Spent(self.used_by(tenant, per_minute) + tokens, self._clock())
+        if self._slots is not None:
             self._unshared[tenant] = self._unshared.get(tenant, (0, 0))[0] + tokens, per_minute
             if self._clock() >= self._merge_at:
-                self._merge()
+                self.share()
 
     def share(self) -> None:
         """Tell the other processes at once what was spent here: nothing more may come that would."""
-        if self._unshared:
-            self._merge()
-
-    def _merge(self) -> None:
-        """Add what was spent here to what all processes have, and take that over."""
-        if self._file is None:
-            return
         self._merge_at = self._clock() + MERGE_SECONDS
-        fcntl.lockf(self._file, fcntl.LOCK_EX)
-        try:
-            text = os.pread(self._file, os.fstat(self._file).st_size, 0)
-            self._used = {tenant: (used, then) for tenant, (used, then) in json.loads(text or b"{}").items()}
-            if self._unshared:
-                for tenant, (tokens, per_minute) in self._unshared.items():
-                    self._used[tenant] = self._left_of(tenant, per_minute) + tokens, self._clock()
-                self._unshared.clear()
-                text = json.dumps(self._used).encode()
-                os.ftruncate(self._file, os.pwrite(self._file, text, 0))
-        finally:
-            fcntl.lockf(self._file, fcntl.LOCK_UN)
+        for tenant, (_, per_minute) in list(self._unshared.items()):
+            if not self._merge_one(tenant, per_minute):
+                return
 
-    def _left_of(self, tenant: str, per_minute: int) -> float:
+    def _merge_one(self, tenant: str, per_minute: int) -> bool:
+        """Add what a tenant spent here to what it spent in all processes, and take that over; False on an error."""
+        if self._slots is None:
+            return True
+        tokens = self._unshared.get(tenant, (0, 0))[0]
+        try:
+            self._used[tenant] = self._slots.add(tenant, tokens, per_minute)
+        except OSError as error:
+            self._log.warning("tokens that keys have spent can't be shared with the other processes: %s", error)
+            return False
+        self._unshared.pop(tenant, None)
+        if self._slots.num_unreadable > self._num_unreadable:
+            self._num_unreadable = self._slots.num_unreadable
+            self._log.warning("the shared file of tokens was damaged: a key's tokens count as not spent (%d so far)",
+                              self._num_unreadable)  # fmt: skip
+        return True
+
+    def _open(self, file: Path) -> SpentSlots | None:
+        try:
+            return SpentSlots(file, self._clock)
+        except OSError as error:
+            self._log.warning("each process counts the tokens of keys by itself: %s", error)
+            return None
+
+    def used_by(self, tenant: str, per_minute: int) -> float:
         """Tokens used that have not come back."""
         used, then = self._used.get(tenant, (0.0, 0.0))
         return max(0.0, used - (self._clock() - then) * per_minute / 60)

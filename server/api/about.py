@@ -78,9 +78,11 @@ class Api:
         """SageMaker's health check: only the status counts."""
         return Response(status_code=200 if self._worker.healthy else 503)
 
-    async def load(self, _: Request) -> Response:
-        """Number of calls that are being answered, as vLLM tells it."""
-        return JsonResponse({"server_load": self._gate.num_generating})
+    async def load(self, request: Request) -> Response:
+        """Number of calls that are being answered, as vLLM tells it; for a key for some models, of its tenant alone."""
+        is_limited = request.state.identity.grant.limited
+        load = self._gate.requests.held(request.state.tenant) if is_limited else self._gate.num_generating
+        return JsonResponse({"server_load": load})
 
     async def server_info(self, _: Request) -> Response:
         """The server's limits under our names, and what SGLang's router and TRL's trainers read under theirs."""

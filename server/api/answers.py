@@ -129,7 +129,8 @@ class Answers:
     def _headers(self, request: Request, asked: GenerationRequest, generation: Generation) -> dict[str, str]:
         ignored = asked.ignored(self.tokenizer)
         headers = {IGNORED: ", ".join(ignored)} if ignored else {}
-        headers |= self._load_report(request.headers.get(LOAD_FORMAT, ""))
+        if not request.state.identity.grant.limited:  # the load is all clients'
+            headers |= self._load_report(request.headers.get(LOAD_FORMAT, ""))
         if versions := _versions(generation):
             headers[ADAPTER] = versions
             if self.settings.access_log:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from ...memory.adapters.publishing import LabelTaken, plan_load, plan_removal
 from ...memory.adapters.registry_store import Done, RegistryError, RegistryFull, RegistryStore, check_entry
+from ..rare_log import RareLog
 from . import listener
 from .address import Listening
 from .listener import Listener
@@ -63,6 +64,7 @@ class Registry:
     def __init__(self, store: RegistryStore, secret: bytes, first_write_seconds: float = FIRST_WRITE_SECONDS) -> None:
         self._store = store
         self._secret = secret
+        self._refusals = RareLog(log)
         self._disk = ThreadPoolExecutor(1, "chorus-registry")
         self._fronts: dict[FrameStream, int] = {}  # subscribed ones, and the generation that each has seen
         self._news = asyncio.Condition()
@@ -75,7 +77,7 @@ class Registry:
         try:
             stream = await accept(reader, writer, self._secret, TO_REGISTRY, MAX_REQUEST_BYTES)
         except (WireError, OSError) as error:
-            log.warning("a connection to the registry was refused: %s", error)
+            self._refusals.warning("a connection to the registry was refused: %s", error)
             return
         reason = None
         try:

@@ -27,6 +27,7 @@ from ...memory.pages.pool import OutOfPages
 from ..engine.engine_adapters import MOST_OVERFLOWS
 from ..errors import EngineUnavailable
 from ..executors import DaemonPool, PoolFull
+from ..rare_log import RareLog
 from .report import Hello, LearnedCosts, Report
 from .rows import to_row
 from .stream import FrameStream, accept
@@ -74,6 +75,7 @@ class Replica:
         self.worker = worker
         self.draining = False
         self._secret = secret
+        self._refusals = RareLog(log)
         self._roots = tuple(roots)
         self._hello = hello.to_wire()
         self._fronts: set[_Front] = set()
@@ -92,7 +94,7 @@ class Replica:
         try:
             stream = await accept(reader, writer, self._secret, TO_REPLICA)
         except (WireError, OSError) as error:
-            log.warning("a connection was refused: %s: %s", type(error).__name__, error)
+            self._refusals.warning("a connection was refused: %s: %s", type(error).__name__, error)
             return
         front = _Front(self, stream)
         self._fronts.add(front)

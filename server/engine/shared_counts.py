@@ -6,7 +6,6 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -126,9 +125,14 @@ def _is_kept(key: _Key, models: Collection[str]) -> bool:
 
 
 def _read(file: Path) -> _Counts:
-    with suppress(FileNotFoundError):
+    """Counts of a file; none of one that is not there or damaged."""
+    try:
         return {
-            family: {(name, tuple(sorted(labels.items()))): value for name, labels, value in samples}
+            family: {(name, tuple(sorted(labels.items()))): float(value) for name, labels, value in samples}
             for family, samples in json.loads(file.read_text()).items()
         }
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        log.warning("counts of requests in %s can't be read, and begin anew: %s", file, error)
     return {}

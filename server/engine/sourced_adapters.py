@@ -177,6 +177,11 @@ class SourcedAdapters:
             raise StoreAway(f"its store took longer than {seconds:g} seconds (adapter_source_seconds)") from None
         except OSError as error:
             raise StoreAway("the server has no room for it, or its disk fails", str(error)) from None
+        except (StoreError, PoolFull):
+            raise
+        except Exception as error:  # of a library that its files surprised: they will again
+            log.exception("adapter %s of %s", name, location.url)
+            raise StoreRefused("its files can't be read", f"{type(error).__name__}: {error}") from None
         finally:
             del self._fetches[name]
 

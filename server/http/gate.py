@@ -43,6 +43,10 @@ class Room:
         self._held[tenant] += count
         self.total += count
 
+    def held(self, tenant: str) -> int:
+        """What a tenant holds."""
+        return self._held[tenant]
+
     def give_back(self, tenant: str, count: int = 1) -> None:
         """Hold `count` less."""
         self.total -= count

@@ -9,34 +9,35 @@ from __future__ import annotations
 
 import errno
 import gzip
+import math
 import os
 import stat
 import tarfile
 import zipfile
-import zlib
 from collections.abc import Iterator
 from typing import IO, Any, BinaryIO
 
 from ...memory.files.content_store import Draft, TooLarge
 from .deadline import Deadline
-from .errors import StoreRefused
+from .errors import StoreError, StoreRefused
+from .tar_headers import CheckedHeaders
 
 SUFFIXES = (".tar.gz", ".tgz", ".tar", ".zip")
 MAX_MEMBERS = 4096
-MAX_TAR_HEADER_BYTES = 64 << 10
-"""Extended headers of a tar file are read whole, and by default may be of any size."""
 MAX_ZIP_DIRECTORY_BYTES = 1 << 20
 """A zip file's directory is read whole, too."""
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT)
 _CHUNK_BYTES = 1 << 20
-_ZIP_END, _ZIP_END_BYTES = b"PK\5\6", 22
+_ZIP_MEMBER, _ZIP_END, _ZIP_END_BYTES = b"PK\1\2", b"PK\5\6", 22
+_ZIP64_END, _ZIP64_LOCATOR, _ZIP64_LOCATOR_BYTES = b"PK\6\6", b"PK\6\7", 20
 
 
 def unpack(
     archive: BinaryIO, kind: str, names: tuple[str, ...], draft: Draft, max_bytes: int, deadline: Deadline
 ) -> None:
-    """Write the files `names` of an archive, all from one of its directories, into a draft. Raises StoreRefused.
+    """Write the files `names` of an archive, all from one of its directories, into a draft. Raises StoreRefused for
+    whatever is wrong with it.
 
     kind: the archive's suffix. max_bytes: most that is unpacked, other members included.
     """
@@ -53,12 +54,13 @@ def unpack(
                 raise StoreRefused(f"{name} in its archive is there twice")
             places[name] = parent
             _write(draft, name, content, deadline)
-    except TooLarge:
+    except (TooLarge, StoreError):
         raise
-    except (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, RuntimeError, ValueError, OSError) as error:
+    except Exception as error:  # the libraries raise what a broken archive brings them to
         if getattr(error, "errno", None) in _DISK_ERRORS:
             raise
-        raise StoreRefused("its archive is broken", f"the archive can't be read: {error}") from None
+        message = f"the archive can't be read: {type(error).__name__}: {error}"
+        raise StoreRefused("its archive is broken", message) from None
     if len(places) < len(names) or len(set(places.values())) > 1:
         raise StoreRefused(f"its archive does not have {' and '.join(names)} in one directory")
 
@@ -82,46 +84,54 @@ def _tar_members(
     archive: BinaryIO, kind: str, max_bytes: int, deadline: Deadline
 ) -> Iterator[tuple[str, IO[bytes] | None]]:
     archive.seek(0)
-    plain: Any = archive if kind == ".tar" else gzip.GzipFile(fileobj=archive)
-    reader: Any = _BoundedReader(plain, max_bytes, deadline)
-    with tarfile.open(fileobj=reader, mode="r|", tarinfo=_BoundedHeader) as tar:
+    raw: Any = _BoundedReader(archive, math.inf, deadline)
+    plain: Any = raw if kind == ".tar" else gzip.GzipFile(fileobj=raw)
+    reader: Any = CheckedHeaders(_BoundedReader(plain, max_bytes, deadline), MAX_MEMBERS)
+    with tarfile.open(fileobj=reader, mode="r|") as tar:
         for member in tar:
             is_file = member.type in (tarfile.REGTYPE, tarfile.AREGTYPE)
             yield member.name, tar.extractfile(member) if is_file else None
 
 
 def _zip_members(archive: BinaryIO) -> Iterator[tuple[str, IO[bytes] | None]]:
-    size = archive.seek(0, os.SEEK_END)
-    archive.seek(max(0, size - (1 << 16) - _ZIP_END_BYTES))
-    tail = archive.read()
-    end = tail.rfind(_ZIP_END)
-    if end < 0 or int.from_bytes(tail[end + 12 : end + 16], "little") > MAX_ZIP_DIRECTORY_BYTES:
-        raise StoreRefused("its archive has no directory, or one that is too long")
+    _check_zip_directory(archive)
     with zipfile.ZipFile(archive) as file:
         for member in file.infolist():
             if member.is_dir() or stat.S_IFMT(member.external_attr >> 16) not in (0, stat.S_IFREG):
                 yield member.filename, None
                 continue
+            if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise StoreRefused("its archive is compressed in another way than deflate")
             with file.open(member) as content:
                 yield member.filename, content
 
 
-class _BoundedHeader(tarfile.TarInfo):
-    """A member of a tar file. Extended headers must be short: they are read whole before anything is known of them."""
-
-    @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _BoundedHeader:
-        found = super().frombuf(buf, encoding, errors)
-        plain = (*tarfile.REGULAR_TYPES, tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.DIRTYPE)
-        if found.type not in plain and found.size > MAX_TAR_HEADER_BYTES:
-            raise StoreRefused("its archive has a header that is too long")
-        return found
+def _check_zip_directory(archive: BinaryIO) -> None:
+    """Raises StoreRefused for a directory that the library would read otherwise than by the one record at its end, and
+    for a long one: all of it becomes objects before the first member can be read.
+    """
+    size = archive.seek(0, os.SEEK_END)
+    begin = max(0, size - (1 << 16) - _ZIP_END_BYTES - _ZIP64_LOCATOR_BYTES)
+    archive.seek(begin)
+    tail = archive.read()
+    end = tail.find(_ZIP_END)
+    if end < 0 or tail.count(_ZIP_END) > 1 or len(tail) < end + _ZIP_END_BYTES:
+        raise StoreRefused("its archive has no directory, or more than one")
+    if _ZIP64_LOCATOR in tail or _ZIP64_END in tail:
+        raise StoreRefused("its archive is a zip64 file, which an adapter need not be")
+    num_bytes = int.from_bytes(tail[end + 12 : end + 16], "little")
+    if num_bytes > min(MAX_ZIP_DIRECTORY_BYTES, begin + end):
+        raise StoreRefused("its archive has a directory that is too long")
+    archive.seek(begin + end - num_bytes)
+    if archive.read(num_bytes).count(_ZIP_MEMBER) > MAX_MEMBERS:
+        raise StoreRefused(f"its archive has more than {MAX_MEMBERS} members")
+    archive.seek(0)
 
 
 class _BoundedReader:
-    """What a compressed stream holds, as far as `max_bytes`, and until the deadline."""
+    """What a stream holds, as far as `max_bytes`, and until the deadline."""
 
-    def __init__(self, inner: BinaryIO | IO[bytes], max_bytes: int, deadline: Deadline) -> None:
+    def __init__(self, inner: BinaryIO | IO[bytes], max_bytes: float, deadline: Deadline) -> None:
         self._inner = inner
         self._left = max_bytes + (MAX_MEMBERS << 10)
         self._deadline = deadline

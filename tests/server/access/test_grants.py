@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from chorus.core.engine_stats import AccountStats
 from chorus.memory.adapters.adapter import Tier
-from chorus.server.access.grants import Grant, InvalidKey
+from chorus.server.access.grants import ALL, Grant, InvalidKey
 from chorus.server.access.keys import Keys, NamedKey, new_key, read_keys
 from chorus.server.access.shared_bounds import TokenBudgets
 from chorus.server.cli.command import main
@@ -117,6 +117,18 @@ def test_lists_and_metrics_name_none_of_others(tenants, grant, path):
             assert name not in text, path
         elif path in LISTS[:3]:
             assert name in text, path
+
+
+def test_a_limited_key_is_told_no_one_else_s_load(tenants):
+    """Not by a header with its answers (ORCA's), nor by a route."""
+    body, headers = {"model": NAMES[0], "prompt": "hi"}, {"endpoint-load-metrics-format": "JSON"}
+    for key, grant, is_told in (("limited", Grant(adapters=(NAMES[0],)), False), ("everything", ALL, True)):
+        named = [NamedKey("sk-the-key", key, grant)]
+        keys_of(tenants).replace(Keys(named, [NamedKey("sk-the-admin-key", "ops")]))
+        said = {**headers, "authorization": "Bearer sk-the-key"}
+        answer = tenants.client.post("/v1/completions", json=body, headers=said)
+        assert answer.status_code == 200 and ("endpoint-load-metrics" in answer.headers) == is_told
+        assert tenants.client.get("/load", headers=said).json() == {"server_load": 0}
 
 
 def test_what_a_limited_key_sees_of_metrics_is_its_own(tenants):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -96,3 +98,96 @@ def test_what_a_request_spent_at_last_is_known_to_other_processes_when_it_has_en
             pass
 
     asyncio.run(test())
+
+
+class TestTheFileOfTokens:
+    """It is of fixed size, written in place, and whatever happens to it turns nobody away."""
+
+    @pytest.fixture
+    def file(self, tmp_path):
+        return tmp_path / "tokens"
+
+    @pytest.fixture
+    def budgets(self, file):
+        self.now = [1000.0]
+        return [TokenBudgets(lambda: self.now[0], file) for _ in range(2)]
+
+    def test_a_request_reads_and_writes_its_tenant_s_bytes_alone(self, file, budgets, monkeypatch):
+        size, read, written = file.stat().st_size, [], []
+        pread, pwrite = os.pread, os.pwrite
+        monkeypatch.setattr(os, "pread", lambda fd, count, at: read.append(count) or pread(fd, count, at))
+        monkeypatch.setattr(os, "pwrite", lambda fd, data, at: written.append(len(data)) or pwrite(fd, data, at))
+        for index in range(500):
+            budgets[0].spend(f"tenant{index}", 100, 7)
+            budgets[0].share()
+        assert file.stat().st_size == size and set(written) == {16} and max(read) <= 128
+        count = len(read)
+        budgets[1].check("tenant3", 100)
+        assert len(read) == count + 1
+        assert all(budgets[1].used_by(f"tenant{index}", 100) == 0 for index in range(3))
+
+    def test_ten_thousand_tenants_keep_their_own(self, budgets):
+        for index in range(10_000):
+            budgets[0].spend(f"tenant{index}", 100, 50 + 100 * (index % 2))
+        budgets[0].share()
+        turned_away = 0
+        for index in range(10_000):
+            try:
+                budgets[1].check(f"tenant{index}", 100)
+            except ApiError:
+                turned_away += 1
+                assert index % 2, "by what another tenant spent"
+        assert turned_away >= 4998
+
+    @pytest.mark.parametrize("content", [b"", b"{", b'{"a": [1e300, 0.0]}', os.urandom(1 << 20), b"\xff" * (1 << 20)])
+    def test_what_is_unreadable_counts_as_nothing_spent_and_is_logged(self, file, budgets, caplog, content):
+        one, other = budgets
+        one.spend("a", 60, 100)
+        file.write_bytes(content)
+        other.check("a", 60)
+        one.spend("a", 60, 70)
+        one.share()
+        with pytest.raises(ApiError):
+            other.check("a", 60)
+        if len(content) < 1 << 20:
+            assert "damaged" in caplog.text
+
+    @pytest.mark.parametrize("used", [float("nan"), float("inf"), -5.0])
+    def test_a_slot_that_makes_no_sense_counts_as_nothing_spent_and_is_logged(self, file, budgets, caplog, used):
+        budgets[0].spend("a", 60, 100)
+        data = file.read_bytes()
+        at = next(index for index in range(0, len(data), 16) if data[index : index + 16] != bytes(16))
+        file.write_bytes(data[: at + 8] + struct.pack("<d", used) + data[at + 16 :])
+        budgets[1].check("a", 60)
+        assert "damaged" in caplog.text
+
+    def test_a_full_disk_turns_nobody_away_and_is_over_when_it_is_over(self, budgets, monkeypatch, caplog):
+        one, other = budgets
+
+        def full(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "pwrite", full)
+            for _ in range(10):
+                one.spend("a", 60, 5)
+                one.share()
+                one.check("a", 60)
+            one.spend("a", 60, 20)
+            with pytest.raises(ApiError):
+                one.check("a", 60)
+            other.check("a", 60)
+        assert caplog.text.count("No space left") == 1
+        one.share()
+        with pytest.raises(ApiError):
+            other.check("a", 60)
+
+    def test_tokens_come_back_evenly_however_often_they_are_merged(self, budgets):
+        one, other = budgets
+        one.spend("a", 600, 600)
+        for step in range(3000):
+            self.now[0] = 1000.0 + step * 0.0173
+            one.share()
+            other.spend("a", 600, 0)
+            other.share()
+        assert other.used_by("a", 600) == pytest.approx(600 - 2999 * 0.0173 * 10, abs=0.5)

@@ -308,6 +308,16 @@ def test_a_wrong_secret_and_a_stranger_leave_all_as_it_is(play):
     play(act)
 
 
+def test_strangers_bring_one_line_of_the_log_however_many_they_are(play, caplog):
+    async def act(world):
+        for _ in range(20):
+            with pytest.raises(WireError):
+                await connect(UnixSocket(world.socket), b"t" * 32, FROM_REPLICA)
+
+    play(act)
+    assert caplog.text.count("a connection was refused") == 1
+
+
 def test_a_frame_that_announces_more_than_the_limit_is_not_waited_for(play):
     async def act(world):
         bad = await world.front()

@@ -111,3 +111,14 @@ def test_each_process_has_a_seat_of_its_own_and_gives_it_back_when_it_ends(tmp_p
             assert '"n_total", {}, 2.0' in (tmp_path / "counts-0").read_text()
             third.kill()
         second.kill()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}', '{"chorus_generated_tokens": [["x", {}, {}]]}'])
+def test_a_damaged_file_of_counts_begins_anew_and_is_logged(make, tmp_path, caplog, text):
+    one, other = make(0), make(1)
+    answer(one, "alice", 3)
+    answer(other, "alice", 4)
+    for seat in (0, 1):
+        (tmp_path / f"counts-{seat}").write_text(text)
+    assert counts(one)['chorus_generated_tokens_total{model="alice"}'] == 3
+    assert counts(make(0)) and "can't be read" in caplog.text

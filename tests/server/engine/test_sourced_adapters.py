@@ -1,9 +1,11 @@
 """Adapters that are not registered: a rule says where one that a request names is, and it is fetched and kept."""
 
+import gzip
 import json
 import logging
 import os
 import shutil
+import tarfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -115,6 +117,37 @@ def test_an_adapter_of_a_directory_lies_below_the_roots(live, reference, tmp_pat
     error = error_of(ask(server, "out/one"), 424)
     assert "outside" in error["message"]
     assert str(tmp_path) not in error["message"]
+
+
+def sparse_archive():
+    """As `tarfile` can't read it: a map of a member's holes that goes on to the end."""
+    info = tarfile.TarInfo("hole")
+    info.type = tarfile.GNUTYPE_SPARSE
+    header = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    header[482] = 1
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return gzip.compress(bytes(header) + b"\1" * 512 * 2048)
+
+
+@pytest.mark.parametrize("name", ["sparse.tar.gz", "cut.zip", "library"])
+def test_what_no_library_can_read_is_refused_and_remembered(live, store, reference, monkeypatch, name):
+    archives = {"sparse.tar.gz": sparse_archive(), "cut.zip": b"PK\5\6" + bytes(14)}
+    offer(store, reference, "r3-mlp", name)
+    if name in archives:
+        store.paths[f"/acme/{name}"] = archives[name]
+    else:
+
+        def fails(*_):
+            store.asked["failed"] += 1
+            raise KeyError("size")
+
+        monkeypatch.setattr("chorus.server.engine.sourced_adapters.download", fails)
+    server = live()
+    for _ in range(3):
+        error = error_of(ask(server, f"acme/{name}"), 424)
+        assert "is not served: its" in error["message"]
+    assert store.asked.total() == 1, "it is fetched anew"
 
 
 def test_without_rules_nothing_is_fetched(live, store, reference, tmp_path):

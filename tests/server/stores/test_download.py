@@ -8,16 +8,21 @@ import socket
 import struct
 import tarfile
 import time
+import tracemalloc
 import zipfile
+from types import SimpleNamespace
 
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from huggingface_hub import constants
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from chorus.memory.files.content_store import ContentStore
 from chorus.server.stores import guarded_http
 from chorus.server.stores.allowed import Allowed
+from chorus.server.stores.archive import SUFFIXES, unpack
 from chorus.server.stores.deadline import Deadline
 from chorus.server.stores.download import download, missing_package
 from chorus.server.stores.errors import NotInStore, StoreAway, StoreRefused
@@ -299,6 +304,102 @@ def test_an_archive_that_is_hostile_or_broken_is_refused(store, get, name):
     store.paths[f"/{name}"] = data
     with pytest.raises(StoreRefused, match=reason):
         get(f"{store.url}/{name}")
+
+
+def sparse_chain(blocks):
+    """A tar file whose first member has a sparse map of so many blocks."""
+    info = member("hole", tarfile.GNUTYPE_SPARSE)
+    header = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    entries = (b"%011o\0" % 1) * 2
+    header[386:482] = entries * 4
+    header[482] = 1  # the map goes on
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    block = entries * 21 + b"\1" + bytes(7)
+    return bytes(header) + block * blocks
+
+
+def pax_record(text):
+    length = len(text) + 2
+    while len(b"%d %s\n" % (length, text)) != length:
+        length += 1
+    return b"%d %s\n" % (length, text)
+
+
+def pax(records, count=1, members=0):
+    """A tar file of members, each but the last behind so many equal PAX headers."""
+    content = b"".join(map(pax_record, records))
+    info = member("pax", tarfile.XHDTYPE)
+    info.size = len(content)
+    headers = (info.tobuf() + content + bytes(-len(content) % 512)) * count
+    return (headers + member("x").tobuf()) * members + headers + tar(mode="w")
+
+
+def zip64(data):
+    """A zip file with the records of a zip64 directory, which say that it has gigabytes."""
+    end = data.rfind(b"PK\5\6")
+    record = b"PK\6\6" + struct.pack("<Q2H2L4Q", 44, 45, 45, 0, 0, 1 << 25, 1 << 25, 1 << 31, 0)
+    return data[:end] + record + b"PK\6\7" + struct.pack("<LQL", 0, end, 1) + data[end:]
+
+
+def packed_by(method):
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w", method) as archive:
+        for name, body in FILES.items():
+            archive.writestr(f"x/{name}", body)
+    return data.getvalue()
+
+
+MAP = b"GNU.sparse.map=" + b",".join([b"1"] * 20_000)
+GREEDY = {
+    "chain.tar.gz": (gzip.compress(sparse_chain(1 << 15), 1), "sparse"),
+    "chain.tar": (sparse_chain(1 << 15), "sparse"),
+    "map.tar": (pax([b"GNU.sparse.major=0", b"GNU.sparse.size=9", MAP]), "sparse"),
+    "map1.tar": (pax([b"GNU.sparse.major=1", b"GNU.sparse.minor=0", b"GNU.sparse.realsize=9"]), "sparse"),
+    "moved.tar": (pax([b"size=1099511627776"]), "size"),
+    "headers.tar.gz": (gzip.compress(pax([b"comment=x"], 5000), 1), "extended header"),
+    "keys.tar.gz": (gzip.compress(pax([b"k%d=%s" % (i, b"v" * 900) for i in range(60)], 7, 3), 1), "extended header"),
+    "zip64.zip": (zip64(zipped()), "zip64"),
+    "members.zip": (zipped(infos=[(f"x/{index}", b"") for index in range(5000)]), "members"),
+    "lzma.zip": (packed_by(zipfile.ZIP_LZMA), "deflate"),
+    "bzip2.zip": (packed_by(zipfile.ZIP_BZIP2), "deflate"),
+    "ends.zip": (zipped() + zipped(), "more than one"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GREEDY)
+def test_an_archive_takes_no_memory_beyond_its_bound(content, name):
+    """Where the standard library alone would take any number of bytes."""
+    data, reason = GREEDY[name]
+    kind = next(suffix for suffix in SUFFIXES if name.endswith(suffix))
+    archive = io.BytesIO(data)
+    tracemalloc.start()
+    try:
+        with content.draft() as draft, pytest.raises(StoreRefused, match=reason):
+            unpack(archive, kind, tuple(FILES), draft, 64 << 20, Deadline(20))
+        assert tracemalloc.get_traced_memory()[1] < 6 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_a_damaged_archive_is_refused_or_gives_files(data):
+    """Whatever the libraries raise."""
+    name, whole = data.draw(st.sampled_from([
+        (".tar", tar(mode="w")), (".tar", pax([b"comment=x"])), (".tar.gz", tar()), (".zip", zipped()),
+        (".tar", sparse_chain(2)), (".zip", zip64(zipped())),
+    ]))  # fmt: skip
+    damaged = bytearray(whole)
+    for at, value in data.draw(st.lists(st.tuples(st.integers(0, len(whole) - 1), st.integers(0, 255)), max_size=9)):
+        damaged[at] = value
+    written = {}
+    draft = SimpleNamespace(write=lambda name, chunk: written.setdefault(name, bytearray()).extend(chunk))
+    try:
+        unpack(io.BytesIO(bytes(damaged)), name, tuple(FILES), draft, MAX_BYTES, Deadline(20))
+    except StoreRefused:
+        return
+    assert set(written) <= set(FILES)
 
 
 # --- the Hub
