@@ -21,6 +21,7 @@ from ..core.requests.sampling_params import InvalidRequest
 from ..core.scheduling.overload import Overloaded
 from ..memory.files.error import LoadFailure
 from .executors import PoolFull
+from .wanted import problem_of
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -229,7 +230,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 def from_validation(error: ValidationError) -> ApiError:
     """The first thing wrong with a body, as a 400 that names the field."""
-    first = error.errors(include_url=False, include_input=False)[0]
+    first = error.errors(include_url=False)[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is no valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
     param = field_path(first["loc"])
@@ -237,8 +238,7 @@ def from_validation(error: ValidationError) -> ApiError:
         return ApiError(400, "the body must be a JSON object")
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"there is no field {param}; leave it out", param=param)
-    message = "it is missing" if first["type"] == "missing" else first["msg"].removeprefix("Value error, ")
-    return ApiError(400, f"{param}: {message}", param=param)
+    return ApiError(400, f"{param}{problem_of(first)}", param=param)
 
 
 def validated(kind: type[Body], body: bytes | dict[str, Any], context: Any = None) -> Body:
