@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -65,7 +66,7 @@ class Answers:
     ) -> Response:
         try:
             with self.telemetry.counting_rejections():
-                await self._start(request, generation)
+                await self.sourced.start(generation, partial(while_connected, request.receive))
         except ClientDisconnect:
             return client_gone()
         except NotServed as error:
@@ -95,21 +96,6 @@ class Answers:
         finally:
             generation.close()
         return Response(body, media_type="application/json", headers=headers)
-
-    async def _start(self, request: Request, generation: Generation) -> None:
-        """Have the engine accept a call, once its adapter has been brought if it is not registered."""
-        name = generation.choices[0].request.adapter_name
-        try:
-            await generation.start()
-        except (NotServed, AdapterPaused):
-            raise
-        except InvalidRequest as error:
-            if error.field != "model" or name is None:
-                raise
-            if not await while_connected(request.receive, self.sourced.bring(name)):
-                raise
-            await generation.start()
-        self.sourced.note_use(name)
 
     def _echoes(self, asked: GenerationRequest, given: Sequence[str | list[int]], generation: Generation) -> list[Echo]:
         """An entry per choice. A prompt that came as text comes back as it was."""

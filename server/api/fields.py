@@ -14,7 +14,9 @@ from typing import Any
 from ..errors import ApiError, clipped
 
 ALIASES = {
+    "choice": "guided_choice",  # vLLM's, within structured_outputs
     "ignore_eos_token": "ignore_eos",  # LoRAX
+    "json": "guided_json",  # vLLM's, within structured_outputs
     "max_new_tokens": "max_tokens",  # SGLang, LoRAX
     "min_new_tokens": "min_tokens",  # SGLang
     "n_cmpl": "n",  # llama.cpp
