@@ -116,6 +116,7 @@ def create_app(
             executors.shutdown()
 
     routes = [
+        GuardedRoute("GET", "/", api.index, Right.OPEN),
         GuardedRoute("GET", "/health", api.health, Right.OPEN),
         GuardedRoute("GET", "/version", api.version, Right.KEY),
         GuardedRoute("GET", "/metrics", api.scrape, Right.KEY),

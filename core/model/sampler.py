@@ -245,8 +245,12 @@ def score_prompts(
     counts = [row.params.prompt_logprobs or 0 for row in scored for _ in following_tokens(row)]
     found: list[TokenLogprobs] = []
     for begin, end in score_slices(rows, vocab):
-        part = tokens[begin:end], counts[begin:end]
-        found += _logprobs(sampling.score(logits(begin, end), range(end - begin), *part), *part)
+        part, values = (tokens[begin:end], counts[begin:end]), logits(begin, end)
+        ranks = _ranks(values, part[0])  # first: scoring may change the logits
+        scores = _logprobs(sampling.score(values, range(end - begin), *part), *part)
+        found += [
+            TokenLogprobs(one.token_id, one.logprob, one.top, rank) for one, rank in zip(scores, ranks, strict=True)
+        ]
     at = 0
     for row in scored:
         count = len(following_tokens(row))
@@ -257,6 +261,12 @@ def score_prompts(
             result.errors[row.request_id] = NOT_FINITE
         else:
             result.prompt_logprobs[row.request_id] = scores
+
+
+def _ranks(logits: torch.Tensor, tokens: Sequence[int]) -> list[int]:
+    """One more than there are tokens with a larger logit, for a token of each row."""
+    own = logits.gather(1, on_device(torch.tensor(tokens), logits.device)[:, None])
+    return ((logits > own).sum(1) + 1).tolist()
 
 
 def score_slices(rows: Sequence[ScheduledRow], vocab: int) -> Iterator[tuple[int, int]]:

@@ -16,13 +16,14 @@ from ..engine.backend import Backend
 from ..engine.generation import Generation
 from ..engine.sourced_adapters import SourcedAdapters
 from ..engine.telemetry import Telemetry
-from ..errors import ApiError, as_api_error, client_gone, no_model, not_served
+from ..errors import ApiError, as_api_error, client_gone, not_served
 from ..executors import DaemonPool
 from ..settings import Settings
 from ..text.tokenizer import Tokenizer
 from .adapter_header import ADAPTER, adapter_header
 from .json_text import dumps, encode
 from .logprobs import LogprobFormat
+from .near import no_model_like
 from .openai import GenerationRequest, StreamOptions
 from .responses import AnswerFormat, Echo
 from .sse import EventStream, event, while_connected
@@ -74,7 +75,10 @@ class Answers:
         except AdapterPaused as error:
             raise ApiError(503, str(error), param="model", code="adapter_paused", retry_after=1) from None
         except InvalidRequest as error:
-            raise no_model(generation.model) if error.field == "model" else error from None
+            if error.field != "model":
+                raise
+            base, grant = self.settings.base_name, request.state.identity.grant
+            raise await no_model_like(generation.model, self.worker.adapters, base, grant, self.threads) from None
         try:  # now the engine has found the prompts to be such that they can be decoded
             echoes = await self.threads.run(self._echoes, asked, echoed, generation) if echoed else ()
         except BaseException:

@@ -20,7 +20,7 @@ from ..access.limits import RequestLimits
 from ..engine.backend import Backend
 from ..engine.generation import Choice, Generation
 from ..engine.telemetry import Telemetry
-from ..errors import no_model, not_served, read_body, too_long
+from ..errors import not_served, read_body, too_long
 from ..executors import DaemonPool
 from ..settings import Settings
 from ..text.call_formats import AnswerSyntax
@@ -28,6 +28,7 @@ from ..text.tokenizer import Tokenizer
 from .caller import Caller
 from .chat_request import ChatBatch
 from .completion_request import CompletionRequest
+from .near import no_model_like
 from .openai import GenerationRequest, names_of
 from .price import check_steering, unasked_limit
 from .sampling_defaults import SamplingDefaults
@@ -121,7 +122,8 @@ class Calls:
             for one in aside:
                 if one.name == asked:
                     raise not_served(f"adapter {asked!r} is not served: {one.reason}") from None
-            raise no_model(model) from None
+            base, book = self.settings.base_name, self.worker.adapters
+            raise await no_model_like(model, book, base, caller.grant, self.threads) from None
 
     def _names(self, caller: Caller, model: str | None, lora_path: str | None) -> tuple[str, str | None]:
         """The name that the answer goes by, and the adapter's; `NOWHERE` for what the caller may not use: the
