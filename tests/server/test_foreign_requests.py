@@ -76,7 +76,7 @@ def test_other_routes_are_listed_and_methods_told(shared):
 
 
 @pytest.mark.parametrize(
-    ("role", "words"), [("asistant", "did you mean assistant?"), ("robot", "it may be system, developer, user")]
+    ("role", "words"), [("assistantt", "did you mean assistant?"), ("robot", "it may be system, developer, user")]
 )
 def test_roles_that_the_template_does_not_know_are_refused(shared, role, words):
     for path in (CHAT, "/tokenize"):

@@ -48,7 +48,7 @@ def test_every_form_of_a_prompt_gives_the_same_answer(llm):
         (["a", [True]], "prompts[1]"),
         ({"prompt": 5}, "prompts.prompt"),
         ({"prompt_token_ids": "a"}, "prompts.prompt_token_ids"),
-        ({"promt": "a"}, "prompts.promt"),
+        ({"promptt": "a"}, "prompts.promptt"),
         ([{"prompt": "a", "prompt_token_ids": [1]}], "prompts[0]"),
         ({"prompt": "a", "multi_modal_data": {}}, "prompts.multi_modal_data"),
     ],
