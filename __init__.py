@@ -13,18 +13,20 @@ if sys.platform == "win32":
 
 if TYPE_CHECKING:
     from .core.requests.grammar import Grammar as Grammar
-    from .core.requests.sampling_params import SamplingParams as SamplingParams
+    from .core.requests.sampling_params import InvalidRequest as InvalidRequest
+    from .server.library.params import SamplingParams as SamplingParams
     from .server.llm import LLM as LLM
     from .server.llm import Completion as Completion
     from .server.version import VERSION as __version__
 
-__all__ = ["LLM", "Completion", "Grammar", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Completion", "Grammar", "InvalidRequest", "SamplingParams", "__version__"]
 
 _HOMES = {
     "LLM": (".server.llm", "LLM"),
     "Completion": (".server.llm", "Completion"),
     "Grammar": (".core.requests.grammar", "Grammar"),
-    "SamplingParams": (".core.requests.sampling_params", "SamplingParams"),
+    "InvalidRequest": (".core.requests.sampling_params", "InvalidRequest"),
+    "SamplingParams": (".server.library.params", "SamplingParams"),
     "__version__": (".server.version", "VERSION"),
 }
 

@@ -90,7 +90,7 @@ def create_app(
     telemetry = Telemetry(api.metrics, recorder, tracer)
     calls = Calls(worker, tokenizer, settings, defaults, telemetry, executors.text)
     answers = Answers(worker, tokenizer, settings, telemetry, executors.text, sourced)
-    generation = GenerationApi(tokenizer, settings, calls, answers)
+    generation = GenerationApi(calls, answers)
     texts = TextApi(worker, tokenizer, calls, executors.text)
     adapters = AdapterApi(worker, settings, loads, sourced, executors.text)
     watchers = Watchers(worker, api.metrics, executors.page, gate, settings.base_name)
@@ -116,6 +116,7 @@ def create_app(
             executors.shutdown()
 
     routes = [
+        GuardedRoute("GET", "/", api.index, Right.OPEN),
         GuardedRoute("GET", "/health", api.health, Right.OPEN),
         GuardedRoute("GET", "/version", api.version, Right.KEY),
         GuardedRoute("GET", "/metrics", api.scrape, Right.KEY),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import json
 import math
 import os
 import re
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,11 +17,13 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Match, Route
 
 from ..core.requests.sampling_params import InvalidRequest
 from ..core.scheduling.overload import Overloaded
 from ..memory.files.error import LoadFailure
 from .executors import PoolFull
+from .wanted import problem_of
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -179,9 +182,10 @@ class GenerationFailed(Exception):
         self.failure = failure
 
 
-def no_model(name: str) -> ApiError:
-    """The answer to a name that is neither the base model's nor an adapter's."""
-    message = f"there is no model {clipped(name)!r}; GET /v1/models lists the models there are"
+def no_model(name: str, near: str | None = None) -> ApiError:
+    """The answer to a name that is neither the base model's nor an adapter's. near: the one that may be meant."""
+    hint = "GET /v1/models lists the models there are" if near is None else f"did you mean {clipped(near)!r}?"
+    message = f"there is no model {clipped(name)!r}; {hint}"
     return ApiError(404, message, param="model", code="model_not_found")
 
 
@@ -229,7 +233,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 def from_validation(error: ValidationError) -> ApiError:
     """The first thing wrong with a body, as a 400 that names the field."""
-    first = error.errors(include_url=False, include_input=False)[0]
+    first = error.errors(include_url=False)[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is no valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
     param = field_path(first["loc"])
@@ -237,8 +241,7 @@ def from_validation(error: ValidationError) -> ApiError:
         return ApiError(400, "the body must be a JSON object")
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"there is no field {param}; leave it out", param=param)
-    message = "it is missing" if first["type"] == "missing" else first["msg"].removeprefix("Value error, ")
-    return ApiError(400, f"{param}: {message}", param=param)
+    return ApiError(400, f"{param}{problem_of(first)}", param=param)
 
 
 def validated(kind: type[Body], body: bytes | dict[str, Any], context: Any = None) -> Body:
@@ -296,14 +299,51 @@ async def on_error(request: Request, error: Exception) -> JSONResponse:
     return response
 
 
+FOREIGN_ROUTES = {
+    "/api/chat": "/v1/chat/completions",
+    "/api/generate": "/v1/completions",
+    "/api/tags": "/v1/models",
+    "/api/show": "/v1/models",
+    "/api/version": "/version",
+    "/completion": "/v1/completions",
+    "/infill": "/v1/completions",
+    "/props": "/info",
+}
+"""Routes of Ollama and llama.cpp, each with the one that is nearest to it here."""
+
+
+def near_route(path: str, routes: Collection[str]) -> str | None:
+    """The route that a wrong path is meant for: without /v1 or with two of them, behind another prefix, mistyped."""
+    path = "/" + path[:MAX_ECHO].strip("/")
+    if path in FOREIGN_ROUTES:
+        return FOREIGN_ROUTES[path]
+    plain = [route for route in routes if "{" not in route and route != "/"]
+    for route in sorted(plain, key=len, reverse=True):
+        if path.endswith(route) or path == route.removeprefix("/v1"):
+            return route
+    near = difflib.get_close_matches(path, plain, n=1, cutoff=0.8)
+    return near[0] if near else None
+
+
+def _methods(request: Request) -> set[str]:
+    """Methods that the routes of a request's path take."""
+    found = (
+        one for one in request.app.routes if isinstance(one, Route) and one.matches(request.scope)[0] != Match.NONE
+    )
+    return {method for one in found for method in one.methods or () if method != "HEAD"}
+
+
 async def on_http_error(request: Request, error: Exception) -> JSONResponse:
     """Starlette's handler of its own errors: no such route, wrong method."""
     assert isinstance(error, HTTPException)  # it is registered for these alone
     path = clipped(request.url.path)
     if error.status_code == 404:
-        message = f"there is no route {clipped(request.method)} {path}"
+        near = near_route(request.url.path, {one.path for one in request.app.routes if isinstance(one, Route)})
+        hint = "GET /openapi.json lists them" if near is None else f"did you mean {near}?"
+        message = f"there is no route {clipped(request.method)} {path}; {hint}"
     elif error.status_code == 405:
-        message = f"{path} does not take {clipped(request.method)}"
+        taken = sorted(_methods(request))
+        message = f"{path} does not take {clipped(request.method)}; it takes {' and '.join(taken)}"
     else:
         message = error.detail
     answer = ApiError(error.status_code, message).response(request.url.path)

@@ -8,50 +8,62 @@ with LLM() as llm:
 
 from __future__ import annotations
 
-import itertools
-import queue
-from collections.abc import AsyncIterator, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, Never, TypeVar, overload
 
-from ..core.requests.request import Request
-from ..core.requests.sampling_params import InvalidRequest, SamplingParams, Seeds
-from ..core.requests.types import FinishReason, RequestOutput, TokenLogprobs
+from ..core.requests.sampling_params import InvalidRequest
+from ..memory.adapters.store import UnknownAdapter
+from ..memory.adapters.versions import versioned
+from .api.adapter_api import AddAdapter, checked_name, pin_adapter
+from .api.calls import Calls
+from .api.fields import unknown_field
+from .api.near import nearest
+from .api.sampling_defaults import SamplingDefaults
 from .engine.adapter_loads import AdapterLoads
-from .engine.generation import Choice, Generation
-from .errors import GenerationFailed
+from .engine.engine_view import AdapterState
+from .engine.loaded_adapters import LoadedAdapters
+from .engine.sourced_adapters import SourcedAdapters
+from .engine.telemetry import Telemetry
+from .errors import validated
+from .executors import DaemonPool
+from .library.adapter_files import AdapterFiles
+from .library.asking import Asked, Asking
+from .library.completion import Completion as Completion
+from .library.loop import LoopThread
+from .library.options import settings_of
+from .library.params import FIELDS, SamplingParams, python_errors
+from .library.prompts import Messages, Prompt, conversations_of, for_each, prompts_of
+from .library.streams import Stream
 from .settings import Settings
 from .start.launch import load
 
-if TYPE_CHECKING:
-    from .engine.backend import Backend
-
-Prompt = str | Sequence[int]
-"""Text, or the tokens of one."""
+T = TypeVar("T")
 
 IN_FLIGHT = 256
-"""Prompts that the engine is given at once; the others follow as these end."""
+"""Answers that the engine is given at once; the others follow as these end."""
 
+Params = SamplingParams | Sequence[SamplingParams] | None
+Adapter = str | Sequence[str | None] | None
 
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One prompt's answer. finish_reason: `stop` or `length`. logprobs: one per token where params ask for them."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    prompt_token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()
+ARGUMENTS = {
+    "lora_path": "name the adapter by adapter=",
+    "lora_request": "name the adapter by adapter=; load_adapter registers one",
+    "model": "name the adapter by adapter=",
+    "prompt_token_ids": "give token ids as a prompt: generate([1, 2, 3]), or a list of such lists",
+    "sampling_params": "it is called params",
+    "use_tqdm": "leave it out",
+}
+"""Arguments of other libraries' methods, each with what to do."""
 
 
 class LLM:
     """An engine on a thread of its own, with its tokenizer. Use as a context manager, or call `close`.
 
     Any thread may call any method; requests in progress at the same time share the engine's steps, whatever adapters
-    they use.
+    they use. What prompts and parameters may be, and what they cost, is as over HTTP: docs/parameters.md.
     """
 
     def __init__(
@@ -65,15 +77,16 @@ class LLM:
 
         model: a checkpoint directory, or the name of one that `chorus pull` fetched; default: the built-in model with
         its adapters. adapters: a directory of adapter directories, or adapter directories by name. options: any
-        setting of `chorus serve`, such as `dtype` or `memory_bytes`.
-        Raises LaunchError for a model that can't be served, AdapterFormatError for an adapter.
+        setting of `chorus serve` that means something without HTTP, such as `dtype` or `memory_bytes`.
+        Raises InvalidRequest for a wrong option, LaunchError for a model that can't be served, AdapterFormatError for
+        an adapter.
         """
         named = adapters if isinstance(adapters, Mapping) else {}
         if model is not None:
             options["model"] = Path(model)
         if adapters is not None and not isinstance(adapters, Mapping):
             options["adapters"] = Path(adapters)
-        self._open(Settings(**options))
+        self._open(settings_of(options))
         try:
             for name, path in named.items():
                 self.load_adapter(name, path)
@@ -90,10 +103,16 @@ class LLM:
 
     def _open(self, settings: Settings) -> None:
         self._settings = settings
+        defaults = SamplingDefaults.of(settings)
         self._worker, self.tokenizer = load(settings)
-        self._ids = itertools.count()
-        self._seeds = Seeds(settings.seed)
-        self._loads = AdapterLoads(self._worker, settings.adapter_load_seconds, settings.adapter_places)
+        self._threads = DaemonPool("text", threads=2)
+        loaded = LoadedAdapters.of(settings, has_registry=False)
+        self._loads = AdapterLoads(self._worker, settings.adapter_load_seconds, settings.adapter_places, loaded)
+        self._files = AdapterFiles(settings, self._loads)
+        self._sourced = SourcedAdapters(settings, self._worker.adapters, self._loads)
+        calls = Calls(self._worker, self.tokenizer, settings, defaults, Telemetry(), self._threads)
+        self._loop = LoopThread()
+        self._asking = Asking(calls, self._sourced, IN_FLIGHT)
         self._loads.start()
 
     # -- answers
@@ -101,81 +120,193 @@ class LLM:
     # a str is a Sequence[str] too, and Python has no type for all the others
     @overload
     def generate(  # pyright: ignore[reportOverlappingOverload]
-        self, prompts: str, params: SamplingParams | None = None, adapter: str | None = None, *,
-        stop: Sequence[str] = (),
+        self, prompts: str | Mapping[str, Any] | Sequence[int], params: SamplingParams | None = None,
+        adapter: str | None = None, *, stop: str | Sequence[str] = (),
     ) -> Completion: ...  # fmt: skip
 
     @overload
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None,
-        adapter: str | Sequence[str | None] | None = None, *, stop: Sequence[str] = (),
+        self, prompts: Sequence[Prompt], params: Params = None, adapter: Adapter = None, *,
+        stop: str | Sequence[str] = (),
     ) -> list[Completion]: ...  # fmt: skip
 
     def generate(
-        self,
-        prompts: str | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        adapter: str | Sequence[str | None] | None = None,
-        *,
-        stop: Sequence[str] = (),
-    ) -> Completion | list[Completion]:
-        """Answer one text, or a list of texts or token lists, in the order of the prompts.
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None, adapter: Adapter = None, *,
+        stop: str | Sequence[str] = (), **unknown: Never,
+    ) -> Completion | list[Completion]:  # fmt: skip
+        """Answer one prompt, or a list of them in their order.
 
-        params, adapter: one for all prompts, or one for each; no adapter is the base model. stop: texts that end an
-        answer. Raises InvalidRequest, naming the prompt, for what can't be served as asked, and GenerationFailed when
-        an answer ends with an error; the other prompts are then given up.
+        prompts: a text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`, or a list of these.
+        params, adapter: one for all prompts, or one for each; no adapter is the base model, `NAME@VERSION` an earlier
+        version. stop: texts that end an answer. Raises InvalidRequest, naming the prompt, for what can't be served as
+        asked, and GenerationFailed when an answer ends with an error; the other prompts are then given up.
         """
-        if isinstance(prompts, str):
-            return self._run([prompts], params, adapter, stop)[0]
-        return self._run(list(prompts), params, adapter, stop)
+        return self._loop.run(self._generate(prompts, params, adapter, stop, unknown))
+
+    @overload
+    async def agenerate(  # pyright: ignore[reportOverlappingOverload]
+        self, prompts: str | Mapping[str, Any] | Sequence[int], params: SamplingParams | None = None,
+        adapter: str | None = None, *, stop: str | Sequence[str] = (),
+    ) -> Completion: ...  # fmt: skip
+
+    @overload
+    async def agenerate(
+        self, prompts: Sequence[Prompt], params: Params = None, adapter: Adapter = None, *,
+        stop: str | Sequence[str] = (),
+    ) -> list[Completion]: ...  # fmt: skip
+
+    async def agenerate(
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None, adapter: Adapter = None, *,
+        stop: str | Sequence[str] = (), **unknown: Never,
+    ) -> Completion | list[Completion]:  # fmt: skip
+        """The same for a program with an event loop; cancelling it ends the requests."""
+        return await self._wait(self._generate(prompts, params, adapter, stop, unknown))
+
+    @overload
+    def chat(
+        self, messages: Messages, params: SamplingParams | None = None, adapter: str | None = None, *,
+        stop: str | Sequence[str] = (),
+    ) -> Completion: ...  # fmt: skip
+
+    @overload
+    def chat(
+        self, messages: Sequence[Messages], params: Params = None, adapter: Adapter = None, *,
+        stop: str | Sequence[str] = (),
+    ) -> list[Completion]: ...  # fmt: skip
 
     def chat(
-        self, messages: list[dict[str, Any]], params: SamplingParams | None = None, adapter: str | None = None, *,
-        stop: Sequence[str] = (),
-    ) -> Completion:  # fmt: skip
-        """Answer a conversation through the model's chat template. messages: OpenAI's, with `role` and `content`."""
-        return self._run([self.tokenizer.encode_chat_now(messages)], params, adapter, stop)[0]
+        self, messages: Messages | Sequence[Messages], params: Params = None, adapter: Adapter = None, *,
+        stop: str | Sequence[str] = (), **unknown: Never,
+    ) -> Completion | list[Completion]:  # fmt: skip
+        """Answer a conversation through the model's chat template, or a list of conversations.
 
-    async def stream(
+        messages: OpenAI's, with `role` and `content`. All else is as of `generate`; tools are fields of params.
+        """
+        return self._loop.run(self._chat(messages, params, adapter, stop, unknown))
+
+    @overload
+    async def achat(
+        self, messages: Messages, params: SamplingParams | None = None, adapter: str | None = None, *,
+        stop: str | Sequence[str] = (),
+    ) -> Completion: ...  # fmt: skip
+
+    @overload
+    async def achat(
+        self, messages: Sequence[Messages], params: Params = None, adapter: Adapter = None, *,
+        stop: str | Sequence[str] = (),
+    ) -> list[Completion]: ...  # fmt: skip
+
+    async def achat(
+        self, messages: Messages | Sequence[Messages], params: Params = None, adapter: Adapter = None, *,
+        stop: str | Sequence[str] = (), **unknown: Never,
+    ) -> Completion | list[Completion]:  # fmt: skip
+        """The same for a program with an event loop; cancelling it ends the requests."""
+        return await self._wait(self._chat(messages, params, adapter, stop, unknown))
+
+    def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, adapter: str | None = None, *,
-        stop: Sequence[str] = (),
-    ) -> AsyncIterator[str]:  # fmt: skip
-        """Yield an answer's text as it comes; leaving the loop early ends the request and frees its pages."""
-        choice = self._choice(0, f"llm-{next(self._ids)}", prompt, params or SamplingParams(), adapter, stop)
-        generation = Generation(self._worker, [choice], id=choice.request.id, model=adapter or self._settings.base_name)
-        await generation.start()
-        try:
-            async for delta in generation:
-                if delta.text:
-                    yield delta.text
-        finally:
-            generation.close()
+        stop: str | Sequence[str] = (), **unknown: Never,
+    ) -> Stream:  # fmt: skip
+        """An answer's text as it comes, for `for` or `async for`; leaving the loop early frees its pages."""
+        prompts, alone = prompts_of(prompt)
+        if not alone:
+            raise InvalidRequest("prompt", "a stream has one prompt; call stream for each")
+        return self._stream(self._asked(prompts, params, adapter, stop, unknown, is_chat=False))
+
+    def stream_chat(
+        self, messages: Messages, params: SamplingParams | None = None, adapter: str | None = None, *,
+        stop: str | Sequence[str] = (), **unknown: Never,
+    ) -> Stream:  # fmt: skip
+        """The same of the answer to a conversation: its content. The stream's completion has reasoning and calls."""
+        given, alone = conversations_of(messages)
+        if not alone:
+            raise InvalidRequest("messages", "a stream has one conversation; call stream_chat for each")
+        return self._stream(self._asked(given, params, adapter, stop, unknown, is_chat=True))
 
     # -- adapters
 
     @property
     def adapters(self) -> list[str]:
-        """Names of the registered adapters, sorted."""
-        return [one.name for one in self._worker.adapters.listing().result().adapters()]
+        """Names of the registered adapters, sorted; an earlier version that is kept is `NAME@VERSION`."""
+        return sorted(self._worker.adapters.names().result())
 
-    def load_adapter(self, name: str, path: str | Path) -> None:
-        """Register a PEFT directory under a name, or replace one: answers in progress finish with the old version.
+    def adapter(self, name: str) -> AdapterState:
+        """An adapter as it is now: its version, where its bytes are, its pages. UnknownAdapter."""
+        return self._of_known(name, lambda: self._worker.adapters.state(name).result())
 
-        Raises AdapterFormatError, and leaves what was there, when the directory can't be served; LoadTimedOut when its
-        disk takes longer than `adapter_load_seconds`.
+    def load_adapter(
+        self,
+        name: str,
+        path: str | Path | None = None,
+        *,
+        config: Mapping[str, Any] | str | bytes | None = None,
+        weights: Mapping[str, Any] | bytes | None = None,
+        keep_versions: int | None = None,
+        replace: bool = True,
+        pinned: bool | None = None,
+    ) -> str:
+        """Register an adapter, or replace one: answers in progress finish with the old version. Returns NAME@VERSION.
+
+        name: `NAME`, or `NAME@VERSION` to say the version's label. path: a PEFT directory; without one, config is what
+        adapter_config.json has, and weights are adapter_model.safetensors' bytes or its tensors by name. keep_versions:
+        how many of the name can be asked for, the newest counted; default: the setting's. pinned: True keeps it
+        resident. Raises InvalidRequest for wrong arguments, AdapterFormatError, which leaves what was there, when it
+        can't be served, FileExistsError for a version that there is, or a name that it may not `replace`, and
+        LoadTimedOut when its disk takes longer than `adapter_load_seconds`.
         """
-        self._loads.load(name, lambda: Path(path)).result()
+        given = {"name": name, "keep_versions": keep_versions, "path": None if path is None else str(path)}
+        with python_errors():
+            asked = validated(AddAdapter, given)
+            plain, label = checked_name(self._settings, asked.name, "name")
+        if (path is None) == (config is None and weights is None):
+            raise InvalidRequest("path", "give a directory as path, or config and weights, and not both")
+        keep = keep_versions or self._settings.keep_versions
+        if path is not None:
+            find = Path(path).absolute
+            state, _ = self._loads.load(plain, find, replace=replace, label=label or None, keep=keep).result()
+        else:
+            with self._files.draft(config, weights) as draft:
+                load = self._loads.load(plain, draft.seal, replace=replace, label=label or None, keep=keep)
+                state, _ = load.result()
+        if pinned is not None:
+            (self.pin_adapter if pinned else self.unpin_adapter)(plain)
+        return versioned(plain, state.label)
+
+    def pin_adapter(self, name: str) -> None:
+        """Keep an adapter resident. Raises InvalidRequest where there is no room for it, and UnknownAdapter."""
+
+        def pin() -> None:
+            with python_errors():
+                self._loop.run(pin_adapter(self._worker.adapters, name, self._settings.adapter_load_seconds))
+
+        self._of_known(name, pin)
+
+    def unpin_adapter(self, name: str) -> None:
+        """Let other adapters and KV take its pages again. UnknownAdapter."""
+        self._of_known(name, self._worker.adapters.unpin(name).result)
+
+    def pause_adapter(self, name: str, *, paused: bool = True) -> None:
+        """Refuse new requests of all versions of an adapter, or take them again. UnknownAdapter."""
+        self._of_known(name, self._worker.adapters.pause(name, paused=paused).result)
 
     def unload_adapter(self, name: str, *, force: bool = False) -> None:
-        """Forget an adapter; answers in progress finish with it or, with `force`, end with an error."""
-        self._worker.adapters.remove(name, force=force).result()
+        """Forget an adapter, or a version of it; answers in progress finish with it or, with `force`, end with an
+        error. UnknownAdapter.
+        """
+        self._of_known(name, self._worker.adapters.remove(name, force=force).result)
+        self._sourced.forget(name)
+        self._loads.remember(name)
 
     # -- life
 
     def close(self) -> None:
         """End what is in progress and give back the model's memory."""
+        self._loop.stop()
+        self._sourced.stop()
         self._loads.stop()
         self._worker.stop()
+        self._threads.shutdown()
+        self._files.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -185,100 +316,71 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _run(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        adapter: str | Sequence[str | None] | None,
-        stop: Sequence[str],
-    ) -> list[Completion]:
-        count = len(prompts)
-        all_params = _each(params or SamplingParams(), count, "params", SamplingParams)
-        all_adapters = _each(adapter, count, "adapter", (str, type(None)))
-        call = f"llm-{next(self._ids)}"
-        choices = [
-            self._choice(index, call, prompt, one, name, stop)
-            for index, (prompt, one, name) in enumerate(zip(prompts, all_params, all_adapters, strict=True))
-        ]
-        batch = _Batch(self._worker, choices)
-        try:
-            batch.run()
-        finally:
-            batch.close()
+    # -- common
+
+    async def _generate(
+        self, prompts: Any, params: Any, adapter: Any, stop: Any, unknown: Mapping[str, Any]
+    ) -> Completion | list[Completion]:
+        given, alone = prompts_of(prompts)
+        answers = await self._asking.all(self._asked(given, params, adapter, stop, unknown, is_chat=False))
+        return answers[0] if alone else answers
+
+    async def _chat(
+        self, messages: Any, params: Any, adapter: Any, stop: Any, unknown: Mapping[str, Any]
+    ) -> Completion | list[Completion]:
+        given, alone = conversations_of(messages)
+        answers = await self._asking.all(self._asked(given, params, adapter, stop, unknown, is_chat=True))
+        return answers[0] if alone else answers
+
+    def _asked(
+        self, given: Sequence[Any], params: Any, adapter: Any, stop: Any, unknown: Mapping[str, Any], *, is_chat: bool
+    ) -> list[Asked]:
+        """What is asked, prompt by prompt. Raises InvalidRequest for arguments that don't fit."""
+        _refuse(unknown)
+        count = len(given)
+        all_params = for_each(params or SamplingParams(), count, "params", SamplingParams, "SamplingParams")
+        all_adapters = for_each(adapter, count, "adapter", (str, type(None)), "an adapter's name")
+        what = "conversation" if is_chat else "prompt"
         return [
-            Completion(
-                choice.text, tuple(choice.token_ids), str(choice.finish_reason), tuple(choice.prompt_token_ids),
-                tuple(choice.logprobs),
-            )
-            for choice in choices
-        ]  # fmt: skip
+            Asked(prompt, _with_stop(one, stop), name, is_chat, f"{what} {index}: ")
+            for index, (prompt, one, name) in enumerate(zip(given, all_params, all_adapters, strict=True))
+        ]
 
-    def _choice(
-        self, index: int, call: str, prompt: Prompt, params: SamplingParams, adapter: str | None, stop: Sequence[str]
-    ) -> Choice:
-        tokens = self.tokenizer.encode_now([prompt])[0] if isinstance(prompt, str) else list(prompt)
-        request = Request(f"{call}-{index}", tokens, self._seeds.fill(params), adapter)
-        return Choice(index, request, self.tokenizer.text_stream(list(stop), min_tokens=params.min_tokens))
+    def _stream(self, asked: Sequence[Asked]) -> Stream:
+        (one,) = asked
+        if (one.params.n or 1) > 1:
+            raise InvalidRequest("n", f"n is {one.params.n}, and a stream has one answer; leave n out")
+        ended: list[Completion] = []
+        return Stream(self._loop, self._asking.pieces(one, ended), ended)
 
+    async def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(self._loop.submit(work))
 
-class _Batch:
-    """The choices of one call, at most `IN_FLIGHT` of them in the engine."""
-
-    def __init__(self, worker: Backend, choices: Sequence[Choice]) -> None:
-        self._worker = worker
-        self._outputs: queue.SimpleQueue[RequestOutput | BaseException] = queue.SimpleQueue()
-        self._to_come = iter(choices)
-        self._open: dict[str, Choice] = {}
-
-    def run(self) -> None:
-        for choice in itertools.islice(self._to_come, IN_FLIGHT):
-            self._submit(choice)
-        while self._open:
-            output = self._outputs.get()
-            if isinstance(output, BaseException):
-                raise output
-            choice = self._open.get(output.request_id)
-            if choice is None:
-                continue
-            self._take(choice, output)
-            if choice.finish_reason is not None:
-                for following in itertools.islice(self._to_come, 1):
-                    self._submit(following)
-
-    def close(self) -> None:
-        """Abort what still runs."""
-        for request_id in self._open:
-            self._worker.abort(request_id)
-        self._open.clear()
-
-    def _take(self, choice: Choice, output: RequestOutput) -> None:
-        if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-            del self._open[output.request_id]
-            raise GenerationFailed(f"prompt {choice.index}: {output.error or 'the engine ended this request'}")
-        choice.add_output(output)
-        if choice.finish_reason is not None:
-            del self._open[output.request_id]
-            if output.finish_reason is None:  # a stop text, which the engine does not look for
-                self._worker.abort(output.request_id)
-
-    def _submit(self, choice: Choice) -> None:
-        """Give a choice to the engine without waiting for the step in progress; a refusal comes as an output does."""
-        self._open[choice.request.id] = choice
-
-        def refused(future: Future[None]) -> None:
-            if isinstance(error := future.exception(), InvalidRequest):
-                error = InvalidRequest(error.field, f"prompt {choice.index}: {error}")
-            if error is not None:
-                self._outputs.put(error)
-
-        self._worker.submit(choice.request, self._outputs.put).add_done_callback(refused)
+    def _of_known(self, name: str, act: Callable[[], T]) -> T:
+        """What `act` gives; UnknownAdapter with the name that may be meant."""
+        try:
+            return act()
+        except UnknownAdapter:
+            near = nearest(name, self.adapters)
+            hint = f"did you mean {near!r}?" if near else "llm.adapters lists them"
+            raise UnknownAdapter(f"there is no adapter {name!r}; {hint}") from None
 
 
-def _each(value: Any, count: int, name: str, single: type | tuple[type, ...]) -> list[Any]:
-    """One value for every prompt."""
-    if isinstance(value, single):
-        return [value] * count
-    values = list(value)
-    if len(values) != count:
-        raise InvalidRequest(name, f"there are {len(values)} {name} for {count} prompts; give one, or one for each")
-    return values
+def _refuse(unknown: Mapping[str, Any]) -> None:
+    """Raises InvalidRequest for an argument that there is not."""
+    for name in unknown:
+        if name in ARGUMENTS:
+            raise InvalidRequest(name, f"there is no argument {name!r}; {ARGUMENTS[name]}")
+        if name in FIELDS:
+            raise InvalidRequest(name, f"{name!r} is a sampling parameter; give params=SamplingParams({name}=…)")
+        with python_errors():
+            raise unknown_field(name, ("prompts", "messages", "params", "adapter", "stop", *FIELDS))
+
+
+def _with_stop(params: SamplingParams, stop: str | Sequence[str]) -> SamplingParams:
+    """The parameters with further stop texts."""
+    if not stop:
+        return params
+    if params.given.get("stop"):
+        raise InvalidRequest("stop", "stop is given twice, in params and beside it; leave one out")
+    return params.replace(stop=stop)

@@ -75,6 +75,19 @@ def _read_weights(weights: Any) -> Any:
     return {name.strip(): weight.strip() for name, _, weight in pairs}
 
 
+def _read_object(given: Any) -> Any:
+    """A JSON object, given as text or as it is. Raises ValueError."""
+    if not isinstance(given, str):
+        return given
+    try:
+        read = json.loads(given)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"this is no JSON object: {error}") from None
+    if not isinstance(read, dict):
+        raise ValueError('this is no JSON object, such as {"temperature": 0.5}')
+    return read
+
+
 def _split_roots(roots: Any) -> Any:
     if not isinstance(roots, str):
         return roots
@@ -134,6 +147,10 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         default="auto",
         description="what requests sample with where they say nothing: auto: the model's generation_config.json; "
         "vllm: OpenAI's defaults, as in vLLM",
+    )
+    override_generation_config: Annotated[dict[str, Any], NoDecode, BeforeValidator(_read_object)] = Field(
+        default={},
+        description="JSON object of defaults that win over the model's, such as '{\"temperature\": 0.5}', as in vLLM",
     )
     enable_force_include_usage: bool = Field(
         default=False,

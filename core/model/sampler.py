@@ -246,8 +246,7 @@ def score_prompts(
     counts = [row.params.prompt_logprobs or 0 for row in scored for _ in following_tokens(row)]
     found: list[TokenLogprobs] = []
     for begin, end in score_slices(rows, vocab):
-        part = tokens[begin:end], counts[begin:end]
-        found += _logprobs(sampling.score(logits(begin, end), range(end - begin), *part), *part)
+        found += _with_ranks(sampling, logits(begin, end), tokens[begin:end], counts[begin:end])
     at = 0
     for row in scored:
         count = len(following_tokens(row))
@@ -258,6 +257,22 @@ def score_prompts(
             result.errors[row.request_id] = NOT_FINITE
         else:
             result.prompt_logprobs[row.request_id] = scores
+
+
+def _with_ranks(
+    sampling: Sampling, logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]
+) -> Iterator[TokenLogprobs]:
+    """Log-probabilities and rank of a token for each row of logits."""
+    ranks = _ranks(logits, tokens)  # first: scoring may change the logits
+    scores = sampling.score(logits, range(len(tokens)), tokens, counts)
+    for one, rank in zip(_logprobs(scores, tokens, counts), ranks, strict=True):
+        yield TokenLogprobs(one.token_id, one.logprob, one.top, rank)
+
+
+def _ranks(logits: torch.Tensor, tokens: Sequence[int]) -> list[int]:
+    """One more than there are tokens with a larger logit, for a token of each row."""
+    own = logits.gather(1, on_device(torch.tensor(tokens), logits.device)[:, None])
+    return ((logits > own).sum(1) + 1).tolist()
 
 
 def score_slices(rows: Sequence[ScheduledRow], vocab: int) -> Iterator[tuple[int, int]]:

@@ -127,11 +127,14 @@ class StepPlan:
 class TokenLogprobs:
     """Log-probability of a token under the model's raw distribution, and the most likely alternatives, best first; or
     the ones that `logprob_token_ids` names, and the token among them.
+
+    rank: of a prompt's token, one more than there are likelier tokens; None of a generated one.
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
 
 
 @dataclass(slots=True)

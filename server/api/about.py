@@ -13,7 +13,7 @@ from functools import partial
 from prometheus_client import generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 from ...memory.adapters.store import UnknownAdapter
 from ..access.grants import NOWHERE, Grant
@@ -21,12 +21,13 @@ from ..checkpoints.pull import hub_name
 from ..engine.backend import Backend
 from ..engine.engine_view import AdapterState, EngineView
 from ..engine.metrics import Metrics, Write, accounts_text
-from ..errors import EngineUnavailable, JsonResponse, clipped, no_model
+from ..errors import EngineUnavailable, JsonResponse, clipped
 from ..executors import DaemonPool
 from ..http.gate import Gate
 from ..settings import Settings
 from ..version import VERSION
 from .fields import unsupported
+from .near import no_model_like
 
 audit = logging.getLogger("chorus.audit")
 
@@ -73,6 +74,18 @@ class Api:
             if not healthy:
                 body["reason"] = self._worker.trouble or "the server is shutting down"
         return JsonResponse(body, status_code=200 if healthy else 503)
+
+    async def index(self, request: Request) -> Response:
+        """The operator's page for a browser; for a program, where to go on."""
+        if self._settings.ui and "text/html" in request.headers.get("accept", ""):
+            return RedirectResponse(f"{self._settings.root_path}/ui", status_code=307, headers={"vary": "accept"})
+        page = {"ui": "/ui"} if self._settings.ui else {}
+        routes = {
+            "models": "/v1/models", "completions": "/v1/completions", "chat": "/v1/chat/completions",
+            "responses": "/v1/responses", "messages": "/v1/messages", "adapters": "/v1/adapters", "health": "/health",
+            "metrics": "/metrics", "openapi": "/openapi.json", **page,
+        }  # fmt: skip
+        return JsonResponse({"server": "chorus", "routes": routes}, headers={"vary": "accept"})
 
     async def ping(self, _: Request) -> Response:
         """SageMaker's health check: only the status counts."""
@@ -188,7 +201,8 @@ class Api:
         try:
             state = await asyncio.wrap_future(self._worker.adapters.state(name if grant.allows(name) else NOWHERE))
         except UnknownAdapter:
-            raise no_model(name) from None
+            base, book = self._settings.base_name, self._worker.adapters
+            raise await no_model_like(name, book, base, grant, self._threads) from None
         return JsonResponse(self._adapter_card(state))
 
     def _base_cards(self, grant: Grant) -> list[dict[str, object]]:

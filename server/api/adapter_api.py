@@ -24,6 +24,7 @@ from ...memory.files.directory import MAX_PATH_BYTES, NO_GGUF
 from ...memory.files.error import AdapterFormatError, shown
 from ...memory.files.format import STEM
 from ..access.grants import NOWHERE
+from ..engine.adapter_book import AdapterBook
 from ..engine.adapter_loads import AdapterLoads
 from ..engine.backend import Backend
 from ..engine.engine_view import AdapterState
@@ -224,7 +225,7 @@ class AdapterApi:
                     raise ApiError(400, message, param="paused")
                 await self._loads.pause(name, paused=asked.paused)
             if asked.pinned:
-                await self._pin(name)
+                await pin_adapter(self._book, name, self._settings.adapter_load_seconds)
             elif asked.pinned is False:
                 await asyncio.wrap_future(self._book.unpin(name))
             seen = await asyncio.wrap_future(self._book.state(name))
@@ -283,7 +284,7 @@ class AdapterApi:
         if (path is None) == (upload is None):
             raise ApiError(400, f"give {path_field}, or the files {CONFIG} and {WEIGHTS}, and not both",
                            param=path_field)  # fmt: skip
-        name, label = self._checked_name(asked.name, name_field)
+        name, label = checked_name(self._settings, asked.name, name_field)
         roots, find = self._roots.roots, partial(self._roots.find, path or "", path_field)
         if upload is None:
             self._roots.require()
@@ -298,38 +299,6 @@ class AdapterApi:
                 upload.load = load
             return await asyncio.wrap_future(load)
 
-    def _checked_name(self, full_name: str, field: str) -> tuple[str, str]:
-        """Name and version of an adapter that is to be loaded."""
-        name, label = split_version(full_name)
-        if label and not LABEL.fullmatch(label):
-            raise ApiError(400, f"a version has at most 64 letters, digits and ._+-, not {label!r}", param=field)
-        if MARK in name:
-            message = (
-                f"{field} {clipped(full_name)!r}: a name has no {MARK}, which stands before a version; choose another"
-            )
-            raise ApiError(400, message, param=field)
-        if self._settings.is_reserved(name):
-            message = f"{field} {name!r} is the base model's, or begins like it; choose another"
-            raise ApiError(400, message, param=field)
-        return name, label
-
-    async def _pin(self, name: str) -> None:
-        """Pin an adapter once it has been read."""
-        seconds = self._settings.adapter_load_seconds
-        try:
-            async with asyncio.timeout(seconds):
-                while not await asyncio.wrap_future(self._book.pin(name)):
-                    await asyncio.sleep(PIN_SECONDS)
-        except InvalidRequest as error:
-            raise ApiError(400, str(error), param="pinned", code="no_room_to_pin") from None
-        except AdapterFormatError as error:
-            status, again = (503, 1) if error.failure.may_pass else (424, None)
-            raise ApiError(status, str(error), code=error.failure, retry_after=again) from None
-        except TimeoutError:
-            self._book.unpin(name)  # a cluster's replicas would pin it later
-            message = f"the disk did not answer within {seconds:g} seconds (adapter_load_seconds); nothing is pinned"
-            raise ApiError(504, message, code="load_timed_out") from None
-
     async def _unload(self, request: Request, name: str, field: str | None, *, force: bool) -> int:
         """Remove an adapter; returns how many requests were ended for it."""
         if self._loads.loaded is None:
@@ -342,6 +311,37 @@ class AdapterApi:
             request.state.caller, name, removed.label, removed.content_hash, removed.ended,
         )  # fmt: skip
         return removed.ended
+
+
+def checked_name(settings: Settings, full_name: str, field: str) -> tuple[str, str]:
+    """Name and version of an adapter that is to be loaded. Raises an ApiError."""
+    name, label = split_version(full_name)
+    if label and not LABEL.fullmatch(label):
+        raise ApiError(400, f"a version has at most 64 letters, digits and ._+-, not {label!r}", param=field)
+    if MARK in name:
+        message = f"{field} {clipped(full_name)!r}: a name has no {MARK}, which stands before a version; choose another"
+        raise ApiError(400, message, param=field)
+    if settings.is_reserved(name):
+        message = f"{field} {name!r} is the base model's, or begins like it; choose another"
+        raise ApiError(400, message, param=field)
+    return name, label
+
+
+async def pin_adapter(book: AdapterBook, name: str, seconds: float) -> None:
+    """Pin an adapter once it has been read. seconds: that may take. Raises an ApiError, and UnknownAdapter."""
+    try:
+        async with asyncio.timeout(seconds):
+            while not await asyncio.wrap_future(book.pin(name)):
+                await asyncio.sleep(PIN_SECONDS)
+    except InvalidRequest as error:
+        raise ApiError(400, str(error), param="pinned", code="no_room_to_pin") from None
+    except AdapterFormatError as error:
+        status, again = (503, 1) if error.failure.may_pass else (424, None)
+        raise ApiError(status, str(error), code=error.failure, retry_after=again) from None
+    except TimeoutError:
+        book.unpin(name)  # a cluster's replicas would pin it later
+        message = f"the disk did not answer within {seconds:g} seconds (adapter_load_seconds); nothing is pinned"
+        raise ApiError(504, message, code="load_timed_out") from None
 
 
 def _body(one: AdapterState, request: Request) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -15,13 +16,14 @@ from ..engine.backend import Backend
 from ..engine.generation import Generation
 from ..engine.sourced_adapters import SourcedAdapters
 from ..engine.telemetry import Telemetry
-from ..errors import ApiError, as_api_error, client_gone, no_model, not_served
+from ..errors import ApiError, as_api_error, client_gone, not_served
 from ..executors import DaemonPool
 from ..settings import Settings
 from ..text.tokenizer import Tokenizer
 from .adapter_header import ADAPTER, adapter_header
 from .json_text import dumps, encode
 from .logprobs import LogprobFormat
+from .near import no_model_like
 from .openai import GenerationRequest, StreamOptions
 from .responses import AnswerFormat, Echo
 from .sse import EventStream, event, while_connected
@@ -65,7 +67,7 @@ class Answers:
     ) -> Response:
         try:
             with self.telemetry.counting_rejections():
-                await self._start(request, generation)
+                await self.sourced.start(generation, partial(while_connected, request.receive))
         except ClientDisconnect:
             return client_gone()
         except NotServed as error:
@@ -73,7 +75,10 @@ class Answers:
         except AdapterPaused as error:
             raise ApiError(503, str(error), param="model", code="adapter_paused", retry_after=1) from None
         except InvalidRequest as error:
-            raise no_model(generation.model) if error.field == "model" else error from None
+            if error.field != "model":
+                raise
+            base, grant = self.settings.base_name, request.state.identity.grant
+            raise await no_model_like(generation.model, self.worker.adapters, base, grant, self.threads) from None
         try:  # now the engine has found the prompts to be such that they can be decoded
             echoes = await self.threads.run(self._echoes, asked, echoed, generation) if echoed else ()
         except BaseException:
@@ -95,21 +100,6 @@ class Answers:
         finally:
             generation.close()
         return Response(body, media_type="application/json", headers=headers)
-
-    async def _start(self, request: Request, generation: Generation) -> None:
-        """Have the engine accept a call, once its adapter has been brought if it is not registered."""
-        name = generation.choices[0].request.adapter_name
-        try:
-            await generation.start()
-        except (NotServed, AdapterPaused):
-            raise
-        except InvalidRequest as error:
-            if error.field != "model" or name is None:
-                raise
-            if not await while_connected(request.receive, self.sourced.bring(name)):
-                raise
-            await generation.start()
-        self.sourced.note_use(name)
 
     def _echoes(self, asked: GenerationRequest, given: Sequence[str | list[int]], generation: Generation) -> list[Echo]:
         """An entry per choice. A prompt that came as text comes back as it was."""

@@ -20,11 +20,15 @@ from ..access.limits import RequestLimits
 from ..engine.backend import Backend
 from ..engine.generation import Choice, Generation
 from ..engine.telemetry import Telemetry
-from ..errors import no_model, not_served, read_body, too_long
+from ..errors import not_served, read_body, too_long
 from ..executors import DaemonPool
 from ..settings import Settings
 from ..text.call_formats import AnswerSyntax
 from ..text.tokenizer import Tokenizer
+from .caller import Caller
+from .chat_request import ChatBatch
+from .completion_request import CompletionRequest
+from .near import no_model_like
 from .openai import GenerationRequest, names_of
 from .price import check_steering, unasked_limit
 from .sampling_defaults import SamplingDefaults
@@ -68,20 +72,47 @@ class Calls:
         limit = self.worker.model.max_model_len
         return limit if asked.truncate_prompt_tokens is None else max(limit, self.settings.max_call_tokens)
 
-    def check(self, request: Request, asked: GenerationRequest, num_prompts: int) -> None:
+    async def complete(
+        self, caller: Caller, asked: CompletionRequest, prefix: str, arrival: float
+    ) -> tuple[Generation, list[str | list[int]]]:
+        """The generation that answers a completion request, and its prompts as an echo shows them.
+
+        prefix: of its id. arrival: when it came, by the monotonic clock.
+        """
+        given = asked.prompts(self.settings.max_prompts)
+        self.check(caller, asked, len(given))
+        texts = [prompt for prompt in given if isinstance(prompt, str)]
+        most, specials = self.most_tokens(asked), asked.add_special_tokens
+        encoded = iter(await self.tokenizer.encode(texts, add_special_tokens=specials, most=most))
+        prompts = [next(encoded) if isinstance(prompt, str) else prompt for prompt in given]
+        kept = [asked.cut(prompt, self.worker.model.max_model_len) for prompt in prompts]
+        generation = await self.make(prefix, caller, asked, kept, arrival, "prompt")
+        shown = [one if after is before else after for one, before, after in zip(given, prompts, kept, strict=True)]
+        return generation, shown
+
+    async def converse(self, caller: Caller, batch: ChatBatch, prefix: str, arrival: float) -> Generation:
+        """The generation that answers conversations; prefix, arrival: as of `complete`."""
+        asked, context = batch.asked, self.worker.model.max_model_len
+        self.check(caller, asked, len(batch.conversations))
+        most = self.most_tokens(asked)
+        encoded = [await self.tokenizer.encode_chat(one, most) for one in batch.conversations]
+        prompts = [asked.cut(prompt, context) for prompt in encoded]
+        return await self.make(prefix, caller, asked, prompts, arrival, "messages")
+
+    def check(self, caller: Caller, asked: GenerationRequest, num_prompts: int) -> None:
         """Raise InvalidRequest for too many answers, and Overloaded where the queue has no room for them."""
         limit = self.settings.max_prompts
         if num_prompts * asked.n > limit:
             count = f"these are {asked.n} to each of {num_prompts} prompts" if num_prompts > 1 else f"n is {asked.n}"
             raise InvalidRequest("n", f"at most {limit} answers are given in one call, {count}")
         check_steering(asked, num_prompts * asked.n, self.settings)
-        _, adapter = self._names(request, asked.model, asked.lora_path)
+        _, adapter = self._names(caller, asked.model, asked.lora_path)
         with self.telemetry.counting_rejections():
-            self.worker.check_room(request.state.tenant, adapter, num_prompts * asked.n)
+            self.worker.check_room(caller.tenant, adapter, num_prompts * asked.n)
 
-    async def require(self, request: Request, model: str | None, lora_path: str | None = None) -> None:
+    async def require(self, caller: Caller, model: str | None, lora_path: str | None = None) -> None:
         """Raises an ApiError, as a request for an answer would, unless there is a model that the key may use."""
-        model, asked = self._names(request, model, lora_path)
+        model, asked = self._names(caller, model, lora_path)
         if asked is None:
             return
         try:
@@ -91,19 +122,20 @@ class Calls:
             for one in aside:
                 if one.name == asked:
                     raise not_served(f"adapter {asked!r} is not served: {one.reason}") from None
-            raise no_model(model) from None
+            base, book = self.settings.base_name, self.worker.adapters
+            raise await no_model_like(model, book, base, caller.grant, self.threads) from None
 
-    def _names(self, request: Request, model: str | None, lora_path: str | None) -> tuple[str, str | None]:
-        """The name that the answer goes by, and the adapter's; `NOWHERE` for what the request's key may not use: the
+    def _names(self, caller: Caller, model: str | None, lora_path: str | None) -> tuple[str, str | None]:
+        """The name that the answer goes by, and the adapter's; `NOWHERE` for what the caller may not use: the
         request then fares in all as one for an adapter that does not exist.
         """
         model, adapter = names_of(self.settings.base_name, model, lora_path)
-        return model, adapter if request.state.identity.grant.allows(adapter) else NOWHERE
+        return model, adapter if caller.grant.allows(adapter) else NOWHERE
 
     async def make(
         self,
         prefix: str,
-        request: Request,
+        caller: Caller,
         asked: GenerationRequest,
         prompts: list[list[int]],
         arrival: float,
@@ -113,7 +145,7 @@ class Calls:
         for prompt in prompts:
             if len(prompt) >= limit:
                 raise too_long(limit, what, f"{len(prompt)} tokens")
-        model, adapter = self._names(request, asked.model, asked.lora_path)
+        model, adapter = self._names(caller, asked.model, asked.lora_path)
         unasked = unasked_limit(asked, prompts, self.settings, limit)
         defaults = self.defaults
         if unasked is None or (defaults.max_tokens is not None and defaults.max_tokens < unasked):
@@ -135,7 +167,7 @@ class Calls:
                     self.seeds.fill(params),
                     adapter,
                     arrival,
-                    tenant=request.state.tenant,
+                    tenant=caller.tenant,
                     cache_salt=asked.cache_salt,
                     call=call_id if several else "",
                     sibling=choices[0].request if choices else None,
@@ -163,7 +195,7 @@ class Calls:
             choices,
             id=prefix + asked.request_id if asked.request_id else call_id,
             model=model,
-            records=self.telemetry.call(request.headers, model, asked.n, request.state.spend),
+            records=self.telemetry.call(caller.headers, model, asked.n, caller.spend),
             per_prompt=asked.n,
             in_bulk=not asked.stream and not asked.stop,
         )

@@ -14,7 +14,9 @@ from typing import Any
 from ..errors import ApiError, clipped
 
 ALIASES = {
+    "choice": "guided_choice",  # vLLM's, within structured_outputs
     "ignore_eos_token": "ignore_eos",  # LoRAX
+    "json": "guided_json",  # vLLM's, within structured_outputs
     "max_new_tokens": "max_tokens",  # SGLang, LoRAX
     "min_new_tokens": "min_tokens",  # SGLang
     "n_cmpl": "n",  # llama.cpp
@@ -98,7 +100,47 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Known fields that we don't have, or not in this kind of call, with the values that ask for nothing."""
 
+ROUTES = {
+    "input": "POST /v1/responses takes it; send prompt to /v1/completions, or messages to /v1/chat/completions",
+    "inputs": "POST /generate takes it; send prompt to /v1/completions, or messages to /v1/chat/completions",
+    "messages": "POST /v1/chat/completions takes conversations",
+    "prompt": "POST /v1/completions takes prompts; a conversation is a list of messages",
+}
+"""Fields of which a body can have but one, each with the route that takes it."""
+
+_ADAPTER = "name the adapter as model"
+_THEMSELVES = "give the fields in it themselves, beside model"
+
+ELSEWHERE = {
+    **dict.fromkeys(("adapter", "adapter_name", "lora_id", "lora_name", "lora_request"), _ADAPTER),
+    **dict.fromkeys(("extra_body", "options", "parameters", "sampling_params"), _THEMSELVES),
+    "context": "send the whole conversation as messages",
+    "engine": "it is called model",
+    "eos_token_id": "use stop_token_ids",
+    "format": "use response_format",
+    "generationConfig": _THEMSELVES,
+    "generation_config": _THEMSELVES,
+    "guided_decoding": "use structured_outputs",
+    "images": "language models are served, which read text only",
+    "keep_alive": "PATCH /v1/adapters/NAME with pinned keeps an adapter resident",
+    "max_length": "use max_tokens, which counts the answer's tokens alone",
+    "max_output_tokens": "use max_tokens",
+    "num_beams": "use n, and choose by logprobs",
+    "num_ctx": "the server is started with --max-model-len",
+    "num_predict": "use max_tokens",
+    "num_return_sequences": "use n",
+    "raw": "POST /v1/completions takes prompts as they are",
+    "stop_sequences": "use stop",
+    "system": "send a message of the role system",
+    "template": "send the prompt as it is to POST /v1/completions",
+    "think": "use reasoning_effort, or chat_template_kwargs",
+    "top_n_tokens": "use top_logprobs, or logprobs of a completion",
+}
+"""Fields of other servers, and of their libraries, that have another name or place here."""
+
 INSTEAD = {
+    "function_call": "use tool_choice",
+    "functions": 'use tools, each {"type": "function", "function": {…}}',
     "api_token": "adapters are loaded with POST /v1/adapters",
     "guided_decoding_backend": "there is one, llguidance",
     "guided_whitespace_pattern": "JSON has one blank at most between its tokens",
@@ -221,6 +263,8 @@ def unsupported(param: str, message: str) -> ApiError:
 
 def unknown_field(name: str, known: Collection[str], where: str = "") -> ApiError:
     shown = clipped(where + name)
-    near = difflib.get_close_matches(name[:64], [*known, *(() if where else ALIASES)], n=1)
-    hint = f"did you mean {near[0]}?" if near else "leave it out"
+    hint = None if where or name in known else ROUTES.get(name) or ELSEWHERE.get(name)
+    if hint is None:
+        near = difflib.get_close_matches(name[:64], [*known, *(() if where else ALIASES)], n=1)
+        hint = f"did you mean {near[0]}?" if near else "leave it out"
     return ApiError(400, f"there is no field {shown!r}; {hint}", param=shown, code="unknown_parameter")

@@ -12,10 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..access.limits import RequestLimits, check_json
-from ..settings import Settings
-from ..text.tokenizer import Tokenizer
 from . import generate_request, messages_request, responses_request
 from .answers import Answers, MakeFormat
+from .caller import Caller
 from .calls import Calls
 from .chat_request import ChatBatch, ChatCompletionRequest, Conversations, has_messages
 from .completion_request import CompletionRequest
@@ -98,8 +97,6 @@ ROUTES: dict[str, tuple[Callable[[bytes, RequestLimits], Call], type[BaseModel] 
 class GenerationApi:
     """Completions and chat completions, in the forms of several servers; `Calls` and `Answers` do what they share."""
 
-    tokenizer: Tokenizer
-    settings: Settings
     calls: Calls
     answers: Answers
 
@@ -118,22 +115,9 @@ class GenerationApi:
         return answer
 
     async def _complete(self, request: Request, call: Call, asked: CompletionRequest, arrival: float) -> Response:
-        given = asked.prompts(self.settings.max_prompts)
-        self.calls.check(request, asked, len(given))
-        texts = [prompt for prompt in given if isinstance(prompt, str)]
-        most, specials = self.calls.most_tokens(asked), asked.add_special_tokens
-        encoded = iter(await self.tokenizer.encode(texts, add_special_tokens=specials, most=most))
-        prompts = [next(encoded) if isinstance(prompt, str) else prompt for prompt in given]
-        kept = [asked.cut(prompt, self.calls.worker.model.max_model_len) for prompt in prompts]
-        generation = await self.calls.make(call.prefix, request, asked, kept, arrival, "prompt")
-        shown = [one if after is before else after for one, before, after in zip(given, prompts, kept, strict=True)]
+        generation, shown = await self.calls.complete(Caller.of(request), asked, call.prefix, arrival)
         return await self.answers.to(request, asked, generation, call.make_format, shown if asked.echo else ())
 
     async def _converse(self, request: Request, call: Call, batch: ChatBatch, arrival: float) -> Response:
-        asked, context = batch.asked, self.calls.worker.model.max_model_len
-        self.calls.check(request, asked, len(batch.conversations))
-        most = self.calls.most_tokens(asked)
-        encoded = [await self.tokenizer.encode_chat(one, most) for one in batch.conversations]
-        prompts = [asked.cut(prompt, context) for prompt in encoded]
-        generation = await self.calls.make(call.prefix, request, asked, prompts, arrival, "messages")
+        asked, generation = batch.asked, await self.calls.converse(Caller.of(request), batch, call.prefix, arrival)
         return await self.answers.to(request, asked, generation, call.make_format, batch.begun if asked.echo else ())

@@ -68,11 +68,11 @@ class LogprobFormat:
         }
 
     def prompt(self, logprobs: Sequence[TokenLogprobs], count: int) -> Any:
-        """vLLM's `prompt_logprobs`: token id → score, for every token but the first; rank is null where unknown."""
+        """vLLM's `prompt_logprobs`: token id → score, for every token but the first, with their ranks."""
         return sliced([None, *logprobs], lambda entry: None if entry is None else self._by_id(entry, count))
 
     def _by_id(self, entry: TokenLogprobs, count: int) -> dict[str, Body]:
-        ranks = {token: rank for rank, (token, _) in enumerate(entry.top, start=1)}
+        ranks = {entry.token_id: entry.rank, **{token: rank for rank, (token, _) in enumerate(entry.top, start=1)}}
         scores = dict([(entry.token_id, entry.logprob), *entry.top[:count]])
         return {
             str(token): {

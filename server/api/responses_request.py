@@ -48,7 +48,7 @@ class ResponsesBody(AsChat):
         "context_management": (([],), "shorten the input, or use truncate_prompt_tokens"),
         "conversation": ((), _STATELESS),
         "previous_response_id": ((), _STATELESS),
-        "prompt": ((), "there are no stored prompts; send instructions and input"),
+        "prompt": ((), "there are no stored prompts; send instructions and input, or a text to POST /v1/completions"),
         "store": ((False,), _STATELESS),
         "truncation": (("disabled",), "use truncate_prompt_tokens to cut the beginning of a prompt that is too long"),
     }

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...core.model.config_json import ConfigJson
 from ...core.requests.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from ..settings import Settings
+
+OVERRIDABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+"""Fields of generation_config.json that are defaults of requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +29,32 @@ class SamplingDefaults:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     max_tokens: int | None = None
+
+    @classmethod
+    def of(cls, settings: Settings) -> SamplingDefaults:
+        """The defaults that a server's settings ask for. Raises ValueError for a value that no request could have."""
+        own = cls.read(settings.model) if settings.generation_config == "auto" else cls()
+        return own.overridden(settings.override_generation_config)
+
+    def overridden(self, overrides: Mapping[str, Any]) -> SamplingDefaults:
+        """The same with other values. overrides: by the names of generation_config.json."""
+        values = dict[str, Any]()
+        for name, value in overrides.items():
+            if name not in OVERRIDABLE:
+                near = difflib.get_close_matches(name, OVERRIDABLE, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"it may set {', '.join(OVERRIDABLE)}"
+                raise ValueError(f"override_generation_config sets {name!r}, which is no default of requests; {hint}")
+            whole = name in ("top_k", "max_new_tokens")
+            if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+                what = "a whole number" if whole else "a number"
+                raise ValueError(f"override_generation_config: {name} is {value!r}; it must be {what}")
+            values["max_tokens" if name == "max_new_tokens" else name] = max(value, 0) if name == "top_k" else value
+        try:
+            SamplingParams(**values)
+        except ValueError as error:
+            told = str(error).replace("max_tokens", "max_new_tokens")
+            raise ValueError(f"override_generation_config: {told}") from None
+        return replace(self, **values)
 
     @classmethod
     def read(cls, model: Path) -> SamplingDefaults:

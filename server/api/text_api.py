@@ -15,6 +15,7 @@ from ..errors import JsonResponse
 from ..executors import DaemonPool
 from ..text.tokenizer import Tokenizer
 from . import messages_request
+from .caller import Caller
 from .calls import Calls
 from .chat_request import ChatCompletionRequest, has_messages
 from .json_text import encode
@@ -63,7 +64,7 @@ class TextApi:
 
     async def tokenize(self, request: Request) -> Response:
         asked = await self._calls.parse(tokenize_request, request)
-        await self._calls.require(request, asked.model, getattr(asked, "lora_path", None))
+        await self._calls.require(Caller.of(request), asked.model, getattr(asked, "lora_path", None))
         limit = self._worker.model.max_model_len
         if isinstance(asked, ChatToTokens):
             tokens = await self._tokenizer.encode_chat(asked.conversation(), limit)
@@ -76,7 +77,7 @@ class TextApi:
 
     async def detokenize(self, request: Request) -> Response:
         asked = await self._calls.parse(TokensToText.read, request)
-        await self._calls.require(request, asked.model)
+        await self._calls.require(Caller.of(request), asked.model)
         vocab = self._worker.model.vocab_size
         if asked.tokens and max(asked.tokens) >= vocab:
             raise InvalidRequest("tokens", f"token id {max(asked.tokens)} is outside the vocabulary of {vocab}")
@@ -90,7 +91,7 @@ class TextApi:
     async def count_tokens(self, request: Request) -> Response:
         """Anthropic's: the length of a conversation's prompt."""
         asked = await self._calls.parse(MessagesToCount.parse, request)
-        await self._calls.require(request, asked.model, asked.lora_path)
+        await self._calls.require(Caller.of(request), asked.model, asked.lora_path)
         with renaming(messages_request.NAMES):
             tokens = await self._tokenizer.encode_chat(asked.conversation(), self._worker.model.max_model_len)
         return JsonResponse({"input_tokens": len(tokens)})

@@ -51,11 +51,16 @@ def read_step(data: Any) -> StepInfo | None:
 
 
 def _scores(scores: tuple[TokenLogprobs, ...]) -> list[Any]:
-    return [[one.token_id, one.logprob, [list(pair) for pair in one.top]] for one in scores]
+    return [
+        [one.token_id, one.logprob, [list(pair) for pair in one.top], *([] if one.rank is None else [one.rank])]
+        for one in scores
+    ]
 
 
 def _read_scores(scores: Any) -> tuple[TokenLogprobs, ...]:
-    return tuple(TokenLogprobs(token, logprob, tuple((t, p) for t, p in top)) for token, logprob, top in scores)
+    return tuple(
+        TokenLogprobs(token, logprob, tuple((t, p) for t, p in top), *rank) for token, logprob, top, *rank in scores
+    )
 
 
 _REST: tuple[tuple[str, str, Callable[[Any], Any], Callable[[Any], Any]], ...] = (

@@ -89,6 +89,10 @@ class AdapterBook(ABC):
 
         return self._ask(listing)
 
+    def names(self) -> Future[list[str]]:
+        """Names of all registered versions, in no order."""
+        return self._ask(lambda names: [name for name, _ in names.registered()])
+
     def state(self, name: str) -> Future[AdapterState]:
         return self._ask(lambda names: names.state_of(name, names.get(name)))
 

@@ -97,6 +97,11 @@ class Choice:
         self._stream = text_stream
         self._prompt_only = prompt_only
 
+    @property
+    def reads(self) -> bool:
+        """True if its text is read for parts."""
+        return self._reader is not None
+
     def add_output(self, output: RequestOutput) -> Delta:
         """Adds the engine's output; what follows a stop string is dropped."""
         if self.num_cached_tokens is None:

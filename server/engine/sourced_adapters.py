@@ -8,11 +8,13 @@ import math
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from ...core.requests.sampling_params import AdapterPaused, InvalidRequest, NotServed
 from ...memory.adapters.store import UnknownAdapter
 from ...memory.adapters.versions import split_version
 from ...memory.files.error import AdapterFormatError
@@ -26,6 +28,7 @@ from ..stores.errors import CacheFull, NotInStore, StoreAway, StoreError, StoreR
 from ..stores.rules import Location
 from .adapter_book import AdapterBook
 from .adapter_loads import AdapterLoads, LoadTimedOut
+from .generation import Generation
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +51,13 @@ TOUCH_SECONDS = 60.0
 
 BY = "a request"
 """Name in the log for the loads of requests."""
+
+
+Until = Callable[[Coroutine[Any, Any, bool]], Awaitable[bool]]
+
+
+async def _awaited(brought: Coroutine[Any, Any, bool]) -> bool:
+    return await brought
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +127,22 @@ class SourcedAdapters:
                 del self._waiting[name]
                 if (fetch := self._fetches.get(name)) is not None:
                     fetch.cancel()
+
+    async def start(self, generation: Generation, until: Until = _awaited) -> None:
+        """Have the engine accept a call, once its adapter has been brought if it is not registered.
+
+        until: awaits that, or gives up when the client has gone. Raises as `Generation.start` does, and ApiError.
+        """
+        name = generation.choices[0].request.adapter_name
+        try:
+            await generation.start()
+        except (NotServed, AdapterPaused):
+            raise
+        except InvalidRequest as error:
+            if error.field != "model" or name is None or not await until(self.bring(name)):
+                raise
+            await generation.start()
+        self.note_use(name)
 
     def note_use(self, name: str | None) -> None:
         """Note that a request uses an adapter, which may be one of a store."""

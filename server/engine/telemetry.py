@@ -24,9 +24,9 @@ class CallRecords(NamedTuple):
 
 
 class Telemetry(NamedTuple):
-    """Records of all calls."""
+    """Records of all calls; by default none."""
 
-    metrics: Metrics
+    metrics: Metrics | None = None
     recorder: Recorder | None = None
     tracer: Tracer | None = None
 
@@ -43,5 +43,6 @@ class Telemetry(NamedTuple):
         try:
             yield
         except Overloaded:
-            self.metrics.rejected()
+            if self.metrics is not None:
+                self.metrics.rejected()
             raise

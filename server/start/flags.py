@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -17,7 +17,11 @@ from ...core.config import EngineConfig
 from ..access.limits import RequestLimits
 from ..errors import field_path
 from ..settings import ENV_PREFIX, REPEATABLE, ConfigFileError, Settings
+from ..wanted import problem_of
 from .advice import ForeignFlag, without_foreign_flags
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 OTHER_VARIABLES = ("API_KEYS", "ADMIN_KEYS", "CHECK_STEPS", "COMMIT", "CPU_ISA", "NVTX", "SHARED", "SITE")
 """Names after `CHORUS_` that are no settings, and mean something all the same."""
@@ -166,12 +170,18 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
         raise UsageError(f"chorus: error: {error}") from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        message = first["msg"].removeprefix("Value error, ")
         if not first["loc"]:
-            raise UsageError(f"chorus: error: {message}") from None
+            raise UsageError(f"chorus: error: {first['msg'].removeprefix('Value error, ')}") from None
         name = str(first["loc"][0])
-        told = "wrong" if name in SECRETS else repr(first["input"])
-        raise UsageError(f"chorus: error: {_origin(name, given)} is {told}: {message}") from None
+        raise UsageError(f"chorus: error: {_origin(name, given)}{_problem(name, first)}") from None
+
+
+def _problem(name: str, error: ErrorDetails) -> str:
+    """What is wrong with a setting; a secret's value is left out."""
+    if name in SECRETS:
+        return f" is wrong: {error['msg'].removeprefix('Value error, ')}"
+    problem = problem_of(error)
+    return f" is {error['input']!r}{problem}" if problem.startswith(":") else problem
 
 
 def _check_environment() -> None:

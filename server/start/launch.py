@@ -110,7 +110,7 @@ def url_of(bound: socket.socket) -> str:
 def build_app(settings: Settings, open_backend: OpenBackend | None = None) -> Starlette:
     """The app that serves what the settings name. open_backend: what computes its answers; default: `load`."""
     try:
-        defaults = SamplingDefaults.read(settings.model) if settings.generation_config == "auto" else SamplingDefaults()
+        defaults = SamplingDefaults.of(settings)
         recorder = None if settings.record is None else Recorder(settings.record)
         tracer = Tracer.of(settings.otlp_traces_endpoint)
     except ValueError as error:  # NoTrace and NoTracing among them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -69,6 +70,9 @@ class Conversation:
     variables: Mapping[str, Any] = field(default_factory=dict)
     add_special_tokens: bool = False
 
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""Roles of the API's messages; a model's chat template may know others."""
 
 INFO_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 INFO_FLAGS = ("add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces")
@@ -232,6 +236,7 @@ class Tokenizer:
         """
         if not self.has_chat_template:
             raise InvalidRequest("messages", "this model has no chat template; send a plain prompt (/v1/completions)")
+        self._check_roles(conversation.messages)
         try:
             prompt = self._tokenizer.apply_chat_template(
                 conversation.messages,
@@ -245,6 +250,21 @@ class Tokenizer:
             reason = clipped(str(error))
             raise InvalidRequest("messages", f"the model's chat template refuses the messages: {reason}") from error
         return str(prompt)
+
+    def _check_roles(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Raise InvalidRequest for a role that neither the API nor the model's chat template knows: the template would
+        leave the message out, or write the role as it is.
+        """
+        for index, message in enumerate(messages):
+            role = str(message.get("role"))
+            if role in ROLES or re.search(rf"['\"]{re.escape(role)}['\"]", self.chat_template):
+                continue
+            near = difflib.get_close_matches(role[:64], ROLES, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it may be {', '.join(ROLES)}"
+            where = f"messages[{index}].role"
+            raise InvalidRequest(
+                where, f"{where} is {clipped(role)!r}, which this model's chat template does not know; {hint}"
+            )
 
     def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The token sequences that words must not appear as, as vLLM understands them.

@@ -301,6 +301,9 @@ def test_prompt_tokens_are_scored_by_the_logits_before_them(monkeypatch):
         assert [it.token_id for it in scored] == following
         own = [float(want[first + i, token]) for i, token in enumerate(following)]
         assert [it.logprob for it in scored] == pytest.approx(own, abs=1e-5)
+        assert [it.rank for it in scored] == [
+            1 + int((want[first + i] > want[first + i, token]).sum()) for i, token in enumerate(following)
+        ]
         tops = [[t for t, _ in it.top] for it in scored]
         assert tops == [want[first + i].topk(count).indices.tolist() for i in range(len(scored))]
 

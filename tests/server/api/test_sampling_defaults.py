@@ -1,11 +1,13 @@
 """Sampling parameters of a request that names none."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
 
 from chorus.server.api.sampling_defaults import SamplingDefaults
+from chorus.server.settings import Settings
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 QWEN = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05, "eos_token_id": 1}
@@ -46,3 +48,30 @@ def test_requests_override_it_field_by_field(start, fake_engine, path):
     assert replace(null, seed=plain.seed) == plain
     assert (own.temperature, own.top_p, own.top_k, own.min_p, own.max_tokens) == (0.0, 1.0, 0, 0.0, 3)
     assert own.repetition_penalty == 1.05
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({"temperature": 0.5, "top_k": -1}, SamplingDefaults(temperature=0.5)),
+        ({"max_new_tokens": 7, "min_p": 0}, SamplingDefaults(max_tokens=7)),
+        ({}, SamplingDefaults()),
+    ],
+)
+def test_overrides_win_over_the_model_s(overrides, expected):
+    assert SamplingDefaults.of(Settings(generation_config="vllm", override_generation_config=overrides)) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"temprature": 1}, "did you mean temperature?"),
+        ({"eos_token_id": 1}, "it may set temperature"),
+        ({"temperature": "hot"}, "temperature is 'hot'; it must be a number"),
+        ({"top_p": 2}, "top_p is 2"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+    ],
+)
+def test_overrides_that_no_request_could_have_are_refused(overrides, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        SamplingDefaults.of(Settings(override_generation_config=overrides))

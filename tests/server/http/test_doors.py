@@ -172,6 +172,7 @@ def test_only_an_admin_key_changes_adapters(guarded):
 
 
 RIGHTS = {
+    ("GET", "/"): Right.OPEN,
     ("GET", "/health"): Right.OPEN,
     ("GET", "/ping"): Right.OPEN,
     ("POST", "/ping"): Right.KEY,

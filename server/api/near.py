@@ -1,0 +1,60 @@
+"""The name that a mistyped one may be meant for, found in a time that thousands of names do not lengthen much."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from ..errors import ApiError, no_model
+
+if TYPE_CHECKING:
+    from ..access.grants import Grant
+    from ..engine.adapter_book import AdapterBook
+    from ..executors import DaemonPool
+
+MAX_COMPARED = 64
+"""Names that are compared letter by letter."""
+
+MAX_LONGER = 3
+"""Letters that the name may have more or fewer."""
+
+ENDS = 2
+"""Letters at the beginning, or at the end, that both names must share."""
+
+
+async def no_model_like(
+    name: str, book: AdapterBook, base: str, grant: Grant, threads: DaemonPool
+) -> ApiError:  # fmt: skip
+    """The answer to a model's name that there is not, with the one that is meant if the key may use it.
+
+    threads: compare the names, which may be thousands, beside the event loop.
+    """
+    names = await asyncio.wrap_future(book.names())
+
+    def allows(each: str) -> bool:
+        return grant.allows(None if each == base else each)
+
+    return no_model(name, await threads.run(nearest, name, [base, *names], allows))
+
+
+def nearest(name: str, names: Iterable[str], allows: Callable[[str], bool] = lambda _: True) -> str | None:
+    """The name among `names` that is most like `name`; None where none is near. allows: the ones that may be told.
+
+    A name is compared if it begins or ends as `name` does, whatever the case, and is about as long.
+    """
+    name = name[:256]
+    low = name.lower()
+    head, tail = low[:ENDS], low[-ENDS:]
+    alike = (
+        each
+        for each in names
+        if abs(len(each) - len(name)) <= MAX_LONGER
+        and (each[:ENDS].lower() == head or each[-ENDS:].lower() == tail)
+        and allows(each)
+    )
+    by_low = {each.lower(): each for each in islice(alike, MAX_COMPARED)}
+    found = difflib.get_close_matches(low, by_low, n=1)
+    return by_low[found[0]] if found else None

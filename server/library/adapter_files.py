@@ -1,0 +1,100 @@
+"""Files of adapters that a program gives as bytes or tensors: kept as the ones that come over HTTP are."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ...core.requests.sampling_params import InvalidRequest
+from ...memory.files.content_store import Draft, StoreFull, TooLarge
+from ...memory.files.format import CONFIG_FILE, WEIGHTS_FILE
+from ..engine.adapter_loads import AdapterLoads
+from ..engine.loaded_adapters import LoadedAdapters
+from ..settings import Settings
+
+
+class AdapterFiles:
+    """A directory for adapters that have none: `adapter_uploads`, or one that is gone when the LLM is closed."""
+
+    def __init__(self, settings: Settings, loads: AdapterLoads) -> None:
+        self._settings = settings
+        self._loads = loads
+        self._lock = threading.Lock()
+        self._made: tempfile.TemporaryDirectory[str] | None = None
+
+    @contextmanager
+    def draft(self, config: Any, weights: Any) -> Iterator[Draft]:
+        """The files of an adapter, for a load within the block. Raises InvalidRequest."""
+        files = {CONFIG_FILE: _config_bytes(config), WEIGHTS_FILE: _weight_bytes(weights)}
+        try:
+            with self._directory().draft() as draft:
+                for name, data in files.items():
+                    draft.write(name, data)
+                yield draft
+        except TooLarge as error:
+            raise InvalidRequest("weights", f"{error}; max_adapter_bytes allows more") from None
+        except StoreFull as error:
+            raise InvalidRequest("weights", f"{error}; max_uploaded_bytes allows more") from None
+
+    def close(self) -> None:
+        with self._lock:
+            if self._made is not None:
+                self._made.cleanup()
+                self._made = None
+
+    def _directory(self) -> LoadedAdapters:
+        with self._lock:
+            if self._loads.loaded is None:
+                self._made = tempfile.TemporaryDirectory(prefix="chorus-adapters-", ignore_cleanup_errors=True)
+                own = self._settings.model_copy(update={"adapter_uploads": Path(self._made.name)})
+                self._loads.loaded = LoadedAdapters.of(own, has_registry=False)
+            assert self._loads.loaded is not None  # a directory was named
+            return self._loads.loaded
+
+
+def _config_bytes(config: Any) -> bytes:
+    if config is None:
+        raise InvalidRequest("config", "config is missing; give what adapter_config.json has, as a dict, text or bytes")
+    if callable(to_dict := getattr(config, "to_dict", None)):  # peft's LoraConfig
+        config = to_dict()
+    if isinstance(config, Mapping):
+        try:
+            return json.dumps(config, default=_listed).encode()
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest("config", f"config can't be written as JSON: {error}") from None
+    if isinstance(config, str):
+        return config.encode()
+    if isinstance(config, bytes | bytearray | memoryview):
+        return bytes(config)
+    raise InvalidRequest("config", f"config must be a dict, text or bytes, not {type(config).__name__}")
+
+
+def _listed(value: Any) -> Any:
+    """Sets of module names, and enumerations, as peft's configurations have them."""
+    return sorted(value) if isinstance(value, set | frozenset) else str(getattr(value, "value", value))
+
+
+def _weight_bytes(weights: Any) -> bytes:
+    if weights is None:
+        raise InvalidRequest(
+            "weights", "weights are missing; give tensors by name, or adapter_model.safetensors' bytes"
+        )
+    if isinstance(weights, bytes | bytearray | memoryview):
+        return bytes(weights)
+    if not isinstance(weights, Mapping) or not weights:
+        raise InvalidRequest("weights", f"weights must be bytes, or tensors by name, not {type(weights).__name__}")
+    import torch
+    from safetensors.torch import save
+
+    tensors = {}
+    for name, tensor in weights.items():
+        try:
+            tensors[str(name)] = torch.as_tensor(tensor).detach().to("cpu").contiguous().clone()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InvalidRequest("weights", f"weights[{name!r}] is no tensor: {error}") from None
+    return save(tensors)

@@ -1,0 +1,157 @@
+"""From prompts to answers, on an event loop: each prompt is one call, made by the code that makes HTTP's."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...core.requests.sampling_params import AdapterPaused, InvalidRequest, NotServed
+from ...core.scheduling.overload import Overloaded
+from ..api.caller import Caller
+from ..api.calls import Calls
+from ..api.chat_request import ChatBatch, ChatCompletionRequest
+from ..api.completion_request import CompletionRequest
+from ..api.near import nearest
+from ..engine.generation import Generation
+from ..engine.sourced_adapters import SourcedAdapters
+from .completion import Collected, Completion, completion_of, streamed_completion
+from .params import SamplingParams, plain_copy, python_errors
+
+PROGRAM = Caller()
+"""Who asks: the program itself."""
+
+PREFIX = "llm-"
+
+MAX_LISTED = 8
+"""Names of adapters that an error lists."""
+
+
+@dataclass(slots=True)
+class Asked:
+    """A prompt, or a conversation, and how it is to be answered. where: in front of errors about it."""
+
+    prompt: Any
+    params: SamplingParams
+    adapter: str | None = None
+    is_chat: bool = False
+    where: str = ""
+
+    def body(self, context: int) -> dict[str, Any]:
+        """The body of the request over HTTP that asks the same."""
+        if self.is_chat:
+            body = self.params.for_chat(plain_copy(self.prompt))
+        else:
+            body = self.params.for_text(self.prompt, context)
+        body.pop("return_token_ids", None)
+        return body if self.adapter is None else {**body, "lora_path": self.adapter}
+
+
+@dataclass(slots=True)
+class Asking:
+    """Answers prompts with the calls of one LLM; its coroutines run on one event loop.
+
+    most: answers that the engine is given at once; the others follow as these end.
+    """
+
+    calls: Calls
+    sourced: SourcedAdapters
+    most: int
+    _held: int = 0
+    _freed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def all(self, asked: Sequence[Asked]) -> list[Completion]:
+        """Answers in the order of the prompts; the first error takes the others with it."""
+        tasks: list[asyncio.Task[Completion]] = []
+        try:
+            async with asyncio.TaskGroup() as group:
+                for one in asked:
+                    await self._take(one.params.n or 1)
+                    tasks.append(group.create_task(self._one(one)))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _one(self, asked: Asked) -> Completion:
+        """An answer; its room was taken."""
+        try:
+            while True:
+                try:
+                    async with self._begun(asked, stream=False) as (generation, begun):
+                        await generation.finish()
+                        return completion_of(generation, begun)
+                except Overloaded:
+                    if self._held <= (asked.params.n or 1):  # no other answer of this program will make room
+                        raise
+                    async with self._freed:
+                        await self._freed.wait()
+        finally:
+            await self._give_back(asked.params.n or 1)
+
+    async def pieces(self, asked: Asked, ended: list[Completion]) -> AsyncGenerator[str, None]:
+        """An answer's text as it comes; at its end all of it is put into `ended`."""
+        collected = Collected()
+        async with self._begun(asked, stream=True) as (generation, begun):
+            if begun:
+                yield begun
+            async for delta in generation:
+                if text := collected.add(delta):
+                    yield text
+            ended.append(streamed_completion(generation, collected, begun))
+
+    @asynccontextmanager
+    async def _begun(self, asked: Asked, *, stream: bool) -> AsyncIterator[tuple[Generation, str]]:
+        """A call that the engine has accepted, and what its answer begins with; closed at the block's end."""
+        with python_errors(asked.where):
+            try:
+                generation, begun = await self._call(asked, stream=stream)
+                try:
+                    await self.sourced.start(generation)
+                    yield generation, begun
+                finally:
+                    generation.close()
+            except (NotServed, AdapterPaused):
+                raise
+            except InvalidRequest as error:
+                if error.field == "model" and asked.adapter is not None:
+                    raise await self._no_adapter(asked.adapter) from None
+                raise
+
+    async def _call(self, asked: Asked, *, stream: bool) -> tuple[Generation, str]:
+        calls, arrival = self.calls, time.monotonic()
+        body = {**asked.body(calls.worker.model.max_model_len), "stream": stream}
+        if asked.is_chat:
+            batch = ChatBatch.of(ChatCompletionRequest.of(body, calls.settings))
+            generation = await calls.converse(PROGRAM, batch, PREFIX, arrival)
+            return generation, batch.begun[0] if batch.asked.echo else ""
+        if asked.prompt == []:
+            raise InvalidRequest("prompt", "the prompt has no tokens; give one at least")
+        request = CompletionRequest.of(body, calls.settings)
+        generation, (shown,) = await calls.complete(PROGRAM, request, PREFIX, arrival)
+        if not request.echo:
+            return generation, ""
+        skip = request.skip_special_tokens
+        return generation, shown if isinstance(shown, str) else calls.tokenizer.decode(shown, skip_special_tokens=skip)
+
+    async def _no_adapter(self, name: str) -> InvalidRequest:
+        names = sorted(await asyncio.wrap_future(self.calls.worker.adapters.names()))
+        if (near := nearest(name, names)) is not None:
+            hint = f"did you mean {near!r}?"
+        elif names:
+            hint = "there are " + ", ".join(names[:MAX_LISTED]) + (", …" if len(names) > MAX_LISTED else "")
+        else:
+            hint = "none is loaded; call load_adapter"
+        return InvalidRequest("adapter", f"there is no adapter {name!r}; {hint}")
+
+    async def _take(self, count: int) -> None:
+        async with self._freed:
+            await self._freed.wait_for(lambda: not self._held or self._held + count <= self.most)
+            self._held += count
+
+    async def _give_back(self, count: int) -> None:
+        async with self._freed:
+            self._held -= count
+            self._freed.notify_all()

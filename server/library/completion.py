@@ -1,0 +1,84 @@
+"""Answers of `LLM`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from ...core.requests.types import TokenLogprobs
+from ...memory.adapters.versions import versioned
+from ..engine.generation import Choice, Delta, Generation
+from ..text.answer_reader import Message, Part, PartKind, ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One answer to a prompt or a conversation."""
+
+    text: str
+    """What it says; of a conversation's without reasoning and calls of tools."""
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    """`stop`, `length` or `tool_calls`."""
+    prompt_token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per token, where the parameters ask for them."""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """One per token of the prompt, None for its first, where they ask for them."""
+    stop_reason: int | str | None = None
+    """The stop string, or the asked-for stop token, that ended it."""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    adapter: str | None = None
+    """`NAME@VERSION` of the adapter that it is computed with; None: the base model."""
+    others: tuple[Completion, ...] = field(default=(), repr=False)
+    """The further answers to the same prompt, where `n` asks for several."""
+
+    @property
+    def choices(self) -> tuple[Completion, ...]:
+        """All answers to the prompt."""
+        return (self, *self.others)
+
+
+@dataclass(slots=True)
+class Collected:
+    """What the deltas of a streamed choice said."""
+
+    text: list[str] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def add(self, delta: Delta) -> str:
+        """Take a delta; returns the text that it adds to what the answer says."""
+        self.logprobs += delta.logprobs
+        if delta.parts is None:
+            self.text.append(delta.text)
+            return delta.text
+        self.parts += delta.parts
+        return "".join(part.text for part in delta.parts if part.kind is PartKind.CONTENT)
+
+
+def completion_of(generation: Generation, begun: str = "") -> Completion:
+    """The answer of a generation that has ended. begun: what it begins with, under `echo`."""
+    first, *others = (_completion(one, begun, one.text, one.parts, one.logprobs) for one in generation.choices)
+    return replace(first, others=tuple(others))
+
+
+def streamed_completion(generation: Generation, collected: Collected, begun: str = "") -> Completion:
+    """The same of one whose choice was streamed, and keeps no text."""
+    return _completion(generation.choices[0], begun, "".join(collected.text), collected.parts, collected.logprobs)
+
+
+def _completion(
+    choice: Choice, begun: str, text: str, parts: Iterable[Part], logprobs: Sequence[TokenLogprobs]
+) -> Completion:
+    said = Message(content=text)
+    if choice.reads:
+        said = Message()
+        said.add(parts)
+    bound, scored = choice.request.bound, choice.prompt_logprobs
+    return Completion(
+        begun + said.content, tuple(choice.token_ids), str(choice.finish_reason), tuple(choice.prompt_token_ids),
+        tuple(logprobs), None if scored is None else (None, *scored), choice.stop_reason, said.reasoning,
+        tuple(said.calls), None if bound is None else versioned(bound.name, bound.label),
+    )  # fmt: skip
