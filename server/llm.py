@@ -24,7 +24,6 @@ from .api.near import nearest
 from .api.sampling_defaults import SamplingDefaults
 from .engine.adapter_loads import AdapterLoads
 from .engine.engine_view import AdapterState
-from .engine.loaded_adapters import LoadedAdapters
 from .engine.sourced_adapters import SourcedAdapters
 from .engine.telemetry import Telemetry
 from .errors import validated
@@ -106,9 +105,10 @@ class LLM:
         defaults = SamplingDefaults.of(settings)
         self._worker, self.tokenizer = load(settings)
         self._threads = DaemonPool("text", threads=2)
-        loaded = LoadedAdapters.of(settings, has_registry=False)
-        self._loads = AdapterLoads(self._worker, settings.adapter_load_seconds, settings.adapter_places, loaded)
-        self._files = AdapterFiles(settings, self._loads)
+        self._files = AdapterFiles(settings, self._worker.adapters)
+        self._loads = AdapterLoads(
+            self._worker, settings.adapter_load_seconds, settings.adapter_places, self._files.loaded
+        )
         self._sourced = SourcedAdapters(settings, self._worker.adapters, self._loads)
         calls = Calls(self._worker, self.tokenizer, settings, defaults, Telemetry(), self._threads)
         self._loop = LoopThread()
@@ -287,15 +287,14 @@ class LLM:
 
     def pause_adapter(self, name: str, *, paused: bool = True) -> None:
         """Refuse new requests of all versions of an adapter, or take them again. UnknownAdapter."""
-        self._of_known(name, self._worker.adapters.pause(name, paused=paused).result)
+        self._of_known(name, lambda: self._loop.run(self._loads.pause(name, paused=paused)))
 
     def unload_adapter(self, name: str, *, force: bool = False) -> None:
         """Forget an adapter, or a version of it; answers in progress finish with it or, with `force`, end with an
         error. UnknownAdapter.
         """
-        self._of_known(name, self._worker.adapters.remove(name, force=force).result)
+        self._of_known(name, lambda: self._loads.remove_now(name, force=force))
         self._sourced.forget(name)
-        self._loads.remember(name)
 
     # -- life
 

@@ -43,9 +43,9 @@ class AdapterManifest:
 
     file_size, mtime_ns, identity: the state of the weights file that was inspected. places: of each part's layers'
     targets' A and B, in this order; None where there is no file. stem: where the file has the model's layers, if not in
-    `model`; empty for a model without a head. content_hash: of what it computes, whatever the files look like, and no_effect: whether that is nothing;
-    None until its weights have been read for it. base_model: what it says it was trained on, and names_other_base:
-    whether that is not the model that is served.
+    `model`; empty for a model without a head. content_hash: of what it computes, whatever the files look like, and
+    no_effect: whether that is nothing; None until its weights have been read for it. base_model: what it says it was
+    trained on, and names_other_base: whether that is not the model that is served.
     """
 
     path: Path

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from ...core.requests.sampling_params import InvalidRequest
 from ...memory.files.content_store import Draft, StoreFull, TooLarge
 from ...memory.files.format import CONFIG_FILE, WEIGHTS_FILE
-from ..engine.adapter_loads import AdapterLoads
+from ..engine.adapter_book import AdapterBook
 from ..engine.loaded_adapters import LoadedAdapters
 from ..settings import Settings
 
@@ -21,18 +20,21 @@ from ..settings import Settings
 class AdapterFiles:
     """A directory for adapters that have none: `adapter_uploads`, or one that is gone when the LLM is closed."""
 
-    def __init__(self, settings: Settings, loads: AdapterLoads) -> None:
-        self._settings = settings
-        self._loads = loads
-        self._lock = threading.Lock()
+    def __init__(self, settings: Settings, book: AdapterBook) -> None:
         self._made: tempfile.TemporaryDirectory[str] | None = None
+        if settings.adapter_uploads is None:
+            self._made = tempfile.TemporaryDirectory(prefix="chorus-adapters-", ignore_cleanup_errors=True)
+            settings = settings.model_copy(update={"adapter_uploads": Path(self._made.name)})
+        loaded = LoadedAdapters.of(settings, book)
+        assert loaded is not None  # a directory was named
+        self.loaded = loaded
 
     @contextmanager
     def draft(self, config: Any, weights: Any) -> Iterator[Draft]:
         """The files of an adapter, for a load within the block. Raises InvalidRequest."""
         files = {CONFIG_FILE: _config_bytes(config), WEIGHTS_FILE: _weight_bytes(weights)}
         try:
-            with self._directory().draft() as draft:
+            with self.loaded.draft() as draft:
                 for name, data in files.items():
                     draft.write(name, data)
                 yield draft
@@ -42,19 +44,9 @@ class AdapterFiles:
             raise InvalidRequest("weights", f"{error}; max_uploaded_bytes allows more") from None
 
     def close(self) -> None:
-        with self._lock:
-            if self._made is not None:
-                self._made.cleanup()
-                self._made = None
-
-    def _directory(self) -> LoadedAdapters:
-        with self._lock:
-            if self._loads.loaded is None:
-                self._made = tempfile.TemporaryDirectory(prefix="chorus-adapters-", ignore_cleanup_errors=True)
-                own = self._settings.model_copy(update={"adapter_uploads": Path(self._made.name)})
-                self._loads.loaded = LoadedAdapters.of(own, has_registry=False)
-            assert self._loads.loaded is not None  # a directory was named
-            return self._loads.loaded
+        if self._made is not None:
+            self._made.cleanup()
+            self._made = None
 
 
 def _config_bytes(config: Any) -> bytes:
