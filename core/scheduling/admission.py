@@ -95,7 +95,7 @@ class Admission:
         A call with no running answer takes a row while the step has one; answers of calls with n > 1 then take turns.
         """
         for request, blocks, count in self._candidates(draft):
-            if self._has_room(request, blocks, draft):
+            if self.has_room(request, blocks, draft):
                 self._start(request, blocks, count, draft)
             elif not self._find_room(request, draft):
                 return
@@ -104,11 +104,11 @@ class Admission:
         """Yield the requests that may begin if they get pages, each with its cached prefix and its tokens of the
         budget. After each, the caller begins or passes over it.
         """
-        if draft.budget <= 0 or (place := self._place(draft)) is None:
+        if draft.budget <= 0 or (place := self.find_slot(draft)) is None:
             return
         if self._pages.taker in self._waiting:
             draft.givers = self._pages.givers(draft.now)
-        self._open(draft, place)
+        self.open_queue(draft, place)
         while (request := self._next(draft)) is not None:
             blocks = self._memory.match(request)
             kept = self._memory.kept_tokens(request, blocks)
@@ -128,12 +128,12 @@ class Admission:
                 if not self._go_on(draft):
                     return None
                 continue
-            place = self._place(draft)
+            place = self.find_slot(draft)
             if place is None or (place is draft.place is Place.CALL and request.call in draft.running.calls):
                 return None  # its call has a row
             if place is not draft.place:
-                self._open(draft, place)
-            elif not self._may_join(request, draft):
+                self.open_queue(draft, place)
+            elif not self.may_join(request, draft):
                 draft.order.pass_over()
             elif self._has_share(request, draft):
                 return request
@@ -144,9 +144,9 @@ class Admission:
         if draft.place is not Place.ADAPTER:
             return False
         draft.may_displace = False
-        place = self._place(draft)
+        place = self.find_slot(draft)
         if place is not None:
-            self._open(draft, place)
+            self.open_queue(draft, place)
         return place is not None
 
     def _has_share(self, request: Request, draft: Draft) -> bool:
@@ -160,7 +160,7 @@ class Admission:
         draft.pass_over_tenant(request.account)
         return False
 
-    def _place(self, draft: Draft) -> Place | None:
+    def find_slot(self, draft: Draft) -> Place | None:
         """Return the kind of slot that one more request may take; None if there is none. While a mode policy excludes
         requests, or adapters have no index, up to `max_num_seqs` others may run; the excluded keep their pages.
         """
@@ -213,7 +213,7 @@ class Admission:
         """Return the requests to preempt for one that lacks pages within its tenant's share."""
         return self._pages.find_victims(request, draft.running, self._growth(draft), draft.now, draft.from_end)
 
-    def _open(self, draft: Draft, place: Place) -> None:
+    def open_queue(self, draft: Draft, place: Place) -> None:
         """Restart the step's candidates: the requests that may take this kind of slot."""
         doubts = draft.now < self._doubt_until
         is_limited = self._limits.max_adapters_per_step is not None or doubts or self.late or draft.only is not None
@@ -239,7 +239,7 @@ class Admission:
         is_doubted = adapter in self.late or (not adapter.pages and draft.now < self._doubt_until)
         return not is_doubted or is_read(self._store, adapter)
 
-    def _may_join(self, request: Request, draft: Draft) -> bool:
+    def may_join(self, request: Request, draft: Draft) -> bool:
         """True unless a request must wait for its adapter or for a free index in the step."""
         adapter = request.adapter
         if not self._may_come(draft, adapter, request):
@@ -248,7 +248,7 @@ class Admission:
             return True
         return self._loads.may_start(adapter, min(request.num_tokens, draft.budget))
 
-    def _has_room(self, request: Request, blocks: list[Block], draft: Draft) -> bool:
+    def has_room(self, request: Request, blocks: list[Block], draft: Draft) -> bool:
         """True if there are pages for a request's known tokens and for the expected growth of all running requests.
 
         blocks: its prefix in the prefix cache.

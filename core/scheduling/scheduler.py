@@ -150,12 +150,12 @@ class Scheduler:
         if running.calls or not self.grammars.is_empty or last is None or last.rows is not plan.rows:
             return False
         ends = [request for request in running if request.num_computed_tokens + 2 >= request.max_length]
-        return not ends and self._grow_decodes(1)
+        return not ends and self.grow_decodes(1)
 
     def _plan_next(self, step_id: int, ending: Collection[Request] = (), *, is_ahead: bool = False) -> StepPlan | None:
         """Plan a step of the running requests but `ending`, and of waiting ones. is_ahead, None: as of `_draft`."""
         candidates = self._candidates(ending, is_ahead=is_ahead)
-        all_decode = candidates is self.running and self._grow_decodes()
+        all_decode = candidates is self.running and self.grow_decodes()
         return self._draft(step_id, candidates, all_decode=all_decode, is_ahead=is_ahead)
 
     def _draft(
@@ -172,7 +172,7 @@ class Scheduler:
             self.only, all_decode, is_ahead,
         )  # fmt: skip
         if not all_decode:
-            self._take_running(draft, candidates)
+            self.take_running(draft, candidates)
         if self.waiting:
             self._take_waiting(draft)
         plan = None
@@ -182,7 +182,7 @@ class Scheduler:
             self._shares.take_back()
         return plan
 
-    def _take_running(self, draft: Draft, candidates: Sequence[Request]) -> None:
+    def take_running(self, draft: Draft, candidates: Sequence[Request]) -> None:
         """Take running requests; a subclass may leave some out."""
         draft.take_running(candidates, self.waiting.accounts)
 
@@ -320,7 +320,7 @@ class Scheduler:
             running.dealt = self._service.deal(running)
         return running.dealt
 
-    def _grow_decodes(self, ahead: int = 0) -> bool:
+    def grow_decodes(self, ahead: int = 0) -> bool:
         """Fast path: True if every running request decodes one token and has a page for it.
 
         False, and nothing done, if any must prefill, or if tokens or pages run short. ahead: steps under way before it.

@@ -99,18 +99,16 @@ class SimLifecycle(Lifecycle):
     unnoted: requests with an adapter of which it is not known yet whether they have to wait for it.
     """
 
-    requests: dict[str, SimRequest]
-
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.unnoted: dict[SimRequest, None] = {}
+        self.unnoted: dict[Request, None] = {}
 
-    def add(self, request: SimRequest) -> None:
+    def add(self, request: Request) -> None:
         super().add(request)
         if request.adapter is not None:
             self.unnoted[request] = None
 
-    def send_back(self, request: SimRequest, state: RequestState) -> None:
+    def send_back(self, request: Request, state: RequestState) -> None:
         super().send_back(request, state)
         if request.adapter is not None:
             self.unnoted[request] = None
@@ -123,10 +121,10 @@ class SimAdmission(Admission):
     awaits_growth: the last `admit` ended for what requests are expected to grow by, which may differ in any step.
     """
 
-    _lifecycle: SimLifecycle
-
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        assert isinstance(self._lifecycle, SimLifecycle)
+        self._unnoted = self._lifecycle.unnoted
         self.most_prompts: int | None = None
         self.most_rows: int | None = None
         self._most_rows = math.inf  # of the step being decided
@@ -144,27 +142,27 @@ class SimAdmission(Admission):
             self._most_rows = min(self._most_rows, draft.num_rows + self.most_prompts - prompts)
         super().admit(draft)
         for request in draft.begun:
-            self._lifecycle.unnoted.pop(request, None)
+            self._unnoted.pop(request, None)
             if request.adapter is not None and request.adapter.transfer is not None:
                 self._count_cold(request)
         order = self._current_order
-        if self._lifecycle.unnoted and order is not None and (self._has_passed_over or order.next() is None):
+        if self._unnoted and order is not None and (self._has_passed_over or order.next() is None):
             self._note_cold()
 
-    def _place(self, draft: Draft) -> Place | None:
-        return super()._place(draft) if draft.num_rows < self._most_rows else None
+    def find_slot(self, draft: Draft) -> Place | None:
+        return super().find_slot(draft) if draft.num_rows < self._most_rows else None
 
-    def _open(self, draft: Draft, place: Place) -> None:
-        super()._open(draft, place)
+    def open_queue(self, draft: Draft, place: Place) -> None:
+        super().open_queue(draft, place)
         self._current_order = draft.order
 
-    def _may_join(self, request: Request, draft: Draft) -> bool:
-        may_join = super()._may_join(request, draft)
+    def may_join(self, request: Request, draft: Draft) -> bool:
+        may_join = super().may_join(request, draft)
         self._has_passed_over |= not may_join
         return may_join
 
-    def _has_room(self, request: Request, blocks: list[Block], draft: Draft) -> bool:
-        has_room = super()._has_room(request, blocks, draft)
+    def has_room(self, request: Request, blocks: list[Block], draft: Draft) -> bool:
+        has_room = super().has_room(request, blocks, draft)
         self.awaits_growth = not has_room and self._memory.fits(request, blocks)
         return has_room
 
@@ -192,15 +190,16 @@ class SimAdmission(Admission):
 
     def _note_cold(self) -> None:
         """Seats are free and requests wait: count each that needs an adapter still to be read."""
-        unnoted = self._lifecycle.unnoted
-        for request in list(unnoted):
+        for request in list(self._unnoted):
+            adapter = request.adapter
             if request not in self._waiting:
-                del unnoted[request]
-            elif not request.adapter.pages and self._store.tier(request.adapter) is not Tier.HOST:
-                del unnoted[request]
+                del self._unnoted[request]
+            elif adapter is not None and not adapter.pages and self._store.tier(adapter) is not Tier.HOST:
+                del self._unnoted[request]
                 self._count_cold(request)
 
-    def _count_cold(self, request: SimRequest) -> None:
+    def _count_cold(self, request: Request) -> None:
+        assert isinstance(request, SimRequest)
         self.num_cold_starts += not request.is_cold
         request.is_cold = True
 
@@ -215,7 +214,6 @@ class SimScheduler(Scheduler):
     admission_type = SimAdmission
     lifecycle_type = SimLifecycle
     _admission: SimAdmission
-    _requests: dict[str, SimRequest]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -261,10 +259,7 @@ class SimScheduler(Scheduler):
             return plan if plan is None or self.mix else _prompts_first(plan)
         return self._repeated(plan)
 
-    def _all_decode(self) -> bool:
-        return self._all_drew or super()._all_decode()
-
-    def _take_running(self, draft: Draft, candidates: Sequence[Request]) -> None:
+    def take_running(self, draft: Draft, candidates: Sequence[Request]) -> None:
         most, only = self._admission.most_rows, self.only
         if most is not None and (self.waiting or len(candidates) > most):
             waiting = self.waiting if only is None else (each for each in self.waiting if each.adapter in only)
@@ -272,14 +267,14 @@ class SimScheduler(Scheduler):
                 waiting = ()
             oldest = set(self._oldest(candidates, waiting, most))
             candidates = [request for request in candidates if request in oldest]
-        super()._take_running(draft, candidates)
+        super().take_running(draft, candidates)
 
-    def _grow_decodes(self, ahead: int = 0) -> bool:
+    def grow_decodes(self, ahead: int = 0) -> bool:
         most = self._admission.most_rows
         if most is not None and len(self.running) > most:
             self._num_decoding, self._all_drew = 0, False
             return False
-        all_decode = super()._grow_decodes(ahead)
+        all_decode = super().grow_decodes(ahead)
         self._num_decoding = len(self.running) if all_decode and self._all_drew else 0
         self._all_drew = False  # until the step's result is known, should it ever be
         return all_decode
