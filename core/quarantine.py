@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ..memory.adapters.adapter import check_name
+from ..memory.files.directory import AdapterDirectory
 from ..memory.files.error import AdapterFormatError, shown
 from ..memory.files.format import CONFIG_FILE, STEM, WEIGHTS_FILE, AdapterManifest, is_adapter_dir
+from ..memory.files.unserved import hint_of
 from ..memory.host.daemon_pool import DaemonPool, NoAnswer, PoolFull, ask_for_short_slices
 
 if TYPE_CHECKING:
@@ -64,8 +66,24 @@ def adapter_directories(directory: Path) -> list[Path]:
             elif _is_dir(entry):
                 skipped.append(entry.name)
     for name in sorted(skipped):
-        logger.warning("skipped the directory %s in %s: it has no %s", shown(name), directory, CONFIG_FILE)
+        hint = _hint_of(directory / name)
+        logger.warning("skipped the directory %s in %s: it has no %s%s", shown(name), directory, CONFIG_FILE, hint)
+    if is_adapter_dir(directory):
+        logger.warning(
+            "%s is an adapter itself, and only its sub-directories are served: name its parent, or serve it with "
+            "--lora-modules NAME=%s", directory, directory,
+        )  # fmt: skip
     return sorted(found)
+
+
+def _hint_of(path: Path) -> str:
+    """What to do about a directory without a configuration, behind a semicolon; "" if nothing is known."""
+    try:
+        with AdapterDirectory(path) as directory:
+            hint = hint_of(directory, CONFIG_FILE)
+    except AdapterFormatError:
+        return ""
+    return hint and f"; {hint}"
 
 
 def register_directories(
