@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,23 @@ from pathlib import Path
 from ..memory.files.error import AdapterFormatError, shown
 from ..memory.files.format import AdapterManifest
 
+_FORMAT = re.compile(
+    r"[-_.](?:unsloth|bnb|nf4|nvfp4|mxfp4|fp[48]|fp16|bf16|f16|f32|fp32|[2-8]-?bit|int[2348]|w[0-9]+a[0-9]+|awq|gptq|gguf"
+    r"|exl2|hqq|aqlm|marlin|autoround|mlx|hf|dynamic|quantized(?:[-_.]w[0-9]+a[0-9]+)?|i?q[2-8](?:_[a-z0-9]+)*)$"
+)
+"""Ends of names that tell of a model's format: quantized or converted, it is the same model."""
+
 
 def short_name(name: str) -> str:
-    """The last part of a model's path or of its name on a hub, in small letters; of a hub's cache the model's name."""
+    """The last part of a model's path or of its name on a hub, in small letters and without what tells of its format;
+    of a hub's cache the model's name.
+    """
     parts = [part for part in name.casefold().split("/") if part]
     cached = next((part for part in parts if part.startswith("models--")), None)
-    return cached.rpartition("--")[2] if cached is not None else parts[-1] if parts else ""
+    short = cached.rpartition("--")[2] if cached is not None else parts[-1] if parts else ""
+    while (found := _FORMAT.search(short)) is not None and found.start():
+        short = short[: found.start()]
+    return short
 
 
 def names_of(model: Path, served: str | None) -> frozenset[str]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ..memory.adapters.adapter import check_name
+from ..memory.files.directory import AdapterDirectory
 from ..memory.files.error import AdapterFormatError, shown
 from ..memory.files.format import CONFIG_FILE, STEM, WEIGHTS_FILE, AdapterManifest, is_adapter_dir
+from ..memory.files.unserved import hint_of
 from ..memory.host.daemon_pool import DaemonPool, NoAnswer, PoolFull, ask_for_short_slices
 
 if TYPE_CHECKING:
@@ -23,6 +25,14 @@ logger = logging.getLogger(__name__)
 
 MAX_STUCK = 8
 """Directories that may hang at the start; as every one takes its time limit, no more are tried then."""
+
+MOST_NAMED = 8
+"""Adapters of another base model that a warning names."""
+
+_OTHER_BASE = (
+    "by base_model_name_or_path, which is not the model that is served; --served-model-name says what that is, "
+    "--strict-base refuses others"
+)
 
 #: Stamp of a directory, which changes when the adapter in it is repaired.
 Stamp = tuple[tuple[int, int, int, int] | None, ...]
@@ -64,8 +74,24 @@ def adapter_directories(directory: Path) -> list[Path]:
             elif _is_dir(entry):
                 skipped.append(entry.name)
     for name in sorted(skipped):
-        logger.warning("skipped the directory %s in %s: it has no %s", shown(name), directory, CONFIG_FILE)
+        hint = _hint_of(directory / name)
+        logger.warning("skipped the directory %s in %s: it has no %s%s", shown(name), directory, CONFIG_FILE, hint)
+    if is_adapter_dir(directory):
+        logger.warning(
+            "%s is an adapter itself, and only its sub-directories are served: name its parent, or serve it with "
+            "--lora-modules NAME=%s", directory, directory,
+        )  # fmt: skip
     return sorted(found)
+
+
+def _hint_of(path: Path) -> str:
+    """What to do about a directory without a configuration, behind a semicolon; "" if nothing is known."""
+    try:
+        with AdapterDirectory(path) as directory:
+            hint = hint_of(directory, CONFIG_FILE)
+    except AdapterFormatError:
+        return ""
+    return hint and f"; {hint}"
 
 
 def register_directories(
@@ -82,13 +108,14 @@ def register_directories(
     strict, seconds = config.strict_adapters, config.adapter_load_seconds
     found = [] if config.adapters is None else adapter_directories(config.adapters)
     quarantine: dict[str, Quarantined] = {}
+    registered: dict[str, AdapterManifest] = {}
     with DaemonPool("adapter-inspect", MAX_STUCK, 0, initializer=ask_for_short_slices) as threads:
         for given, path in (*((path.name, path) for path in found), *modules):
             stamp = None
             try:
                 check_name(given)
                 stamp, manifest = threads.wait_for(partial(_inspect, inspect, path), seconds)
-                _register(store, given, manifest)
+                registered[given] = _register(store, given, manifest)
                 quarantine.pop(given, None)
                 continue
             except AdapterFormatError as error:
@@ -101,17 +128,33 @@ def register_directories(
                     raise AdapterFormatError(f"{shown(str(path))}: {reason}") from None
             if given in store:
                 store.unregister(given)
+                registered.pop(given, None)
             one = _quarantined(given, path, reason, stamp)
             quarantine[one.name] = one
     _log(list(quarantine.values()))
+    _log_other_bases(registered)
     return quarantine
 
 
-def _register(store: AdapterNames, name: str, manifest: AdapterManifest | AdapterFormatError) -> None:
+def _register(store: AdapterNames, name: str, manifest: AdapterManifest | AdapterFormatError) -> AdapterManifest:
     if isinstance(manifest, AdapterFormatError):
         raise manifest
     store.register(name, manifest)
-    report(name, manifest)
+    report_contents(name, manifest)
+    return manifest
+
+
+def _log_other_bases(registered: Mapping[str, AdapterManifest]) -> None:
+    """Log one warning for all adapters of one other base model."""
+    by_base: dict[str, list[str]] = defaultdict(list)
+    for name, manifest in registered.items():
+        if manifest.names_other_base and manifest.base_model is not None:
+            by_base[manifest.base_model].append(name)
+    for base, names in by_base.items():
+        others = f" and {len(names) - MOST_NAMED} others" if len(names) > MOST_NAMED else ""
+        which = f"adapter {names[0]} was" if len(names) == 1 else f"{len(names)} adapters were"
+        listed = "" if len(names) == 1 else f" ({', '.join(names[:MOST_NAMED])}{others})"
+        logger.warning("%s trained on %s, %s%s", which, shown(base), _OTHER_BASE, listed)
 
 
 def _quarantined(given: str, path: Path, reason: str, stamp: Stamp | None) -> Quarantined:
@@ -137,15 +180,15 @@ def _log(quarantined: list[Quarantined]) -> None:
 
 def report(name: str, manifest: AdapterManifest) -> None:
     """Log warnings about a registered adapter that its author may not expect."""
+    _log_other_bases({name: manifest})
+    report_contents(name, manifest)
+
+
+def report_contents(name: str, manifest: AdapterManifest) -> None:
+    """Log what a registered adapter's files have that its author may not expect."""
     if manifest.stem != STEM:
         layers = f"{manifest.stem}.layers" if manifest.stem else "layers"
         logger.info("adapter %s: its %s are served as the base model's %s.layers", name, layers, STEM)
-    if manifest.names_other_base:
-        logger.warning(
-            "adapter %s was trained on %s, by its base_model_name_or_path, which is not the model that is served; "
-            "--served-model-name says what that is, --strict-base refuses others",
-            name, shown(manifest.base_model),
-        )  # fmt: skip
     if manifest.no_effect:
         logger.warning("adapter %s changes nothing: all of its B, or A, or its alpha are zero", name)
 

@@ -30,8 +30,9 @@ class Servable:
         if count == 0:
             raise InvalidRequest("prompt", "the prompt has no tokens; give at least one")
         if count >= limit:
+            window = "" if self._model.window is None else ", its sliding window,"
             raise InvalidRequest(
-                "prompt", f"the prompt has {count} tokens, the model takes {limit} with its output; shorten it"
+                "prompt", f"the prompt has {count} tokens, the model takes {limit}{window} with its output; shorten it"
             )
         if min(request.token_ids) < 0 or max(request.token_ids) >= vocab:
             bad = next(token for token in request.token_ids if not 0 <= token < vocab)

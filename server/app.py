@@ -76,6 +76,7 @@ def create_app(
     """
     gate = Gate(max(settings.max_held_body_bytes, 2 * settings.max_body_bytes), worker.shared)
     executors = Executors()
+    tokenizer.window = worker.model.window
     keys = settings.client_keys()
     origins = settings.cors_origins or []
     hosts = Hosts(settings.host, settings.allowed_hosts, origins, guarded=keys.guarded)

@@ -194,13 +194,15 @@ def not_served(message: str) -> ApiError:
     return ApiError(424, message, param="model", code="adapter_quarantined")
 
 
-def too_long(limit: int, what: str, length: str) -> ApiError:
+def too_long(limit: int, what: str, length: str, window: int | None = None) -> ApiError:
     """The answer to a prompt that the context can't hold, in the words that clients know from OpenAI.
 
-    what: the field. length: how long it is, with its unit.
+    what: the field. length: how long it is, with its unit. window: the model's sliding window, if that is the limit.
     """
     message = f"This model's maximum context length is {limit} tokens. However, your {what} resulted in {length}. "
     message += f"Please reduce the length of the {what}."
+    if window is not None:
+        message += f" The limit is the model's sliding window of {window} tokens; attention beyond it is not served."
     return ApiError(400, message, param=what, code="context_length_exceeded")
 
 

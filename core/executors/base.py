@@ -32,6 +32,8 @@ class ModelInfo:
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
+    window: int | None = None
+    """The sliding window, where it is what bounds `max_model_len`."""
     grammars: Grammars | None = field(default=None, compare=False)
     """Grammars over its tokens; None where no tokens are drawn, as in a simulation."""
 
@@ -159,7 +161,9 @@ class ModelExecutor:
         self.config = model = shard.config(self.whole)
         self._dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
         grammars = grammars_of(config.model, model.vocab_size, model.eos_token_ids)
-        self.model = ModelInfo(model.vocab_size, max_model_len_of(config, model), model.eos_token_ids, grammars)
+        limit = max_model_len_of(config, model)
+        window = model.sliding_window if limit == model.sliding_window else None
+        self.model = ModelInfo(model.vocab_size, limit, model.eos_token_ids, window, grammars)
         self.layout = PageLayout(
             model.num_layers, model.num_kv_heads, model.head_dim, config.block_tokens, self._dtype.itemsize
         )

@@ -359,11 +359,13 @@ class Draft:
     @property
     def num_without_index(self) -> int:
         """Running sequences that are descheduled because their adapters have no index: they take no seat."""
-        most = self._turns.most
-        groups = {} if most is None else self.running.by_adapter()
-        if most is None or len(groups) - (None in groups) <= most:
+        most, adapters = self._turns.most, self._adapters
+        if most is None or len(adapters) < most:
             return 0
-        return sum(len(group) for adapter, group in groups.items() if adapter and adapter not in self._adapters)
+        left_out = [
+            group for adapter, group in self.running.by_adapter().items() if adapter and adapter not in adapters
+        ]
+        return sum(may_compute(request, self.only) for group in left_out for request in group)
 
     def _givers_of_index(self) -> list[Adapter]:
         if self._index_givers is None:
@@ -377,11 +379,15 @@ class Draft:
         self._adapters.remove(giver)
         self.descheduled.add(giver)
         num_rows = self.num_rows
-        for request in self.taking:
-            if request.adapter is giver and request.is_running:
-                count = int(self.all_decode) or self.counts.pop(request, 0)
-                self.budget += count
-                self.num_rows -= bool(count)
+        taking = set(self.taking)
+        for request in [each for each in self.running if each.adapter is giver]:
+            is_new = request in self.begun  # in this very step, before a request that takes the index
+            count = self.counts.pop(request, int(self.all_decode and not is_new))
+            self.budget += count
+            self.num_rows -= bool(count)
+            if is_new and count:
+                self._new_rows[request.account] -= 1
+            if count or (not is_new and request in taking):
                 self._change(request.account, -1)
         if self.num_rows < num_rows:  # no other row is given up for the one that begins
             self.budget -= self._lent

@@ -45,6 +45,9 @@ _UNSERVED = {
     "alora_invocation_tokens": "activated LoRA is not supported; train plain LoRA",
 }
 
+#: Tasks of models with a head that draws no tokens.
+_CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
+
 #: Initialisations that also change the base weights, so that the adapter fits only a base changed alike.
 _BASE_CHANGING = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
@@ -127,6 +130,12 @@ class _Fields:
             raise self.refuse("peft_type", "only LORA is served")
         if self.raw.get("bias", "none") != "none":
             raise self.refuse("bias", "adapters that train biases are not supported; train with bias='none'")
+        if self.raw.get("task_type") in _CLASSIFIERS and self.raw.get("modules_to_save"):
+            raise self.refuse(
+                "task_type",
+                f"such a model has a head of its own, which it saves ({shown(self.raw['modules_to_save'])}); only "
+                "adapters that generate text are served: train with task_type='CAUSAL_LM'",
+            )
         for name, why in _UNSERVED.items():
             if self.raw.get(name):
                 raise self.refuse(name, why)

@@ -7,11 +7,13 @@ import os
 import stat
 import sys
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 from .error import AdapterFormatError, shown, unreadable
 
 MAX_PATH_BYTES = 4096
+MAX_NAMES = 4096
 
 NO_GGUF = (
     "a GGUF file, which is not read; save the adapter with PEFT's save_pretrained: adapter_config.json and "
@@ -62,6 +64,14 @@ class AdapterDirectory:
         except OSError:
             return False
         return True
+
+    def names(self) -> list[str]:
+        """Return the sorted names of what is in it, of at most `MAX_NAMES`; none if it can't be listed."""
+        try:
+            with os.scandir(self._fd) as entries:
+                return sorted(entry.name for entry in islice(entries, MAX_NAMES))
+        except (OSError, TypeError):  # where a descriptor can't be listed
+            return []
 
     def open(self, name: str, kind: str) -> int:
         """A descriptor of the regular file `name`, for the caller to close. kind: what is needed, for the message."""

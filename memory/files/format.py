@@ -21,11 +21,11 @@ from .directory import AdapterDirectory
 from .error import AdapterChanged, AdapterFormatError, shown
 from .module_names import ModuleNames
 from .tensor_file import FileIdentity, TensorFile, TensorInfo, TensorPlaces, digest_of
+from .unserved import missing_config, refuse_other_weights, why_not_lora
 
 __all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "AdapterFormatError", "AdapterManifest", "inspect_adapter", "is_adapter_dir"]
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-PICKLE_FILE = "adapter_model.bin"
 
 _PREFIX = "base_model.model."
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -86,6 +86,9 @@ def inspect_adapter(path: Path, dims: ModuleDims, num_layers: int, roots: Sequen
     would apply it.
     """
     with AdapterDirectory(path, roots) as directory:
+        if not directory.has(CONFIG_FILE):
+            raise missing_config(directory, CONFIG_FILE)
+        refuse_other_weights(directory, WEIGHTS_FILE)
         config = AdapterConfig.read(directory)
         with _open_weights(directory) as file:
             stem = file.stem
@@ -144,11 +147,7 @@ def open_weights(path: Path) -> AdapterWeights:
 
 
 def _open_weights(directory: AdapterDirectory) -> AdapterWeights:
-    if directory.has(PICKLE_FILE) and not directory.has(WEIGHTS_FILE):
-        raise AdapterFormatError(
-            f"{directory.path / WEIGHTS_FILE}: not found; {PICKLE_FILE} is a pickle, which is never read: convert it "
-            "to safetensors"
-        )
+    refuse_other_weights(directory, WEIGHTS_FILE)
     return AdapterWeights(directory.path / WEIGHTS_FILE, directory.open(WEIGHTS_FILE, "a safetensors file"))
 
 
@@ -242,7 +241,8 @@ def _check_names(
     wanted = {name for layer, module in targets for name in tensor_names(layer, module)}
     for name in file.tensors:
         if name not in wanted:
-            raise AdapterFormatError(f"{file.path}: tensor {shown(name)} {_why_not(name, num_layers)}")
+            why = _why_not(name, file.tensors[name].shape, num_layers)
+            raise AdapterFormatError(f"{file.path}: tensor {shown(name)} {why}")
     for layer, module in targets:
         for name in tensor_names(layer, module):
             if name not in file.tensors:
@@ -258,14 +258,14 @@ def tensor_names(layer: int, module: str) -> Iterator[str]:
     return (f"{key}.lora_{side}.weight" for side in "AB")
 
 
-def _why_not(name: str, num_layers: int) -> str:
+def _why_not(name: str, shape: tuple[int, ...], num_layers: int) -> str:
     """Return what is wrong with a tensor that the configuration doesn't account for."""
     if "lora_magnitude_vector" in name:
         return "belongs to DoRA, which is not supported; merge the adapter into the base or train plain LoRA"
     if "lora_embedding_" in name:
         return "is LoRA on an embedding, which is not supported; train on projections only"
     if "modules_to_save" in name or not ("lora_" in name or name.endswith(".bias")):
-        return "is a whole trained module, not LoRA, which is not supported; train without modules_to_save"
+        return why_not_lora(name, shape)
     if name.endswith(".bias"):
         return "is a bias, which is not supported; train with bias='none'"
     if not name.startswith(_PREFIX):

@@ -145,13 +145,14 @@ class SimExecutor:
         price = self.price(plan)
         count, seconds = self._length(plan, price)
         self._priced = None
+        first_end = self._clock.now + price.first
         self._clock.now = max(self._clock.now + seconds, self.held_until)
         self.busy_seconds += seconds
         self.num_merged_steps += plan.merged is not None
         self.adapters.stalled_seconds += price.stall
         if price.late:
             return StepResult(_TOKENS, unready={row.request_id for row in plan.rows if row.slot in price.late})
-        return _PLAIN if count == 1 else RepeatedResult(_TOKENS, count=count)
+        return _PLAIN if count == 1 else RepeatedResult(_TOKENS, count=count, first_end=first_end)
 
     def _spend(self, seconds: float) -> None:
         self._clock.now += seconds

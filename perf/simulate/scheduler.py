@@ -40,9 +40,12 @@ class RepeatedPlan(StepPlan):
 
 @dataclass(slots=True)
 class RepeatedResult(StepResult):
-    """count: steps that ran, at most the plan's `repeat`; in each of them a row drew its same token."""
+    """count: steps that ran, at most the plan's `repeat`; in each of them a row drew its same token. first_end: when the
+    first of them ended, by the engine's clock.
+    """
 
     count: int = 1
+    first_end: float = 0.0
 
 
 def most_steps(
@@ -287,6 +290,8 @@ class SimScheduler(Scheduler):
         """
         if self._store.loads.under_way or self._memory.swapped.copies or not self.may_repeat:
             return plan
+        if self._turns.most is not None and len(self.waiting.adapters().union(plan.adapters)) > self._turns.most:
+            return plan  # adapters take turns by the clock
         most = min(MOST_REPEATS, min([request.max_length - len(request.token_ids) for request in self.running]))
         until = math.inf
         if most > 1 and self.waiting:
@@ -311,6 +316,7 @@ class SimScheduler(Scheduler):
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """Apply the result of a step, or of several equal ones, of which the last one's outputs are returned."""
         if isinstance(result, RepeatedResult):
+            self._turns.note_step(plan.adapters, result.first_end)
             self._catch_up(plan.rows, result)
         outputs = super().update(plan, result)
         self._all_drew = sum(output.finish_reason is None for output in outputs) == len(self.running)

@@ -144,7 +144,7 @@ class Calls:
         limit = self.worker.model.max_model_len
         for prompt in prompts:
             if len(prompt) >= limit:
-                raise too_long(limit, what, f"{len(prompt)} tokens")
+                raise too_long(limit, what, f"{len(prompt)} tokens", self.worker.model.window)
         model, adapter = self._names(caller, asked.model, asked.lora_path)
         unasked = unasked_limit(asked, prompts, self.settings, limit)
         defaults = self.defaults

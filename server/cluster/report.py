@@ -52,12 +52,14 @@ class Told:
 
 
 _adapter = cache(TypeAdapter)
-_MODEL: TypeAdapter[tuple[int, int, tuple[int, ...]]] = TypeAdapter(tuple[int, int, tuple[int, ...]])
+_MODEL: TypeAdapter[tuple[int, int, tuple[int, ...], int | None]] = TypeAdapter(
+    tuple[int, int, tuple[int, ...], int | None]
+)
 
 _Model = Annotated[
     ModelInfo,
     PlainValidator(lambda told: ModelInfo(*_MODEL.validate_python(told))),
-    PlainSerializer(lambda model: (model.vocab_size, model.max_model_len, model.eos_token_ids)),
+    PlainSerializer(lambda model: (model.vocab_size, model.max_model_len, model.eos_token_ids, model.window)),
 ]
 """Without the model's grammars, which a front has no use for."""
 

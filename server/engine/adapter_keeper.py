@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ...core.quarantine import Quarantined, Stamp, is_as_registered, report, stamp_of
+from ...core.quarantine import Quarantined, Stamp, is_as_registered, report, report_contents, stamp_of
 from ...memory.files.error import AdapterFormatError
 from ...memory.files.identity import with_content
 from ...memory.host.daemon_pool import DaemonPool, NoAnswer, PoolFull, ask_for_short_slices
@@ -136,7 +136,7 @@ class AdapterKeeper(Repeating):
                 if known is None:
                     self._hopeless.add(version)
                 elif self._book.note(name, version, known).result() and known.no_effect and not manifest.no_effect:
-                    report(name, known)
+                    report_contents(name, known)
             self._stopping.wait((time.monotonic() - start) * (1 / HASH_SHARE - 1))
 
     def _look(self, manifest: AdapterManifest) -> AdapterManifest:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+from ...memory.files.format import CONFIG_FILE, is_adapter_dir
 from ..access.hosts import is_loopback
 from ..access.keys import InvalidKey
 from ..checkpoints.pull import PullError, resolve_model
@@ -20,7 +24,7 @@ def check_model(settings: Settings) -> None:
     except PullError as error:
         raise LaunchError(str(error)) from None
     if not (settings.model / "config.json").is_file():
-        raise LaunchError(f"{settings.model} holds no model: it has no config.json")
+        raise LaunchError(f"{settings.model} holds no model: {_why_no_model(settings.model)}")
     if settings.adapters is not None and not settings.adapters.is_dir():
         raise LaunchError(f"there is no adapters directory {settings.adapters}")
     for root in settings.adapter_roots or ():
@@ -31,6 +35,21 @@ def check_model(settings: Settings) -> None:
             command = "pip install 'chorus-lora[stores]'"
             raise LaunchError(f"{rule.location.url} needs the package {package}; run: {command}")
     _check_names(settings)
+
+
+def _why_no_model(path: Path) -> str:
+    """What a directory without a `config.json` is, as far as it shows."""
+    if not is_adapter_dir(path):
+        return "it has no config.json"
+    try:
+        base = json.loads((path / CONFIG_FILE).read_bytes()).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        base = None
+    model = base if isinstance(base, str) and base.isprintable() and base else "BASE"
+    return (
+        "it is a LoRA adapter. Serve the model that it was trained on, and the adapter with it: "
+        f"chorus serve {model[:200]} --lora-modules {path.resolve().name}={path}"
+    )
 
 
 def _check_names(settings: Settings) -> None:

@@ -117,6 +117,8 @@ class Tokenizer:
         self._spelt = SpeltSpecials(backend)
         self._threads = DaemonPool("tokenizer", THREADS)
         self.vocabulary = Vocabulary(backend)
+        self.window: int | None = None
+        """The model's sliding window, where that is what bounds its context: refusals of long texts name it."""
 
     @classmethod
     def load(cls, model: Path) -> Tokenizer:
@@ -214,12 +216,12 @@ class Tokenizer:
             return
         if len(text) > most * self.vocabulary.longest_token:
             least = -(-len(text) // self.vocabulary.longest_token)
-            raise too_long(most, what, f"at least {least} tokens")
+            raise too_long(most, what, f"at least {least} tokens", self.window)
         beginning = most * TYPICAL_CHARACTERS
         if len(text) > 2 * beginning:
             tokens = len(self._encode([text[:beginning]], False)[0])
             if tokens >= most + CUT_TOKENS:  # where a text is cut changes but a few of its tokens
-                raise too_long(most, what, f"more than {tokens - CUT_TOKENS} tokens")
+                raise too_long(most, what, f"more than {tokens - CUT_TOKENS} tokens", self.window)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of tokens, as the vocabulary spells it (no clean-up of spaces)."""

@@ -198,6 +198,35 @@ def test_an_adapter_of_another_base_model_is_told_or_refused(gqa, tmp_path, capl
     served.close()
 
 
+@pytest.mark.parametrize(
+    "suffix",
+    ["-bnb-4bit", "-unsloth-bnb-4bit", "-AWQ", "-GPTQ-Int4", "-GPTQ-Int8", "-FP8", "-FP8-dynamic", "-GGUF", "-4bit",
+     "-quantized.w4a16", "-NVFP4", "-Q4_K_M-GGUF", "-bf16", "-8bit"],
+)  # fmt: skip
+def test_a_name_of_the_same_model_in_another_format_is_the_models(suffix):
+    for name in ("Qwen2.5-7B-Instruct", "Meta-Llama-3.1-8B", "gemma-2-9b-it"):
+        assert short_name(f"unsloth/{name}{suffix}") == short_name(f"org/{name}") == name.casefold()
+        assert short_name(f"org/{name}-Math{suffix}") != short_name(name)
+    assert short_name("org/AWQ") == "awq", "nothing would be left"
+
+
+def test_adapters_of_one_other_base_model_are_one_warning(gqa, tmp_path, caplog):
+    source = gqa.adapters["r2-qv"]
+    settings = json.loads((source / CONFIG).read_text())
+    for number in range(24):
+        path = tmp_path / f"a{number:02}"
+        shutil.copytree(source, path)
+        base = "org/other-13b" if number % 8 == 0 else "org/other-7b"
+        (path / CONFIG).write_text(json.dumps(settings | {"base_model_name_or_path": base}))
+    config = EngineConfig(model=gqa.model, adapters=tmp_path, memory_bytes=8 << 20, threads=1, cpu_kernels="torch")
+    Engine.from_config(config).close()
+    told = [record.getMessage() for record in caplog.records if "trained on" in record.getMessage()]
+    assert len(told) == 2
+    assert told[0].startswith("3 adapters were trained on 'org/other-13b', by base_model_name_or_path")
+    assert told[0].endswith("(a00, a08, a16)")
+    assert told[1].startswith("21 adapters were trained on 'org/other-7b'") and told[1].endswith("and 13 others)")
+
+
 def test_short_names():
     for name in ("org/Llama-2-7b", "/models/llama-2-7b/", "llama-2-7b",
                  "/cache/hub/models--org--Llama-2-7b/snapshots/0123"):  # fmt: skip

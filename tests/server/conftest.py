@@ -119,7 +119,7 @@ class FakeEngine:
     block_tokens = 16
 
     def __init__(self, adapters: list[str], max_model_len: int = 512) -> None:
-        self.model = SimpleNamespace(vocab_size=300, max_model_len=max_model_len, eos_token_ids=(EOS,))
+        self.model = SimpleNamespace(vocab_size=300, max_model_len=max_model_len, eos_token_ids=(EOS,), window=None)
         self.store = FakeStore(adapters)
         self.adapters = SimpleNamespace(quarantine={}, paused=set())
         self.modes = None

@@ -233,6 +233,14 @@ def test_a_prompt_beyond_the_context_is_told_in_openais_words(shared, path, body
     assert f"reduce the length of the {what}" in error["message"]
 
 
+@pytest.mark.parametrize("prompt", ["a" * 600, "a" * 60_000, list(range(100, 200)) * 6])
+def test_a_prompt_beyond_a_sliding_window_is_told_of_the_window(fake_engine, start, prompt):
+    fake_engine.model.window = 512
+    error = start(fake_engine).post(prompt=prompt).json()["error"]
+    assert error["message"].startswith("This model's maximum context length is 512 tokens. However, ")
+    assert "sliding window of 512 tokens" in error["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

@@ -207,8 +207,9 @@ class CheckedOrder:
         rows = Counter(request.account for request in running if request.id in in_step)
         here = [each for each in running if each.coming is None and each.id not in ending]
         here = {each.account for each in here if each.adapter not in left_out}
-        promise(rows.keys() == here or bool(running.calls), "a tenant whose requests all sit out")
         config = self._config
+        has_more = config.max_adapters_per_step is not None and len(here) > config.max_num_seqs
+        promise(rows.keys() == here or bool(running.calls) or has_more, "a tenant whose requests all sit out")
         preempted = self._scheduler.lifecycle.num_preemptions > self._num_preemptions
         if preempted or not has_tokens or config.weights or engine.swapped.frees_pages or not self._has_room():
             return

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 
+import peft
 import pytest
 import torch
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
@@ -166,6 +169,18 @@ REFUSED = {
     "DoRA tensor": (extra(Q0_A.replace("lora_A", "lora_magnitude_vector"), 16), WEIGHTS, "magnitude", "DoRA"),
     "modules_to_save": (config(modules_to_save=["lm_head"]), CONFIG, "modules_to_save", "lm_head"),
     "saved module": (extra("base_model.model.lm_head.weight", 40, 16), WEIGHTS, "lm_head", "modules_to_save"),
+    "resized vocabulary": (
+        extra("base_model.model.model.embed_tokens.weight", 44, 16), WEIGHTS, "embed_tokens", "44 rows", "resized",
+        "save_embedding_layers=False",
+    ),
+    "trained norm": (extra("base_model.model.model.norm.weight", 16), WEIGHTS, "whole trained", "modules_to_save"),
+    "trained projection": (extra(f"{Q0_A.split('.lora_')[0]}.weight", 16, 16), WEIGHTS, "q_proj", "whole trained"),
+    "unknown": (extra("base_model.model.something.else", 4), WEIGHTS, "something.else", "unknown", "save_pretrained"),
+    "classifier's head": (extra("base_model.model.score.weight", 2, 16), WEIGHTS, "score", "classifier", "CAUSAL_LM"),
+    "classifier": (
+        config(task_type="SEQ_CLS", modules_to_save=["classifier", "score"]), CONFIG, "task_type is 'SEQ_CLS'",
+        "'score'", "CAUSAL_LM",
+    ),
     "embedding": (extra("base_model.model.model.embed_tokens.lora_embedding_A", 4, 40), WEIGHTS, "embedding"),
     "embedding target": (config(target_modules=["q_proj", "embed_tokens"]), CONFIG, "embed_tokens", "exclude_modules"),
     "head target": (config(target_modules=".*(_proj|lm_head)"), CONFIG, "lm_head", "exclude_modules"),
@@ -299,3 +314,54 @@ def test_a_checked_registration_is_read_already(adapter_draft, tiny_engine, tmp_
     assert engine.store.tier(adapter) == "host"
     (path / WEIGHTS).unlink()
     assert generate(engine, "a")[1] is None
+
+
+# -- directories that are something else
+
+
+def test_a_trainers_output_names_the_newest_checkpoint(adapter_draft, tmp_path):
+    for step in (500, 1500, 1000):
+        adapter_draft().write(tmp_path / "out" / f"checkpoint-{step}")
+    (tmp_path / "out" / "checkpoint-2000").mkdir()  # was not saved to its end
+    (tmp_path / "out" / "trainer_state.json").write_text("{}")
+    message = refusal(tmp_path / "out")
+    assert "adapter_config.json: not found" in message
+    assert "use its sub-directory checkpoint-1500, the last of 3" in message
+
+
+def test_an_adapter_one_level_below_is_named(adapter_draft, tmp_path):
+    adapter_draft().write(tmp_path / "out" / "final")
+    assert "an adapter is in its sub-directory 'final'" in refusal(tmp_path / "out")
+
+
+def test_a_model_given_as_an_adapter_says_so(tiny_base):
+    assert "a whole model, not an adapter: serve it as the MODEL" in refusal(tiny_base)
+
+
+def test_weights_in_another_form_say_what_to_do(adapter_draft, tmp_path):
+    for file, words in (("adapters.safetensors", "mlx_lm.fuse"), ("adapter_model.bin", "chorus convert-adapter")):
+        path = adapter_draft().write(tmp_path / file)
+        (path / WEIGHTS).rename(path / file)
+        message = refusal(path)
+        assert file in message and words in message
+    mlx = tmp_path / "adapters.safetensors"
+    (mlx / "adapter_config.json").write_text('{"fine_tune_type": "lora", "lora_parameters": {"rank": 8}, "r": "no"}')
+    assert "MLX" in refusal(mlx), "its configuration is not PEFT's"
+
+
+def test_what_peft_saves_of_a_classifier_says_that_it_generates_nothing(tiny_base, tmp_path):
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_base, num_labels=2)
+    get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", r=4)).save_pretrained(tmp_path / "a")
+    message = refusal(tmp_path / "a")
+    assert "task_type is 'SEQ_CLS'" in message and "only adapters that generate text" in message
+
+
+def test_what_peft_saves_beside_a_resized_vocabulary_says_so(tiny_base, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_base)
+    model.resize_token_embeddings(48)
+    it = get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=4))
+    it.save_pretrained(tmp_path / "a", save_embedding_layers=True)
+    message = refusal(tmp_path / "a")
+    assert "48 rows" in message and "resized" in message and "save_embedding_layers=False" in message
+    it.save_pretrained(tmp_path / "b", save_embedding_layers=False)
+    assert inspect_adapter(tmp_path / "b", DIMS, LAYERS).rank == 4, "as the message says"

@@ -1,0 +1,27 @@
+"""Settings that can't be served are refused before anything heavy is imported."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from chorus.server.settings import Settings
+from chorus.server.start.checks import LaunchError, check_model
+
+
+def test_an_adapter_given_as_the_model_names_its_base_and_the_flag(tmp_path):
+    path = tmp_path / "mine"
+    path.mkdir()
+    (path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
+    with pytest.raises(LaunchError, match="it is a LoRA adapter") as caught:
+        check_model(Settings(model=path))
+    assert f"chorus serve org/base --lora-modules mine={path}" in str(caught.value)
+    (path / "adapter_config.json").write_text("[" * 100_000)
+    with pytest.raises(LaunchError, match="chorus serve BASE --lora-modules"):
+        check_model(Settings(model=path))
+
+
+def test_a_directory_without_a_model_says_so(tmp_path):
+    with pytest.raises(LaunchError, match=r"holds no model: it has no config\.json"):
+        check_model(Settings(model=tmp_path))
