@@ -40,8 +40,8 @@ class RepeatedPlan(StepPlan):
 
 @dataclass(slots=True)
 class RepeatedResult(StepResult):
-    """count: steps that ran, at most the plan's `repeat`; in each of them a row drew its same token. first_end: when the
-    first of them ended, by the engine's clock.
+    """count: steps that ran, at most the plan's `repeat`; in each of them a row drew its same token. first_end: when
+    the first of them ended, by the engine's clock.
     """
 
     count: int = 1
