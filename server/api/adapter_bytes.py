@@ -58,6 +58,9 @@ async def read_adapter(
         raise ApiError(504, str(error), code="load_timed_out") from None
     except PoolFull as error:
         raise ApiError(503, f"{error}; try again later", code="loads_busy", retry_after=1) from None
+    except OSError as error:  # a full disk, or one that fails
+        message = f"the files can't be read or written just now: {error.strerror or type(error).__name__}"
+        raise ApiError(503, f"{message}; try again later", code="storage_unavailable", retry_after=1) from None
     finally:
         room.close()
         await upload.end(failed=failed)
