@@ -9,6 +9,7 @@ import re
 import tomllib
 from collections.abc import Callable
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -390,7 +391,7 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         """The base model's name in the API."""
         if self.served_model_name is not None:
             return self.served_model_name
-        return BUILTIN_NAME if self.is_builtin else hub_name(self.model) or self.model.resolve().name
+        return BUILTIN_NAME if self.is_builtin else hub_name(self.model) or _directory_name(self.model)
 
     @property
     def model_root(self) -> str:
@@ -436,6 +437,12 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         if self.fair_by == "tenant" and (weights := {**self.client_keys().weights, **self.weights}):
             values["weights"] = weights
         return EngineConfig(**{**values, "served_model_name": self.base_name})
+
+
+@lru_cache(maxsize=64)
+def _directory_name(path: Path) -> str:
+    """A directory's name, links followed; looked up once, as every request asks for it on the event loop."""
+    return path.resolve().name
 
 
 def _keys_of(path: Path | None) -> list[NamedKey]:

@@ -20,6 +20,9 @@ from types import TracebackType
 from typing import BinaryIO
 
 DRAFT, GONE = ".draft-", ".gone-"
+ROOM_FILE = ".room"
+"""File of a draft that is as long as the bytes that it has room for."""
+
 CONTENT_NAME = re.compile(r"[0-9a-f]{64}")
 """The name of a whole directory."""
 
@@ -52,10 +55,12 @@ class ContentStore:
             _remove_unless_written(left)
         self.recount()
 
-    def draft(self) -> Draft:
-        """An empty draft, for a `with` block. StoreFull."""
-        self.reserve(0)
-        return Draft(self)
+    def draft(self, expected: int = 0) -> Draft:
+        """An empty draft, for a `with` block. expected: bytes that it has room for from the start, so that drafts that
+        are written at once don't take it from each other. StoreFull.
+        """
+        self.reserve(expected)
+        return Draft(self, expected)
 
     def directories(self) -> list[Path]:
         """Directories that are whole."""
@@ -87,7 +92,7 @@ class ContentStore:
         """Count what is on the disk: processes that were killed have given nothing back."""
         with self._counting():
             found = [path for place in self.places for path in _directories(self.root / place)]
-            self._write_count(sum(map(bytes_of, found)))
+            self._write_count(sum(map(_bytes_taken, found)))
 
     def remove_unused(self, is_used: Callable[[list[Path]], Collection[Path]]) -> None:
         """Remove directories of which `is_used` does not return; it is asked for the ones that no draft holds."""
@@ -160,13 +165,17 @@ class Draft:
     kept that long at least, though nothing uses them yet. Calls follow each other.
     """
 
-    def __init__(self, store: ContentStore) -> None:
+    def __init__(self, store: ContentStore, reserved: int) -> None:
+        """reserved: bytes that were taken for it."""
         self._store = store
+        self._reserved = reserved
         self._sealed: tuple[Path, bool] | None = None
         self._held: int | None = None
         self._path = Path(tempfile.mkdtemp(prefix=DRAFT, dir=store.root))
         self._lock = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
+        with (self._path / ROOM_FILE).open("wb") as room:
+            room.truncate(reserved)  # takes no room itself
         self._files: dict[str, tuple[BinaryIO, hashlib._Hash]] = {}
         self._is_over = False
         self._busy = threading.Lock()
@@ -194,7 +203,7 @@ class Draft:
         sealed, is_new = self._sealed or (None, False)
         if not is_new:
             shutil.rmtree(self._path, ignore_errors=True)
-            self._store.give_back(self.num_bytes)
+        self._store.give_back(self._reserved - (self.num_bytes if is_new else 0))
         if sealed is not None and is_new and failed:
             self._store.on_unused(sealed)
         for fd in (self._lock, self._held):
@@ -215,7 +224,9 @@ class Draft:
         self._require_open()
         if self.num_bytes + len(data) > self._store.max_bytes:
             raise TooLarge(f"the adapter has more than the {self._store.max_bytes} bytes that are taken of one")
-        self._store.reserve(len(data))
+        if (more := self.num_bytes + len(data) - self._reserved) > 0:
+            self._store.reserve(more)
+            self._reserved += more
         self.num_bytes += len(data)
         if name not in self._files:
             self._files[name] = (self._path / name).open("xb"), hashlib.sha256()
@@ -240,6 +251,7 @@ class Draft:
             os.fsync(file.fileno())
             content.update(f"{name}\0{digest.hexdigest()}\n".encode())
         path = self._store.root / content.hexdigest()
+        (self._path / ROOM_FILE).unlink(missing_ok=True)
         os.fsync(self._lock)
         self._held, is_new = self._store.hold(self._path, path)
         self._sealed = path, is_new
@@ -259,6 +271,14 @@ def _directories(place: Path) -> list[Path]:
     with suppress(FileNotFoundError):
         return [one for one in place.iterdir() if CONTENT_NAME.fullmatch(one.name) or one.name.startswith(DRAFT)]
     return []
+
+
+def _bytes_taken(directory: Path) -> int:
+    """Bytes of a directory's files, or as many as a draft has room for."""
+    room = 0
+    with suppress(FileNotFoundError):
+        room = (directory / ROOM_FILE).stat().st_size
+    return max(room, bytes_of(directory) - room)
 
 
 def bytes_of(directory: Path) -> int:

@@ -58,9 +58,18 @@ async def read_adapter(
         raise ApiError(504, str(error), code="load_timed_out") from None
     except PoolFull as error:
         raise ApiError(503, f"{error}; try again later", code="loads_busy", retry_after=1) from None
+    except OSError as error:  # a full disk, or one that fails
+        message = f"the files can't be read or written just now: {error.strerror or type(error).__name__}"
+        raise ApiError(503, f"{message}; try again later", code="storage_unavailable", retry_after=1) from None
     finally:
         room.close()
         await upload.end(failed=failed)
+
+
+def _length(request: Request) -> int:
+    """Bytes of the body as far as they are known."""
+    length = request.headers.get("content-length", "")
+    return int(length) if length.isdecimal() else 0
 
 
 class _Room:
@@ -83,7 +92,7 @@ class _Room:
 async def _read_form(request: Request, upload: Upload, room: _Room, boundary: bytes) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     buffer = bytearray()
-    await upload.begin()
+    await upload.begin(_length(request))
     room.take(WRITE_BYTES)  # at most so much of the body is in memory
     async for name, file_name, data in pieces(request.stream(), boundary):
         buffer += data
@@ -110,7 +119,7 @@ async def _read_json(
         for _, piece in text.feed(part):
             if not upload.has_begun:
                 room.take(WRITE_BYTES)
-                await upload.begin()
+                await upload.begin(_length(request) * 3 // 4)
             await weights.take(piece)
         room.take(len(text.rest) - before)
         if len(text.rest) > settings.max_body_bytes:

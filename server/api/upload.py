@@ -40,13 +40,17 @@ class Upload:
         """Names of the files."""
         return self._draft.names
 
-    async def begin(self) -> None:
-        """Begin the draft, unless it has begun. StoreFull, and an ApiError where no bytes are taken."""
+    async def begin(self, expected: int = 0) -> None:
+        """Begin the draft, unless it has begun. expected: bytes of the body, which the files may need.
+
+        StoreFull, and an ApiError where no bytes are taken.
+        """
         if self._loads.loaded is None:
             message = "this server takes no adapters as bytes; start it with --adapter-uploads DIR, or give a path"
             raise ApiError(403, message, code="adapter_uploads_disabled")
         if self._beginning is None:
-            self._beginning = self._loads.on_uploads(self._loads.loaded.draft)
+            room = min(expected, self._loads.loaded.max_bytes)
+            self._beginning = self._loads.on_uploads(self._loads.loaded.draft, room)
             await self._wait_for(self._beginning)
 
     async def write(self, name: str, data: bytes | Callable[[], bytes]) -> None:

@@ -9,11 +9,14 @@ import ssl
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from ..access.hosts import is_loopback
+from ..executors import DaemonPool, PoolFull
 from .wire import WireError
 
 log = logging.getLogger(__name__)
@@ -29,6 +32,10 @@ UNREAD_SECONDS = 30
 CERTIFICATE, KEY, CA = "tls.crt", "tls.key", "ca.crt"
 """Files of a TLS directory, named as Kubernetes names them in a mounted secret."""
 
+MAX_FILES = 1024
+"""Files that may wait to be read."""
+
+T = TypeVar("T")
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """Serves one connection."""
@@ -40,6 +47,19 @@ class AddressError(WireError, ValueError):
 
 class TlsError(WireError):
     """The peer speaks no TLS, or has no certificate of this cluster's CA."""
+
+
+def _disk() -> DaemonPool:
+    """The thread on which files of addresses and certificates are read, which the event loop must not wait for."""
+    return DaemonPool("cluster-files", threads=1, max_waiting=MAX_FILES)
+
+
+async def _beside(disk: DaemonPool, read: Callable[[], T]) -> T:
+    """What a call reads. Raises OSError where the disk hangs for many."""
+    try:
+        return await disk.run(read)
+    except PoolFull as error:
+        raise OSError(str(error)) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +95,7 @@ class TcpSocket:
     host: str
     port: int
     tls: Path | None = None
+    disk: DaemonPool = field(default_factory=_disk, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.tls is None and not is_loopback(self.host):
@@ -85,7 +106,7 @@ class TcpSocket:
 
     async def open(self) -> Streams:
         """A connection. OSError; TlsError for a server that is none of the cluster's."""
-        context = None if self.tls is None else tls_context(self.tls, is_client=True)
+        context = None if self.tls is None else await _beside(self.disk, partial(tls_context, self.tls, is_client=True))
         try:
             reader, writer = await asyncio.open_connection(self.host, self.port, ssl=context)
         except ssl.SSLError as error:
@@ -99,7 +120,7 @@ class TcpSocket:
         The files are read again for each connection, so that a new certificate needs no new process.
         """
         if self.tls is not None:
-            tls_context(self.tls, is_client=False)
+            await _beside(self.disk, partial(tls_context, self.tls, is_client=False))
 
         def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Awaitable[None]:
             _end_with_peer(writer)
@@ -109,7 +130,7 @@ class TcpSocket:
             transport = writer.transport
             assert isinstance(transport, asyncio.Transport)
             transport.pause_reading()
-            return _begin_tls(reader, writer, self.tls, handle)
+            return _begin_tls(reader, writer, partial(tls_context, self.tls, is_client=False), self.disk, handle)
 
         server = await asyncio.start_server(begin, self.host, self.port)
         return server, replace(self, port=server.sockets[0].getsockname()[1])
@@ -121,13 +142,15 @@ class AddressFile:
 
     path: Path
     tls: Path | None = None
+    disk: DaemonPool = field(default_factory=_disk, repr=False, compare=False)
 
     def __str__(self) -> str:
         return str(self.path)
 
     async def open(self) -> Streams:
         """A connection. OSError: FileNotFoundError among them, before anything has listened."""
-        return await parse_address(self.path.read_text().strip(), self.tls).open()
+        found = parse_address((await _beside(self.disk, self.path.read_text)).strip(), self.tls)
+        return await (replace(found, disk=self.disk) if isinstance(found, TcpSocket) else found).open()
 
     def write(self, address: str) -> None:
         """Tell readers of a new address; they see the old one, or all of this."""
@@ -180,9 +203,12 @@ def tls_error(error: ssl.SSLError) -> TlsError:
     return TlsError(f"TLS failed: {reason}")
 
 
-async def _begin_tls(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, tls: Path, handle: Handler) -> None:
+async def _begin_tls(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, context: Callable[[], ssl.SSLContext], disk: DaemonPool,
+    handle: Handler,
+) -> None:  # fmt: skip
     try:
-        await writer.start_tls(tls_context(tls, is_client=False), ssl_handshake_timeout=HANDSHAKE_SECONDS)
+        await writer.start_tls(await _beside(disk, context), ssl_handshake_timeout=HANDSHAKE_SECONDS)
     except OSError as error:
         told = tls_error(error) if isinstance(error, ssl.SSLError) else error
         log.warning("a connection was refused: %s: %s", type(told).__name__, told)

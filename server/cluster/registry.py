@@ -255,7 +255,8 @@ async def serve(
 
     RegistryError for a file that can't be used, OSError for the address. `ready` is called once fronts may connect.
     """
-    registry, server = Registry(RegistryStore(file), secret, first_write_seconds), None
+    store = await asyncio.to_thread(RegistryStore, file)
+    registry, server = Registry(store, secret, first_write_seconds), None
     try:
         server, told = await address.listen(registry.handle)  # the file's lock: no other registry listens there
         ready(told)

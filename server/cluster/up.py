@@ -22,6 +22,7 @@ from .address import AddressFile
 from .child import end_with_parent
 from .cluster_worker import ClusterWorker
 from .directory import ClusterDirectory
+from .directory_files import DirectoryFiles
 from .link import Link
 from .placement.plan import NEED_HIGHS, has_highs
 from .placement.settings import MigrationSettings
@@ -88,12 +89,9 @@ def _open_front(
     directory: ClusterDirectory, index: int, plan: Plan, was_whole: bool, settings: Settings
 ) -> tuple[Backend, Tokenizer]:  # fmt: skip
     """was_whole: an earlier process of this front has served the cluster."""
-
-    def tell(link: Link) -> None:
-        directory.stuck_file(link.name).write_text(str(link.pid))
-
+    files = DirectoryFiles(directory)
     registry = AddressFile(directory.registry_file, plan.tls)
-    owner = _Owner(tell, partial(directory.tell_hint, index))
+    owner = _Owner(lambda link: files.tell_stuck(link.name, link.pid), partial(files.tell_hint, index))
     worker, tokenizer = _open(directory, plan, settings, registry, owner, was_whole=was_whole)
     worker.shared = directory.path
     return worker, tokenizer
@@ -136,7 +134,8 @@ def _open(
         dispatcher = worker.dispatcher
         dispatcher.on_stuck, dispatcher.on_hint = owner.kill, owner.hint
         dispatcher.scale = SteadyHint(plan.scale_seconds)
-        dispatcher.count_replicas, dispatcher.num_replicas = lambda: directory.num_replicas, directory.num_replicas
+        dispatcher.count_replicas = DirectoryFiles(directory).num_replicas
+        dispatcher.num_replicas = directory.num_replicas
         if plan.migration != "off":
             mover = Mover(dispatcher, plan.migration, MigrationSettings.of(plan.migration_setting), worker.soon)
             worker.lookers.append(mover.look)

@@ -63,9 +63,9 @@ class LoadedAdapters:
         """Most bytes of one adapter."""
         return self._files.max_bytes
 
-    def draft(self) -> Draft:
+    def draft(self, expected: int) -> Draft:
         """Files to write; see `ContentStore.draft`."""
-        return self._files.draft()
+        return self._files.draft(expected)
 
     def restore(self, worker: Backend) -> None:
         """Register what the names meant. An adapter with other files by now is left out, and the log names it."""

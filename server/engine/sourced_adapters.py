@@ -84,6 +84,7 @@ class SourcedAdapters:
         self._book = book
         self._loads = loads
         self._rules = settings.adapter_rules
+        self._roots = tuple(root.resolve() for root in settings.loadable_from)
         self._allowed = Allowed(settings.adapter_source_hosts)
         self._pools: dict[int, DaemonPool] = defaultdict(
             lambda: DaemonPool("fetch", FETCH_THREADS, MAX_FETCHES - FETCH_THREADS)
@@ -175,10 +176,10 @@ class SourcedAdapters:
         try:
             if location.scheme:
                 path = await self._fetched(number, name, location)
-                roots = (self._cache.directory,)
+                roots = (path.parent,)
             else:
                 path = Path(location.url)
-                roots = tuple(root.resolve() for root in self._settings.loadable_from)
+                roots = self._roots
             await self._load(name, path, roots)
         except PoolFull as error:
             raise ApiError(503, f"{error}; try again later", code="loads_busy", retry_after=1) from None

@@ -1,13 +1,19 @@
 """Uploads of a cluster with several fronts: names and files are there again after a restart, and after a wrong one."""
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
+import chorus
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS
 
+from ..blocking_process import CUSTOMIZE, DIRECTORY
 from .conftest import SECONDS, cluster_up
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -66,3 +72,34 @@ def test_uploads_outlive_restarts_and_wrong_ones(tmp_path):
         assert served(up) == before and weights(uploads) == kept
         for name in ("policy", "other"):
             assert up.client.delete(f"/v1/adapters/{name}").status_code == 200
+
+
+@pytest.mark.long
+def test_no_process_of_a_cluster_asks_the_disk_on_its_event_loop(tmp_path, monkeypatch):
+    root, found = Path(chorus.__file__).resolve().parent, tmp_path / "found"
+    found.mkdir()
+    (tmp_path / "sitecustomize.py").write_text(CUSTOMIZE)
+    path = [str(tmp_path), str(root), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
+    monkeypatch.setenv(DIRECTORY, str(found))
+    with cluster_up(1, "--fronts", "2", "--adapter-uploads", str(tmp_path / "uploads")) as up:
+
+        def ask():
+            for number in range(4):  # either front
+                assert push(up.client, "upper", f"n{number}").status_code in (200, 201)
+                answer = up.client.post("/v1/completions", json={"model": f"n{number}", "prompt": "a", "max_tokens": 2})
+                assert answer.status_code == 200
+                for way in ("/v1/models", "/v1/adapters", "/metrics", "/health", "/load", f"/v1/adapters/n{number}"):
+                    assert up.client.get(way).status_code == 200
+                up.client.patch(f"/v1/adapters/n{number}", json={"paused": False})
+            assert up.client.delete("/v1/adapters/n0").status_code == 200
+
+        ask()  # modules are imported where they are needed first
+        processes = up.replicas + up.children("front") + up.children("registry")
+        for pid in processes:
+            os.kill(pid, signal.SIGUSR2)
+        up.wait_until(lambda: len(list(found.iterdir())) == len(processes) == 4)
+        ask()
+        time.sleep(2)  # looks at what the replicas tell
+    texts = [file.read_text() for file in found.iterdir()]
+    assert all(len(text.splitlines()) == 1 for text in texts), "\n\n".join(texts)
