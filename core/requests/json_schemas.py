@@ -31,18 +31,21 @@ def subschemas(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any
     if not isinstance(schema, dict):
         return
     yield path, schema
+    for at, each in _parts(schema):
+        yield from subschemas(each, f"{path}.{at}" if path else at)
+
+
+def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The schemas that a schema consists of, each with its path from there."""
     for name in _MAPS:
-        inner = schema.get(name)
-        for key, each in inner.items() if isinstance(inner, dict) else ():
-            yield from subschemas(each, f"{path}.{name}.{key}" if path else f"{name}.{key}")
+        if isinstance(inner := schema.get(name), dict):
+            yield from ((f"{name}.{key}", each) for key, each in inner.items())
     for name in (*_LISTS, *_SINGLES):
         inner = schema.get(name)
-        at = f"{path}.{name}" if path else name
         if isinstance(inner, list):
-            for index, each in enumerate(inner):
-                yield from subschemas(each, f"{at}[{index}]")
+            yield from ((f"{name}[{index}]", each) for index, each in enumerate(inner))
         else:
-            yield from subschemas(inner, at)
+            yield name, inner
 
 
 def located(message: str, schema: Any, root: str = "") -> str | None:
@@ -50,31 +53,36 @@ def located(message: str, schema: Any, root: str = "") -> str | None:
 
     root: path of the schema.
     """
-    for path, each in subschemas(schema, root):
-        place = path or "the schema"
-        if (found := _UNIMPLEMENTED.search(message)) is not None:
-            names = [name.strip('" ') for name in found[1].split(",")]
-            if all(name in each for name in names):
-                verb = "is a rule" if len(names) == 1 else "are rules"
-                return (
-                    f"{place}: {', '.join(names)} {verb} that can't be enforced; leave it out, or say strict: false "
-                    "(of response_format or a function) to have it dropped"
-                )
-        elif any(_is_about(message, name, each.get(name)) for name in ("format", "type", "$ref", "pattern")):
-            return f"{place}: {message}"
-        elif message.startswith("oneOf") and "oneOf" in each:
-            return f"{place}: it can't be told which one of oneOf an answer matches; use anyOf"
-    return None
+    found = _UNIMPLEMENTED.search(message)
+    missing = [] if found is None else [name.strip('" ') for name in found[1].split(",")]
+
+    def is_it(each: Mapping[str, Any]) -> bool:
+        return all(name in each for name in missing) if missing else _is_about(message, each)
+
+    path = next((path for path, each in subschemas(schema, root) if is_it(each)), None)
+    if path is None:
+        return None
+    if missing:
+        verb = "is a rule" if len(missing) == 1 else "are rules"
+        message = (
+            f"{', '.join(missing)} {verb} that can't be enforced; leave it out, or say strict: false (of "
+            "response_format or a function) to have it dropped"
+        )
+    elif message.startswith("oneOf"):
+        message = "it can't be told which one of oneOf an answer matches; use anyOf"
+    return f"{path or 'the schema'}: {message}"
 
 
-def _is_about(message: str, name: str, value: Any) -> bool:
-    if not isinstance(value, str) or not value:
-        return False
-    wanted = {"format": f"Unknown format: {value}", "type": f"Invalid type: {value}",
-              "$ref": f"'{value.removeprefix('#')}'"}.get(name)  # fmt: skip
-    return message == wanted or (name == "$ref" and f"{wanted}" in message) or (
-        name == "pattern" and "regex parse error" in message and value in message
-    )  # fmt: skip
+def _is_about(message: str, schema: Mapping[str, Any]) -> bool:
+    """True if a message is about a schema's own format, type, reference, pattern or choice."""
+    if message.startswith("oneOf"):
+        return "oneOf" in schema
+    if "regex parse error" in message:
+        pattern = schema.get("pattern")
+        return isinstance(pattern, str) and pattern in message
+    wanted = (f"Unknown format: {schema.get('format')}", f"Invalid type: {schema.get('type')}")
+    reference = schema.get("$ref")
+    return message in wanted or (isinstance(reference, str) and f"'{reference.removeprefix('#')}'" in message)
 
 
 def check_optional(schema: Any, root: str = "") -> None:

@@ -73,17 +73,21 @@ def _of_format(asked: dict[str, Any]) -> Grammar | None:
         schema = inside.get("schema")
         return _read(name, "json", schema) if schema else Grammar(GrammarKind.JSON_OBJECT)
     if kind == "json_schema" and inside.keys() == {"json_schema"} and isinstance(inside["json_schema"], dict):
-        schema, strict = inside["json_schema"].get("schema"), inside["json_schema"].get("strict")
-        if not isinstance(strict, bool | None):
-            raise ApiError(400, f"{name}.json_schema.strict must be true or false", param=name)
-        if isinstance(schema, dict):
-            return _read(name, "json", relaxed(schema) if strict is False else schema)
-        raise ApiError(400, "response_format.json_schema has no schema", param=name)
+        return _of_json_schema(name, inside["json_schema"])
     if kind == "structural_tag":
         return _read(name, kind, inside)
     raise ApiError(
         400, "response_format may be text, json_object, json_schema with its json_schema, or structural_tag", param=name
     )
+
+
+def _of_json_schema(name: str, asked: dict[str, Any]) -> Grammar:
+    schema, strict = asked.get("schema"), asked.get("strict")
+    if not isinstance(strict, bool | None):
+        raise ApiError(400, f"{name}.json_schema.strict must be true or false", param=name)
+    if not isinstance(schema, dict):
+        raise ApiError(400, f"{name}.json_schema has no schema", param=name)
+    return _read(name, "json", relaxed(schema) if strict is False else schema)
 
 
 _KINDS: dict[str, tuple[GrammarKind, type | tuple[type, ...], str]] = {
