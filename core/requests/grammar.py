@@ -14,6 +14,7 @@ class GrammarKind(StrEnum):
     REGEX = "regex"  # Rust's syntax, without look-around; the whole answer matches
     CHOICE = "choice"  # a JSON list of strings, one of which is the answer
     GRAMMAR = "grammar"  # Lark's syntax as llguidance reads it, or llama.cpp's GBNF
+    CALLS = "calls"  # rules in Lark's syntax that this program wrote around JSON schemas of a client
     STRUCTURAL_TAG = "structural_tag"  # JSON: `triggers`, and `structures` of `begin`, `schema` and `end`; else free
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -15,6 +16,7 @@ import numpy as np
 from ..cpus import available_cpus
 from .grammar import Grammar, GrammarKind
 from .grammar_work import GrammarPlace, GrammarWork
+from .json_schemas import check_optional, located, subschemas
 from .speller import ANY_TEXT, Speller
 
 if TYPE_CHECKING:
@@ -44,6 +46,8 @@ JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": " ", "lenient": False}
 
 _CUT = "<non-verbose/>"  # llguidance's, where a message would go on with its state
 _NO_TEXT = "NoExtensionBias"
+_RULES = re.compile(r"\n *\d+ \| ")  # before the first of the rules, which its messages repeat
+_PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")  # in them
 
 
 class InvalidGrammar(ValueError):
@@ -113,7 +117,7 @@ class Grammars:
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
-            message = _told(matcher.get_error())
+            message = _of_client(_told(matcher.get_error()), grammar)
             raise InvalidGrammar("no text matches it" if message == _NO_TEXT else message)
         return matcher
 
@@ -158,6 +162,19 @@ def _told(message: str) -> str:
     return message.partition(_CUT)[0].strip()
 
 
+def _of_client(message: str, grammar: Grammar) -> str:
+    """A message without rules that this program wrote, and with the path in a schema that it is about."""
+    if grammar.around or grammar.kind in (GrammarKind.CALLS, GrammarKind.STRUCTURAL_TAG):
+        message = _PLACE.sub("", _RULES.split(message, maxsplit=1)[0])
+    if grammar.kind == GrammarKind.JSON_SCHEMA:
+        return located(message, json.loads(grammar.text)) or message
+    if grammar.kind == GrammarKind.STRUCTURAL_TAG:
+        for number, structure in enumerate(json.loads(grammar.text)["structures"]):
+            if (found := located(message, structure.get("schema"), f"structures[{number}].schema")) is not None:
+                return found
+    return message
+
+
 def _within(around: str, source: str) -> str:
     """llguidance's JSON of a grammar in which `@content` is another one."""
     content = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
@@ -167,6 +184,12 @@ def _within(around: str, source: str) -> str:
 def _of_schema(text: str) -> str:
     from llguidance import LLMatcher
 
+    schema = json.loads(text)
+    check_optional(schema)
+    if harmless := [each for _, each in subschemas(schema) if each.get("uniqueItems") is False]:
+        for each in harmless:
+            del each["uniqueItems"]
+        text = json.dumps(schema)
     return LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
 
 
@@ -183,6 +206,12 @@ def _of_choice(text: str) -> str:
     if not isinstance(choices, list) or not choices or not all(isinstance(each, str) for each in choices):
         raise ValueError("choices are a list of strings, one at least")
     return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in choices))
+
+
+def _of_rules(text: str) -> str:
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_lark(text)
 
 
 def _of_lark(text: str) -> str:
@@ -206,6 +235,7 @@ def _of_structural_tag(text: str, tokenizer: LLTokenizer) -> str:
         begins = f"{tag}_trigger {spelt(begin[len(trigger) :])}"
         if token := spelt.first_of(begin):
             begins = f"({begins} | TEXT {spelt(token)} {spelt(begin[len(token) :])})"
+        check_optional(structure["schema"], f"structures[{number}].schema")
         schema = {**structure["schema"], "x-guidance": JSON_OPTIONS}
         rules.append(f"{tag}: {begins} %json {json.dumps(schema)} {spelt(end)}")
         tags.append(tag)
@@ -226,4 +256,5 @@ _SOURCES: dict[str, Callable[[str], str]] = {
     GrammarKind.REGEX: _of_regex,
     GrammarKind.CHOICE: _of_choice,
     GrammarKind.GRAMMAR: _of_lark,
+    GrammarKind.CALLS: _of_rules,
 }

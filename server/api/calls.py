@@ -210,5 +210,6 @@ class Calls:
             try:
                 await self.threads.run(grammars.compile, grammar)
             except InvalidGrammar as error:
-                raise InvalidRequest(name, f"{name} can't be obeyed: {error}") from None
+                message = asked.explained(str(error)) if name == "tools" else str(error)
+                raise InvalidRequest(name, f"{name} can't be obeyed: {message}") from None
         return grammar

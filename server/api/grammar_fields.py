@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from pydantic_core import from_json
 
 from ...core.requests.grammar import Grammar, GrammarKind
+from ...core.requests.json_schemas import relaxed
 from ..errors import ApiError
 
 if TYPE_CHECKING:
@@ -61,7 +62,9 @@ class GrammarFields(BaseModel):
 
 
 def _of_format(asked: dict[str, Any]) -> Grammar | None:
-    """The grammar of a response_format. What it says is enforced whether it says `strict` or not."""
+    """The grammar of a response_format. What it says is enforced whether it says `strict` or not; of a schema that says
+    `strict: false`, what can't be enforced is left out.
+    """
     name, inside = "response_format", {**asked}
     kind = inside.pop("type", None)
     if kind == "text" and not inside:
@@ -70,15 +73,21 @@ def _of_format(asked: dict[str, Any]) -> Grammar | None:
         schema = inside.get("schema")
         return _read(name, "json", schema) if schema else Grammar(GrammarKind.JSON_OBJECT)
     if kind == "json_schema" and inside.keys() == {"json_schema"} and isinstance(inside["json_schema"], dict):
-        schema = inside["json_schema"].get("schema")
-        if isinstance(schema, dict):
-            return _read(name, "json", schema)
-        raise ApiError(400, "response_format.json_schema has no schema", param=name)
+        return _of_json_schema(name, inside["json_schema"])
     if kind == "structural_tag":
         return _read(name, kind, inside)
     raise ApiError(
         400, "response_format may be text, json_object, json_schema with its json_schema, or structural_tag", param=name
     )
+
+
+def _of_json_schema(name: str, asked: dict[str, Any]) -> Grammar:
+    schema, strict = asked.get("schema"), asked.get("strict")
+    if not isinstance(strict, bool | None):
+        raise ApiError(400, f"{name}.json_schema.strict must be true or false", param=name)
+    if not isinstance(schema, dict):
+        raise ApiError(400, f"{name}.json_schema has no schema", param=name)
+    return _read(name, "json", relaxed(schema) if strict is False else schema)
 
 
 _KINDS: dict[str, tuple[GrammarKind, type | tuple[type, ...], str]] = {

@@ -184,6 +184,10 @@ class GenerationRequest(GrammarFields):
         """
         return [] if content is None else [content]
 
+    def explained(self, message: str) -> str:
+        """What is wrong with a grammar of `answer_grammars`, with the path of what it is about in the request."""
+        return message
+
     @property
     @abstractmethod
     def asked_logprobs(self) -> int | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from pydantic import BaseModel, Field
 
 from ...core.requests.grammar import Grammar, GrammarKind
+from ...core.requests.json_schemas import check_optional, located, relaxed
 from ..errors import ApiError, clipped
 from ..text.answer_reader import AnswerReader
 from ..text.call_formats import HARMONY, AnswerSyntax, call_format_of, reasoning_format_of
@@ -100,6 +101,22 @@ class ToolFields(BaseModel):
         functions = [tool["function"] for tool in self.tools]
         return {f["name"]: _arguments(f) for f in functions if names is None or f["name"] in names}
 
+    def _check_optional(self, enforced: Mapping[str, dict[str, Any]]) -> None:
+        """Raises an ApiError for arguments with more optional properties than can be enforced."""
+        for index, tool in enumerate(self.tools):
+            try:
+                check_optional(enforced.get(tool["function"]["name"]), f"tools[{index}].function.parameters")
+            except ValueError as error:
+                raise ApiError(400, str(error), param="tools") from None
+
+    def explained(self, message: str) -> str:
+        """llguidance's message about the functions' schemas, with the path of what it is about."""
+        for index, tool in enumerate(self.tools):
+            found = located(message, tool["function"].get("parameters"), f"tools[{index}].function.parameters")
+            if found is not None:
+                return found
+        return message
+
     def _enforced_schemas(self, *, forced: bool, xml: bool) -> dict[str, dict[str, Any]]:
         """The same; any object, in JSON, for a function that need not be called and does not say `strict`."""
         schemas, any_object = self._schemas(), {"type": "object"}
@@ -163,6 +180,7 @@ class ToolFields(BaseModel):
             return [] if content is None else [content]
         text = json.dumps(list(schemas.values()), ensure_ascii=False)
         check_size("tools", Grammar(GrammarKind.JSON_SCHEMA, text), limits)
+        self._check_optional(schemas)
         if syntax.reasoning is not None:
             syntax = replace(syntax, reasoning=replace(syntax.reasoning, most=budget))
         lark = answer_grammar(
@@ -170,7 +188,7 @@ class ToolFields(BaseModel):
             content=content is not None,
         )  # fmt: skip
         if content is None:
-            return [("tools" if schemas else "thinking_token_budget", Grammar(GrammarKind.GRAMMAR, lark))]
+            return [("tools" if schemas else "thinking_token_budget", Grammar(GrammarKind.CALLS, lark))]
         field, grammar = content
         return [content, ("tools" if schemas else field, replace(grammar, around=lark))]
 
@@ -238,6 +256,10 @@ def _depth(value: Any) -> int:
 
 
 def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a function's arguments: no others than it names, unless it says more of them."""
+    """The schema of a function's arguments: no others than it names, unless it says more of them; where the client says
+    `strict: false`, without the rules that can't be enforced.
+    """
     schema = {"type": "object", **(function.get("parameters") or {"properties": {}})}
+    if function.get("strict") is False:
+        schema = relaxed(schema)
     return schema if schema.keys() & WIDER or "properties" not in schema else {**schema, "additionalProperties": False}

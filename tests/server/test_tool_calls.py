@@ -262,6 +262,40 @@ def test_wrong_tools_are_named(live, body, param, said):
     assert error["param"] == param and said in error["message"], error
 
 
+UNENFORCED = [
+    ({"type": "array", "uniqueItems": True}, "properties.a: uniqueItems is a rule that can't be enforced"),
+    ({"type": "object", "if": {}, "then": {}}, "properties.a: if, then are rules that can't be enforced"),
+    ({"type": "string", "format": "binary"}, "properties.a: Unknown format: binary"),
+    ({"type": "foo"}, "properties.a: Invalid type: foo"),
+    ({"type": "string", "pattern": "(?=a)b"}, "properties.a: regex parse error"),
+    ({"type": "object", "properties": {f"p{i}": {} for i in range(600)}}, "properties.a: 600 properties are optional"),
+    ({"type": "string", "pattern": "[^\\s\\S]"}, ""),
+]
+
+
+@pytest.mark.parametrize(("schema", "said"), UNENFORCED)
+@pytest.mark.parametrize("response_format", [{}, {"response_format": {"type": "json_object"}}])
+def test_calls_that_cannot_be_forced_are_told_by_their_path_and_leak_no_rules(live, schema, said, response_format):
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    tools = [tool("g"), tool("secret", parameters, strict=True)]
+    for choice in ("required", "auto"):
+        response = live.post(CHAT, messages=USER, tools=tools, tool_choice=choice, **response_format)
+        error = response.json()["error"]
+        assert response.status_code == 400 and error["param"] == "tools", error
+        assert (f"tools[1].function.parameters.{said}" if said else "nsatisfiable schema") in error["message"]
+        assert not any(mark in error["message"] for mark in ("call_1", "%json", "secret", "TEXT", "x-guidance", " | "))
+
+
+def test_rules_that_cannot_be_enforced_are_dropped_for_functions_that_say_so(live):
+    parameters = {"type": "object", "properties": {
+        "tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+        "data": {"type": "string", "format": "binary"}}, "dependentRequired": {"tags": ["data"]}}  # fmt: skip
+    response = live.post(CHAT, messages=USER, tools=[tool("f", parameters, strict=False)], tool_choice="required")
+    assert response.status_code == 200, response.text
+    asked = live.engine.asked[-1].params.grammar
+    assert '"tags"' in asked.text and '"items"' in asked.text and "uniqueItems" not in asked.text
+
+
 ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [tool("g")]}}
 
 

@@ -91,6 +91,11 @@ def test_every_way_to_ask_reaches_the_engine(live, body, grammar):
         ({"ebnf": 'root ::= "a" ('}, "ebnf", "line 1"),
         ({"guided_json": {"type": "integer", "minimum": 5, "maximum": 3}}, "guided_json", "Unsatisfiable"),
         ({"guided_json": {"uniqueItems": True}}, "guided_json", "uniqueItems"),
+        ({"guided_json": {"items": {"uniqueItems": True}}}, "guided_json", "items: uniqueItems is a rule that can't"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": "no", "schema": {}}}},
+         "response_format", "strict must be true or false"),
+        ({"guided_json": {"properties": {f"p{i}": {} for i in range(600)}}}, "guided_json",
+         "600 properties are optional, at most 500 may be"),
         ({"guided_json": "{"}, "guided_json", "no JSON"),
         ({"guided_json": {"$ref": "http://127.0.0.1:9/a.json"}}, "guided_json", "does not fetch"),
         ({"regex": "a" * 9000}, "regex", "has 9000 bytes of regular expressions"),
@@ -106,6 +111,29 @@ def test_what_cannot_be_obeyed_is_told_by_field_and_place(live, body, param, sai
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert error["param"] == param and said in error["message"], error
+
+
+class Collections(BaseModel):
+    """What pydantic writes `uniqueItems` and `format: binary` for."""
+
+    tags: set[str]
+    data: bytes
+
+
+@pytest.mark.parametrize("strict", [True, None, False])
+def test_rules_that_cannot_be_enforced_are_dropped_only_where_the_client_says_so(live, strict):
+    schema = Collections.model_json_schema()
+    inside = {"name": "x", "schema": schema} | ({} if strict is None else {"strict": strict})
+    response = live.post(CHAT, messages=USER, response_format={"type": "json_schema", "json_schema": inside})
+    if strict is not False:
+        assert response.status_code == 400 and "properties.tags: uniqueItems" in response.json()["error"]["message"]
+        return
+    assert response.status_code == 200
+    asked = json.loads(live.engine.asked[-1].params.grammar.text)
+    assert asked["properties"]["tags"] == {"items": {"type": "string"}, "title": "Tags", "type": "array"}
+    assert asked["properties"]["data"] == {"title": "Data", "type": "string"} and asked["required"] == ["tags", "data"]
+    answer = live.post("/v1/responses", input="hi", text={"format": {"type": "json_schema", **inside}})
+    assert answer.status_code == 200, answer.text
 
 
 class Inner(BaseModel):

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from chorus.core.config import EngineConfig
@@ -15,6 +17,7 @@ from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.memory.adapters.adapter import Tier
+from chorus.server.cluster.cluster_view import ClusterCollector
 from chorus.server.engine.engine_view import EngineView
 
 
@@ -90,6 +93,57 @@ def test_every_panel_of_every_board_has_its_metrics(start, fake_engine):
     asked = " ".join(target["expr"] for panel in board["panels"] for target in panel.get("targets", ()))
     names = {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"\b(?:chorus_|vllm:)\w+", asked)}
     assert len(names) > 25 and names <= families
+
+
+DEPLOY = Path(__file__).parents[3] / "docs" / "deploy"
+
+
+class TestAlerts:
+    """Grafana's alert rules and Prometheus's configuration in docs/deploy."""
+
+    @pytest.fixture
+    def rules(self):
+        found = yaml.safe_load((DEPLOY / "grafana-alerts.yaml").read_text())
+        assert found["apiVersion"] == 1
+        return [rule for group in found["groups"] for rule in group["rules"]]
+
+    def test_rules_ask_for_metrics_that_there_are(self, rules, start, fake_engine):
+        live = start(fake_engine)
+        live.post(model="alice", prompt="abc")
+        families = set(re.findall(r"^# TYPE (\S+) ", live.client.get("/metrics").text, re.MULTILINE))
+        ledger = SimpleNamespace(num_waiting=0, num_moves=0, num_stale=0, num_at=lambda name: 0)
+        dispatcher = SimpleNamespace(
+            ledger=ledger, links=(), num_replicas=2, num_deaths=0, scale=SimpleNamespace(value=0),
+            reported_costs=list,
+        )  # fmt: skip
+        registry = CollectorRegistry()
+        registry.register(ClusterCollector(dispatcher))
+        families |= set(re.findall(r"^# TYPE (\S+) ", generate_latest(registry).decode(), re.MULTILINE))
+        for rule in rules:
+            asked = rule["data"][0]["model"]["expr"]
+            names = set(re.findall(r"\b(?:chorus_|vllm:)\w+", asked))
+            assert names or "up{" in asked, asked
+            assert {re.sub(r"_(bucket|sum|count)$", "", name) for name in names} <= families, asked
+            assert asked.count("(") == asked.count(")") and asked.count("{") == asked.count("}")
+
+    def test_rules_are_complete(self, rules):
+        assert len(rules) >= 8 and len({rule["uid"] for rule in rules}) == len(rules)
+        for rule in rules:
+            value, bound = rule["data"]
+            assert rule["condition"] == bound["refId"] and bound["model"]["expression"] == value["refId"]
+            assert bound["datasourceUid"] == "__expr__" and bound["model"]["type"] == "threshold"
+            (condition,) = bound["model"]["conditions"]
+            assert condition["evaluator"]["type"] in ("gt", "lt") and len(condition["evaluator"]["params"]) == 1
+            assert value["relativeTimeRange"]["from"] > value["relativeTimeRange"]["to"]
+            assert rule["annotations"]["summary"] and rule["labels"]["severity"] in ("warning", "critical")
+            assert rule["noDataState"] in ("OK", "Alerting", "NoData") and re.fullmatch(r"\d+m", rule["for"])
+
+    def test_prometheus_scrapes_the_job_that_rules_name(self, rules, start, fake_engine):
+        found = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
+        (job,) = found["scrape_configs"]
+        assert any(f'job="{job["job_name"]}"' in rule["data"][0]["model"]["expr"] for rule in rules)
+        assert start(fake_engine).client.get(job["metrics_path"]).status_code == 200
+        assert job["static_configs"][0]["targets"] == ["127.0.0.1:8000"]
 
 
 def test_sizes_of_steps(start, fake_engine):

@@ -1,0 +1,163 @@
+"""JSON schemas as llguidance takes them: what it can't enforce, and where a schema asks for it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+from urllib.parse import unquote
+
+MAX_OPTIONAL = 500
+"""Most optional properties that may come next in an answer. Their number bounds the time of a token, and beyond it the
+parser would give up within the answer."""
+
+UNENFORCED = frozenset({
+    "contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "if", "maxContains", "minContains",
+    "not", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties", "uniqueItems", "$dynamicRef",
+})  # fmt: skip
+"""Keywords of JSON Schema that llguidance refuses."""
+
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLES = ("items", "additionalProperties")
+_TOGETHER = ("anyOf", "oneOf", "allOf")
+_LOOKS_AROUND = re.compile(r"\(\?(?:=|!|<=|<!)|\\[1-9]")
+_UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
+
+
+def subschemas(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each schema that is an object within a schema, itself first, with its path."""
+    if not isinstance(schema, dict):
+        return
+    yield path, schema
+    for at, each in _parts(schema):
+        yield from subschemas(each, f"{path}.{at}" if path else at)
+
+
+def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The schemas that a schema consists of, each with its path from there."""
+    for name in _MAPS:
+        if isinstance(inner := schema.get(name), dict):
+            yield from ((f"{name}.{key}", each) for key, each in inner.items())
+    for name in (*_LISTS, *_SINGLES):
+        inner = schema.get(name)
+        if isinstance(inner, list):
+            yield from ((f"{name}[{index}]", each) for index, each in enumerate(inner))
+        else:
+            yield name, inner
+
+
+def located(message: str, schema: Any, root: str = "") -> str | None:
+    """llguidance's message about a schema with the path of what it is about; None if the schema has no such thing.
+
+    root: path of the schema.
+    """
+    found = _UNIMPLEMENTED.search(message)
+    missing = [] if found is None else [name.strip('" ') for name in found[1].split(",")]
+
+    def is_it(each: Mapping[str, Any]) -> bool:
+        return all(name in each for name in missing) if missing else _is_about(message, each)
+
+    path = next((path for path, each in subschemas(schema, root) if is_it(each)), None)
+    if path is None:
+        return None
+    if missing:
+        verb = "is a rule" if len(missing) == 1 else "are rules"
+        message = (
+            f"{', '.join(missing)} {verb} that can't be enforced; leave it out, or say strict: false (of "
+            "response_format or a function) to have it dropped"
+        )
+    elif message.startswith("oneOf"):
+        message = "it can't be told which one of oneOf an answer matches; use anyOf"
+    return f"{path or 'the schema'}: {message}"
+
+
+def _is_about(message: str, schema: Mapping[str, Any]) -> bool:
+    """True if a message is about a schema's own format, type, reference, pattern or choice."""
+    if message.startswith("oneOf"):
+        return "oneOf" in schema
+    if "regex parse error" in message:
+        pattern = schema.get("pattern")
+        return isinstance(pattern, str) and pattern in message
+    wanted = (f"Unknown format: {schema.get('format')}", f"Invalid type: {schema.get('type')}")
+    reference = schema.get("$ref")
+    return message in wanted or (isinstance(reference, str) and f"'{reference.removeprefix('#')}'" in message)
+
+
+def check_optional(schema: Any, root: str = "") -> None:
+    """Raise ValueError for an object with too many optional properties. root: path of the schema, for the message."""
+    counted: dict[int, int] = {}
+    for path, each in subschemas(schema, root):
+        if (count := _num_optional(each, schema, counted)) > MAX_OPTIONAL:
+            raise ValueError(
+                f"{path or 'the schema'}: {count} properties are optional, at most {MAX_OPTIONAL} may be; list more in "
+                "required, or group them into objects"
+            )
+
+
+def _num_optional(schema: Any, root: Any, counted: dict[int, int]) -> int:
+    """Optional properties of an object, and of what it may be instead, or is as well. counted: by schemas' identity."""
+    if not isinstance(schema, dict):
+        return 0
+    if (known := counted.get(id(schema))) is not None:
+        return known
+    counted[id(schema)] = 0  # while it is counted: a schema within itself adds nothing
+    properties, required = schema.get("properties"), schema.get("required")
+    count = 0
+    if isinstance(properties, dict):
+        count = len(properties.keys() - {each for each in required or () if isinstance(each, str)})
+    parts = [each for name in _TOGETHER if isinstance(inner := schema.get(name), list) for each in inner]
+    if isinstance(reference := schema.get("$ref"), str):
+        parts.append(_resolved(reference, root))
+    count += sum(_num_optional(each, root, counted) for each in parts)
+    counted[id(schema)] = count
+    return count
+
+
+def _resolved(reference: str, root: Any) -> Any:
+    """What a reference within a document points to; None if that is nothing."""
+    found = root
+    for part in reference.removeprefix("#").split("/")[1:]:
+        key = unquote(part).replace("~1", "/").replace("~0", "~")
+        found = found.get(key) if isinstance(found, dict) else None
+    return found if reference.startswith("#") else None
+
+
+def relaxed(schema: Any) -> Any:
+    """A schema without the rules that can't be enforced: answers then match all others."""
+    if not isinstance(schema, Mapping):
+        return schema
+    kept = {name: _relaxed_value(name, value) for name, value in schema.items() if _is_enforced(name, value)}
+    if "oneOf" in kept:
+        options = kept.pop("oneOf")
+        if "anyOf" in kept:
+            kept["allOf"] = [*kept.get("allOf", ()), {"anyOf": options}]
+        else:
+            kept["anyOf"] = options
+    return kept
+
+
+def _relaxed_value(name: str, value: Any) -> Any:
+    if name in _MAPS and isinstance(value, Mapping):
+        has_patterns = name == "patternProperties"
+        return {key: relaxed(each) for key, each in value.items() if not (has_patterns and _LOOKS_AROUND.search(key))}
+    if isinstance(value, list) and name in (*_LISTS, "items"):
+        return [relaxed(each) for each in value]
+    return relaxed(value) if name in _SINGLES else value
+
+
+def _is_enforced(name: str, value: Any) -> bool:
+    if name == "format":
+        return not isinstance(value, str) or _is_known_format(value)
+    if name == "pattern":
+        return not isinstance(value, str) or _LOOKS_AROUND.search(value) is None
+    return name not in UNENFORCED
+
+
+@lru_cache(256)
+def _is_known_format(name: str) -> bool:
+    from llguidance import LLMatcher
+
+    source = LLMatcher.grammar_from_json_schema({"type": "string", "format": name})
+    return not LLMatcher.validate_grammar(source)
