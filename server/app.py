@@ -28,6 +28,7 @@ from .api.openapi import openapi_route
 from .api.sampling_defaults import SamplingDefaults
 from .api.text_api import TextApi
 from .engine.adapter_loads import AdapterLoads
+from .engine.adapter_templates import AdapterTemplates
 from .engine.backend import Backend
 from .engine.kv_publisher import KvPublisher
 from .engine.loaded_adapters import LoadedAdapters
@@ -85,10 +86,13 @@ def create_app(
     watchdog = Watchdog(worker, settings.stall_seconds, settings.give_up_seconds)
     api = Api(worker, settings, gate, executors.scrapes, executors.text)
     loaded = LoadedAdapters.of(settings, has_registry=worker.adapters.has_registry)
-    loads = AdapterLoads(worker, settings.adapter_load_seconds, settings.adapter_places, loaded)
+    templates = AdapterTemplates(
+        tokenizer, worker.adapters, executors.text, used=settings.adapter_chat_templates
+    )  # fmt: skip
+    loads = AdapterLoads(worker, settings.adapter_load_seconds, settings.adapter_places, loaded, templates)
     sourced = SourcedAdapters(settings, worker.adapters, loads)
     telemetry = Telemetry(api.metrics, recorder, tracer)
-    calls = Calls(worker, tokenizer, settings, defaults, telemetry, executors.text)
+    calls = Calls(worker, tokenizer, settings, defaults, telemetry, executors.text, templates)
     answers = Answers(worker, tokenizer, settings, telemetry, executors.text, sourced)
     generation = GenerationApi(calls, answers)
     texts = TextApi(worker, tokenizer, calls, executors.text)

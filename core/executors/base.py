@@ -158,7 +158,7 @@ class ModelExecutor:
         self.whole, self.shard = ModelConfig.read(config.model), shard
         self.config = model = shard.config(self.whole)
         self._dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
-        grammars = grammars_of(config.model, model.vocab_size, model.eos_token_ids)
+        grammars = grammars_of(config.tokenizer_dir, model.vocab_size, model.eos_token_ids)
         self.model = ModelInfo(model.vocab_size, max_model_len_of(config, model), model.eos_token_ids, grammars)
         self.layout = PageLayout(
             model.num_layers, model.num_kv_heads, model.head_dim, config.block_tokens, self._dtype.itemsize

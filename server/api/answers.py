@@ -89,7 +89,7 @@ class Answers:
         as_token_ids = asked.return_tokens_as_token_ids or self.settings.return_tokens_as_token_ids
         scores = LogprobFormat(self.tokenizer.vocabulary, as_token_ids=as_token_ids)
         answer = make_format(asked, generation, scores, echoes)
-        headers = self._headers(request, asked, generation)
+        headers = self._headers(request, generation)
         if asked.stream:
             return EventStream(self._events(generation, answer, request.url.path), generation.close, headers)
         try:
@@ -116,9 +116,8 @@ class Answers:
             echoes += [Echo(text, offsets)] * asked.n
         return echoes
 
-    def _headers(self, request: Request, asked: GenerationRequest, generation: Generation) -> dict[str, str]:
-        ignored = asked.ignored(self.tokenizer)
-        headers = {IGNORED: ", ".join(ignored)} if ignored else {}
+    def _headers(self, request: Request, generation: Generation) -> dict[str, str]:
+        headers = {IGNORED: ", ".join(generation.ignored)} if generation.ignored else {}
         headers |= self._load_report(request.headers.get(LOAD_FORMAT, ""))
         if versions := _versions(generation):
             headers[ADAPTER] = versions

@@ -33,7 +33,7 @@ COMMANDS = "chorus.commands"
 ENGINE_SETTINGS = (*EngineConfig.model_fields, "config", "log_level")
 BATCH_SETTINGS = (
     *ENGINE_SETTINGS, *RequestLimits.model_fields, "lora_modules", "served_model_name", "generation_config",
-    "override_generation_config",
+    "adapter_chat_templates", "chat_template", "override_generation_config",
 )  # fmt: skip
 
 UNGUARDED = {"api_key": [], "api_key_file": None, "admin_key": [], "admin_key_file": None, "host": "127.0.0.1"}
