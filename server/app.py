@@ -49,6 +49,7 @@ from .errors import (
 from .executors import Executors, PoolFull
 from .http.doors import Doors, GuardedRoute, RequestId, RootPath
 from .http.gate import Gate
+from .http.statuses import Statuses
 from .http.tenant_header import TenantHeader
 from .settings import Settings
 from .text.tokenizer import Tokenizer
@@ -97,16 +98,20 @@ def create_app(
     generation = GenerationApi(calls, answers)
     texts = TextApi(worker, tokenizer, calls, executors.text)
     adapters = AdapterApi(worker, settings, loads, sourced, executors.text)
-    watchers = Watchers(worker, api.metrics, executors.page, gate, settings.base_name)
+    statuses = Statuses()
+    watchers = Watchers(worker, api.metrics, executors.page, gate, settings.base_name, statuses, private)
 
     stops = ExitStack()  # of what runs as long as the app
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         api.metrics.start()
+        if settings.ui:
+            watchers.start()
         try:
             yield
         finally:
+            watchers.stop()
             api.metrics.stop()
             sourced.stop()
             stops.close()
@@ -175,7 +180,7 @@ def create_app(
         },
         middleware=[
             *([Middleware(RootPath, prefix=settings.root_path)] if settings.root_path else []),
-            Middleware(RequestId),
+            Middleware(RequestId, statuses=statuses),
             *([Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])]
               if origins else []),
             Middleware(
@@ -186,7 +191,7 @@ def create_app(
         lifespan=lifespan,
     )  # fmt: skip
     app.state.gate, app.state.worker, app.state.executors, app.state.key_watch = gate, worker, executors, key_watch
-    app.state.watchers = watchers
+    app.state.watchers, app.state.statuses = watchers, statuses
     app.state.private_paths = private
     with ExitStack() as starting:  # not in the lifespan: the command line would show its errors as tracebacks
         for part in (watchdog, key_watch, loads, *((kv_publisher,) if kv_publisher is not None else ())):

@@ -91,7 +91,7 @@ class Answers:
         answer = make_format(asked, generation, scores, echoes)
         headers = self._headers(request, generation)
         if asked.stream:
-            return EventStream(self._events(generation, answer, request.url.path), generation.close, headers)
+            return EventStream(self._events(generation, answer, request), generation.close, headers)
         try:
             await while_connected(request.receive, _read(generation, answer))
             body = await self._written(answer)
@@ -146,7 +146,7 @@ class Answers:
             return await self.threads.run(lambda: encode(answer.answer()))
         return dumps(answer.answer())
 
-    async def _events(self, generation: Generation, answer: AnswerFormat, path: str) -> AsyncIterator[bytes]:
+    async def _events(self, generation: Generation, answer: AnswerFormat, request: Request) -> AsyncIterator[bytes]:
         """A call's deltas as events; what is there together is sent together.
 
         The status line is gone by now, so an error is an event, too.
@@ -167,7 +167,8 @@ class Answers:
             answer_to_error = as_api_error(error)
             if answer_to_error.unforeseen:
                 log.exception("a stream failed")
-            ready.append(event(answer.failed(answer_to_error, path)))
+            request.app.state.statuses.note(answer_to_error.status)
+            ready.append(event(answer.failed(answer_to_error, request.url.path)))
         yield b"".join((*ready, answer.end))
 
 
