@@ -20,6 +20,10 @@ class EngineConfig(BaseModel):
     adapters: Path | None = Field(
         default=None, description="directory of PEFT adapters: each sub-directory with one is served under its name"
     )
+    tokenizer: Path | None = Field(
+        default=None,
+        description="directory of the tokenizer (tokenizer.json and its configuration); default: the model's",
+    )
     strict_adapters: bool = Field(
         default=False,
         description="an adapter of --adapters or --lora-modules that can't be served stops the start; by default it is "
@@ -214,6 +218,11 @@ class EngineConfig(BaseModel):
         "the native decoder on a CPU, or on a GPU with CuPy, where it is untried",
     )
     seed: int | None = Field(default=None, description="seed of the seeds drawn for requests that bring none")
+
+    @property
+    def tokenizer_dir(self) -> Path:
+        """The directory of tokenizer.json."""
+        return self.tokenizer or self.model
 
     @property
     def host_bytes(self) -> int:

@@ -28,6 +28,7 @@ from .api.openapi import openapi_route
 from .api.sampling_defaults import SamplingDefaults
 from .api.text_api import TextApi
 from .engine.adapter_loads import AdapterLoads
+from .engine.adapter_templates import AdapterTemplates
 from .engine.backend import Backend
 from .engine.kv_publisher import KvPublisher
 from .engine.loaded_adapters import LoadedAdapters
@@ -48,6 +49,7 @@ from .errors import (
 from .executors import Executors, PoolFull
 from .http.doors import Doors, GuardedRoute, RequestId, RootPath
 from .http.gate import Gate
+from .http.statuses import Statuses
 from .http.tenant_header import TenantHeader
 from .settings import Settings
 from .text.tokenizer import Tokenizer
@@ -86,24 +88,31 @@ def create_app(
     watchdog = Watchdog(worker, settings.stall_seconds, settings.give_up_seconds)
     api = Api(worker, settings, gate, executors.scrapes, executors.text)
     loaded = LoadedAdapters.of(settings, worker.adapters)
-    loads = AdapterLoads(worker, settings.adapter_load_seconds, settings.adapter_places, loaded)
+    templates = AdapterTemplates(
+        tokenizer, worker.adapters, executors.text, used=settings.adapter_chat_templates
+    )  # fmt: skip
+    loads = AdapterLoads(worker, settings.adapter_load_seconds, settings.adapter_places, loaded, templates)
     sourced = SourcedAdapters(settings, worker.adapters, loads)
     telemetry = Telemetry(api.metrics, recorder, tracer)
-    calls = Calls(worker, tokenizer, settings, defaults, telemetry, executors.text)
+    calls = Calls(worker, tokenizer, settings, defaults, telemetry, executors.text, templates)
     answers = Answers(worker, tokenizer, settings, telemetry, executors.text, sourced)
     generation = GenerationApi(calls, answers)
     texts = TextApi(worker, tokenizer, calls, executors.text)
     adapters = AdapterApi(worker, settings, loads, sourced, executors.text)
-    watchers = Watchers(worker, api.metrics, executors.page, gate, settings.base_name)
+    statuses = Statuses()
+    watchers = Watchers(worker, api.metrics, executors.page, gate, settings.base_name, statuses, private)
 
     stops = ExitStack()  # of what runs as long as the app
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         api.metrics.start()
+        if settings.ui:
+            watchers.start()
         try:
             yield
         finally:
+            watchers.stop()
             api.metrics.stop()
             sourced.stop()
             stops.close()
@@ -172,7 +181,7 @@ def create_app(
         },
         middleware=[
             *([Middleware(RootPath, prefix=settings.root_path)] if settings.root_path else []),
-            Middleware(RequestId),
+            Middleware(RequestId, statuses=statuses),
             *([Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])]
               if origins else []),
             Middleware(
@@ -183,7 +192,7 @@ def create_app(
         lifespan=lifespan,
     )  # fmt: skip
     app.state.gate, app.state.worker, app.state.executors, app.state.key_watch = gate, worker, executors, key_watch
-    app.state.watchers = watchers
+    app.state.watchers, app.state.statuses = watchers, statuses
     app.state.private_paths = private
     with ExitStack() as starting:  # not in the lifespan: the command line would show its errors as tracebacks
         for part in (watchdog, key_watch, loads, *((kv_publisher,) if kv_publisher is not None else ())):

@@ -23,6 +23,7 @@ from .api.fields import unknown_field
 from .api.near import nearest
 from .api.sampling_defaults import SamplingDefaults
 from .engine.adapter_loads import AdapterLoads
+from .engine.adapter_templates import AdapterTemplates
 from .engine.engine_view import AdapterState
 from .engine.sourced_adapters import SourcedAdapters
 from .engine.telemetry import Telemetry
@@ -106,11 +107,13 @@ class LLM:
         self._worker, self.tokenizer = load(settings)
         self._threads = DaemonPool("text", threads=2)
         self._files = AdapterFiles(settings, self._worker.adapters)
-        self._loads = AdapterLoads(
-            self._worker, settings.adapter_load_seconds, settings.adapter_places, self._files.loaded
-        )
+        templates = AdapterTemplates(
+            self.tokenizer, self._worker.adapters, self._threads, used=settings.adapter_chat_templates
+        )  # fmt: skip
+        places = settings.adapter_places
+        self._loads = AdapterLoads(self._worker, settings.adapter_load_seconds, places, self._files.loaded, templates)
         self._sourced = SourcedAdapters(settings, self._worker.adapters, self._loads)
-        calls = Calls(self._worker, self.tokenizer, settings, defaults, Telemetry(), self._threads)
+        calls = Calls(self._worker, self.tokenizer, settings, defaults, Telemetry(), self._threads, templates)
         self._loop = LoopThread()
         self._asking = Asking(calls, self._sourced, IN_FLIGHT)
         self._loads.start()

@@ -153,6 +153,14 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         default={},
         description="JSON object of defaults that win over the model's, such as '{\"temperature\": 0.5}', as in vLLM",
     )
+    chat_template: Path | None = Field(
+        default=None, description="file of a chat template, in Jinja, in place of the model's own"
+    )
+    adapter_chat_templates: bool = Field(
+        default=False,
+        description="use an adapter's own chat_template.jinja for its conversations where it differs from the model's. "
+        "Templates are programs: only for adapters of people you trust",
+    )
     enable_force_include_usage: bool = Field(
         default=False,
         description="streams tell their usage with every chunk, asked or not, for gateways that count tokens",

@@ -160,7 +160,7 @@ class ModelExecutor:
         self.whole, self.shard = ModelConfig.read(config.model), shard
         self.config = model = shard.config(self.whole)
         self._dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
-        grammars = grammars_of(config.model, model.vocab_size, model.eos_token_ids)
+        grammars = grammars_of(config.tokenizer_dir, model.vocab_size, model.eos_token_ids)
         limit = max_model_len_of(config, model)
         window = model.sliding_window if limit == model.sliding_window else None
         self.model = ModelInfo(model.vocab_size, limit, model.eos_token_ids, window, grammars)

@@ -109,7 +109,7 @@ class CudaSteps:
         self.ways: Mapping[int, Ways] = dict.fromkeys(sizes, BY_LIBRARY)  # of each bucket's products
         self.graphs: GraphRunner[None] = GraphRunner(self._capture, lambda: device.memory()[0])
         self._sampling = TorchSampling()
-        self._grammars = grammars_of(config.model, model.config.vocab_size, model.config.eos_token_ids)
+        self._grammars = grammars_of(config.tokenizer_dir, model.config.vocab_size, model.config.eos_token_ids)
         self._last_asks: tuple[Sequence[ScheduledRow], _Asks] = (), _Asks(False, False, False)  # of the last rows
         self._captures = config.graph_capture != "off" and (attention.captures or where.type == "cpu")
         # ranks make a shadow at their own pace, but capture together: when a step that all have needs it

@@ -89,9 +89,9 @@ class Answers:
         as_token_ids = asked.return_tokens_as_token_ids or self.settings.return_tokens_as_token_ids
         scores = LogprobFormat(self.tokenizer.vocabulary, as_token_ids=as_token_ids)
         answer = make_format(asked, generation, scores, echoes)
-        headers = self._headers(request, asked, generation)
+        headers = self._headers(request, generation)
         if asked.stream:
-            return EventStream(self._events(generation, answer, request.url.path), generation.close, headers)
+            return EventStream(self._events(generation, answer, request), generation.close, headers)
         try:
             await while_connected(request.receive, _read(generation, answer))
             body = await self._written(answer)
@@ -116,9 +116,8 @@ class Answers:
             echoes += [Echo(text, offsets)] * asked.n
         return echoes
 
-    def _headers(self, request: Request, asked: GenerationRequest, generation: Generation) -> dict[str, str]:
-        ignored = asked.ignored(self.tokenizer)
-        headers = {IGNORED: ", ".join(ignored)} if ignored else {}
+    def _headers(self, request: Request, generation: Generation) -> dict[str, str]:
+        headers = {IGNORED: ", ".join(generation.ignored)} if generation.ignored else {}
         if not request.state.identity.grant.limited:  # the load is all clients'
             headers |= self._load_report(request.headers.get(LOAD_FORMAT, ""))
         if versions := _versions(generation):
@@ -148,7 +147,7 @@ class Answers:
             return await self.threads.run(lambda: encode(answer.answer()))
         return dumps(answer.answer())
 
-    async def _events(self, generation: Generation, answer: AnswerFormat, path: str) -> AsyncIterator[bytes]:
+    async def _events(self, generation: Generation, answer: AnswerFormat, request: Request) -> AsyncIterator[bytes]:
         """A call's deltas as events; what is there together is sent together.
 
         The status line is gone by now, so an error is an event, too.
@@ -169,7 +168,8 @@ class Answers:
             answer_to_error = as_api_error(error)
             if answer_to_error.unforeseen:
                 log.exception("a stream failed")
-            ready.append(event(answer.failed(answer_to_error, path)))
+            request.app.state.statuses.note(answer_to_error.status)
+            ready.append(event(answer.failed(answer_to_error, request.url.path)))
         yield b"".join((*ready, answer.end))
 
 

@@ -17,6 +17,7 @@ from ...core.requests.sampling_params import InvalidRequest, Seeds
 from ...memory.adapters.store import UnknownAdapter
 from ..access.grants import NOWHERE
 from ..access.limits import RequestLimits
+from ..engine.adapter_templates import AdapterTemplates
 from ..engine.backend import Backend
 from ..engine.generation import Choice, Generation
 from ..engine.telemetry import Telemetry
@@ -46,7 +47,7 @@ THREAD_BODY = 16 << 10
 class Calls:
     """Checks what a request asks for, and makes the requests that the engine runs for it.
 
-    threads: read long bodies, and compile grammars.
+    threads: read long bodies, and compile grammars. templates: of adapters that bring their own.
     """
 
     worker: Backend
@@ -55,6 +56,7 @@ class Calls:
     defaults: SamplingDefaults
     telemetry: Telemetry
     threads: DaemonPool
+    templates: AdapterTemplates
     seeds: Seeds = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,7 +88,7 @@ class Calls:
         encoded = iter(await self.tokenizer.encode(texts, add_special_tokens=specials, most=most))
         prompts = [next(encoded) if isinstance(prompt, str) else prompt for prompt in given]
         kept = [asked.cut(prompt, self.worker.model.max_model_len) for prompt in prompts]
-        generation = await self.make(prefix, caller, asked, kept, arrival, "prompt")
+        generation = await self.make(prefix, caller, asked, kept, arrival, self.tokenizer)
         shown = [one if after is before else after for one, before, after in zip(given, prompts, kept, strict=True)]
         return generation, shown
 
@@ -95,9 +97,15 @@ class Calls:
         asked, context = batch.asked, self.worker.model.max_model_len
         self.check(caller, asked, len(batch.conversations))
         most = self.most_tokens(asked)
-        encoded = [await self.tokenizer.encode_chat(one, most) for one in batch.conversations]
+        tokenizer = await self.tokenizer_of(caller, asked.model, asked.lora_path)
+        encoded = [await tokenizer.encode_chat(one, most) for one in batch.conversations]
         prompts = [asked.cut(prompt, context) for prompt in encoded]
-        return await self.make(prefix, caller, asked, prompts, arrival, "messages")
+        return await self.make(prefix, caller, asked, prompts, arrival, tokenizer)
+
+    async def tokenizer_of(self, caller: Caller, model: str | None, lora_path: str | None) -> Tokenizer:
+        """The tokenizer of conversations with a model, which may have a template of its own."""
+        _, adapter = self._names(caller, model, lora_path)
+        return await self.templates.tokenizer_of(adapter)
 
     def check(self, caller: Caller, asked: GenerationRequest, num_prompts: int) -> None:
         """Raise InvalidRequest for too many answers, and Overloaded where the queue has no room for them."""
@@ -139,8 +147,10 @@ class Calls:
         asked: GenerationRequest,
         prompts: list[list[int]],
         arrival: float,
-        what: str,
+        tokenizer: Tokenizer,
     ) -> Generation:
+        """The generation that answers prompts. tokenizer: the one that they were made with."""
+        what = "prompt" if isinstance(asked, CompletionRequest) else "messages"
         limit = self.worker.model.max_model_len
         for prompt in prompts:
             if len(prompt) >= limit:
@@ -150,12 +160,12 @@ class Calls:
         defaults = self.defaults
         if unasked is None or (defaults.max_tokens is not None and defaults.max_tokens < unasked):
             unasked = defaults.max_tokens
-        bad_words = await self.tokenizer.encode_words(asked.bad_words)
-        syntax = asked.syntax(self.tokenizer)
+        bad_words = await tokenizer.encode_words(asked.bad_words)
+        syntax = asked.syntax(tokenizer)
         if syntax.reasoning is not None:
-            tail = self.tokenizer.decode(prompts[0][-MARK_TOKENS:], skip_special_tokens=False)
+            tail = tokenizer.decode(prompts[0][-MARK_TOKENS:], skip_special_tokens=False)
             syntax = replace(syntax, reasons_already=tail.rstrip().endswith(syntax.reasoning.open))
-        grammar = await self._grammar(asked, syntax)
+        grammar = await self._grammar(asked, syntax, tokenizer)
         call_id = prefix + uuid.uuid4().hex
         several = len(prompts) * asked.n > 1
         choices = []
@@ -172,7 +182,7 @@ class Calls:
                     call=call_id if several else "",
                     sibling=choices[0].request if choices else None,
                 )
-                text_stream = self.tokenizer.text_stream(
+                text_stream = tokenizer.text_stream(
                     asked.stop,
                     skip_special_tokens=asked.skip_special_tokens,
                     include_stop=asked.include_stop_str_in_output,
@@ -190,7 +200,7 @@ class Calls:
                         reader=asked.reader(syntax),
                     )
                 )
-        return Generation(
+        generation = Generation(
             self.worker,
             choices,
             id=prefix + asked.request_id if asked.request_id else call_id,
@@ -199,14 +209,16 @@ class Calls:
             per_prompt=asked.n,
             in_bulk=not asked.stream and not asked.stop,
         )
+        generation.ignored = asked.ignored(tokenizer)
+        return generation
 
-    async def _grammar(self, asked: GenerationRequest, syntax: AnswerSyntax) -> Grammar | None:
+    async def _grammar(self, asked: GenerationRequest, syntax: AnswerSyntax, tokenizer: Tokenizer) -> Grammar | None:
         """What the answer must match, compiled beside the event loop. Raises InvalidRequest for what can't be."""
         content, model = asked.asked_grammar(self.settings), self.worker.model
-        asked_for = asked.answer_grammars(content, syntax, self.tokenizer, self.settings)
+        asked_for = asked.answer_grammars(content, syntax, tokenizer, self.settings)
         grammar = None
         for name, grammar in asked_for:
-            grammars = grammars_of(self.settings.model, model.vocab_size, tuple(model.eos_token_ids))
+            grammars = grammars_of(self.settings.tokenizer_dir, model.vocab_size, tuple(model.eos_token_ids))
             try:
                 await self.threads.run(grammars.compile, grammar)
             except InvalidGrammar as error:

@@ -67,7 +67,8 @@ class TextApi:
         await self._calls.require(Caller.of(request), asked.model, getattr(asked, "lora_path", None))
         limit = self._worker.model.max_model_len
         if isinstance(asked, ChatToTokens):
-            tokens = await self._tokenizer.encode_chat(asked.conversation(), limit)
+            tokenizer = await self._calls.tokenizer_of(Caller.of(request), asked.model, asked.lora_path)
+            tokens = await tokenizer.encode_chat(asked.conversation(), limit)
         else:
             specials = asked.add_special_tokens
             (tokens,) = await self._tokenizer.encode([asked.prompt], add_special_tokens=specials, most=limit)
@@ -93,7 +94,8 @@ class TextApi:
         asked = await self._calls.parse(MessagesToCount.parse, request)
         await self._calls.require(Caller.of(request), asked.model, asked.lora_path)
         with renaming(messages_request.NAMES):
-            tokens = await self._tokenizer.encode_chat(asked.conversation(), self._worker.model.max_model_len)
+            tokenizer = await self._calls.tokenizer_of(Caller.of(request), asked.model, asked.lora_path)
+            tokens = await tokenizer.encode_chat(asked.conversation(), self._worker.model.max_model_len)
         return JsonResponse({"input_tokens": len(tokens)})
 
     def _text(self, tokens: list[int]) -> str:

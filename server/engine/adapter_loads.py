@@ -27,6 +27,7 @@ from .name_changes import NameChanges, Removed
 if TYPE_CHECKING:
     from ...memory.files.content_store import Draft
     from ...memory.files.format import AdapterManifest
+    from .adapter_templates import AdapterTemplates
     from .loaded_adapters import LoadedAdapters
 
 log = logging.getLogger(__name__)
@@ -55,12 +56,13 @@ class AdapterLoads:
     Beside a disk that takes longer others are read, but loads under one name follow each other. seconds: how long a
     disk may take over one; then the load fails, and its thread is left behind. places: directories below which a broken
     adapter may be mended. loaded: remembers loads, and owns files that came as bytes. What was loaded is looked after
-    from `start` to `stop`: see `AdapterKeeper`.
+    from `start` to `stop`: see `AdapterKeeper`. templates: warns of adapters with a chat template of their own.
     """
 
     def __init__(
-        self, worker: Backend, seconds: float, places: Sequence[Path] = (), loaded: LoadedAdapters | None = None
-    ) -> None:
+        self, worker: Backend, seconds: float, places: Sequence[Path] = (), loaded: LoadedAdapters | None = None,
+        templates: AdapterTemplates | None = None,
+    ) -> None:  # fmt: skip
         self._worker = worker
         self._seconds = seconds
         self._pool = DaemonPool("loads", threads=MAX_LOAD_THREADS, max_waiting=MAX_LOADS - MAX_LOAD_THREADS)
@@ -69,6 +71,7 @@ class AdapterLoads:
         self._asking = threading.Lock()
         self._latest: dict[str, Future] = {}
         self.loaded = loaded
+        self._templates = templates
         self._uploads = DaemonPool("uploads", threads=MAX_LOAD_THREADS, max_waiting=MAX_LOADS)
         self._ends = DaemonPool("upload-ends", threads=MAX_LOAD_THREADS, max_waiting=math.inf)
         self._changes = DaemonPool("adapter-changes", threads=MAX_LOAD_THREADS, max_waiting=MAX_LOADS)
@@ -81,6 +84,8 @@ class AdapterLoads:
         if self.loaded is not None:
             self.loaded.restore(self._worker)
         self._keeper.start()
+        if self._templates is not None:
+            self._pool.submit(self._templates.note_all)
 
     def stop(self) -> None:
         """Begin nothing more; waits for nothing."""
@@ -198,6 +203,8 @@ class AdapterLoads:
             shown(str(manifest.path)),
         )  # fmt: skip
         report(name, manifest)
+        if self._templates is not None:
+            self._templates.note([adapter])
         self._sweep()
         return adapter, replaced
 

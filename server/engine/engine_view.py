@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -146,9 +146,10 @@ class Holding(NamedTuple):
     pages: Sequence[int]
 
 
-AdapterRow = tuple[str, Tier, int, int, int | None, bool]
-"""An adapter: name, tier, rank, pages that it takes where it is resident, requests that it has begun with (None:
-unknown), whether it is pinned. A plain tuple: thousands are made a second.
+AdapterRow = tuple[str, Tier, int, int, int | None, bool, str, bool]
+"""A version of an adapter: name, tier, rank, pages that it takes where it is resident, requests that it has begun with
+(None: unknown), whether it is pinned, the version's label, whether it is paused. A plain tuple: thousands are made a
+second.
 """
 
 
@@ -173,6 +174,8 @@ class Picture:
     kinds: bytes = b""
     holdings: list[Holding] = field(default_factory=list)
     replicas: list[ReplicaRow] = field(default_factory=list)
+    quarantined: list[Quarantined] = field(default_factory=list)
+    """Adapters that are not served."""
 
     @classmethod
     def of(cls, engine: Engine) -> Picture:
@@ -191,14 +194,16 @@ class Picture:
         for request in scheduler.waiting:
             phases[request.adapter_name or "", request.tenant, Phase.WAITING] += 1
         holdings += (Holding(PageKind.ADAPTER, one.name, "", one.pages) for one in store.resident())
-        return cls(partial(_rows, store, store.registered()), phases, engine.pool.kinds().tobytes(), holdings)
+        rows = partial(_rows, store, store.registered(), engine.adapters.paused)
+        aside = list(engine.adapters.quarantine.values())
+        return cls(rows, phases, engine.pool.kinds().tobytes(), holdings, quarantined=aside)
 
 
-def _rows(store: AdapterStore, registered: Sequence[tuple[str, Adapter]]) -> list[AdapterRow]:
+def _rows(store: AdapterStore, registered: Sequence[tuple[str, Adapter]], paused: Collection[str]) -> list[AdapterRow]:
     """Rows of adapters. It looks at one attribute or entry after another, so that no step has to wait for it."""
     near, tier, is_pinned = store.images.keys(), store.tier, store.is_pinned
     return [
-        (one.name, tier(one) if one.pages or one in near else Tier.DISK, one.rank, one.layout.num_pages, one.uses,
-         is_pinned(one))
-        for _, one in registered
+        (name, tier(one) if one.pages or one in near else Tier.DISK, one.rank, one.layout.num_pages, one.uses,
+         is_pinned(one), one.label, one.name in paused)
+        for name, one in registered
     ]  # fmt: skip

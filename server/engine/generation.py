@@ -192,6 +192,8 @@ class Generation:
         """
         self.id = id
         self.model = model
+        self.ignored: Sequence[str] = ()
+        """Fields that the answers don't depend on."""
         self._worker = worker
         self._metrics, self._recorder, self._trace, self._spend = records
         self._arrival = choices[0].request.arrival_time

@@ -63,7 +63,7 @@ class Metrics:
         self.shared = None if directory is None else SharedCounts(registry, directory)
         if self.shared is not None:
             self.registry.register(self.shared)
-        self.first_tokens: list[float] | None = None
+        self.first_tokens: list[float] | None = None  # filled where someone takes them
         """Seconds to first tokens since the operator's page last took them; None while none is open."""
         self._base = base
         self._models: set[str] = set()

@@ -19,6 +19,7 @@ from ..access.hosts import Hosts
 from ..access.keys import Identity, Keys, Right
 from ..errors import REQUEST_ID, ApiError, clipped
 from .gate import Gate
+from .statuses import Statuses
 from .tenant_header import TenantHeader
 
 _random = random.Random()
@@ -64,8 +65,10 @@ class RootPath:
 class RequestId:
     """Middleware that answers with the client's id, or with a new one where it sent none that can be repeated."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, statuses: Statuses) -> None:
+        """statuses: counts the answers."""
         self._app = app
+        self._statuses = statuses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -78,6 +81,7 @@ class RequestId:
         async def with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)[REQUEST_ID] = request_id
+                self._statuses.note(message["status"])
             await send(message)
 
         await self._app(scope, receive, with_id)

@@ -34,7 +34,7 @@ class AdapterFiles:
         """The files of an adapter, for a load within the block. Raises InvalidRequest."""
         files = {CONFIG_FILE: _config_bytes(config), WEIGHTS_FILE: _weight_bytes(weights)}
         try:
-            with self.loaded.draft() as draft:
+            with self.loaded.draft(sum(map(len, files.values()))) as draft:
                 for name, data in files.items():
                     draft.write(name, data)
                 yield draft

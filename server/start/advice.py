@@ -28,38 +28,58 @@ NOTED = {
     "--trust-remote-code": "no code of a model is ever run",
     "--uvicorn-log-level": "--log-level is the one of everything",
     "--guided-decoding-backend": "there is one, llguidance",
+    "--disable-custom-all-reduce": "ranks of one machine add up in shared memory or by NCCL",
+    "--disable-uvicorn-access-log": "requests are logged only with --access-log",
+    "--enable-prompt-tokens-details": "usage has the cached tokens always",
     "--enforce-eager": "graphs change no answer; --graph-capture off leaves them out",
 }
 """Flags that are taken and change nothing, each with the reason."""
 
 INSTEAD = {
     "--block-size": "use --block-tokens",
-    "--chat-template": "put it into the model's directory as chat_template.jinja",
+    "--api-server-count": "use --fronts",
+    "--code-revision": "no code of a model is ever run",
+    "--compilation-config": "nothing is compiled that can be chosen; use --graph-capture",
     "--cpu-offload-gb": "weights stay where they are computed with; use a smaller model, or more memory",
     "--data-parallel-size": "use `chorus cluster up --replicas N`",
+    "--default-chat-template-kwargs": "set them in a template of your own, by --chat-template; requests may "
+    "send chat_template_kwargs",
+    "--distributed-executor-backend": "use --tensor-parallel-size, or `chorus cluster up --ray`",
+    "--download-dir": "nothing is downloaded; give the directory as MODEL, or set HF_HOME to the Hub's cache",
     "--enable-expert-parallel": "models with experts are not served",
+    "--hf-overrides": "change config.json in a copy of the model's directory, and give that as MODEL",
     "--kv-cache-dtype": "KV has the model's dtype; use --memory-bytes for more pages",
     "--kv-cache-memory-bytes": "use --memory-bytes, which holds KV and adapters",
     "--kv-events-config": "use --kv-events-endpoint",
     "--kv-transfer-config": "requests move between replicas of `chorus cluster up` by themselves",
     "--limit-mm-per-prompt": "language models are served, which read text only",
+    "--log-config": "use --log-level",
+    "--logits-processors": "no code of others is run; requests have logit_bias, bad_words and grammars",
     "--max-seq-len-to-capture": "use --graph-capture",
+    "--middleware": "put a proxy in front; see docs/serving.md",
     "--num-gpu-blocks-override": "use --num-pages",
     "--pipeline-parallel-size": "a model lies on one device; use `chorus cluster up --replicas N` for more requests",
     "--quantization": "use a checkpoint in bfloat16 or float16",
+    "--response-role": "answers are the assistant's",
     "--revision": "fetch that revision, and give its directory as MODEL",
+    "--rope-scaling": "change rope_scaling in the model's config.json; --max-model-len may then be more",
+    "--rope-theta": "change rope_theta in the model's config.json",
     "--scheduling-policy": "use --fair-by and --weights",
     "--speculative-config": "drafts are not served",
-    "--ssl-certfile": "let a proxy in front end TLS; see docs/deploy.md",
-    "--ssl-keyfile": "let a proxy in front end TLS; see docs/deploy.md",
-    "--tokenizer": "put tokenizer.json into the model's directory",
+    **dict.fromkeys(
+        ("--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-certfile", "--ssl-keyfile"),
+        "let a proxy in front end TLS; see docs/serving.md",
+    ),
+    "--task": "language models are served, which generate text",
+    "--tokenizer-revision": "fetch that revision, and give its directory by --tokenizer",
+    "--uds": "use --host and --port; a proxy may listen on a socket",
     "--max-num-partial-prefills": "steps are shared among tenants' prompts; use --max-num-batched-tokens",
 }
 """Flags that can't be obeyed, each with what to do."""
 
 NEUTRAL = {
-    "--data-parallel-size": "1", "--kv-cache-dtype": "auto", "--pipeline-parallel-size": "1",
-    "--scheduling-policy": "fcfs",
+    "--api-server-count": "1", "--data-parallel-size": "1", "--kv-cache-dtype": "auto", "--pipeline-parallel-size": "1",
+    "--response-role": "assistant", "--scheduling-policy": "fcfs", "--task": "generate",
 }  # fmt: skip
 """Values with which a flag asks for nothing."""
 

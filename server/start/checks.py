@@ -25,6 +25,10 @@ def check_model(settings: Settings) -> None:
         raise LaunchError(str(error)) from None
     if not (settings.model / "config.json").is_file():
         raise LaunchError(f"{settings.model} holds no model: {_why_no_model(settings.model)}")
+    if settings.tokenizer is not None and not (settings.tokenizer / "tokenizer.json").is_file():
+        raise LaunchError(f"{settings.tokenizer} holds no tokenizer: it has no tokenizer.json")
+    if settings.chat_template is not None and not settings.chat_template.is_file():
+        raise LaunchError(f"there is no file {settings.chat_template}, which --chat-template names")
     if settings.adapters is not None and not settings.adapters.is_dir():
         raise LaunchError(f"there is no adapters directory {settings.adapters}")
     for root in settings.adapter_roots or ():

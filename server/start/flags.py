@@ -19,6 +19,7 @@ from ..errors import field_path
 from ..settings import ENV_PREFIX, REPEATABLE, ConfigFileError, Settings
 from ..wanted import problem_of
 from .advice import ForeignFlag, without_foreign_flags
+from .brief_help import FLAGS, HelpAll, brief_help
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -66,6 +67,23 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=False, formatter_class=_Help, **kwargs)
+        self.examples: Sequence[str] = ()
+        """Commands that the help shows."""
+        self.rare: Sequence[str] = ()
+        """Flags, by where they are kept, that only --help-all shows beside most settings."""
+
+    def format_help(self) -> str:
+        """All flags or, of a command with settings, the ones that matter most."""
+        if not any(isinstance(one, HelpAll) for one in self._actions):
+            return super().format_help()
+        settings = [one for one in self._actions if one.dest.startswith("setting_")]
+        own = [
+            one
+            for one in self._actions
+            if one not in settings and one.dest not in ("help", *self.rare) and not isinstance(one, HelpAll)
+        ]
+        left_out = sum(one.dest.removeprefix("setting_") not in FLAGS for one in settings)
+        return brief_help(self, own, self.examples, left_out + len(self.rare))
 
     def parse(self, args: Sequence[str] | None = None) -> argparse.Namespace:
         """Like `parse_args`; the command's parser reports unknown flags, with the nearest known one."""
@@ -123,6 +141,7 @@ def _group(name: str) -> str:
 
 def add_settings(parser: argparse.ArgumentParser, names: Iterable[str] | None = None) -> None:
     """Adds the flags of these settings, or of all, in groups. Values stay text; the settings' schema reads them."""
+    parser.add_argument("--help-all", action=HelpAll)
     groups: dict[str, Any] = dict.fromkeys((*GROUPS, "the engine", "limits of a request", "the server"))
     chosen = [name for name in Settings.model_fields if names is None or name in names]
     chosen.sort(key=lambda name: (list(groups).index(_group(name)), FIRST.index(name) if name in FIRST else len(FIRST)))

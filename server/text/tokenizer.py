@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import re
@@ -10,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, TemplateSyntaxError
 
 from ...core.requests.sampling_params import InvalidRequest
 from ..errors import clipped, too_long
@@ -78,13 +81,33 @@ INFO_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 INFO_FLAGS = ("add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces")
 
 
-def _is_generic(model: Path) -> bool:
+def _read_template(path: Path) -> str:
+    """The text of a file with a chat template. Raises ValueError for one that can't be used."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", text))
+    except OSError as error:
+        raise ValueError(f"--chat-template {path} can't be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"--chat-template {path} is no text in UTF-8") from None
+    except TemplateSyntaxError as error:
+        raise ValueError(f"--chat-template {path}, line {error.lineno}: {error.message}") from None
+    return text
+
+
+_GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
+"""Tags of transformers, which say what an assistant has generated."""
+
+
+def _is_generic(model: Path, found: Path) -> bool:
     """Whether AutoTokenizer would only find that the tokenizer is all in tokenizer.json.
 
     To find that it imports torch and the classes of all models: 6 s of a processor and 340 MiB.
     """
     try:
-        config, own = (json.loads((model / name).read_bytes()) for name in ("config.json", "tokenizer_config.json"))
+        config, own = (
+            json.loads(path.read_bytes()) for path in (model / "config.json", found / "tokenizer_config.json")
+        )
         kind, auto_map = own.get("tokenizer_class"), own.get("auto_map")
         return config.get("model_type") == "llama" and kind in GENERIC and auto_map is None
     except (OSError, ValueError, AttributeError, TypeError):  # AutoTokenizer says what is wrong
@@ -121,15 +144,29 @@ class Tokenizer:
         """The model's sliding window, where that is what bounds its context: refusals of long texts name it."""
 
     @classmethod
-    def load(cls, model: Path) -> Tokenizer:
-        """Reads the tokenizer of a checkpoint directory; raises ValueError or OSError for what is no fast tokenizer."""
-        if not (model / "tokenizer.json").is_file():
-            raise ValueError(f"{model} has no tokenizer.json; save the model's fast tokenizer there")
-        if _is_generic(model):
+    def load(cls, model: Path, directory: Path | None = None, chat_template: Path | None = None) -> Tokenizer:
+        """Reads the tokenizer of a checkpoint, or of another directory.
+
+        chat_template: a file, in place of its own template. Raises ValueError or OSError for what is no fast tokenizer,
+        or no template.
+        """
+        found = directory or model
+        if not (found / "tokenizer.json").is_file():
+            raise ValueError(f"{found} has no tokenizer.json; save the model's fast tokenizer there")
+        if _is_generic(model, found):
             from transformers import PreTrainedTokenizerFast as Loader
         else:
             from transformers import AutoTokenizer as Loader
-        return cls(Loader.from_pretrained(str(model), local_files_only=True))
+        loaded = cls(Loader.from_pretrained(str(found), local_files_only=True))
+        return loaded if chat_template is None else loaded.with_chat_template(_read_template(chat_template))
+
+    def with_chat_template(self, template: str) -> Tokenizer:
+        """The same tokenizer with another chat template; all else is shared."""
+        other = copy.copy(self)
+        other.__dict__.pop("declared_syntax", None)
+        other._tokenizer = copy.copy(self._tokenizer)  # noqa: SLF001 - of this class
+        other._tokenizer.chat_template = template  # noqa: SLF001
+        return other
 
     @property
     def has_chat_template(self) -> bool:

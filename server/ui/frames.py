@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
@@ -46,7 +46,9 @@ class Shown:
 class Frames:
     """Encodes one picture after another; used by one thread at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, hide: Callable[[str], str] = str) -> None:
+        """hide: makes paths in reasons relative."""
+        self._hide = hide
         self._numbers: dict[tuple[PageKind, str, str], int] = {}
         self._last: Shown | None = None
 
@@ -90,8 +92,11 @@ class Frames:
         names = [numbers.setdefault(one[:3], len(PageKind) + len(numbers)) for one in held]
         pages = np.fromiter(chain.from_iterable(one.pages for one in held), np.intp)
         owners[pages] = np.repeat(np.array(names, np.uint32), [len(one.pages) for one in held])
-        tables: dict[str, Rows] = {"adapters": {row[0]: row for row in picture.adapters()},
-                                   "requests": pairs(picture.phases)}  # fmt: skip
+        tables: dict[str, Rows] = {
+            "adapters": {row[0]: row for row in picture.adapters()},
+            "requests": pairs(picture.phases),
+            "quarantined": {one.name: (one.name, self._hide(one.reason)) for one in picture.quarantined},
+        }
         return Shown(owners, len(self._numbers), tables)
 
     def _owners(self, first: int) -> list[tuple[Any, ...]]:

@@ -16,9 +16,10 @@ from starlette.responses import Response
 from ..api.sse import EventStream
 from ..engine.backend import Backend
 from ..engine.metrics import Metrics
-from ..errors import ApiError, EngineUnavailable
+from ..errors import ApiError, EngineUnavailable, PrivatePaths
 from ..executors import DaemonPool
 from ..http.gate import Gate
+from ..http.statuses import Statuses
 from ..version import VERSION
 from .frames import Frames, event
 
@@ -79,23 +80,47 @@ class Watcher:
 class Watchers:
     """Watchers of one server; used on its event loop."""
 
-    def __init__(self, worker: Backend, metrics: Metrics, pool: DaemonPool, gate: Gate, base: str) -> None:
+    def __init__(
+        self, worker: Backend, metrics: Metrics, pool: DaemonPool, gate: Gate, base: str, statuses: Statuses,
+        private: PrivatePaths,
+    ) -> None:  # fmt: skip
+        """statuses: of answers. private: hides paths of this machine."""
         self._worker = worker
         self._metrics = metrics
         self._pool = pool
         self._gate = gate
         self._base = base
-        self._frames = Frames()
-        self._points: deque[tuple[Any, ...]] = deque(maxlen=POINTS)
+        self._statuses = statuses
+        self._frames = Frames(private.hide)
+        self.points: deque[tuple[Any, ...]] = deque(maxlen=POINTS)
         self._first: deque[tuple[float, float]] = deque(maxlen=MAX_FIRST)  # first tokens: when a tick saw them, seconds
         self._counted = 0, 0.0  # tokens generated, and when
+        self._failed = 0, 0  # errors and refusals when the latest point was taken
         self._ticking: asyncio.Task[None] | None = None
+        self._remembering: asyncio.Task[None] | None = None
         self.watchers: set[Watcher] = set()
         self.num_ticks = 0
 
     @property
     def is_ticking(self) -> bool:
         return self._ticking is not None
+
+    def start(self) -> None:
+        """Begin to keep points for the charts of pages that are still to be opened."""
+        self._metrics.first_tokens = []
+        self._counted = self._worker.stats.num_generated_tokens, time.monotonic()
+        self._remembering = asyncio.create_task(self._remember())
+
+    def stop(self) -> None:
+        if self._remembering is not None:
+            self._remembering.cancel()
+
+    async def _remember(self) -> None:
+        """Take a point a second while no page is open: a few numbers, of which the engine knows nothing."""
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            if not self.is_ticking:
+                self._point()
 
     async def events(self, _: Request) -> Response:
         """Everything at once, then once a second what has changed."""
@@ -111,8 +136,6 @@ class Watchers:
         return EventStream(watcher.read(), lambda: self.watchers.discard(watcher), {})
 
     async def _tick_on(self) -> None:
-        self._metrics.first_tokens = []
-        self._counted = self._worker.stats.num_generated_tokens, time.monotonic()
         try:
             while self.watchers:
                 began = time.monotonic()
@@ -124,7 +147,7 @@ class Watchers:
         finally:
             for watcher in self.watchers:
                 watcher.end()
-            self._ticking = self._metrics.first_tokens = None
+            self._ticking = None
             self._frames.forget()
 
     async def _tick(self) -> None:
@@ -134,10 +157,13 @@ class Watchers:
                 watcher.end()
             return
         self.num_ticks += 1
-        facts = {"point": self._point(), "trouble": self._worker.trouble, "watchers": len(watchers)}
+        facts = {
+            "point": self._point(), "trouble": self._worker.trouble, "watchers": len(watchers),
+            "failed": [self._statuses.errors, self._statuses.refused],
+        }  # fmt: skip
         whole = None
         if any(one.is_new for one in watchers):
-            whole = {"version": VERSION, "model": self._base, "points": [*self._points], "tick": TICK_SECONDS}
+            whole = {"version": VERSION, "model": self._base, "points": [*self.points], "tick": TICK_SECONDS}
         try:
             picture = await asyncio.wait_for(asyncio.wrap_future(self._worker.picture()), PICTURE_SECONDS)
         except (TimeoutError, EngineUnavailable) as error:
@@ -151,7 +177,9 @@ class Watchers:
             watcher.is_new = False
 
     def _point(self) -> tuple[Any, ...]:
-        """Time, tokens/s, median and 95th percentile of the time to the first token, running and waiting requests."""
+        """Time, tokens/s, median and 95th percentile of the time to the first token, running and waiting requests, and
+        errors and refusals since the point before.
+        """
         stats, now = self._worker.stats, time.monotonic()
         tokens, then = self._counted
         self._counted = stats.num_generated_tokens, now
@@ -161,8 +189,10 @@ class Watchers:
         while self._first and self._first[0][0] < now - FIRST_SECONDS:
             self._first.popleft()
         first = _percentiles([seconds for _, seconds in self._first])
-        point = (round(time.time(), 1), round(rate, 1), *first, stats.num_running, stats.num_waiting)
-        self._points.append(point)
+        failed, self._failed = self._failed, (self._statuses.errors, self._statuses.refused)
+        since = (now_ - before for now_, before in zip(self._failed, failed, strict=True))
+        point = (round(time.time(), 1), round(rate, 1), *first, stats.num_running, stats.num_waiting, *since)
+        self.points.append(point)
         return point
 
 

@@ -15,7 +15,6 @@ const HIDDEN_SECONDS = 60; // after which a page that is not looked at ends its 
 const MAX_RETRY_SECONDS = 15;
 const MAX_SUGGESTIONS = 50;
 const MAX_REQUEST_ROWS = 100;
-const ROW_HEIGHT = 30;
 
 const $ = (id) => document.getElementById(id);
 const root = document.documentElement;
@@ -23,7 +22,8 @@ const plain = new Intl.NumberFormat("en");
 const BASE = "";
 
 const data = {
-  owners: new Uint32Array(0), named: new Map(), adapters: new Map(), requests: new Map(), replicas: [], points: [],
+  owners: new Uint32Array(0), named: new Map(), adapters: new Map(), requests: new Map(), quarantined: new Map(), replicas: [], points: [],
+  failed: [0, 0],
   stats: null, model: "", watchers: 0, version: "",
 };
 const view = { by: "kind", of: "adapter", chosen: null, sort: "load", down: true, tier: "", search: "", cursor: -1 };
@@ -173,6 +173,12 @@ function setStatus(kind, text) {
   document.body.classList.toggle("stale", kind !== "live" && !(kind === "bad" && data.stats));
 }
 
+// Without data there is nothing to show, not even an empty page: only why.
+function lock(why) {
+  document.body.classList.toggle("locked", why !== null);
+  if (why !== null) setText($("locked-why"), why);
+}
+
 function disconnect() {
   clearTimeout(retry);
   if (stream) stream.abort();
@@ -195,9 +201,12 @@ async function connect() {
   document.body.classList.add("stale");
   if (error instanceof Refused && error.needsKey) {
     setStatus("bad", key ? `This key can't see the page: ${error.message}` : "An admin key is needed");
+    lock(key ? "Give another key: an admin key of this server." : "Give an admin key of this server to see what it does.");
+    data.stats = null;
     showKeyForm(true);
     return;
   }
+  if (!data.stats) lock("The server does not answer. The page asks again by itself.");
   const wait = Math.min(MAX_RETRY_SECONDS, 2 ** failures++);
   setStatus("wait", error instanceof Refused ? `Not served: ${error.message}` : "The connection was lost; connecting again …");
   retry = setTimeout(connect, 1000 * wait);
@@ -239,6 +248,8 @@ function takeSnapshot(event) {
   data.points = event.points;
   data.named.clear();
   data.requests.clear();
+  data.quarantined.clear();
+  lock(null);
   const loads = new Map([...data.adapters].map(([name, one]) => [name, one.load]));
   data.adapters.clear();
   let total = 0;
@@ -270,12 +281,14 @@ function takeDelta(event) {
 
 function takeRows(event) {
   for (const [number, kind, adapter, tenant] of event.owners || []) data.named.set(number, { kind, adapter, tenant });
-  for (const [name, tier, rank, pages, uses, pinned] of event.adapters || []) {
+  for (const [name, tier, rank, pages, uses, pinned, version, paused] of event.adapters || []) {
     const known = data.adapters.get(name) || { name, load: 0, now: 0, running: 0, waiting: 0 };
     order.stale ||= known.tier !== tier;
-    data.adapters.set(name, Object.assign(known, { tier, rank, pages, uses, pinned }));
+    data.adapters.set(name, Object.assign(known, { tier, rank, pages, uses, pinned, version, paused }));
   }
   for (const name of event.gone_adapters || []) data.adapters.delete(name);
+  for (const [name, reason] of event.quarantined || []) data.quarantined.set(name, reason);
+  for (const name of event.gone_quarantined || []) data.quarantined.delete(name);
   for (const row of event.requests || []) data.requests.set(`${row[0]}\0${row[1]}`, row);
   for (const [adapter, tenant] of event.gone_requests || []) data.requests.delete(`${adapter}\0${tenant}`);
   if (event.gone_adapters) order.stale = true;
@@ -283,6 +296,7 @@ function takeRows(event) {
   data.stats = event.stats;
   data.replicas = event.replicas;
   data.watchers = event.watchers;
+  data.failed = event.failed || data.failed;
   for (const one of data.adapters.values()) one.running = one.waiting = 0;
   for (const [adapter, , running, waiting, paused] of data.requests.values()) {
     const one = data.adapters.get(adapter);
@@ -312,6 +326,8 @@ function redraw() {
     drawTiles();
     drawArena();
     drawAdapters();
+    drawChange();
+    drawQuarantined();
     drawCharts();
     drawRequests();
     cost.draw = performance.now() - began;
@@ -342,6 +358,12 @@ function drawTiles() {
   setText($("t-arena"), share(used, stats.pages));
   const hits = share(stats.prefix_hit_tokens, stats.prefix_query_tokens);
   setText($("t-arena-more"), `prefix cache hits ${hits}`);
+  data.failed.forEach((total, index) => {
+    const name = ["t-errors", "t-refused"][index];
+    const recent = data.points.reduce((sum, one) => sum + (one[6 + index] || 0), 0);
+    setText($(name), count(total));
+    setText($(`${name}-more`), `${count(recent)} in five minutes`);
+  });
   setText($("t-merged"), stats.merged_adapter === null ? "none" : stats.merged_adapter);
   $("t-merged").title = stats.merged_adapter || "";
   setText($("t-merged-more"), `${counted(stats.merges, "merge")} · ${counted(stats.mode_switches, "switch")}`);
@@ -618,7 +640,7 @@ function drawReplicas() {
 // --- adapters ---
 
 const COLUMNS = [
-  ["name", "Adapter", false], ["tier", "Tier", false], ["load", "Load", false], ["running", "Running", true],
+  ["name", "Adapter", false], ["tier", "Tier", false], ["version", "Version", false], ["load", "Load", false], ["running", "Running", true],
   ["waiting", "Waiting", true], ["pages", "Pages", true], ["rank", "Rank", true], ["uses", "Begun", true],
 ];
 const order = { stale: true, at: 0, rows: [], most: 1 };
@@ -644,6 +666,7 @@ function reorder() {
 }
 
 function value(one, name) {
+  if (name === "version") return String(one.version ?? "").padStart(12);
   return name === "tier" ? TIER_ORDER.indexOf(one.tier) : one[name] ?? -1;
 }
 
@@ -708,8 +731,8 @@ function makeRow() {
     cell.setAttribute("role", "gridcell");
     row.append(cell);
   }
-  row.children[2].className = "load";
-  row.children[2].append(make("i"), make("span"));
+  row.children[3].className = "load";
+  row.children[3].append(make("i"), make("span"));
   row.addEventListener("click", () => {
     active = Number(row.dataset.at);
     choose(order.rows[active].name);
@@ -717,16 +740,19 @@ function makeRow() {
   return row;
 }
 
+let rowHeight = 30; // more where a row has several lines, see ui.css
+
 function drawRows() {
+  rowHeight = parseFloat(getComputedStyle($("scroll")).getPropertyValue("--row")) || 30;
   const scroll = $("scroll");
   const space = $("space");
   const { rows } = order;
   active = Math.max(0, Math.min(active, rows.length - 1));
-  const height = `${Math.max(rows.length * ROW_HEIGHT, 80)}px`;
+  const height = `${Math.max(rows.length * rowHeight, 80)}px`;
   if (space.style.height !== height) space.style.height = height;
   scroll.setAttribute("aria-rowcount", String(rows.length + 1));
-  const first = Math.max(0, Math.floor(scroll.scrollTop / ROW_HEIGHT) - 1);
-  const shown = rows.slice(first, first + Math.ceil(scroll.clientHeight / ROW_HEIGHT) + 2);
+  const first = Math.max(0, Math.floor(scroll.scrollTop / rowHeight) - 1);
+  const shown = rows.slice(first, first + Math.ceil(scroll.clientHeight / rowHeight) + 2);
   let empty = space.querySelector(".empty");
   if (!rows.length !== !!empty) {
     if (empty) empty.remove();
@@ -745,15 +771,17 @@ function drawRows() {
 function updateRow(row, one, at) {
   row.dataset.at = at;
   row.id = `adapter-${at}`;
-  row.style.transform = `translateY(${at * ROW_HEIGHT}px)`;
+  row.style.transform = `translateY(${at * rowHeight}px)`;
   row.setAttribute("aria-rowindex", String(at + 2));
   row.setAttribute("aria-selected", String(view.chosen === one.name));
   row.classList.toggle("active", at === active);
-  const [name, tier, load, ...numbers] = row.children;
+  const [name, tier, version, load, ...numbers] = row.children;
   setText(name, one.name);
   name.title = one.name;
-  setText(tier, `${TIERS[one.tier]}${one.pinned ? " 📌" : ""}`);
-  tier.title = one.pinned ? `${one.tier}, pinned` : one.tier;
+  setText(tier, `${TIERS[one.tier]}${one.pinned ? " 📌" : ""}${one.paused ? " ⏸" : ""}`);
+  tier.title = `${one.tier}${one.pinned ? ", pinned" : ""}${one.paused ? ", paused" : ""}`;
+  setText(version, one.version || "–");
+  version.title = one.version || "";
   load.firstChild.style.setProperty("--part", (one.load / order.most).toFixed(3));
   setText(load.lastChild, one.load ? one.load.toFixed(one.load < 10 ? 1 : 0) : "0");
   [one.running, one.waiting, one.pages || null, one.rank, one.uses].forEach((number, index) => {
@@ -770,14 +798,14 @@ function choose(name) {
 
 $("scroll").addEventListener("scroll", () => requestAnimationFrame(drawRows), { passive: true });
 $("scroll").addEventListener("keydown", (event) => {
-  const page = Math.floor($("scroll").clientHeight / ROW_HEIGHT);
+  const page = Math.floor($("scroll").clientHeight / rowHeight);
   const steps = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -Infinity, End: Infinity };
   if (event.key in steps) {
     event.preventDefault();
     active = Math.max(0, Math.min(order.rows.length - 1, active + steps[event.key]));
-    const [top, height] = [active * ROW_HEIGHT, $("scroll").clientHeight - ROW_HEIGHT]; // the names' row stays
+    const [top, height] = [active * rowHeight, $("scroll").clientHeight - rowHeight]; // the names' row stays
     if (top < $("scroll").scrollTop) $("scroll").scrollTop = top;
-    else if (top + ROW_HEIGHT > $("scroll").scrollTop + height) $("scroll").scrollTop = top + ROW_HEIGHT - height;
+    else if (top + rowHeight > $("scroll").scrollTop + height) $("scroll").scrollTop = top + rowHeight - height;
     drawRows();
   } else if ((event.key === "Enter" || event.key === " ") && order.rows.length) {
     event.preventDefault();
@@ -788,6 +816,109 @@ $("search").addEventListener("input", () => {
   view.search = $("search").value.trim();
   $("scroll").scrollTop = active = 0;
   reorder();
+});
+
+// --- what an operator may change ---
+
+let changing = false;
+
+function drawChange() {
+  const one = view.chosen === null ? undefined : data.adapters.get(view.chosen);
+  $("change").hidden = !one;
+  if (!one) return;
+  setText($("change-name"), one.name);
+  setText($("do-pin"), one.pinned ? "Unpin" : "Pin");
+  setText($("do-pause"), one.paused ? "Resume" : "Pause");
+  for (const id of ["do-pin", "do-pause", "do-unload", "do-end"]) $(id).disabled = changing;
+}
+
+function drawQuarantined() {
+  const rows = [...data.quarantined].sort(([one], [two]) => (one < two ? -1 : 1));
+  $("aside").hidden = !rows.length;
+  setText($("aside-count"), count(rows.length));
+  fill($("quarantined"), rows.slice(0, MAX_REQUEST_ROWS), () => make("li", {}, make("b"), make("span")), (item, [name, reason]) => {
+    setText(item.children[0], name);
+    setText(item.children[1], reason);
+  });
+}
+
+let settle = () => {}; // what the question that is open waits for
+
+// True once the operator has said yes; Escape and No are no.
+function confirmed(text) {
+  setText($("confirm-text"), text);
+  $("confirm").showModal();
+  return new Promise((resolve) => (settle = resolve));
+}
+
+function answerQuestion(yes) {
+  $("confirm").close();
+  settle(yes);
+}
+$("confirm-yes").addEventListener("click", () => answerQuestion(true));
+$("confirm-no").addEventListener("click", () => answerQuestion(false));
+$("confirm").addEventListener("cancel", () => settle(false));
+
+const adapterPath = (name) => `v1/adapters/${name.split("/").map(encodeURIComponent).join("/")}`;
+
+// Asks, then sends a change. The key is a header, which no other site's page can add, and the server refuses other origins.
+async function change(question, done, path, options) {
+  if (changing || !(await confirmed(question))) return false;
+  changing = true;
+  setText($("change-state"), "Working …");
+  $("change-state").classList.remove("bad");
+  drawChange();
+  try {
+    const response = await fetch(path, { ...options, headers: headers(options.headers), credentials: "omit" });
+    if (!response.ok) throw await refusal(response);
+    setText($("change-state"), done);
+    return true;
+  } catch (error) {
+    $("change-state").classList.add("bad");
+    setText($("change-state"), error.message);
+    return false;
+  } finally {
+    changing = false;
+    drawChange();
+  }
+}
+
+const asJson = (method, body) => ({ method, headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
+
+$("do-pin").addEventListener("click", () => {
+  const { name, pinned } = data.adapters.get(view.chosen);
+  const question = pinned ? `Unpin ${name}? Its pages may then go to others.` : `Pin ${name}? It is loaded, and keeps its pages.`;
+  change(question, `${name} is ${pinned ? "not pinned any more" : "pinned"}.`, adapterPath(name), asJson("PATCH", { pinned: !pinned }));
+});
+$("do-pause").addEventListener("click", () => {
+  const { name, paused } = data.adapters.get(view.chosen);
+  const question = paused ? `Let ${name} take requests again?` : `Pause ${name}? New requests for all of its versions are refused.`;
+  change(question, `${name} is ${paused ? "served again" : "paused"}.`, adapterPath(name), asJson("PATCH", { paused: !paused }));
+});
+$("do-unload").addEventListener("click", () => {
+  const name = view.chosen;
+  change(`Unload ${name}? Requests in progress finish with it.`, `${name} is unloaded.`, adapterPath(name), { method: "DELETE" });
+});
+$("do-end").addEventListener("click", () => {
+  const name = view.chosen;
+  change(`Unload ${name} at once? Its requests in progress end with an error.`, `${name} is unloaded.`,
+    `${adapterPath(name)}?force=true`, { method: "DELETE" });
+});
+$("load-form").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const [name, path] = [$("load-name").value.trim(), $("load-path").value.trim()];
+  const [config, weights] = [$("load-config").files[0], $("load-weights").files[0]];
+  let options = asJson("POST", { name, path });
+  if (!path) {
+    const body = new FormData();
+    body.append("name", name);
+    if (config) body.append("adapter_config", config, "adapter_config.json");
+    if (weights) body.append("adapter_model", weights, "adapter_model.safetensors");
+    options = { method: "POST", body };
+  }
+  const known = data.adapters.has(name);
+  const question = known ? `Replace ${name}? Requests in progress finish with the version that is there.` : `Load ${name}?`;
+  if (await change(question, `${name} is loaded.`, "v1/adapters", options)) $("load-form").reset();
 });
 
 // --- charts ---

@@ -49,7 +49,7 @@ def test_flags_in_both_spellings():
 
 def test_every_setting_has_a_flag(capsys):
     with pytest.raises(SystemExit) as caught:
-        main(["serve", "--help"])
+        main(["serve", "--help-all"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
     for name in Settings.model_fields:

@@ -1,8 +1,12 @@
 """Flags of other servers are taken, or refused with what to do instead."""
 
+import re
+import subprocess
+from pathlib import Path
+
 import pytest
 
-from chorus.server.cli.command import make_parser
+from chorus.server.cli.command import main, make_parser
 from chorus.server.start.advice import INSTEAD, NEUTRAL, NOTED, SHORT, WITH_VALUE, ForeignFlag, without_foreign_flags
 from chorus.server.start.flags import UsageError
 
@@ -40,7 +44,7 @@ def test_short_flags_and_other_commands():
 
 def test_the_table_holds_no_flag_of_our_own_and_names_only_such(capsys):
     with pytest.raises(SystemExit):
-        parsed("--help")
+        parsed("--help-all")
     help_text = capsys.readouterr().out
     own = {word.strip("[],") for word in help_text.split() if word.startswith(("--", "[--"))}
     assert not own & (NOTED.keys() | INSTEAD.keys()) and not NOTED.keys() & INSTEAD.keys()
@@ -49,12 +53,12 @@ def test_the_table_holds_no_flag_of_our_own_and_names_only_such(capsys):
         word.strip("`,;.") for text in (*NOTED.values(), *INSTEAD.values()) for word in text.split()
         if word.strip("`").startswith("--")
     }  # fmt: skip
-    assert named <= own | {"--replicas"}, named - own
+    assert named <= own | {"--replicas", "--ray"}, named - own
 
 
 def test_help_shows_the_model_and_the_address_first(capsys):
     with pytest.raises(SystemExit):
-        parsed("--help")
+        parsed("--help-all")
     text = capsys.readouterr().out
     titles = ["what is served, and where:", "access:", "the engine:", "limits of a request:", "the server:"]
     places = [text.index(title) for title in titles]
@@ -63,3 +67,66 @@ def test_help_shows_the_model_and_the_address_first(capsys):
     )
     first = text[places[0] : places[1]]
     assert first.index("--model") < first.index("--host") < first.index("--port") < first.index("--adapters")
+
+
+def test_help_is_one_screen_and_help_all_is_the_rest(capsys):
+    for command in (["serve"], ["generate"], ["cluster", "up"], ["batch"], ["demo"], ["profile"]):
+        with pytest.raises(SystemExit):
+            make_parser().parse([*command, "--help"])
+        text = capsys.readouterr().out
+        assert text.startswith(f"usage: chorus {' '.join(command)}") and "--help-all" in text
+        assert len(text.splitlines()) <= 48 and max(map(len, text.splitlines())) <= 100
+        with pytest.raises(SystemExit):
+            make_parser().parse([*command, "--help-all"])
+        assert len(capsys.readouterr().out.splitlines()) > 100
+
+
+def test_help_of_serve_fits_a_terminal_and_has_examples(capsys):
+    with pytest.raises(SystemExit):
+        parsed("--help")
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert len(lines) <= 24 and "examples:" in lines
+    assert sum(line.startswith("  --") for line in lines) == 11, "ten that matter, and --help-all"
+    assert sum(line.startswith("  chorus serve") for line in lines) == 3
+    for example in (line.split("  ")[1] for line in lines if line.startswith("  chorus serve")):
+        make_parser().parse(example.split()[1:])
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--hf-overrides", "--rope-scaling", "--download-dir", "--response-role", "--api-server-count", "--middleware",
+     "--default-chat-template-kwargs", "--log-config", "--task"],
+)  # fmt: skip
+def test_flags_of_vllm_have_advice(flag):
+    with pytest.raises(UsageError, match=f"{flag} is no flag of chorus; "):
+        parsed(flag, "x")
+
+
+def test_values_that_ask_for_nothing_are_taken():
+    for flag, value in NEUTRAL.items():
+        _, notes = without_foreign_flags(["serve", flag, value])
+        assert len(notes) == 1
+
+
+def test_pages_that_advice_names_exist():
+    root = Path(__file__).parents[3]
+    pages = {page for text in (*NOTED.values(), *INSTEAD.values()) for page in re.findall(r"docs/[a-z/]+\.md", text)}
+    assert pages and all((root / page).is_file() for page in pages), pages
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands_and_flags(capsys, shell):
+    pytest.importorskip("shtab")
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "max-model-len" in script and "adapters" in script and "engine-process" in script
+
+
+def test_bash_completes_what_is_begun(capsys):
+    pytest.importorskip("shtab")
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    ask = 'COMP_WORDS=(chorus serve --max-mod); COMP_CWORD=2; _shtab_chorus; echo "${COMPREPLY[@]}"'
+    told = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, timeout=60, check=True)
+    assert told.stdout.split() == ["--max-model-len"], told.stderr

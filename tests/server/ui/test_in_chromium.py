@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from chorus.core.quarantine import Quarantined
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.pages.pool import PageKind
 from chorus.server.engine.engine_view import Holding, Phase, Picture
@@ -77,10 +78,11 @@ class Scene:
         for index, name in enumerate(NAMES):
             self.uses[index] += (PageKind.ADAPTER, name, "") in self.pages and rng.random() < 0.02
             tier = Tier.DEVICE if index < 1500 else Tier.HOST if index < 3500 else Tier.DISK
-            adapters.append((name, tier, 2 << index % 6, 16, self.uses[index], index == 0))
+            adapters.append((name, tier, 2 << index % 6, 16, self.uses[index], index == 0, str(index + 1), index == 1))
         holdings = [Holding(*key, pages) for key, pages in self.pages.items()]
         done = Future()
-        done.set_result(Picture(lambda: adapters, phases, bytes(self.kinds), holdings))
+        aside = [Quarantined("broken/" + "long" * 30, Path("/x"), f"{HOSTILE}: lora_A has {'many' * 60} columns")]
+        done.set_result(Picture(lambda: adapters, phases, bytes(self.kinds), holdings, quarantined=aside))
         return done
 
 
@@ -131,7 +133,7 @@ def test_light_and_dark_narrow_and_wide(browser, large, tmp_path):
     backs, frames = [], []
     for scheme in ("light", "dark"):
         browser.prefer(scheme)
-        for width in (1600, 400):
+        for width in (1600, 1280, 400):
             browser.resize(width)
             drawn(browser, 2)
             browser.run(LAYOUT_SHIFT)
@@ -141,7 +143,7 @@ def test_light_and_dark_narrow_and_wide(browser, large, tmp_path):
             frames.append(float(browser.run("return document.documentElement.dataset.frame")))
             backs.append(browser.run("return getComputedStyle(document.body).backgroundColor"))
             assert len(browser.picture(out / f"{scheme}-{width}.png")) > 20_000
-    assert backs[0] == backs[1] != backs[2] == backs[3]
+    assert backs[0] == backs[1] == backs[2] != backs[3] == backs[4] == backs[5]
     print(f"milliseconds of a frame: {frames}; {browser.text('#foot')}")
     browser.click("#theme")
     assert browser.run("return document.documentElement.dataset.theme") == "light", (
@@ -234,3 +236,104 @@ def test_it_connects_again(browser, start, fake_engine):
     live.loop.call_soon_threadsafe(watcher.end)
     browser.wait("return window.seen.length === 2")
     assert browser.run("return window.seen") == ["The connection was lost; connecting again …true", "Livefalse"]
+
+
+CUT = """return [...document.querySelectorAll('main :is(b, span, p, h2, h3, .row > *, li > *, td, th, button, label)')]
+    .filter((one) => one.offsetParent && !one.closest('.hidden') && getComputedStyle(one).overflow !== 'visible'
+        && one.scrollWidth > one.clientWidth + 1 && !one.title)
+    .map((one) => `${one.tagName} ${one.id} ${one.className}: ${one.textContent.slice(0, 40)}`)"""
+
+
+def test_nothing_is_cut_off_at_400_pixels(browser, large, tmp_path):
+    out = Path(os.environ.get("CHORUS_PICTURES", tmp_path))
+    opened(browser, large, 400)
+    drawn(browser, 2)
+    browser.click("#space .row")
+    browser.run("document.querySelector('#load').open = true")
+    drawn(browser)
+    assert browser.run(CUT) == []
+    hidden = "return [...document.querySelectorAll('#space .row > *')].filter((one) => !one.offsetParent).length"
+    assert browser.run(hidden) == 0, "every column is shown"
+    edges = """return [...document.querySelectorAll('main *')].filter((one) => one.offsetParent
+        && !one.closest('.hidden') && one.getBoundingClientRect().right > innerWidth + 1).map((one) => one.outerHTML)"""
+    assert browser.run(edges) == []
+    browser.picture(out / "chosen-400.png")
+    browser.resize(1280)
+    drawn(browser, 2)
+    browser.picture(out / "chosen-1280.png")
+
+
+def test_before_a_key_is_given_only_the_reason_is_shown(browser, start, fake_engine, tmp_path):
+    live = start(fake_engine, settings={"api_key": [KEY], "admin_key": [ADMIN]})
+    opened(browser, live, 400)
+    browser.wait("return document.querySelector('#status').textContent === 'An admin key is needed'")
+    shown = "return [document.querySelector('main').offsetParent !== null, document.querySelector('#locked').hidden]"
+    assert browser.run("return getComputedStyle(document.querySelector('main')).display") == "none"
+    assert "admin key" in browser.text("#locked-why") and shown
+    browser.picture(Path(os.environ.get("CHORUS_PICTURES", tmp_path)) / "locked-400.png")
+    browser.fill("#key", ADMIN)
+    browser.click("#key-form [type=submit]")
+    browser.wait("return document.querySelector('#status').textContent === 'Live'")
+    assert browser.run("return getComputedStyle(document.querySelector('main')).display") == "grid"
+    browser.click("#key-clear")
+    browser.wait("return getComputedStyle(document.querySelector('main')).display === 'none'")
+
+
+def test_quarantined_adapters_and_failures_are_told(browser, start, fake_engine):
+    fake_engine.adapters.quarantine["worn"] = Quarantined("worn", Path("/x"), f"{HOSTILE} no lora_A")
+    live = start(fake_engine)
+    live.app.state.statuses.note(429)
+    live.app.state.statuses.note(500)
+    opened(browser, live)
+    drawn(browser, 2)
+    assert browser.text("#quarantined li") == f"worn{HOSTILE} no lora_A" and browser.text("#aside-count") == "1"
+    assert (browser.text("#t-errors"), browser.text("#t-refused")) == ("1", "1")
+
+
+def confirm(browser, answer="yes"):
+    browser.wait("return document.querySelector('#confirm').open")
+    question = browser.text("#confirm-text")
+    browser.click(f"#confirm-{answer}")
+    return question
+
+
+def test_an_operator_changes_adapters_after_a_question(browser, start, fake_engine):
+    live = start(fake_engine, settings={"admin_key": [ADMIN]})
+    opened(browser, live)
+    browser.wait("return document.querySelector('#status').textContent === 'An admin key is needed'")
+    browser.fill("#key", ADMIN)
+    browser.click("#key-form [type=submit]")
+    browser.wait("return document.querySelectorAll('#space .row').length === 2")
+    browser.click("#space .row")
+    browser.wait("return !document.querySelector('#change').hidden")
+    assert browser.text("#change-name") == "alice"
+    headers = {"authorization": f"Bearer {ADMIN}"}
+
+    def state(name="alice"):
+        return live.client.get(f"/v1/adapters/{name}", headers=headers).json()
+
+    browser.click("#do-pause")
+    assert confirm(browser, "no") == "Pause alice? New requests for all of its versions are refused."
+    assert not state()["paused"], "No changes nothing"
+    browser.click("#do-pause")
+    confirm(browser)
+    browser.wait("return !['', 'Working …'].includes(document.querySelector('#change-state').textContent)")
+    assert browser.text("#change-state") == "alice is paused."
+    browser.wait("return document.querySelector('#do-pause').textContent === 'Resume'")
+    assert state()["paused"]
+    browser.click("#do-pin")
+    confirm(browser)
+    browser.wait("return document.querySelector('#change-state').textContent !== 'Working …'")
+    assert state()["pinned"] or "bad" in browser.run("return document.querySelector('#change-state').className")
+
+
+def test_a_refused_change_says_why(browser, start, fake_engine):
+    live = start(fake_engine)
+    opened(browser, live)
+    drawn(browser)
+    browser.fill("#load-name", "carol")
+    browser.fill("#load-path", "/nowhere")
+    browser.click("#load-form [type=submit]")
+    assert confirm(browser) == "Load carol?"
+    browser.wait("return document.querySelector('#change-state').classList.contains('bad')")
+    assert "adapter_roots" in browser.text("#change-state")

@@ -8,10 +8,12 @@ import socket
 import threading
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
 
+from chorus.core.quarantine import Quarantined
 from chorus.server.engine.engine_view import Picture
 from chorus.server.ui import watchers
 from chorus.server.ui.page import FILES, STATIC
@@ -125,7 +127,7 @@ def test_a_watcher_that_does_not_read_is_dropped_and_holds_up_none(start, fake_e
     def picture():
         done = Future()
         uses = next(count)
-        done.set_result(Picture(lambda: [(name, "disk", 8, 2, uses, False) for name in names]))
+        done.set_result(Picture(lambda: [(name, "disk", 8, 2, uses, False, "1", False) for name in names]))
         return done
 
     live.worker.picture = picture
@@ -203,3 +205,66 @@ def test_the_files_load_nothing_from_elsewhere(shared):
     page = shared.client.get("/ui").text
     assert not re.search(r"<style|\bstyle=|\bon\w+=", page)
     assert re.findall(r'(?:src|href)="([^"#]+)"', page) == ["data:,", "ui/ui.css", "ui/ui.js"]
+
+
+def test_points_are_kept_before_a_page_is_opened(start, fake_engine, calls_of):
+    live = start(fake_engine)
+    hub = live.app.state.watchers
+    pictures = calls_of(live.worker, "picture")
+    live.wait_until(lambda: len(hub.points) > 3)
+    live.post(prompt="hello")
+    live.wait_until(lambda: hub.points[-1][2] is not None)
+    assert not pictures, "the engine is not asked for them"
+    with watching(live) as events:
+        name, body = next(events)
+    assert name == "snapshot" and len(body["points"]) > 4
+    assert any(point[2] for point in body["points"][:-1]), "a first token from before it was opened"
+
+
+def test_errors_and_refusals_are_counted(start, fake_engine):
+    live = start(fake_engine)
+    with watching(live) as events:
+        assert next(events)[1]["failed"] == [0, 0]
+        fake_engine.fail_steps = 10
+        assert live.post(prompt="hello").status_code == 500
+        fake_engine.fail_steps = 0
+        assert next_where(events, lambda _, it: it["failed"] != [0, 0])["failed"] == [1, 0]
+        fake_engine.refuse_from = 0
+        assert live.post(prompt="hello").status_code == 429
+        body = next_where(events, lambda _, it: it["failed"][1])
+        assert body["failed"] == [1, 1]
+    with watching(live) as events:
+        points = next(events)[1]["points"]
+    assert [sum(point[at] for point in points) for at in (6, 7)] == [1, 1]
+
+
+def test_versions_pauses_and_quarantined_adapters_are_told(start, fake_engine):
+    fake_engine.adapters.quarantine["worn"] = Quarantined("worn", Path("/adapters/worn"), "/adapters/worn: no lora_A")
+    fake_engine.adapters.paused.add("bob")
+    live = start(fake_engine, settings={"adapter_roots": [Path("/adapters")]})
+    with watching(live) as events:
+        body = next(events)[1]
+        assert [(row[0], *row[6:]) for row in body["adapters"]] == [("alice", "1", False), ("bob", "1", True)]
+        assert body["quarantined"] == [["worn", "worn: no lora_A"]], "paths are hidden"
+        del fake_engine.adapters.quarantine["worn"]
+        assert next_where(events, lambda _, it: it.get("gone_quarantined"))["gone_quarantined"] == ["worn"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "options"),
+    [
+        ("POST", "/v1/adapters", {"json": {"name": "carol", "path": "x"}}),
+        ("POST", "/v1/adapters", {"files": {"adapter_config": b"{}"}}),
+        ("PATCH", "/v1/adapters/alice", {"json": {"paused": True}}),
+        ("PATCH", "/v1/adapters/alice", {"json": {"pinned": True}}),
+        ("DELETE", "/v1/adapters/alice", {}),
+    ],
+)
+def test_another_site_s_page_can_change_nothing(start, fake_engine, method, path, options):
+    """A browser that runs another site's script says where it is from; the page's own origin may."""
+    live = start(fake_engine)
+    foreign = {"origin": "https://evil.example"}
+    refused = live.client.request(method, path, headers=foreign, **options)
+    assert refused.status_code == 403 and refused.json()["error"]["code"] == "origin_not_allowed"
+    own = live.client.request(method, path, headers={"origin": live.url}, **options)
+    assert own.json().get("error", {}).get("code") != "origin_not_allowed"

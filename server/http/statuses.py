@@ -1,0 +1,21 @@
+"""How many answers of one process were errors, and how many refusals for want of room or rights to more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TOO_MANY = 429
+
+
+@dataclass(slots=True)
+class Statuses:
+    """Counted where an answer begins; used on the event loop. errors: of the server, and of adapters' files (424)."""
+
+    errors: int = 0
+    refused: int = 0
+
+    def note(self, status: int) -> None:
+        if status == TOO_MANY:
+            self.refused += 1
+        elif status >= 500 or status == 424:
+            self.errors += 1
