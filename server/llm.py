@@ -63,7 +63,7 @@ class LLM:
     """An engine on a thread of its own, with its tokenizer. Use as a context manager, or call `close`.
 
     Any thread may call any method; requests in progress at the same time share the engine's steps, whatever adapters
-    they use. What prompts and parameters may be, and what they cost, is as over HTTP: docs/parameters.md.
+    they use. What prompts and parameters may be, and what they cost, is as over HTTP: docs/reference/parameters.md.
     """
 
     def __init__(

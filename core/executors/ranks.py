@@ -111,7 +111,7 @@ class RanksFront(Generic[First]):
 
 
 def weights_of_rank(whole: ModelConfig, size: int) -> int:
-    """Weights that each of `size` ranks keeps, by the formula of docs/serving.md, which counts no biases."""
+    """Weights that each of `size` ranks keeps, by the formula of docs/explanation/memory.md, which counts no biases."""
     hidden, q, kv, ffn = whole.hidden_size, whole.q_size, whole.kv_size, whole.intermediate_size
     shared = 2 * hidden * q + 2 * hidden * kv + 3 * hidden * ffn
     embeddings = whole.vocab_size * hidden

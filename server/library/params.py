@@ -59,7 +59,7 @@ _NO_LIMITS = RequestLimits().model_copy(
 
 
 class SamplingFields(TypedDict, total=False):
-    """Arguments of `SamplingParams`; docs/parameters.md says which of them which kind of call obeys."""
+    """Arguments of `SamplingParams`; docs/reference/parameters.md says which of them which kind of call obeys."""
 
     n: int
     max_tokens: int | None

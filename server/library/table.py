@@ -1,4 +1,4 @@
-"""docs/parameters.md: which parameter exists where, from the code that reads them.
+"""docs/reference/parameters.md: which parameter exists where, from the code that reads them.
 
 python -m chorus.server.library.table writes it.
 """
@@ -12,7 +12,7 @@ from ..api.completion_request import CompletionRequest
 from ..api.fields import ALIASES, HARMLESS, INSTEAD, NEUTRAL
 from .params import ALWAYS, CHAT_FIELDS, COMPLETION_FIELDS, ELSEWHERE
 
-PAGE = Path(__file__).parents[2] / "docs" / "parameters.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "parameters.md"
 
 _HEAD = """# Parameters: which exists where
 

@@ -56,7 +56,7 @@ INSTEAD = {
     "--log-config": "use --log-level",
     "--logits-processors": "no code of others is run; requests have logit_bias, bad_words and grammars",
     "--max-seq-len-to-capture": "use --graph-capture",
-    "--middleware": "put a proxy in front; see docs/serving.md",
+    "--middleware": "put a proxy in front; see docs/how-to/deploy.md",
     "--num-gpu-blocks-override": "use --num-pages",
     "--pipeline-parallel-size": "a model lies on one device; use `chorus cluster up --replicas N` for more requests",
     "--quantization": "use a checkpoint in bfloat16 or float16",
@@ -68,7 +68,7 @@ INSTEAD = {
     "--speculative-config": "drafts are not served",
     **dict.fromkeys(
         ("--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-certfile", "--ssl-keyfile"),
-        "let a proxy in front end TLS; see docs/serving.md",
+        "let a proxy in front end TLS; see docs/how-to/deploy.md",
     ),
     "--task": "language models are served, which generate text",
     "--tokenizer-revision": "fetch that revision, and give its directory by --tokenizer",

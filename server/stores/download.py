@@ -24,7 +24,7 @@ from .guarded_http import guarded_client
 from .rules import Location
 
 MAX_CONFIG_BYTES = 1 << 20
-"""Most bytes of a configuration that are read here; what is served has fewer (docs/adapters.md)."""
+"""Most bytes of a configuration that are read here; what is served has fewer (docs/reference/adapter-files.md)."""
 
 _FILES = (CONFIG_FILE, WEIGHTS_FILE)
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}

@@ -374,7 +374,7 @@ def test_a_rank_that_has_ended_before_it_is_watched_is_told_of(opened):
 
 
 def test_bytes_of_each_rank_are_said_beside_the_formulas(subject, opened, caplog):
-    """The formula of docs/serving.md; what a rank keeps is counted by the tensors that it reads."""
+    """The formula of docs/explanation/memory.md; what a rank keeps is counted by the tensors that it reads."""
     with caplog.at_level(logging.INFO, "chorus"):
         opened()
     found = re.search(r"2 ranks: weights of ([\d.]+) \+ ([\d.]+) MiB \(V·h \+ h .*: ([\d.]+)\)", caplog.text)

@@ -111,7 +111,7 @@ def test_values_that_ask_for_nothing_are_taken():
 
 def test_pages_that_advice_names_exist():
     root = Path(__file__).parents[3]
-    pages = {page for text in (*NOTED.values(), *INSTEAD.values()) for page in re.findall(r"docs/[a-z/]+\.md", text)}
+    pages = {page for text in (*NOTED.values(), *INSTEAD.values()) for page in re.findall(r"docs/[a-z/-]+\.md", text)}
     assert pages and all((root / page).is_file() for page in pages), pages
 
 
