@@ -248,7 +248,7 @@ def slow(one: Target) -> dict[str, bool]:
     """A body that comes at the least rate is taken, a slower one is told why not."""
 
     def send(rate: int, most: float) -> bytes:
-        head = b"POST /v1/adapters HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        head = b"POST /v1/adapters HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         body = b'{"name": "slow", "padding": "' + b"x" * (200 << 10) + b'"}'
         with socket.create_connection(one.server.address, timeout=0.02) as connection:
             connection.sendall(head + b"content-length: %d\r\n\r\n" % len(body))
