@@ -162,7 +162,7 @@ def test_our_own_routes(live, reference, root):
     body = live.client.get("/v1/adapters/a/b").json()
     assert body == {
         "name": "a/b",
-        "version": 2,
+        "version": 1,
         "rank": 8,
         "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
         "tier": "device",

@@ -24,7 +24,11 @@ VALUES = st.recursive(
 )
 
 
-@given(st.dictionaries(st.text() | st.just("w"), VALUES), st.integers(1, 9), st.booleans())
+@given(
+    st.dictionaries(st.text(min_size=2), VALUES) | st.fixed_dictionaries({"w": TEXT, "x": VALUES}),
+    st.integers(1, 9),
+    st.booleans(),
+)
 def test_the_rest_is_the_object_without_the_strings(given, size, is_ascii):
     text = json.dumps(given, ensure_ascii=is_ascii).encode("utf-8", "backslashreplace")
     rest, found = read(text, size)
