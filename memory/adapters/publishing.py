@@ -33,28 +33,33 @@ def plan_load(
     The same content under a version that is there changes nothing. FileExistsError for a name that it may not
     `replace`, LabelTaken for a version that has, or had, another content.
     """
-    name, newest = entry.name, store.get(entry.name) or before
+    newest = store.get(entry.name) or before
+    there = _version(store, entry, before) if entry.version else None
+    if there is not None and there.content_hash == entry.content_hash:
+        return Load(there, (), existed=True)
+    if newest is not None and not replace:
+        raise FileExistsError(entry.name)
+    last_number = max(store.last_number(entry.name), last_number)
     if entry.version:
-        there = store.find(versioned(name, entry.version))
-        if there is None and before is not None and before.label == entry.version:
-            there = before
-        if there is not None and there.content_hash == entry.content_hash:
-            return Load(there, (), existed=True)
-        if newest is not None and not replace:
-            raise FileExistsError(name)
         _check_label(store, entry, is_there=there is not None, last_number=last_number)
-        label = entry.version
-    elif newest is not None and not replace:
-        raise FileExistsError(name)
-    else:
-        number = max(store.last_number(name), last_number) + 1
-        while store.get(versioned(name, str(number))) is not None:  # a name of its own, of a start or a store
-            number += 1
-        label = str(number)
-    made = entry._replace(
-        version=label, paused=newest is not None and newest.paused, pinned=newest is not None and newest.pinned
-    )
+    made = entry._replace(version=entry.version or _next_number(store, entry.name, last_number))
+    if newest is not None:
+        made = made._replace(paused=newest.paused, pinned=newest.pinned)
     return Load(made, _changes(store, made, newest, keep), existed=newest is not None)
+
+
+def _version(store: RegistryStore, entry: Entry, before: Entry | None) -> Entry | None:
+    """The version that has the label already."""
+    if before is not None and before.label == entry.version:
+        return before
+    return store.find(versioned(entry.name, entry.version))
+
+
+def _next_number(store: RegistryStore, name: str, last_number: int) -> str:
+    number = last_number + 1
+    while store.get(versioned(name, str(number))) is not None:  # a name of its own, of a start or a store
+        number += 1
+    return str(number)
 
 
 def plan_removal(store: RegistryStore, name: str) -> Changes:
@@ -88,8 +93,8 @@ def _check_label(store: RegistryStore, entry: Entry, *, is_there: bool, last_num
         raise LabelTaken(f"'{full}' was a version with other content, which was retired")
     if number is not None and number > MAX_NUMBER:
         raise LabelTaken(f"a version that is a number is at most {MAX_NUMBER}, not {label}")
-    if number is not None and content is None and number <= (last := max(store.last_number(name), last_number)):
-        raise LabelTaken(f"the versions of '{name}' up to {last} were given already")
+    if number is not None and content is None and number <= last_number:
+        raise LabelTaken(f"the versions of '{name}' up to {last_number} were given already")
 
 
 def _changes(store: RegistryStore, made: Entry, newest: Entry | None, keep: int) -> Changes:

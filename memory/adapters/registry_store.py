@@ -255,15 +255,19 @@ class RegistryStore:
             for count, (name, entry) in enumerate(changes, 1)
         ]
         done = Done(told, [(name, self.get(name)) for name in dict.fromkeys(name for name, _ in changes)])
-        after = {(entry.plain_name, entry.label) for _, entry in told if entry is not None}
-        retired = [one for one in done.retired if (one.plain_name, one.label) not in after]
-        self._commit(done, [one for one in retired if retires and not self._is_elsewhere(one, done)])
+        self._commit(done, self._retired_by(done) if retires else ())
         for name, entry in told:
             if entry is not None:
                 self._entries.put(name, entry, None)
             elif name in self._entries:
                 self._entries.pop(name)
         return done
+
+    def _retired_by(self, done: Done) -> list[Entry]:
+        """The versions that have no name after a change."""
+        after = {(entry.plain_name, entry.label) for _, entry in done.told if entry is not None}
+        gone = [one for one in done.retired if (one.plain_name, one.label) not in after]
+        return [one for one in gone if not self._is_elsewhere(one, done)]
 
     def _is_elsewhere(self, entry: Entry, done: Done) -> bool:
         """True if a version has another name, too, which the changes leave as it is."""

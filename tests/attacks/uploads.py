@@ -1,4 +1,4 @@
-"""Uploads under attack: `python -m tests.attacks.uploads`, about a minute.
+"""Uploads under attack: `python -m tests.attacks.uploads`, a minute on a quiet machine.
 
 Adapters are uploaded to `chorus serve` and to a small cluster. Then come wrong starts (a small arena, lost names, a
 second server, another registry), names and labels that are to take over others, a full disk, uploads that are many,
@@ -48,7 +48,8 @@ LARGE_BYTES, MOST_LARGE_BYTES = 90 << 20, 96 << 20
 MOST_BYTES = 160 << 20
 MANY, MANY_BYTES = 15, 16 << 20
 NUM_KEPT, NUM_EMPTY = 2000, 200
-MOST_PING_SECONDS = 0.4
+MOST_PING_SECONDS = 0.3
+"""Of an answer to /ping beside the large upload, more than the worst one before it."""
 
 
 class Target:
@@ -183,6 +184,10 @@ def large(one: Target) -> tuple[dict[str, bool], dict[str, float]]:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
+    quiet = Probe(one.server.url, ["/ping"], 0.005)
+    time.sleep(1)
+    quiet.end()
+    calm = max(took for _, took in quiet.answers)
     probe = Probe(one.server.url, ["/ping"], 0.005)
     answer = one.http.post("/v1/adapters", content=body, headers={"content-type": "application/json"})
     probe.end()
@@ -190,7 +195,7 @@ def large(one: Target) -> tuple[dict[str, bool], dict[str, float]]:
     watcher.join()
     worst = max(took for _, took in probe.answers)
     checks = {"it is judged": answer.status_code == 400, "memory": peak <= MOST_LARGE_BYTES,
-              "neighbours": worst <= MOST_PING_SECONDS and not probe.failures}  # fmt: skip
+              "neighbours": worst <= MOST_PING_SECONDS + calm and not probe.failures}  # fmt: skip
     return checks, {"large_mib": peak / 2**20, "large_ping_seconds": worst}
 
 
@@ -248,9 +253,7 @@ def slow(one: Target) -> dict[str, bool]:
     """A body that comes at the least rate is taken, a slower one is told why not."""
 
     def send(rate: int, most: float) -> bytes:
-        head = (
-            b"POST /v1/adapters HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n"
-        )
+        head = b"POST /v1/adapters HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         body = b'{"name": "slow", "padding": "' + b"x" * (200 << 10) + b'"}'
         with socket.create_connection(one.server.address, timeout=0.02) as connection:
             connection.sendall(head + b"content-length: %d\r\n\r\n" % len(body))
