@@ -20,8 +20,9 @@ from ..access.limits import RequestLimits
 from ..engine.backend import Backend
 from ..engine.generation import Choice, Generation
 from ..engine.telemetry import Telemetry
-from ..errors import no_model, not_served, read_body, too_long
+from ..errors import clipped, no_model, not_served, read_body, too_long
 from ..executors import DaemonPool
+from ..log_lines import note_request
 from ..settings import Settings
 from ..text.call_formats import AnswerSyntax
 from ..text.tokenizer import Tokenizer
@@ -98,6 +99,7 @@ class Calls:
         request then fares in all as one for an adapter that does not exist.
         """
         model, adapter = names_of(self.settings.base_name, model, lora_path)
+        note_request(model=clipped(model))
         return model, adapter if request.state.identity.grant.allows(adapter) else NOWHERE
 
     async def make(

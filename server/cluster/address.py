@@ -14,9 +14,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ..access.hosts import is_loopback
+from ..rare_log import RareLog
 from .wire import WireError
 
 log = logging.getLogger(__name__)
+_refusals = RareLog(log)
 
 LOOPBACK = "127.0.0.1"
 
@@ -185,7 +187,7 @@ async def _begin_tls(reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
         await writer.start_tls(tls_context(tls, is_client=False), ssl_handshake_timeout=HANDSHAKE_SECONDS)
     except OSError as error:
         told = tls_error(error) if isinstance(error, ssl.SSLError) else error
-        log.warning("a connection was refused: %s: %s", type(told).__name__, told)
+        _refusals.warning("a connection was refused: %s: %s", type(told).__name__, told)
         writer.transport.abort()
         return
     except asyncio.CancelledError:  # at the process's end, which asyncio would log as an error

@@ -104,7 +104,7 @@ class Processes:
             self._settings = replica.model_dump_json(exclude_unset=True)
             self.replicas = [launcher.replica(index, self._settings) for index in range(plan.replicas)]
             directory.tell_replicas(plan.replicas)
-            self._registry = _registry_of(plan, directory)
+            self._registry = _registry_of(plan, directory, settings.log_format)
             for child in (*self._registry, *self.replicas):
                 child.start()
         except BaseException:
@@ -246,7 +246,7 @@ def _launcher_of(plan: Plan, directory: ClusterDirectory) -> Launcher:
     return RayLauncher(directory, plan)
 
 
-def _registry_of(plan: Plan, directory: ClusterDirectory) -> list[Child]:
+def _registry_of(plan: Plan, directory: ClusterDirectory, log_format: str) -> list[Child]:
     """The registry's process, unless it runs elsewhere or none is needed."""
     file = plan.registry
     if file is None and plan.fronts == 1:
@@ -258,7 +258,8 @@ def _registry_of(plan: Plan, directory: ClusterDirectory) -> list[Child]:
         return []
     where = Path(file or directory.path / "registry.sqlite").absolute()
     listener = Listener(directory.socket("registry"), directory.secret_file, directory.registry_file)
-    return [Child("the registry", ["cluster", "registry", "--file", str(where), *listener.flags()])]
+    command = ["cluster", "registry", "--file", str(where), "--log-format", log_format, *listener.flags()]
+    return [Child("the registry", command)]
 
 
 def _join(children: Sequence[Kept], seconds: float) -> None:
