@@ -52,7 +52,7 @@ class Plan:
     def of(cls, arguments: argparse.Namespace) -> Plan:
         """The plan of flags. UsageError."""
         given = {name: getattr(arguments, name) for name in cls.__slots__ if hasattr(arguments, name)}
-        plan = cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+        plan = cls(**{**given, "migration_setting": tuple(given.get("migration_setting", ()))})
         for flag, value, fits in (
             ("min", plan.min_replicas, plan.least <= plan.replicas),
             ("max", plan.max_replicas, plan.replicas <= plan.most),

@@ -191,6 +191,16 @@ FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.02, 0.5
 `FIRST_WRITE_SECONDS`."""
 
 
+def _trouble(error: OSError, stream: FrameStream | None) -> str:
+    """What is told of a connection that ended; the peer is told it, too, unless it has ended the connection."""
+    if isinstance(error, PlannedEnd):
+        return str(error)
+    trouble = f"{type(error).__name__}: {error}"
+    if stream is not None and isinstance(error, WireError) and not isinstance(error, Refused):
+        stream.close(trouble)
+    return trouble
+
+
 async def stay_connected(
     peer: str, connect: Callable[[], Awaitable[FrameStream]], talk: Callable[[FrameStream], Awaitable[None]]
 ) -> None:
@@ -207,12 +217,9 @@ async def stay_connected(
             trouble = "it ended the connection"
         except FileNotFoundError:  # it has not listened yet
             pass
-        except PlannedEnd as error:
-            trouble, level = str(error), logging.INFO
         except OSError as error:  # WireError among them
-            trouble = f"{type(error).__name__}: {error}"
-            if stream is not None and isinstance(error, WireError) and not isinstance(error, Refused):
-                stream.close(trouble)
+            trouble = _trouble(error, stream)
+            level = logging.INFO if isinstance(error, PlannedEnd) else level
         except Exception:  # of this process's own: the peer must not be lost to it for good
             log.exception("what %s sent could not be dealt with; it is connected anew", peer)
         finally:
