@@ -47,6 +47,7 @@ from .errors import (
     on_http_error,
 )
 from .executors import Executors, PoolFull
+from .http.access_log import AccessLog
 from .http.doors import Doors, GuardedRoute, RequestId, RootPath
 from .http.gate import Gate
 from .http.statuses import Statuses
@@ -182,6 +183,7 @@ def create_app(
         middleware=[
             *([Middleware(RootPath, prefix=settings.root_path)] if settings.root_path else []),
             Middleware(RequestId, statuses=statuses),
+            Middleware(AccessLog, writes=settings.access_log),
             *([Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])]
               if origins else []),
             Middleware(

@@ -25,6 +25,7 @@ from .access.keys import Keys, NamedKey, check_key, read_keys
 from .access.limits import RequestLimits
 from .checkpoints.pull import PullError, cache_dir, hub_name, resolve_model
 from .demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL, BUILTIN_NAME
+from .log_lines import LogFormat
 from .stores.allowed import Allowed
 from .stores.rules import Rule, Rules
 
@@ -349,6 +350,7 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         default=30, gt=0, description="how long a step may take before the requests in it end with an error"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="what is logged")
+    log_format: LogFormat = Field(default="text", description="format of the log's lines; json: an object a line")
     access_log: bool = Field(default=False, description="log every HTTP request")
 
     @field_validator(

@@ -21,8 +21,9 @@ from ..engine.adapter_templates import AdapterTemplates
 from ..engine.backend import Backend
 from ..engine.generation import Choice, Generation
 from ..engine.telemetry import Telemetry
-from ..errors import not_served, read_body, too_long
+from ..errors import clipped, not_served, read_body, too_long
 from ..executors import DaemonPool
+from ..log_lines import note_request
 from ..settings import Settings
 from ..text.call_formats import AnswerSyntax
 from ..text.tokenizer import Tokenizer
@@ -138,6 +139,7 @@ class Calls:
         request then fares in all as one for an adapter that does not exist.
         """
         model, adapter = names_of(self.settings.base_name, model, lora_path)
+        note_request(model=clipped(model))
         return model, adapter if caller.grant.allows(adapter) else NOWHERE
 
     async def make(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from ..access.limits import RequestLimits
 from ..checkpoints.pull import MODELS, PullError, pull
 from ..cluster import listener, plan, registry
 from ..errors import EngineUnavailable, GenerationFailed
+from ..log_lines import log_to_stderr
 from ..settings import Settings
 from ..start.checks import LaunchError, check_access, check_model
 from ..start.exits import leave
@@ -30,7 +30,7 @@ from .adapters import CommandError
 #: to import. So packages that the server may not import can have commands too.
 COMMANDS = "chorus.commands"
 
-ENGINE_SETTINGS = (*EngineConfig.model_fields, "config", "log_level")
+ENGINE_SETTINGS = (*EngineConfig.model_fields, "config", "log_level", "log_format")
 BATCH_SETTINGS = (
     *ENGINE_SETTINGS, *RequestLimits.model_fields, "lora_modules", "served_model_name", "generation_config",
     "adapter_chat_templates", "chat_template", "override_generation_config",
@@ -164,7 +164,7 @@ def _serve_settings(arguments: argparse.Namespace) -> Settings:
             )
         arguments.setting_model = arguments.model_argument
     settings = read_settings(arguments)
-    _log_to_stderr(settings.log_level)
+    log_to_stderr(settings.log_level, settings.log_format)
     check_model(settings)
     check_access(settings)
     print(f"chorus {VERSION}: starting {settings.base_name}, which takes a while", file=sys.stderr, flush=True)
@@ -213,14 +213,14 @@ def _cluster_front(arguments: argparse.Namespace) -> int:
     from ..cluster.directory import ClusterDirectory
     from ..cluster.up import front
 
-    _log_to_stderr("info")
+    log_to_stderr("info")
     return front(ClusterDirectory(arguments.directory), arguments.index)
 
 
 def _cluster_registry(arguments: argparse.Namespace) -> int:
     from ..cluster import child
 
-    _log_to_stderr("info")
+    log_to_stderr("info", arguments.log_format)
     child.end_with_parent()
     return registry.run(arguments)
 
@@ -239,7 +239,7 @@ def _replica_flags(parser: argparse.ArgumentParser) -> None:
 def _replica(arguments: argparse.Namespace) -> int:
     from ..cluster import replica_process
 
-    _log_to_stderr("warning")
+    log_to_stderr("warning")
     return replica_process.run(listener.Listener.of(arguments), arguments.settings)
 
 
@@ -392,7 +392,7 @@ def _pull(arguments: argparse.Namespace) -> int:
 def _engine_settings(arguments: argparse.Namespace) -> Settings:
     """The settings of a command that prints what it finds, and logs warnings only where nothing else is said."""
     settings = read_settings(arguments)
-    _log_to_stderr(settings.log_level if "setting_log_level" in arguments else "warning")
+    log_to_stderr(settings.log_level if "setting_log_level" in arguments else "warning", settings.log_format)
     return settings
 
 
@@ -404,11 +404,6 @@ def _positive(text: str) -> int:
 
 
 _positive.__name__ = "number"  # argparse puts it in its messages
-
-
-def _log_to_stderr(level: str) -> None:
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("chorus").setLevel(level.upper())
 
 
 if __name__ == "__main__":

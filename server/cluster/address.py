@@ -17,9 +17,11 @@ from urllib.parse import urlsplit
 
 from ..access.hosts import is_loopback
 from ..executors import DaemonPool, PoolFull
+from ..rare_log import RareLog
 from .wire import WireError
 
 log = logging.getLogger(__name__)
+_refusals = RareLog(log)
 
 LOOPBACK = "127.0.0.1"
 
@@ -211,7 +213,7 @@ async def _begin_tls(
         await writer.start_tls(await _beside(disk, context), ssl_handshake_timeout=HANDSHAKE_SECONDS)
     except OSError as error:
         told = tls_error(error) if isinstance(error, ssl.SSLError) else error
-        log.warning("a connection was refused: %s: %s", type(told).__name__, told)
+        _refusals.warning("a connection was refused: %s: %s", type(told).__name__, told)
         writer.transport.abort()
         return
     except asyncio.CancelledError:  # at the process's end, which asyncio would log as an error

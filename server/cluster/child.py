@@ -83,7 +83,8 @@ class Child:
                 self._trouble = f"{self.name} could not start ({_how(status)}); its messages are above"
                 log.warning("%s", self._trouble)
             else:
-                log.warning("%s ended (%s); it is started again in %g s", self.name, _how(status), back_off)
+                level = logging.INFO if status == 0 else logging.WARNING  # 0: it was to end, and is replaced
+                log.log(level, "%s ended (%s); it is started again in %g s", self.name, _how(status), back_off)
             is_first = False
             self._stopping.wait(back_off)
             back_off = min(LAST_BACK_OFF, 2 * back_off)

@@ -188,7 +188,8 @@ class Dispatcher:
             log.info("replica %s has ended, as it was to", link.name)
         else:
             self.num_deaths += 1
-            log.warning("replica %s is gone; %d requests go on elsewhere", link.name, len(lost) - len(ended))
+            level = logging.INFO if link.draining else logging.WARNING
+            log.log(level, "replica %s is gone; %d requests go on elsewhere", link.name, len(lost) - len(ended))
         if stuck:
             self.on_stuck(link)
         for request in ended:

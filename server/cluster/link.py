@@ -12,7 +12,7 @@ from ...core.engine_stats import EngineStats
 from .address import Address
 from .replica import FROM_REPLICA
 from .report import Hello, Identity, Report
-from .stream import FrameStream, connect, stay_connected
+from .stream import FrameStream, PlannedEnd, connect, stay_connected
 from .wire import Frame, Malformed, WireError
 
 log = logging.getLogger(__name__)
@@ -133,6 +133,8 @@ class Link:
         self._stream, stuck = stream, False
         try:
             await self._talk(stream, events)
+            if self.draining:
+                raise PlannedEnd("it has ended, as it was to")
         except TimeoutError:
             stuck = True
             raise WireError(f"it has said nothing for {self._silent_seconds:g} s") from None

@@ -51,7 +51,8 @@ class Plan:
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Plan:
         """The plan of flags. UsageError."""
-        plan = cls(**{name: getattr(arguments, name) for name in cls.__slots__ if hasattr(arguments, name)})
+        given = {name: getattr(arguments, name) for name in cls.__slots__ if hasattr(arguments, name)}
+        plan = cls(**{**given, "migration_setting": tuple(given.get("migration_setting", ()))})
         for flag, value, fits in (
             ("min", plan.min_replicas, plan.least <= plan.replicas),
             ("max", plan.max_replicas, plan.replicas <= plan.most),

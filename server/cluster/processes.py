@@ -105,7 +105,7 @@ class Processes:
             self._settings = replica.model_dump_json(exclude_unset=True)
             self.replicas = [launcher.replica(index, self._settings) for index in range(plan.replicas)]
             directory.tell_replicas(plan.replicas)
-            self._registry = _registry_of(plan, directory, settings.adapter_uploads)
+            self._registry = _registry_of(plan, directory, settings)
             for child in (*self._registry, *self.replicas):
                 child.start()
         except BaseException:
@@ -247,7 +247,7 @@ def _launcher_of(plan: Plan, directory: ClusterDirectory) -> Launcher:
     return RayLauncher(directory, plan)
 
 
-def _registry_of(plan: Plan, directory: ClusterDirectory, uploads: Path | None) -> list[Child]:
+def _registry_of(plan: Plan, directory: ClusterDirectory, settings: Settings) -> list[Child]:
     """The registry's process, unless it runs elsewhere or none is needed.
 
     Where adapters are uploaded, their names lie beside them, so that the cluster has both again after a restart.
@@ -260,11 +260,12 @@ def _registry_of(plan: Plan, directory: ClusterDirectory, uploads: Path | None) 
             raise ValueError("a registry that runs elsewhere needs its secret: give --secret-file FILE")
         AddressFile(directory.registry_file).write(str(parse_address(file, plan.tls)))
         return []
-    if uploads is not None:
+    if (uploads := settings.adapter_uploads) is not None:
         uploads.mkdir(parents=True, exist_ok=True)
     where = Path(file or (directory.path / "registry.sqlite" if uploads is None else uploads / NAMES_FILE)).absolute()
     listener = Listener(directory.socket("registry"), directory.secret_file, directory.registry_file)
-    return [Child("the registry", ["cluster", "registry", "--file", str(where), *listener.flags()])]
+    command = ["cluster", "registry", "--file", str(where), "--log-format", settings.log_format, *listener.flags()]
+    return [Child("the registry", command)]
 
 
 def _join(children: Sequence[Kept], seconds: float) -> None:

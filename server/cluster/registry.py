@@ -270,6 +270,7 @@ async def serve(
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--file", type=Path, required=True, help="SQLite file, made where there is none")
     parser.add_argument("--first-write-seconds", type=float, default=FIRST_WRITE_SECONDS, help=argparse.SUPPRESS)
+    parser.add_argument("--log-format", choices=("text", "json"), default="text", help="of the log's lines")
     listener.add_flags(parser)
 
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from ...core.config import EngineConfig
 from ..engine.worker import EngineWorker
+from ..log_lines import LogFormat, log_to_stderr
 from ..start.checks import LaunchError
 from ..start.launch import build_engine, take_short_turns
 from .address import Listening
@@ -36,6 +37,7 @@ class ReplicaSettings(BaseModel):
     roots: list[Path]
     grace_seconds: float
     log_level: str
+    log_format: LogFormat = "text"
 
     @classmethod
     def of(cls, settings: Settings) -> ReplicaSettings:
@@ -46,6 +48,7 @@ class ReplicaSettings(BaseModel):
             roots=[place.resolve() for place in settings.adapter_places],
             grace_seconds=settings.grace_seconds,
             log_level=settings.log_level,
+            log_format=settings.log_format,
         )
 
 
@@ -63,6 +66,7 @@ def run(listener: Listener, settings_file: Path) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the front's, which drains
     end_with_parent()
     settings = ReplicaSettings.model_validate_json(settings_file.read_text())
+    log_to_stderr("warning", settings.log_format)
     try:
         address, secret = listener.address, listener.secret
     except (OSError, ValueError) as error:

@@ -43,6 +43,10 @@ class Refused(WireError):
     """The peer ended the connection and said why."""
 
 
+class PlannedEnd(WireError):
+    """The peer ended the connection after it had told that it would end."""
+
+
 class PeerStuck(WireError):
     """The peer does not read what it is sent."""
 
@@ -187,31 +191,42 @@ FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.02, 0.5
 `FIRST_WRITE_SECONDS`."""
 
 
+def _trouble(error: OSError, stream: FrameStream | None) -> str:
+    """What is told of a connection that ended; the peer is told it, too, unless it has ended the connection."""
+    if isinstance(error, PlannedEnd):
+        return str(error)
+    trouble = f"{type(error).__name__}: {error}"
+    if stream is not None and isinstance(error, WireError) and not isinstance(error, Refused):
+        stream.close(trouble)
+    return trouble
+
+
 async def stay_connected(
     peer: str, connect: Callable[[], Awaitable[FrameStream]], talk: Callable[[FrameStream], Awaitable[None]]
 ) -> None:
-    """Connect and have `talk` read until the peer goes, again and again, until cancelled. A trouble is logged once."""
-    retry, told = FIRST_RETRY_SECONDS, None
+    """Connect and have `talk` read until the peer goes, again and again, until cancelled. A trouble is logged once, as
+    a warning unless the peer is being replaced (`PlannedEnd`).
+    """
+    retry, told, level = FIRST_RETRY_SECONDS, None, logging.WARNING
     while True:
         stream, trouble = None, None
         try:
             stream = await connect()
-            retry, told = FIRST_RETRY_SECONDS, None
+            retry, told, level = FIRST_RETRY_SECONDS, None, logging.WARNING
             await talk(stream)
             trouble = "it ended the connection"
         except FileNotFoundError:  # it has not listened yet
             pass
         except OSError as error:  # WireError among them
-            trouble = f"{type(error).__name__}: {error}"
-            if stream is not None and isinstance(error, WireError) and not isinstance(error, Refused):
-                stream.close(trouble)
+            trouble = _trouble(error, stream)
+            level = logging.INFO if isinstance(error, PlannedEnd) else level
         except Exception:  # of this process's own: the peer must not be lost to it for good
             log.exception("what %s sent could not be dealt with; it is connected anew", peer)
         finally:
             if stream is not None:
                 stream.close()
         if trouble not in (None, told):
-            log.warning("%s is away: %s", peer, trouble)
+            log.log(level, "%s is away: %s", peer, trouble)
             told = trouble
         await asyncio.sleep(retry * random.uniform(0.5, 1))
         retry = min(LAST_RETRY_SECONDS, 2 * retry)

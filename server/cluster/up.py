@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..engine.backend import Backend
+from ..log_lines import log_to_stderr
 from ..settings import Settings
 from ..start.checks import LaunchError, check_model
 from ..start.exits import DEADLINE_SECONDS
@@ -62,7 +63,7 @@ def front(directory: ClusterDirectory, index: int) -> int:
     end_with_parent()
     given = json.loads(directory.given_file.read_text())
     plan, settings = Plan.from_json(given["plan"]), read_settings(Namespace(**given["settings"]))
-    logging.getLogger("chorus").setLevel(settings.log_level.upper())
+    log_to_stderr(settings.log_level, settings.log_format)
     ready = directory.ready_file(index)
     was_whole = ready.exists()
     open_front = partial(_open_front, directory, index, plan, was_whole)

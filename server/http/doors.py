@@ -18,6 +18,7 @@ from ..access.addresses import Networks, forwarded_client, place_of
 from ..access.hosts import Hosts
 from ..access.keys import Identity, Keys, Right
 from ..errors import REQUEST_ID, ApiError, clipped
+from ..log_lines import note_request
 from .gate import Gate
 from .statuses import Statuses
 from .tenant_header import TenantHeader
@@ -127,6 +128,7 @@ class Doors:
             known = identity or Identity(may_change_adapters=False, sees_tenants=False)
             caller = known.tenant or place_of((scope.get("client") or ("",))[0])
             tenant = (self.tenants and self.tenants.tenant(headers, peer, known.tenant)) or caller
+            note_request(tenant=tenant)
             budget = known.grant.tokens_per_minute
             scope.setdefault("state", {}).update(
                 spend=None if budget is None else partial(self.gate.tokens.spend, caller, budget),

@@ -154,8 +154,9 @@ def http_server(app: Starlette, settings: Settings) -> HttpServer:
         http=partial(HttpConnection, connections),  # pyright: ignore[reportArgumentType] - it is called as a class is
         ws="none",
         loop="asyncio",
-        log_level="warning" if not settings.access_log else "info",
-        access_log=settings.access_log,
+        log_config=None,  # its lines have the format of all others
+        log_level="warning",
+        access_log=False,  # `AccessLog` writes them
         proxy_headers=False,  # the app looks at them: there only addresses count
         timeout_graceful_shutdown=1,
         # it is a delay of the event loop, which takes fractions whatever uvicorn's annotation says

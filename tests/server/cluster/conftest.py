@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,10 +27,11 @@ SECONDS = 120
 
 @dataclass
 class Up:
-    """A running `chorus cluster up`."""
+    """A running `chorus cluster up`. lines: of its log."""
 
     process: subprocess.Popen[str]
     client: httpx.Client
+    lines: list[str]
 
     @property
     def replicas(self) -> list[int]:
@@ -83,21 +85,24 @@ def cluster_up(replicas: int, *flags: str, command: tuple[str, ...] = ("cluster"
         lines = []
         for line in process.stderr:
             lines.append(line)
-            if found := re.search(r"listening on (http\S+)", line):
+            if found := re.search(r'listening on (http[^\s"]+)', line):
                 break
         else:
             pytest.fail(f"the cluster ended before it listened: {''.join(lines)}")
         headers = {"authorization": f"Bearer {key}"} if key else {}
+        reader = threading.Thread(target=lambda: lines.extend(process.stderr), daemon=True)
+        reader.start()
         with httpx.Client(base_url=found[1], timeout=SECONDS, headers=headers) as client:
-            up = Up(process, client)
+            up = Up(process, client, lines)
             try:
                 yield up
             finally:
                 children = up.replicas + up.children("front") + up.children("registry")
                 if process.poll() is None:
                     process.send_signal(signal.SIGTERM)
-                rest = process.stderr.read()
                 process.wait(SECONDS)
+                reader.join(SECONDS)
+                rest = "".join(lines)
                 assert "Traceback" not in rest, rest
                 for pid in children:
                     assert not running(pid), "a child outlived its parent"

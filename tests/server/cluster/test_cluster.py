@@ -275,6 +275,23 @@ def test_several_fronts_on_one_port_know_the_same_adapters_share_bounds_and_outl
         several.wait_until(lambda: len(several.children("front")) == 2)
 
 
+def test_a_planned_restart_logs_no_warning_and_all_lines_have_one_format():
+    with cluster_up(2, "--log-format", "json", "--access-log", "--fronts", "2") as up:
+        first = set(up.replicas)
+        unbroken = read(up.client, 0)
+        up.process.send_signal(signal.SIGUSR1)
+        while first & set(up.replicas) or len(up.replicas) < 2:
+            assert read(up.client, 0) == unbroken
+        up.wait_until(lambda: up.metric("chorus_replicas_up") == 2)
+        up.wait_until(lambda: any("all replicas have been replaced" in line for line in up.lines))
+    lines = [line for line in up.lines if not line.startswith("chorus ")]  # its first, to who has started it
+    told = [json.loads(line) for line in lines if line != "ready\n"]
+    assert all(set(line) >= {"time", "level", "logger", "message"} for line in told)
+    assert not [line for line in told if line["level"] in ("WARNING", "ERROR", "CRITICAL")]
+    served = [line for line in told if line["logger"] == "chorus.access" and "POST" in line["message"]]
+    assert served and all({"request_id", "tenant", "model", "status", "duration"} <= set(line) for line in served)
+
+
 @pytest.mark.long
 def test_replicas_behind_tls_are_replaced_one_after_another_and_requests_migrate_while_answers_go_on(tmp_path):
     tls = new_authority(tmp_path / "tls")
