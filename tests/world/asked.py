@@ -62,9 +62,7 @@ class Asked:
     aborted: bool = False
     was_removed: bool = False  # its adapter was, by force
     was_moved: bool = False
-    earlier: list[Adapter | None] = field(
-        default_factory=list
-    )  # versions of equal content that it ran with, and cached
+    earlier: list[Adapter | None] = field(default_factory=list)  # versions of equal content it ran with
     was_here: bool = False  # its adapter's bytes were in memory at some time while it held them
 
     @property
