@@ -13,7 +13,6 @@ from typing import TextIO
 from ...core.base_name import names_of, with_base
 from ...memory.files.error import AdapterFormatError, shown
 from ...memory.files.format import AdapterManifest, inspect_adapter, open_weights
-from ...memory.files.identity import with_content
 from ...memory.pages.layout import MODULES, ModuleDims
 from ..checkpoints.pull import resolve_model
 from .adapters import CommandError
@@ -83,6 +82,8 @@ def run(arguments: argparse.Namespace, out: TextIO | None = None) -> int:
 
 def check(path: Path, base: _Base | None) -> Verdict:
     """Return what a server of this base model would do with an adapter; its weights are read. base: None: any."""
+    from ...memory.files.identity import with_content
+
     try:
         base = base or _own_base(path)
         manifest = inspect_adapter(path, base.dims, base.num_layers)
