@@ -45,12 +45,14 @@ class AdapterTurns:
         self._round = min(self._patience, LONGEST_ROUND)
         self._ran: dict[Adapter, float] = {}  # when each one's last step ended, the latest last
         self._last: dict[Adapter, float] = {}  # of the last step, with the end of the first one in a row
-        self._is_left = False  # an index is left to a waiting request, which has not taken it yet
+        self._is_left = False  # an index was left to a waiting request, which did not take it, and nobody has since
 
     def note_step(self, adapters: Collection[Adapter], now: float) -> None:
         """Record the adapters of a step that has ended."""
         if self.most is None:
             return
+        if self._last.keys() != set(adapters):
+            self._is_left = False
         self._last = {adapter: self._last.get(adapter, now) for adapter in adapters}
         for adapter in adapters:
             self._ran.pop(adapter, None)
@@ -98,10 +100,9 @@ class AdapterTurns:
 
     def _leave_one(self, takers: list[Adapter | None], since: Mapping[Adapter, float], now: float) -> None:
         """Put None among the adapters that take an index, longest wait first, where a waiting request has waited
-        longer than the rest. One that does not take the index, as it lacks pages or its adapter, is passed by once.
+        longer than the rest. One that does not take the index, as it lacks pages or its adapter, lets another take it.
         """
         if self._is_left:
-            self._is_left = False
             return
         first = islice(self._waiting, _MOST_WAITING)
         waits = [self._since(each.adapter, each.arrival_time) for each in first if each.adapter not in (None, *since)]

@@ -23,7 +23,7 @@ from ..start.checks import LaunchError, check_access, check_model
 from ..start.exits import leave
 from ..start.flags import Parser, UsageError, add_settings, read_settings
 from ..version import VERSION
-from . import adapters, completion, keys, profile
+from . import adapters, check, completion, convert_adapter, keys, profile
 from .adapters import CommandError
 
 #: Entry points that add sub-commands: modules with `HELP`, `add_flags(parser)` and `run(arguments) -> exit code`, cheap
@@ -80,6 +80,13 @@ def make_parser() -> Parser:
             "show and change the adapters of a server that runs",
             adapters.add_flags,
             adapters.run,
+        ),
+        ("check", "say whether adapters would be served, and if not, why", check.add_flags, check.run),
+        (
+            "convert-adapter",
+            "write an adapter's adapter_model.bin as safetensors",
+            convert_adapter.add_flags,
+            convert_adapter.run,
         ),
         ("keys", "make, show and revoke the keys of tenants in a key file", keys.add_flags, keys.run),
         ("demo", "watch the adapters of a model answer side by side", _demo_flags, _demo),

@@ -62,6 +62,7 @@ class Asked:
     aborted: bool = False
     was_removed: bool = False  # its adapter was, by force
     was_moved: bool = False
+    earlier: list[Adapter | None] = field(default_factory=list)  # versions of equal content it ran with
     was_here: bool = False  # its adapter's bytes were in memory at some time while it held them
 
     @property
@@ -97,7 +98,7 @@ class Asked:
     def _check_cached(self, count: int, everybody: Iterable[Asked]) -> None:
         begins = self.prompt[:count]
         promise(not count or self.was_sent_back or any(
-            other is not self and (other.scope, other.adapter) == (self.scope, self.adapter)
+            other is not self and other.scope == self.scope and self.adapter in (other.adapter, *other.earlier)
             and (other.prompt + other.told.tokens)[:count] == begins for other in everybody
         ), "{} got {} tokens from the cache that no request of its scope had", self.request.id, count)  # fmt: skip
 

@@ -201,6 +201,7 @@ class EngineLife:
             return
         found = answer.adapter
         promise((found and found.manifest.content_hash) == content, "a request goes on with another adapter")
+        asked.earlier.append(asked.adapter)
         asked.request, asked.adapter = answer, found
         asked.aborted, asked.was_sent_back, asked.was_moved = False, True, True
         self.active[answer.id] = asked

@@ -1,0 +1,161 @@
+"""`chorus check`: a dry run of adapters for CI: whether they would be served, and if not, why."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import TextIO
+
+from ...core.base_name import names_of, with_base
+from ...memory.files.error import AdapterFormatError, shown
+from ...memory.files.format import AdapterManifest, inspect_adapter, open_weights
+from ...memory.pages.layout import MODULES, ModuleDims
+from ..checkpoints.pull import resolve_model
+from .adapters import CommandError
+
+PAGE_ELEMENTS = 1 << 16
+"""Elements of the pages that weights are read into, which are thrown away."""
+
+EXIT_REFUSED, EXIT_DIFFERS = 1, 3
+
+
+class Status(StrEnum):
+    """What a server would do with an adapter."""
+
+    SERVED = "served"
+    DIFFERS = "differs"  # served, with a warning in the log
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What would become of one adapter. reasons: why it is refused, or what differs from what its author may expect."""
+
+    path: str
+    status: Status
+    reasons: list[str] = field(default_factory=list)
+    rank: int | None = None
+    target_modules: list[str] = field(default_factory=list)
+    base_model: str | None = None
+    content_hash: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """What an adapter is checked against. names: by which it may name its base; None: any."""
+
+    dims: ModuleDims
+    num_layers: int
+    dtype: str
+    names: frozenset[str] | None
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("adapters", nargs="+", type=Path, metavar="DIR", help="directory of an adapter")
+    parser.add_argument(
+        "--model", type=Path, metavar="MODEL",
+        help="directory or name of the base model; its weights are not read. Without it, an adapter is checked against "
+        "the shapes that it has itself",
+    )  # fmt: skip
+    parser.add_argument("--served-model-name", metavar="NAME", help="a further name of the base model")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace, out: TextIO | None = None) -> int:
+    """The exit code: 0 if all are served as they are, 1 if one is refused, 3 if one differs. Raises CommandError."""
+    base = None if arguments.model is None else _base_of(arguments.model, arguments.served_model_name)
+    verdicts = [check(path, base) for path in arguments.adapters]
+    if arguments.json:
+        print(json.dumps({"adapters": [asdict(each) for each in verdicts]}, indent=2), file=out)
+    else:
+        for each in verdicts:
+            print(_line(each), file=out)
+    found = {each.status for each in verdicts}
+    if Status.REFUSED in found:
+        return EXIT_REFUSED
+    return EXIT_DIFFERS if Status.DIFFERS in found else 0
+
+
+def check(path: Path, base: _Base | None) -> Verdict:
+    """Return what a server of this base model would do with an adapter; its weights are read. base: None: any."""
+    from ...memory.files.identity import with_content
+
+    try:
+        base = base or _own_base(path)
+        manifest = inspect_adapter(path, base.dims, base.num_layers)
+        _read_weights(manifest, base)
+        manifest = with_content(manifest)
+    except AdapterFormatError as error:
+        return Verdict(str(path), Status.REFUSED, [str(error)])
+    if base.names is not None:
+        manifest = with_base(manifest, base.names, strict=False)
+    reasons = _differences(manifest)
+    return Verdict(
+        str(path), Status.DIFFERS if reasons else Status.SERVED, reasons, manifest.rank, list(manifest.targets),
+        manifest.base_model, manifest.content_hash,
+    )  # fmt: skip
+
+
+def _differences(manifest: AdapterManifest) -> list[str]:
+    reasons = []
+    if manifest.names_other_base:
+        base = shown(manifest.base_model)
+        reasons.append(f"it was trained on {base}, which is not this model; --strict-base would refuse it")
+    if manifest.no_effect:
+        reasons.append("it changes nothing: all of its B, or A, or its alpha are zero")
+    return reasons
+
+
+def _base_of(model: Path, served: str | None) -> _Base:
+    from ...core.model.config import ModelConfig
+    from ...core.model.config_json import UnsupportedModel
+
+    directory = resolve_model(model)
+    try:
+        config = ModelConfig.read(directory)
+    except UnsupportedModel as error:
+        raise CommandError(str(error)) from None
+    return _Base(config.module_dims, config.num_layers, config.dtype, names_of(directory, served))
+
+
+def _own_base(path: Path) -> _Base:
+    """The shapes that an adapter's own tensors have, of which it must be consistent."""
+    dims: dict[str, tuple[int, int]] = {}
+    layers = {0}
+    with open_weights(path) as file:
+        shapes = {name: info.shape for name, info in file.tensors.items()}
+    for name, shape in shapes.items():
+        parts = name.split(".")
+        if len(shape) == 2 and name.endswith("lora_A.weight") and parts[-3] in MODULES:
+            d_out = _size(shapes.get(name.replace("lora_A", "lora_B"), ()))
+            dims.setdefault(parts[-3], (shape[1], d_out))
+            layers.update(int(part) for part in parts if part.isdecimal() and len(part) <= 6)
+    return _Base({name: dims.get(name, (1, 1)) for name in MODULES}, max(layers) + 1, "float32", None)
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    return shape[0] if shape else 1
+
+
+def _read_weights(manifest: AdapterManifest, base: _Base) -> None:
+    """Read the weights as a server does, which refuses what is not finite in the model's dtype."""
+    import torch
+
+    from ...memory.adapters.image import ImageForm, read_image
+    from ...memory.host.buffers import HostBuffers
+    from ...memory.host.image import HostImage
+    from ...memory.pages.adapter_layout import AdapterLayout
+
+    dtype: torch.dtype = getattr(torch, base.dtype)
+    layout = AdapterLayout.build(manifest.parts, base.dims, base.num_layers, PAGE_ELEMENTS, dtype.itemsize)
+    read_image(manifest, ImageForm(layout, base.dims, PAGE_ELEMENTS, dtype), HostImage(), HostBuffers())
+
+
+def _line(verdict: Verdict) -> str:
+    about: Mapping[str, object] = {"rank": verdict.rank, "modules": " ".join(verdict.target_modules)}
+    told = "; ".join(verdict.reasons) or ", ".join(f"{name} {value}" for name, value in about.items())
+    return f"{verdict.status}: {shown(verdict.path)}: {told}"

@@ -1,0 +1,67 @@
+"""The process that reads a pickle of tensors: `python -m chorus.server.cli.unpickle FILE SAFETENSORS`.
+
+It is limited to memory in proportion to the file, so that a small file can't take the machine's.
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+import sys
+from pathlib import Path
+
+BESIDE_BYTES = 512 << 20
+"""Memory beside the tensors, which are held twice: as read, and as written."""
+
+MAX_TENSORS = 1 << 13
+
+
+class Refused(Exception):
+    """The file is not an adapter's weights; the text says why."""
+
+
+def main(pickle: Path, weights: Path) -> None:
+    """Write the tensors of a pickle as safetensors. Raises Refused."""
+    import torch
+    from safetensors.torch import save_file
+
+    size = pickle.stat().st_size
+    _limit_memory(BESIDE_BYTES + 3 * size)
+    try:
+        found = torch.load(pickle, map_location="cpu", weights_only=True)
+    except MemoryError:
+        raise Refused(f"takes more memory than {3 * size} bytes, three times its size, to read") from None
+    except Exception as error:  # whatever the library says of a stranger's file
+        raise Refused(f"is not read as weights only: {' '.join(str(error).split())[:300]}") from None
+    if not isinstance(found, dict) or len(found) > MAX_TENSORS:
+        raise Refused(f"does not hold a mapping of at most {MAX_TENSORS} tensors")
+    tensors: dict[str, torch.Tensor] = {}
+    left = size
+    for name, value in found.items():
+        if not isinstance(name, str) or type(value) not in (torch.Tensor, torch.nn.Parameter):
+            raise Refused(f"holds {type(value).__name__} under {name!r:.80}, not a tensor under its name")
+        left -= value.numel() * value.element_size()
+        if left < 0:
+            raise Refused("has tensors that are larger than the file, of the same bytes several times")
+        tensors[name] = value.detach().contiguous().clone()
+    save_file(tensors, weights, {"format": "pt"})
+
+
+def _limit_memory(more: int) -> None:
+    """Allow this process so many bytes beyond what it has, where the system counts them (Linux)."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return
+    found = re.search(r"^VmData:\s*(\d+) kB", status, re.MULTILINE)
+    if found is not None:
+        most = (int(found[1]) << 10) + more
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]), Path(sys.argv[2]))
+    except (Refused, OSError) as error:
+        print(error, file=sys.stderr)
+        sys.exit(1)
