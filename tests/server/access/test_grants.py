@@ -1,6 +1,7 @@
 """Rights of tenants' keys: what is another's can't be told from what does not exist, and bounds hold."""
 
 import hashlib
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -91,10 +92,14 @@ def send(live, grant, method, path, body):
     return live.client.request(method, path, json=body, headers=headers)
 
 
+HINT = re.compile(r"did you mean '([^']*)'\?|GET /v1/models lists the models there are")
+"""What a 404 says of names that are like the one that was asked for: among those that the key may use."""
+
+
 def told(answer, name):
     headers = {key: value for key, value in answer.headers.items() if key != "date"}
     headers.pop("content-length", None)
-    return answer.status_code, answer.text.replace(name, "NAME"), headers
+    return answer.status_code, HINT.sub("HINT", answer.text).replace(name, "NAME"), headers
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -104,6 +109,8 @@ def test_another_s_adapter_is_as_none(tenants, grant, name, absent, which):
     answer = send(tenants, grant, *theirs)
     if not grant.allows(name):
         assert told(answer, name) == told(send(tenants, grant, *absents), absent), theirs
+        hints = [found[1] for found in HINT.finditer(answer.text) if found[1]]
+        assert all(grant.allows(None if hint == "base" else hint) for hint in hints)
     elif theirs[1] == "/v1/completions" and theirs[2]["prompt"] == "hi":
         assert answer.status_code == 200
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+from chorus.core.quarantine import Quarantined
 from chorus.memory.adapters.adapter import Tier
 from chorus.server.cluster.address import UnixSocket
 from chorus.server.cluster.cluster_view import NOTHING, picture_of
@@ -16,7 +17,8 @@ from chorus.server.engine.engine_view import Phase
 
 
 def entry(name, content):
-    return SimpleNamespace(name=name, manifest=SimpleNamespace(content_hash=content, rank=8), pinned=name == "a1")
+    manifest = SimpleNamespace(content_hash=content, rank=8)
+    return SimpleNamespace(name=name, manifest=manifest, pinned=name == "a1", label="7")
 
 
 def test_a_front_s_picture():
@@ -26,7 +28,9 @@ def test_a_front_s_picture():
     catalog = SimpleNamespace(
         registered=lambda: (
             [(f"a{one}", entry(f"a{one}", f"h{one}")) for one in (1, 2, 3, 4)] + [("n", entry("n", None))]
-        )
+        ),
+        paused={"a2"},
+        quarantine={"worn": Quarantined("worn", Path("/x"), "no lora_A")},
     )
     ledger = Ledger()
     for number, (adapter, tokens) in enumerate([("a1", [1]), (None, []), ("a1", [])]):
@@ -36,7 +40,9 @@ def test_a_front_s_picture():
     picture = picture_of(Fleet(links), catalog, ledger.open())
     tiers = {row[0]: row[1] for row in picture.adapters()}
     assert tiers == {"a1": Tier.DEVICE, "a2": Tier.FAILED, "a3": Tier.LOADING, "a4": Tier.DISK, "n": Tier.DISK}
-    assert all(row[2:] == (8, 0, None, False) for row in picture.adapters()) and not picture.kinds
+    assert all(row[2:7] == (8, 0, None, False, "7") for row in picture.adapters()) and not picture.kinds
+    assert [row[0] for row in picture.adapters() if row[7]] == ["a2"]
+    assert [(one.name, one.reason) for one in picture.quarantined] == [("worn", "no lora_A")]
     assert picture.phases == {
         ("a1", "acme", Phase.RUNNING): 1, ("", "acme", Phase.WAITING): 1, ("a1", "acme", Phase.WAITING): 1,
     }  # fmt: skip

@@ -49,7 +49,7 @@ def test_every_page_in_use_has_its_owner(engine):
         assert sum(count for key, count in held.items() if key[0] is kind) == engine.pool.count(kind)
     assert held[PageKind.ADAPTER, "c"] == engine.store.get("c").num_pages
     rows = {row[0]: row for row in picture.adapters()}
-    assert rows["a"] == ("a", Tier.DEVICE, 16, 4, 1, False) and rows["c"][-1]
+    assert rows["a"] == ("a", Tier.DEVICE, 16, 4, 1, False, "1", False) and rows["c"][5]
     assert picture.phases.total() == len(engine.scheduler.running) + len(engine.scheduler.waiting)
 
 
