@@ -132,6 +132,8 @@ class OwnedStore(ContentStore):
     @contextmanager
     def _counting(self) -> Iterator[None]:
         with self._lock:
+            if self._is_closed:  # its descriptor may be another file's by now
+                raise OSError(f"{self.root} is closed")
             fcntl.flock(self._count, fcntl.LOCK_EX)
             try:
                 yield

@@ -42,6 +42,8 @@ MAX_LOADS = 64
 """Loads that may be asked for at once."""
 
 
+CLOSE_SECONDS = 1.0
+
 HERE = "this process"
 """Name in the log for changes that no client has asked for."""
 
@@ -88,13 +90,15 @@ class AdapterLoads:
             self._pool.submit(self._templates.note_all)
 
     def stop(self) -> None:
-        """Begin nothing more; waits for nothing."""
+        """Begin nothing more; waits for nothing but, for a moment, that files are closed."""
         self._keeper.stop()
         for pool in (self._pool, self._threads, self._uploads, self._ends, self._changes):
             pool.shutdown()
         self._names.close()
         if self.loaded is not None:
-            self.loaded.close()
+            closing = DaemonPool("uploads-close", threads=1)
+            wait([closing.submit(self.loaded.close)], CLOSE_SECONDS)  # a disk that hangs must not keep the process
+            closing.shutdown()
 
     async def beside(self, function: Callable[..., T], /, *arguments: Any) -> T:
         """Call what takes long beside the event loop. Raises PoolFull."""

@@ -149,6 +149,15 @@ def test_one_owner_has_the_directory(opened, tmp_path):
         opened("b")
 
 
+def test_what_is_late_writes_nothing_once_it_is_closed(opened):
+    store = opened()
+    draft = store.draft()
+    store.close()
+    for late in (store.recount, lambda: store.reserve(1), lambda: draft.write("adapter_config.json", b"{}")):
+        with pytest.raises(OSError, match="is closed"):
+            late()
+
+
 def test_several_processes_of_one_owner_claim_it_at_once(opened, monkeypatch):
     monkeypatch.setattr(owned_store, "CLAIM_SECONDS", 60)
     with ThreadPoolExecutor(8) as threads:
