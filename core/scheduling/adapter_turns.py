@@ -48,9 +48,7 @@ class AdapterTurns:
         self._is_left = False  # an index was left to a waiting request, which did not take it, and nobody has since
 
     def note_step(self, adapters: Collection[Adapter], now: float) -> None:
-        """Record the adapters of a step that has ended."""
-        if self.most is None:
-            return
+        """Record the adapters of a step that has ended. To be called where there is a limit."""
         if self._last.keys() != set(adapters):
             self._is_left = False
         self._last = {adapter: self._last.get(adapter, now) for adapter in adapters}
