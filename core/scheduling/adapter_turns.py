@@ -45,14 +45,12 @@ class AdapterTurns:
         self._round = min(self._patience, LONGEST_ROUND)
         self._ran: dict[Adapter, float] = {}  # when each one's last step ended, the latest last
         self._last: dict[Adapter, float] = {}  # of the last step, with the end of the first one in a row
-        self._is_left = False  # an index was left to a waiting request, which did not take it, and nobody has since
+        self._denied: Adapter | None = None  # had no turn, as an index was left to a waiting request
 
     def note_step(self, adapters: Collection[Adapter], now: float) -> None:
-        """Record the adapters of a step that has ended."""
-        if self.most is None:
-            return
-        if self._last.keys() != set(adapters):
-            self._is_left = False
+        """Record the adapters of a step that has ended. To be called where there is a limit."""
+        if self._denied in adapters:
+            self._denied = None
         self._last = {adapter: self._last.get(adapter, now) for adapter in adapters}
         for adapter in adapters:
             self._ran.pop(adapter, None)
@@ -68,7 +66,7 @@ class AdapterTurns:
 
     def note_taken(self) -> None:
         """Record that a waiting request has taken an index."""
-        self._is_left = False
+        self._denied = None
 
     def share(self, requests: list[Request], order: Order, now: float) -> list[Request]:
         """Return the requests of the adapters that have a step now, and of the base model. requests: running ones."""
@@ -100,15 +98,16 @@ class AdapterTurns:
 
     def _leave_one(self, takers: list[Adapter | None], since: Mapping[Adapter, float], now: float) -> None:
         """Put None among the adapters that take an index, longest wait first, where a waiting request has waited
-        longer than the rest. One that does not take the index, as it lacks pages or its adapter, lets another take it.
+        longer than the rest. One that does not take the index, as it lacks pages or its adapter, is passed by until the
+        adapter that had no turn for it has had one.
         """
-        if self._is_left:
+        if self._denied in since:
             return
         first = islice(self._waiting, _MOST_WAITING)
         waits = [self._since(each.adapter, each.arrival_time) for each in first if each.adapter not in (None, *since)]
         oldest = min(waits, default=math.inf)
         if oldest < now - self._patience:
-            self._is_left = True
+            self._denied = takers[0]
             takers.insert(sum(each is not None and since[each] <= oldest for each in takers), None)
 
     def givers(self, requests: Sequence[Request], order: Order, now: float) -> list[Adapter]:

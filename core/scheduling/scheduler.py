@@ -222,7 +222,8 @@ class Scheduler:
         """
         info = self.last_step = StepInfo(plan.step_id, len(plan.rows), len(plan.adapters), plan.num_tokens)
         self._count_steps(plan.num_tokens)
-        self._turns.note_step(plan.adapters, self._clock())
+        if self._turns.most is not None:
+            self._turns.note_step(plan.adapters, self._clock())
         requests, outputs = self._requests, []
         has_extras = result.unready or result.errors or result.prompt_logprobs
         is_ahead = plan.sources is not None
