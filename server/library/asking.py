@@ -26,6 +26,9 @@ PROGRAM = Caller()
 
 PREFIX = "llm-"
 
+MAX_PLAIN = 1024
+"""Characters of a text that is encoded with others; longer ones are first measured."""
+
 MAX_LISTED = 8
 """Names of adapters that an error lists."""
 
@@ -39,6 +42,16 @@ class Asked:
     adapter: str | None = None
     is_chat: bool = False
     where: str = ""
+
+    @property
+    def is_plain(self) -> bool:
+        """True if nothing but its tokens depends on its text."""
+        is_text = not self.is_chat and isinstance(self.prompt, str) and len(self.prompt) <= MAX_PLAIN
+        return is_text and not self.params.echo and "return_full_text" not in self.params.given
+
+    @property
+    def adds_specials(self) -> bool:
+        return bool(self.params.add_special_tokens)
 
     def body(self, context: int) -> dict[str, Any]:
         """The body of the request over HTTP that asks the same."""
@@ -68,12 +81,23 @@ class Asking:
         tasks: list[asyncio.Task[Completion]] = []
         try:
             async with asyncio.TaskGroup() as group:
-                for one in asked:
+                for index, one in enumerate(asked):
+                    if index % self.most == 0:
+                        await self._encode(asked[index : index + self.most])
                     await self._take(one.params.n or 1)
                     tasks.append(group.create_task(self._one(one)))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
+
+    async def _encode(self, asked: Sequence[Asked]) -> None:
+        """Make tokens of short texts, many at once: each call of the tokenizer waits for the interpreter's lock."""
+        for specials in (True, False):
+            plain = [one for one in asked if one.is_plain and one.adds_specials == specials]
+            texts = [one.prompt for one in plain]
+            encoded = await self.calls.tokenizer.encode(texts, add_special_tokens=specials)
+            for one, tokens in zip(plain, encoded, strict=True):
+                one.prompt = tokens or one.prompt
 
     async def _one(self, asked: Asked) -> Completion:
         """An answer; its room was taken."""

@@ -224,6 +224,8 @@ class Tokenizer:
         return self._encode(texts, add_special_tokens)
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> Tokens:
+        if not texts:
+            return []
         # In batches even if there is one only: unlike `encode`, they run without the interpreter lock.
         return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
 
