@@ -23,7 +23,7 @@ from .ahead import StepAhead
 from .cold_start import ColdStarts
 from .config import EngineConfig
 from .cpus import reading_threads
-from .engine_stats import AccountStats, EngineStats, accounts_of, stats_of
+from .engine_stats import TenantStats, EngineStats, tenants_of, stats_of
 from .executors.alone import run_rows_alone
 from .executors.base import Assisted, Executor, ModelInfo, Watchable
 from .kv_events import KvEvents
@@ -147,15 +147,15 @@ class Engine:
         when too many wait.
         """
         self._validate(request)
-        self.scheduler.check_room(request.account)
+        self.scheduler.check_room(request.fairness_key)
         request.arrival_time = request.arrival_time or self._clock()
         self.scheduler.add(request)
 
     def check_room(self, tenant: str, adapter_name: str | None, count: int) -> None:
         """Raise Overloaded when `count` more requests would not be queued now; from any thread."""
-        self.scheduler.check_room(self._account(tenant, adapter_name), count)
+        self.scheduler.check_room(self._tenant(tenant, adapter_name), count)
 
-    def _account(self, tenant: str, adapter_name: str | None) -> str:
+    def _tenant(self, tenant: str, adapter_name: str | None) -> str:
         return tenant if self.config.fair_by == "tenant" else adapter_name or ""
 
     def export_request(self, request_id: str) -> dict[str, Any]:
@@ -280,9 +280,9 @@ class Engine:
     def stats(self) -> EngineStats:
         return stats_of(self)
 
-    def accounts(self) -> list[AccountStats]:
+    def tenants(self) -> list[TenantStats]:
         """Return the tenants (or adapters, by `fair_by`) with requests in progress, most requests first."""
-        return accounts_of(self.scheduler)
+        return tenants_of(self.scheduler)
 
     def adapter_load(self) -> tuple[list[str], list[str]]:
         """Return the sorted adapter names of running and of waiting requests."""
@@ -324,14 +324,14 @@ class Engine:
         self.executor.close()
 
     def _validate(self, request: Request) -> None:
-        """Raise InvalidRequest unless a request can be served; set its adapter, unless it has one, account and ends."""
+        """Raise InvalidRequest unless a request can be served; set its adapter, unless it has one, tenant and ends."""
         if request.id in self.scheduler:
             raise InvalidRequest("request_id", f"request id {request.id!r} is in use; choose another")
         self._servable.check_tokens(request)
         if request.adapter_name is not None and request.adapter is None:
             request.adapter = request.bound = self.adapters.find(request.adapter_name, request.sibling)
         name = request.adapter_name if request.bound is None else request.bound.name
-        request.account = self._account(request.tenant, name)
+        request.fairness_key = self._tenant(request.tenant, name)
         self._servable.limit_output(request)
         self._servable.check_grammar(request.params.grammar)
         self._servable.set_ends(request)

@@ -175,7 +175,7 @@ def stats_of(engine: Any) -> EngineStats:
 
 
 @dataclass(frozen=True, slots=True)
-class AccountStats:
+class TenantStats:
     """Requests of a tenant, or of an adapter, and its standing in the queue: the lowest has the next turn."""
 
     name: str
@@ -184,9 +184,11 @@ class AccountStats:
     standing: float
 
 
-def accounts_of(scheduler: Any) -> list[AccountStats]:
+def tenants_of(scheduler: Any) -> list[TenantStats]:
     """The tenants with requests in progress, most requests first."""
-    running, waiting = (Counter(each.account for each in queue) for queue in (scheduler.running, scheduler.waiting))
+    running, waiting = (
+        Counter(each.fairness_key for each in queue) for queue in (scheduler.running, scheduler.waiting)
+    )
     standing = scheduler.lifecycle.service.policy.standing
     names = sorted(running | waiting, key=lambda name: (-running[name] - waiting[name], name))
-    return [AccountStats(name, running[name], waiting[name], standing(name)) for name in names]
+    return [TenantStats(name, running[name], waiting[name], standing(name)) for name in names]

@@ -181,7 +181,7 @@ class ArtifactThresholds(AdaptiveThresholds):
 
 
 @dataclass(eq=False)
-class _Account:
+class _Tenant:
     """Credit of an adapter, or of the base model, and whether it starves."""
 
     credit: float
@@ -206,12 +206,12 @@ class Credits:
         self.prices = batching.prices
         self._starve, self._normal = starve, normal
         self._initial = initial
-        self._base = _Account(initial)
-        self._accounts: WeakKeyDictionary[Adapter, _Account] = WeakKeyDictionary()
+        self._base = _Tenant(initial)
+        self._tenants: WeakKeyDictionary[Adapter, _Tenant] = WeakKeyDictionary()
 
     def credit(self, adapter: Adapter | None) -> float:
         """Return an adapter's credit, or the base model's."""
-        return self._account(adapter).credit
+        return self._tenant(adapter).credit
 
     def choose(self, state: ModeState) -> ModeChoice:
         starving = [adapter for adapter in state.requests if self._starves(adapter)]
@@ -226,20 +226,20 @@ class Credits:
         return choice
 
     def _starves(self, adapter: Adapter | None) -> bool:
-        account = self._account(adapter)
-        if account.is_starving and account.credit < self._normal:
-            account.is_starving = False
-        elif account.credit > self._starve:
-            account.is_starving = True
-        return account.is_starving
+        tenant = self._tenant(adapter)
+        if tenant.is_starving and tenant.credit < self._normal:
+            tenant.is_starving = False
+        elif tenant.credit > self._starve:
+            tenant.is_starving = True
+        return tenant.is_starving
 
-    def _account(self, adapter: Adapter | None) -> _Account:
+    def _tenant(self, adapter: Adapter | None) -> _Tenant:
         if adapter is None:
             return self._base
-        account = self._accounts.get(adapter)
-        if account is None:
-            account = self._accounts[adapter] = _Account(self._initial)
-        return account
+        tenant = self._tenants.get(adapter)
+        if tenant is None:
+            tenant = self._tenants[adapter] = _Tenant(self._initial)
+        return tenant
 
     def _price(self, state: ModeState, adapter: Adapter) -> float:
         """Return the credit that serving an adapter alone would move."""
@@ -252,9 +252,9 @@ class Credits:
         if not rows:
             return
         for adapter, count in gains.items():
-            self._account(adapter).credit += count / state.max_batch
+            self._tenant(adapter).credit += count / state.max_batch
         for adapter, count in batch.items():
-            self._account(adapter).credit -= total * count / rows
+            self._tenant(adapter).credit -= total * count / rows
 
 
 def waived(batch: Batch, fcfs: Batch) -> dict[Adapter | None, int]:

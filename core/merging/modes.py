@@ -125,7 +125,7 @@ class Modes:
             only = None
         scheduler.only = only
         self.num_left_out += only is not None
-        self._leaves_out = only is not None and leaves_account_out(scheduler, only)
+        self._leaves_out = only is not None and leaves_tenant_out(scheduler, only)
 
     def credit(self, adapter: Adapter | None) -> float | None:
         """Return the credit of an adapter, or of the base model; None where the policy keeps no credits."""
@@ -182,16 +182,16 @@ class Modes:
             self._prices.observe_merge(adapter, seconds)
 
 
-def leaves_account_out(scheduler: Scheduler, only: Collection[Adapter | None]) -> bool:
+def leaves_tenant_out(scheduler: Scheduler, only: Collection[Adapter | None]) -> bool:
     """True if a tenant has requests, but no running one of `only`, while another tenant has requests, too."""
     running = scheduler.running
-    accounts = running.accounts.keys() | scheduler.waiting.accounts
-    return len(accounts) > max(1, len({each.account for each in running if each.adapter in only}))
+    tenants = running.tenants.keys() | scheduler.waiting.tenants
+    return len(tenants) > max(1, len({each.fairness_key for each in running if each.adapter in only}))
 
 
 def _has_late_turn(scheduler: Scheduler) -> bool:
     """True if a tenant is overdue for its turn."""
-    if len(scheduler.waiting.accounts) < 2:
+    if len(scheduler.waiting.tenants) < 2:
         return False
     turns = scheduler.lifecycle.service.restart_turns()
     return turns.top() is not None and turns.is_late

@@ -47,8 +47,8 @@ class Request:
     There is no prefill phase, only `num_computed_tokens` (tokens with KV in the cache) trailing `num_tokens`
     (prompt plus generated). `adapter_name` is what the client asked for; `adapter` the version that it got.
 
-    token_ids: the prompt, and behind it what is generated. tenant: the client, empty if unknown. account: the tenant
-    or adapter that its share is counted for; set by the engine. cache_salt: prefix-cache blocks are shared only between
+    token_ids: the prompt, and behind it what is generated. tenant: the client, empty if unknown. fairness_key: the
+    tenant, or with `fair_by` adapter the adapter, whose share is charged; set by the engine. cache_salt: prefix-cache blocks are shared only between
     requests of equal salt. call: shared by the requests of one call, which take turns beside other calls; empty for a
     request alone.
     """
@@ -68,9 +68,9 @@ class Request:
     place: int = 0  # queue position
     is_further: bool = False  # came behind another answer of its call
     began_at: int = 0  # tokens that were cached when it was last admitted
-    account: str = ""
-    charged: float = 0.0  # cost that its account has been charged for what it runs now
-    num_paid_tokens: int = 0  # tokens that its account has paid for in runs before
+    fairness_key: str = ""
+    charged: float = 0.0  # cost that its tenant has been charged for what it runs now
+    num_paid_tokens: int = 0  # tokens that its tenant has paid for in runs before
     start_time: float | None = None  # of its first admission
     num_preemptions: int = 0
     seed: int = 0  # its parameters'

@@ -58,12 +58,12 @@ class Admission:
         Where several tenants wait, requests for non-resident adapters come first, one of each tenant in order of turns,
         round robin: no tenant's adapter waits behind another tenant's whole queue.
         """
-        accounts = self._waiting.accounts
-        if len(accounts) > 1:
+        tenants = self._waiting.tenants
+        if len(tenants) > 1:
             turns = self._lifecycle.service.restart_turns()
             lines: list[Iterable[Group]] = []
-            while len(lines) < 2 * self._limits.lookahead and (account := turns.top()) is not None:
-                lines.append(islice(accounts[account].values(), _MOST_GROUPS))
+            while len(lines) < 2 * self._limits.lookahead and (tenant := turns.top()) is not None:
+                lines.append(islice(tenants[tenant].values(), _MOST_GROUPS))
                 turns.pass_over()
             for group in chain.from_iterable(zip_longest(*lines)):
                 if group is not None and group.adapter is not None and not group.adapter.pages:
@@ -153,11 +153,11 @@ class Admission:
         """True unless pages are short, and its tenant would go beyond its share of them, is not owed a turn, and is
         passed over.
         """
-        if not draft.num_short or draft.is_owed(request.account):
+        if not draft.num_short or draft.is_owed(request.fairness_key):
             return True
         if self._pages.allow(request, draft.running, self._growth(draft)):
             return True
-        draft.pass_over_tenant(request.account)
+        draft.pass_over_tenant(request.fairness_key)
         return False
 
     def find_slot(self, draft: Draft) -> Place | None:
@@ -169,8 +169,8 @@ class Admission:
             return Place.SEAT
         if draft.is_open_to_adapters(waiting):
             return Place.ADAPTER
-        if draft.is_open_to(waiting.accounts.keys()):
-            return Place.ACCOUNT
+        if draft.is_open_to(waiting.tenants.keys()):
+            return Place.TENANT
         if draft.num_rows < seats and running.num_calls < seats and waiting.has_firsts():
             return Place.CALL
         return None
@@ -179,7 +179,7 @@ class Admission:
         """Free pages for a request that lacks them, or skip or fail it; False ends the step's admission."""
         if self._store.give_up_loads():
             return True
-        if draft.is_ahead and (draft.may_begin(request.account) or self._beyond_shares(request, draft)):
+        if draft.is_ahead and (draft.may_begin(request.fairness_key) or self._beyond_shares(request, draft)):
             draft.was_short = True
             return False
         if victims := self._find_victims(request, draft):
@@ -188,8 +188,8 @@ class Admission:
                 draft.lose(victim)
             return not self._memory.swapped.frees_pages  # if so, the pages are free only after the copy
         if draft.running or self._store.loads.under_way:
-            draft.pass_over_tenant(request.account)
-            return not draft.is_owed(request.account)
+            draft.pass_over_tenant(request.fairness_key)
+            return not draft.is_owed(request.fairness_key)
         message = "the arena has too few pages left beside pinned adapters; unpin some"
         self._lifecycle.end(request, message, LoadFailure.NO_ROOM)
         draft.order.go_on()
@@ -201,13 +201,13 @@ class Admission:
         First a paused request, for any tenant that may take over a row (`Draft.may_begin`); then running ones, for
         a tenant below its share of the pages; then one, for an overdue tenant with no running request.
         """
-        account, may_begin = request.account, draft.may_begin(request.account)
-        if may_begin and (paused := draft.paused(account)) is not None:
+        tenant, may_begin = request.fairness_key, draft.may_begin(request.fairness_key)
+        if may_begin and (paused := draft.paused(tenant)) is not None:
             return [paused]
         if victims := self._beyond_shares(request, draft):
             self._pages.record_victims(request, victims, draft.now)
             return victims
-        return [victim] if may_begin and draft.is_owed(account) and (victim := draft.last()) is not None else []
+        return [victim] if may_begin and draft.is_owed(tenant) and (victim := draft.last()) is not None else []
 
     def _beyond_shares(self, request: Request, draft: Draft) -> list[Request]:
         """Return the requests to preempt for one that lacks pages within its tenant's share."""

@@ -73,16 +73,16 @@ class QueueOrder:
             self._near = {}  # no request can begin, and none needs an adapter slot reserved
         self._entries: dict[str, list[Entry]] = {}  # of tenants that have come to the top
         self._top: list[Entry] = []  # of the last candidate's tenant
-        if len(waiting.accounts) >= MANY and (few := self._few()) is not None:
+        if len(waiting.tenants) >= MANY and (few := self._few()) is not None:
             self.turns = SomeTurns(turns, waiting, few)
 
     def next(self) -> Request | None:
         """Return the next candidate; the same request until it has left its group, or its group is skipped."""
-        while (account := self.turns.top()) is not None:
-            if self._may_begin is None or self._may_begin(account):
-                entries = self._entries.get(account)
+        while (tenant := self.turns.top()) is not None:
+            if self._may_begin is None or self._may_begin(tenant):
+                entries = self._entries.get(tenant)
                 if entries is None:
-                    entries = self._entries[account] = self._open(self._waiting.accounts.get(account, {}))
+                    entries = self._entries[tenant] = self._open(self._waiting.tenants.get(tenant, {}))
                 if entries:
                     self._top = entries
                     return next(iter(self._line(entries[0][3])))
@@ -118,7 +118,7 @@ class QueueOrder:
         found: list[str] = []
         for adapter in self._near:
             found += self._waiting.by_adapter[adapter]
-            if SHARE * len(found) >= len(self._waiting.accounts):
+            if SHARE * len(found) >= len(self._waiting.tenants):
                 return None
         return set(found)
 
@@ -134,7 +134,7 @@ class Place(Enum):
     """The slot that a request may take in a step: a free one, or the row of another tenant or call."""
 
     SEAT = auto()
-    ACCOUNT = auto()  # from a tenant that was served more
+    TENANT = auto()  # from a tenant that was served more
     CALL = auto()  # from a call with several answers, for a call with no running answer
     ADAPTER = auto()  # from an adapter that gives its index to an overdue one
 
@@ -217,8 +217,8 @@ class Draft:
                 continue
             count = wanted = min(self.budget, num_missing(request))
             if shares is not None and num_missing(request) > 1:
-                count = min(wanted, shares[request.account])
-                shares[request.account] -= count
+                count = min(wanted, shares[request.fairness_key])
+                shares[request.fairness_key] -= count
             if count < wanted:
                 self.cut.append(request)
             if count:
@@ -251,9 +251,9 @@ class Draft:
         """
         wanted: Counter[str] = Counter()
         for request in prompts:
-            wanted[request.account] += num_missing(request)
-        here = wanted if len(self.running) < self._limits.max_num_seqs else self.running.accounts
-        newcomer = next((account for account in waiting if account not in here), None)
+            wanted[request.fairness_key] += num_missing(request)
+        here = wanted if len(self.running) < self._limits.max_num_seqs else self.running.tenants
+        newcomer = next((tenant for tenant in waiting if tenant not in here), None)
         if len(wanted) + (newcomer is not None) < 2 or not self._limits.chunked_prefill:
             return None
         weights, budget = self._limits.weights, max(0, self._limits.max_num_batched_tokens - num_decoding)
@@ -301,14 +301,16 @@ class Draft:
         if self._turns.most is not None:
             self._adapters = {request.adapter for request in self.taking if request.adapter is not None}
         all_running = len(self.taking) == len(running)
-        self._rows = dict(running.accounts if all_running else Counter([request.account for request in self.taking]))
+        self._rows = dict(
+            running.tenants if all_running else Counter([request.fairness_key for request in self.taking])
+        )
 
     def begin(self, request: Request, count: int, length: int) -> None:
         """Add an admitted request with `count` tokens (0: it has no row yet), and charge its tenant for it.
 
         length: tokens that it is expected to end with.
         """
-        account = request.account
+        tenant = request.fairness_key
         self.running.append(request)
         self.begun.add(request)
         self._service.begin(request, length - 1)
@@ -322,8 +324,8 @@ class Draft:
         if count:
             self.counts[request] = count
             self.budget -= count
-            self._new_rows[account] = self._new_rows.get(account, 0) + 1
-        self._change(account, bool(count))
+            self._new_rows[tenant] = self._new_rows.get(tenant, 0) + 1
+        self._change(tenant, bool(count))
         if count and sum(self._rows.values()) > self._limits.max_num_seqs and (giver := self._find_giver()) is not None:
             self._change(giver, -1)
 
@@ -386,9 +388,9 @@ class Draft:
             self.budget += count
             self.num_rows -= bool(count)
             if is_new and count:
-                self._new_rows[request.account] -= 1
+                self._new_rows[request.fairness_key] -= 1
             if count or (not is_new and request in taking):
-                self._change(request.account, -1)
+                self._change(request.fairness_key, -1)
         if self.num_rows < num_rows:  # no other row is given up for the one that begins
             self.budget -= self._lent
             self._lent = 0
@@ -397,39 +399,39 @@ class Draft:
 
     def is_open_to(self, waiting: Set[str]) -> bool:
         """True if one of the waiting tenants may begin a request although every slot is taken."""
-        running = self.running.accounts
+        running = self.running.tenants
         if self._find_giver() is None:
             return False
         if len(running) < self._limits.max_num_seqs and not waiting <= running.keys():
             return True
         return len(running) > 1 and any(map(self.may_begin, running.keys() & waiting))
 
-    def is_candidate(self, account: str) -> bool:
+    def is_candidate(self, tenant: str) -> bool:
         """True if a tenant, the first in turn, may begin a request in a slot of the present kind."""
-        if account in self.held or (account in self.givers and not self.is_owed(account)):
+        if tenant in self.held or (tenant in self.givers and not self.is_owed(tenant)):
             return False
-        return self.place is not Place.ACCOUNT or self.may_begin(account)
+        return self.place is not Place.TENANT or self.may_begin(tenant)
 
-    def is_owed(self, account: str) -> bool:
+    def is_owed(self, tenant: str) -> bool:
         """True if a tenant, the first in turn, is overdue for it and has no running request."""
-        return self.order.turns.is_late and account not in self.running.accounts
+        return self.order.turns.is_late and tenant not in self.running.tenants
 
-    def may_begin(self, account: str) -> bool:
+    def may_begin(self, tenant: str) -> bool:
         """True if a tenant may begin a request although every slot is taken: another can give it a row."""
-        own, accounts = self._rows.get(account, 0), self.running.accounts
+        own, tenants = self._rows.get(tenant, 0), self.running.tenants
         giver = self._find_giver()
-        if giver is None or own < accounts.get(account, 0):  # some of its own are paused
+        if giver is None or own < tenants.get(tenant, 0):  # some of its own are paused
             return False
         if not own:
-            return len(accounts) < self._limits.max_num_seqs  # each tenant keeps a row
-        return self._served_of(account) < self._served_of(giver)
+            return len(tenants) < self._limits.max_num_seqs  # each tenant keeps a row
+        return self._served_of(tenant) < self._served_of(giver)
 
-    def pass_over_tenant(self, account: str) -> None:
+    def pass_over_tenant(self, tenant: str) -> None:
         """Begin no more requests of a tenant that lacks pages."""
-        self.held.add(account)
+        self.held.add(tenant)
         self.num_short += 1
 
-    def paused(self, account: str) -> Request | None:
+    def paused(self, tenant: str) -> Request | None:
         """Return the newest paused request of another tenant; None if there is none.
 
         Requests with KV being copied back, and requests that `only` excludes, keep their pages and are not returned.
@@ -438,7 +440,7 @@ class Draft:
             return None
         taking, only = self.begun.union(self.taking), self.only
         for request in reversed(self.running):
-            if may_compute(request, only) and request not in taking and request.account != account:
+            if may_compute(request, only) and request not in taking and request.fairness_key != tenant:
                 return request
         return None
 
@@ -447,41 +449,41 @@ class Draft:
         had = set(self.taking) - self.begun
         return [request for request in self.running if request in had]
 
-    def from_end(self, accounts: Collection[str]) -> list[Request]:
+    def from_end(self, tenants: Collection[str]) -> list[Request]:
         """Return the `earlier` requests of some tenants, the last in the order first."""
-        return self._service.order([each for each in self.earlier() if each.account in accounts])[::-1]
+        return self._service.order([each for each in self.earlier() if each.fairness_key in tenants])[::-1]
 
     def last(self) -> Request | None:
         """Return the `earlier` request to preempt for another tenant; None if its tenant would keep none."""
         earlier = self.earlier()
         victim = self._service.last(earlier) if len(earlier) > 1 else None
-        if victim is self.running[0] or victim is None or self.running.accounts[victim.account] < 2:
+        if victim is self.running[0] or victim is None or self.running.tenants[victim.fairness_key] < 2:
             return None
         return victim
 
     def lose(self, request: Request) -> None:
         """Record that a running request was preempted for a waiting one; its tenant begins no more requests."""
         self.growth = None
-        self.held.add(request.account)
-        self._change(request.account, -(self.taking is self.running or request in self.taking))
+        self.held.add(request.fairness_key)
+        self._change(request.fairness_key, -(self.taking is self.running or request in self.taking))
 
-    def _change(self, account: str, rows: int) -> None:
+    def _change(self, tenant: str, rows: int) -> None:
         """Change a tenant's rows; its served cost may have changed, too."""
-        self._rows[account] = self._rows.get(account, 0) + rows
-        self._served.pop(account, None)
+        self._rows[tenant] = self._rows.get(tenant, 0) + rows
+        self._served.pop(tenant, None)
         self._giver = None
 
-    def _served_of(self, account: str) -> float:
-        cost = self._served.get(account)
+    def _served_of(self, tenant: str) -> float:
+        cost = self._served.get(tenant)
         if cost is None:
-            cost = self._served[account] = self._service.of(account)
+            cost = self._served[tenant] = self._service.of(tenant)
         return cost
 
     def _find_giver(self) -> str | None:
         """Return the tenant that gives a row to the next admitted request; None if no tenant has one to give."""
         if self._giver is None:
             rows, new = self._rows, self._new_rows
-            givers = [account for account, own in rows.items() if own > 1 and own > new.get(account, 0)]
+            givers = [tenant for tenant, own in rows.items() if own > 1 and own > new.get(tenant, 0)]
             self._giver = (max(givers, key=lambda each: (self._served_of(each), rows[each]), default=None),)
         return self._giver[0]
 

@@ -89,12 +89,12 @@ class GrammarBudget:
         self._num_chosen += 1
         last: Counter[str] = Counter()  # number of the last step with a request of each tenant
         for request, turn in self._turns.items():
-            last[request.account] = max(last[request.account], turn)
+            last[request.fairness_key] = max(last[request.fairness_key], turn)
         places: Counter[str] = Counter()
         order: dict[Request, tuple[int, int]] = {}
         for request in sorted(heavy, key=lambda each: self._turns.get(each, 0)):
-            order[request] = places[request.account], last[request.account]
-            places[request.account] += 1
+            order[request] = places[request.fairness_key], last[request.fairness_key]
+            places[request.fairness_key] += 1
         kept: dict[Request, float] = {}
         for request in sorted(order, key=order.__getitem__):
             if kept and self._wall([*kept.values(), self._heavy[request]]) > budget:

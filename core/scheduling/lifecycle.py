@@ -49,7 +49,7 @@ class Lifecycle:
     def add(self, request: Request) -> None:
         """Queue a validated request; one that has run on another engine goes first."""
         self.requests[request.id] = request
-        self.service.arrive(request.account)
+        self.service.arrive(request.fairness_key)
         (self._waiting.append_first if request.num_paid_tokens else self._waiting.append)(request)
         if request.adapter is not None:
             self.store.hold(request.adapter)
@@ -73,7 +73,7 @@ class Lifecycle:
         self._release(request)
         request.state = state
         request.num_computed_tokens = 0
-        self.service.arrive(request.account)
+        self.service.arrive(request.fairness_key)
         self._waiting.append_first(request)
 
     def finish(self, request: Request, reason: FinishReason) -> None:

@@ -100,7 +100,7 @@ class Growth:
         self.total += self._pages(request, request.room)
         self.finals.append(pages := self.final_pages(request))
         if self._by_tenant is not None:
-            self._by_tenant[request.account] += pages
+            self._by_tenant[request.fairness_key] += pages
         if self._ends is not None:
             import numpy as np
 
@@ -112,7 +112,7 @@ class Growth:
         if self._by_tenant is None:
             self._by_tenant = Counter()
             for request, pages in zip(self._running, self.finals, strict=True):
-                self._by_tenant[request.account] += pages
+                self._by_tenant[request.fairness_key] += pages
         return self._by_tenant
 
     def final_pages(self, request: Request) -> int:

@@ -34,8 +34,8 @@ class QueueRoom:
         """Record that a running request has ended."""
         self._ends.append(self._clock())
 
-    def check(self, queue: WaitingQueue, account: str, count: int = 1) -> None:
-        """Raise Overloaded when there is no room for `count` more requests of `account`.
+    def check(self, queue: WaitingQueue, tenant: str, count: int = 1) -> None:
+        """Raise Overloaded when there is no room for `count` more requests of `tenant`.
 
         A tenant's waiting requests must not outnumber the free places, so that new tenants find room. Changes
         nothing, so that any thread may look before it makes requests.
@@ -43,7 +43,7 @@ class QueueRoom:
         waiting = len(queue) + count - 1  # when the last of them is queued
         if self._most is None or waiting < self._most // 2:
             return
-        own = queue.count(account) + count - 1 if account else 0
+        own = queue.count(tenant) + count - 1 if tenant else 0
         check_bounds(waiting, own, self._most, lambda: self._seconds_to_drain(waiting / 4))
 
     def _seconds_to_drain(self, count: float) -> float:

@@ -42,7 +42,7 @@ class Running(list[Request]):
         """Requests alone in their call."""
         self.plan: StepPlan | None = None
         """The last step's plan, if every request decoded a token in it and none joined or left: its rows are reused."""
-        self.accounts: dict[str, int] = {}
+        self.tenants: dict[str, int] = {}
         """Number of running requests by tenant."""
         self.dealt: list[Request] | None = None
         """The requests with a row, where there are more requests than rows; None once a request joins or leaves."""
@@ -54,15 +54,15 @@ class Running(list[Request]):
     def append(self, request: Request) -> None:
         list.append(self, request)
         self.plan = self.dealt = self._groups = None
-        self.accounts[request.account] = self.accounts.get(request.account, 0) + 1
+        self.tenants[request.fairness_key] = self.tenants.get(request.fairness_key, 0) + 1
         (self.calls.setdefault(request.call, {}) if request.call else self.lone)[request] = None
 
     def remove(self, request: Request) -> None:
         list.remove(self, request)
         self.plan = self.dealt = self._groups = None
-        self.accounts[request.account] -= 1
-        if not self.accounts[request.account]:
-            del self.accounts[request.account]
+        self.tenants[request.fairness_key] -= 1
+        if not self.tenants[request.fairness_key]:
+            del self.tenants[request.fairness_key]
         members = self.calls[request.call] if request.call else self.lone
         del members[request]
         if request.call and not members:
@@ -98,22 +98,22 @@ class WaitingQueue(OrderedDict[Request, None]):
         super().__init__()
         self._last = 0
         self._last_call = ""  # of the newest request: the answers of a call come one after another
-        self.accounts: dict[str, dict[Adapter | None, Group]] = {}
+        self.tenants: dict[str, dict[Adapter | None, Group]] = {}
         self.num_of: dict[Adapter | None, int] = {}
         """Number of requests by adapter (None: the base model), including held-back requests."""
         self.by_adapter: dict[Adapter | None, dict[str, None]] = {}
         """Tenants with candidates for an adapter, or for the base model."""
-        self._new_accounts: dict[str, None] = {}
+        self._new_tenants: dict[str, None] = {}
         self._held: dict[Request, None] = {}
         self._absent: Adapter | None = None  # an adapter without pages, when one was last looked for
 
-    def has(self, account: str) -> bool:
+    def has(self, tenant: str) -> bool:
         """True if a tenant has a waiting request, held back or not."""
-        return account in self.accounts or any(request.account == account for request in self._held)
+        return tenant in self.tenants or any(request.fairness_key == tenant for request in self._held)
 
-    def count(self, account: str) -> int:
+    def count(self, tenant: str) -> int:
         """Return the number of a tenant's waiting requests, without held-back ones; from any thread."""
-        return sum(map(len, [*self.accounts.get(account, {}).values()]))
+        return sum(map(len, [*self.tenants.get(tenant, {}).values()]))
 
     def append(self, request: Request) -> None:
         """Add a new request at the end."""
@@ -157,14 +157,14 @@ class WaitingQueue(OrderedDict[Request, None]):
             del self._held[request]
             self._rejoin(request)
 
-    def take_new_accounts(self) -> list[str]:
+    def take_new_tenants(self) -> list[str]:
         """Return the tenants that have become waiting since the last call, in order of arrival."""
-        new, self._new_accounts = self._new_accounts, {}
+        new, self._new_tenants = self._new_tenants, {}
         return list(new)
 
     def has_firsts(self) -> bool:
         """True if the first answer of a call is a candidate."""
-        return any(group.firsts for groups in self.accounts.values() for group in groups.values())
+        return any(group.firsts for groups in self.tenants.values() for group in groups.values())
 
     def has_absent(self) -> bool:
         """True if a request waits for an adapter without pages; one such is remembered, as it mostly waits on."""
@@ -190,30 +190,30 @@ class WaitingQueue(OrderedDict[Request, None]):
 
     def _lines(self, request: Request) -> Sequence[OrderedDict[Request, None]]:
         """Return a request's group, made if there is none, and the group's line of first answers if it is one."""
-        groups = self.accounts.get(request.account)
+        groups = self.tenants.get(request.fairness_key)
         if groups is None:
-            groups = self.accounts[request.account] = {}
-            self._new_accounts[request.account] = None
+            groups = self.tenants[request.fairness_key] = {}
+            self._new_tenants[request.fairness_key] = None
         group = groups.get(request.adapter)
         if group is None:
             group = groups[request.adapter] = Group(request.adapter)
-            self.by_adapter.setdefault(request.adapter, {})[request.account] = None
+            self.by_adapter.setdefault(request.adapter, {})[request.fairness_key] = None
         return (group,) if request.is_further else (group, group.firsts)
 
     def _leave_group(self, request: Request) -> None:
-        groups = self.accounts[request.account]
+        groups = self.tenants[request.fairness_key]
         group = groups[request.adapter]
         del group[request]
         group.firsts.pop(request, None)
         if not group:
             del groups[request.adapter]
-            accounts = self.by_adapter[request.adapter]
-            del accounts[request.account]
-            if not accounts:
+            tenants = self.by_adapter[request.adapter]
+            del tenants[request.fairness_key]
+            if not tenants:
                 del self.by_adapter[request.adapter]
             if not groups:
-                del self.accounts[request.account]
-                self._new_accounts.pop(request.account, None)
+                del self.tenants[request.fairness_key]
+                self._new_tenants.pop(request.fairness_key, None)
 
 
 def _insert(requests: OrderedDict[Request, None], request: Request) -> None:

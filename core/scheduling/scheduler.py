@@ -91,9 +91,9 @@ class Scheduler:
         """Return a request in progress; KeyError when it is unknown or done."""
         return self._requests[request_id]
 
-    def check_room(self, account: str, count: int = 1) -> None:
-        """Raise Overloaded when the queue has no room for `count` more requests of `account`."""
-        self.lifecycle.room.check(self.waiting, account, count)
+    def check_room(self, tenant: str, count: int = 1) -> None:
+        """Raise Overloaded when the queue has no room for `count` more requests of `tenant`."""
+        self.lifecycle.room.check(self.waiting, tenant, count)
 
     def add(self, request: Request) -> None:
         """Queue a validated request; one that has run on another engine goes first."""
@@ -184,7 +184,7 @@ class Scheduler:
 
     def take_running(self, draft: Draft, candidates: Sequence[Request]) -> None:
         """Take running requests; a subclass may leave some out."""
-        draft.take_running(candidates, self.waiting.accounts)
+        draft.take_running(candidates, self.waiting.tenants)
 
     def _plan(self, step_id: int, counts: dict[Request, int], all_decode: bool) -> StepPlan | None:
         """Return the plan of a step of `counts` and, if `all_decode`, of all other running requests; None if empty."""

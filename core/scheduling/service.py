@@ -18,21 +18,21 @@ PROMPT_COST, OUTPUT_COST = 1.0, 2.0
 """Cost of a prompt token and of a generated one, VTC's w_p and w_q: a decode step computes one token with the weights
 that a prompt's step computes hundreds with."""
 
-_MOST_ACCOUNTS = 4096
+_MOST_TENANTS = 4096
 
 
 class QueuePolicy(Protocol):
-    """Orders tenants by the service that they received. account: a tenant's name or, with `fair_by="adapter"`, an
+    """Orders tenants by the service that they received. tenant: a tenant's name or, with `fair_by="adapter"`, an
     adapter's.
     """
 
-    def arrive(self, account: str, waiting: Collection[str], least: float | None) -> None:
+    def arrive(self, tenant: str, waiting: Collection[str], least: float | None) -> None:
         """Record that a tenant's queue is no longer empty. waiting: the other waiting tenants. least: the lowest of
         their standings, None if there are none.
         """
         ...
 
-    def standing(self, account: str) -> float:
+    def standing(self, tenant: str) -> float:
         """Return a tenant's sort key: the lowest comes next. While the tenant waits, only `charge` and `settle` change
         it.
         """
@@ -69,25 +69,25 @@ class TokenCounters(QueuePolicy):
         """Counters of the recently served tenants, the least recently arrived or charged first."""
         self._level = 0.0  # counter of the tenant served last, before its charge
 
-    def arrive(self, account: str, waiting: Collection[str], least: float | None) -> None:
+    def arrive(self, tenant: str, waiting: Collection[str], least: float | None) -> None:
         level = self._level if least is None else least
-        self.counters[account] = max(level, self.counters.get(account, level))
-        self.counters.move_to_end(account)
+        self.counters[tenant] = max(level, self.counters.get(tenant, level))
+        self.counters.move_to_end(tenant)
         self._bound(waiting)
 
-    def standing(self, account: str) -> float:
-        return self.counters.get(account, self._level)
+    def standing(self, tenant: str) -> float:
+        return self.counters.get(tenant, self._level)
 
     def charge(self, request: Request, length: int) -> None:
-        counter = self.standing(request.account)
+        counter = self.standing(request.fairness_key)
         self._level = counter
         request.charged = self._cost(request, length)
-        self.counters[request.account] = counter + request.charged
-        self.counters.move_to_end(request.account)
+        self.counters[request.fairness_key] = counter + request.charged
+        self.counters.move_to_end(request.fairness_key)
 
     def settle(self, request: Request) -> None:
         actual = self._cost(request, request.num_computed_tokens)
-        self.counters[request.account] = self.standing(request.account) + actual - request.charged
+        self.counters[request.fairness_key] = self.standing(request.fairness_key) + actual - request.charged
         request.charged = actual
         request.num_paid_tokens = max(request.num_paid_tokens, request.num_computed_tokens)
 
@@ -98,14 +98,14 @@ class TokenCounters(QueuePolicy):
             return 0.0
         outputs = max(0, end - max(begin, request.num_prompt_tokens))
         cost = PROMPT_COST * (end - begin - outputs) + OUTPUT_COST * outputs
-        return cost / self._weights.get(request.account, 1.0)
+        return cost / self._weights.get(request.fairness_key, 1.0)
 
     def _bound(self, waiting: Collection[str]) -> None:
         """Forget the least recently served tenants that do not wait; a forgotten tenant returns as a new one."""
-        while len(self.counters) > _MOST_ACCOUNTS + len(waiting):
-            account, counter = self.counters.popitem(last=False)
-            if account in waiting:
-                self.counters[account] = counter
+        while len(self.counters) > _MOST_TENANTS + len(waiting):
+            tenant, counter = self.counters.popitem(last=False)
+            if tenant in waiting:
+                self.counters[tenant] = counter
 
 
 Rank = tuple[bool, float, float]
@@ -122,25 +122,25 @@ class Line:
 
     def __init__(self, keys: Mapping[str, tuple[float, ...]] = MappingProxyType({})) -> None:
         self.keys = dict(keys)
-        self._sorted = sorted((key, account) for account, key in keys.items())
+        self._sorted = sorted((key, tenant) for tenant, key in keys.items())
         self._num_skipped = 0
 
     def __len__(self) -> int:
         return len(self._sorted)
 
-    def put(self, account: str, key: tuple[float, ...]) -> None:
+    def put(self, tenant: str, key: tuple[float, ...]) -> None:
         """Enter a tenant, or move it."""
-        self.drop(account)
-        self.keys[account] = key
-        index = bisect_left(self._sorted, (key, account))
-        self._sorted.insert(index, (key, account))
+        self.drop(tenant)
+        self.keys[tenant] = key
+        index = bisect_left(self._sorted, (key, tenant))
+        self._sorted.insert(index, (key, tenant))
         self._num_skipped += index < self._num_skipped
 
-    def drop(self, account: str) -> None:
+    def drop(self, tenant: str) -> None:
         """Remove a tenant, if it is there."""
-        key = self.keys.pop(account, None)
+        key = self.keys.pop(tenant, None)
         if key is not None:
-            index = bisect_left(self._sorted, (key, account))
+            index = bisect_left(self._sorted, (key, tenant))
             del self._sorted[index]
             self._num_skipped -= index < self._num_skipped
 
@@ -179,20 +179,20 @@ class Turns:
         self.is_late = False
         """True if the tenant that `top` returned last is overdue."""
 
-    def record_turn(self, account: str, now: float, step: int) -> None:
+    def record_turn(self, tenant: str, now: float, step: int) -> None:
         """Record that a tenant has a turn, or begins to wait for one."""
-        self._since.put(account, (next(self._count), now, step))
-        waiting = self._waiting.accounts
+        self._since.put(tenant, (next(self._count), now, step))
+        waiting = self._waiting.tenants
         for line in (self._since, self._line):
             if len(line) > 2 * len(waiting) + 64:  # tenants that wait no more
                 for each in line.keys.keys() - waiting.keys():
                     line.drop(each)
 
-    def note(self, account: str) -> None:
+    def note(self, tenant: str) -> None:
         """Update a tenant's turn after its standing with the policy may have changed."""
-        key = self._line.keys.get(account)
-        if key is not None and (standing := self._standing(account)) != key[0]:
-            self._line.put(account, (standing, key[1]))
+        key = self._line.keys.get(tenant)
+        if key is not None and (standing := self._standing(tenant)) != key[0]:
+            self._line.put(tenant, (standing, key[1]))
 
     def restart(self, now: float, step: int) -> None:
         """Begin with the first tenant again. now, step: the current time in seconds, and step number."""
@@ -204,16 +204,16 @@ class Turns:
     def least(self, now: float, step: int) -> float | None:
         """Return the lowest standing of any waiting tenant; None if none waits."""
         self._take_new(now, step)
-        account = self._settled(self._line.first)
-        return None if account is None else self._line.keys[account][0]
+        tenant = self._settled(self._line.first)
+        return None if tenant is None else self._line.keys[tenant][0]
 
     def top(self) -> str | None:
         """Return the next tenant; None if all have been skipped."""
-        while (account := self._since.top()) is not None and self._is_late(account):
-            if account in self._waiting.accounts:
+        while (tenant := self._since.top()) is not None and self._is_late(tenant):
+            if tenant in self._waiting.tenants:
                 self.is_late = True
-                return account
-            self._since.drop(account)
+                return tenant
+            self._since.drop(tenant)
         self.is_late = False
         return self._settled(self._line.top)
 
@@ -221,59 +221,59 @@ class Turns:
         """Skip the tenant that `top` returned, until `restart`."""
         (self._since if self.is_late else self._line).skip()
 
-    def rank(self, account: str) -> Rank:
+    def rank(self, tenant: str) -> Rank:
         """Return a waiting tenant's sort key in the order of turns."""
-        if account in self._since.keys and self._is_late(account):
-            return False, 0.0, self._since.keys[account][0]
-        key = self._line.keys.get(account)  # None if it returns to the queue in this very step
-        return True, self._standing(account), math.inf if key is None else key[1]
+        if tenant in self._since.keys and self._is_late(tenant):
+            return False, 0.0, self._since.keys[tenant][0]
+        key = self._line.keys.get(tenant)  # None if it returns to the queue in this very step
+        return True, self._standing(tenant), math.inf if key is None else key[1]
 
-    def _is_late(self, account: str) -> bool:
-        _, seconds, step = self._since.keys[account]
+    def _is_late(self, tenant: str) -> bool:
+        _, seconds, step = self._since.keys[tenant]
         return seconds <= self._late_before[0] or step <= self._late_before[1]
 
     def _settled(self, pick: Callable[[], str | None]) -> str | None:
         """Return the tenant that is picked from the line, once it waits and its standing is up to date."""
         line = self._line
-        while (account := pick()) is not None:
-            if account not in self._waiting.accounts:
-                line.drop(account)
-            elif self._standing(account) > line.keys[account][0]:  # it has been charged since
-                self.note(account)
+        while (tenant := pick()) is not None:
+            if tenant not in self._waiting.tenants:
+                line.drop(tenant)
+            elif self._standing(tenant) > line.keys[tenant][0]:  # it has been charged since
+                self.note(tenant)
             else:
                 break
-        return account
+        return tenant
 
     def _take_new(self, now: float, step: int) -> None:
         """Enter the tenants that have begun to wait."""
-        for account in self._waiting.take_new_accounts():
+        for tenant in self._waiting.take_new_tenants():
             number = next(self._count)
-            if account not in self._since.keys:
-                self._since.put(account, (number, now, step))
-            self._line.put(account, (self._standing(account), number))
+            if tenant not in self._since.keys:
+                self._since.put(tenant, (number, now, step))
+            self._line.put(tenant, (self._standing(tenant), number))
 
 
 class SomeTurns:
     """Some of the waiting tenants, in the current order of turns; `turns` has all of them, restarted."""
 
-    def __init__(self, turns: Turns, waiting: WaitingQueue, accounts: Iterable[str]) -> None:
+    def __init__(self, turns: Turns, waiting: WaitingQueue, tenants: Iterable[str]) -> None:
         self._turns = turns
         self._waiting = waiting
-        self._line = Line({account: turns.rank(account) for account in accounts})
+        self._line = Line({tenant: turns.rank(tenant) for tenant in tenants})
         self.is_late = False
 
     def top(self) -> str | None:
         """Return the next tenant; None if all have been skipped."""
         line = self._line
-        while (account := line.top()) is not None:
-            if account not in self._waiting.accounts:
-                line.drop(account)
-            elif (rank := self._turns.rank(account)) != line.keys[account]:  # it was charged for its turn
-                line.put(account, rank)
+        while (tenant := line.top()) is not None:
+            if tenant not in self._waiting.tenants:
+                line.drop(tenant)
+            elif (rank := self._turns.rank(tenant)) != line.keys[tenant]:  # it was charged for its turn
+                line.put(tenant, rank)
             else:
                 self.is_late = not rank[0]
                 break
-        return account
+        return tenant
 
     def pass_over(self) -> None:
         self._line.skip()
@@ -316,35 +316,35 @@ class Service:
         self.turns.restart(*self._now())
         return self.turns
 
-    def arrive(self, account: str) -> None:
+    def arrive(self, tenant: str) -> None:
         """If a tenant's queue is empty, enter the tenant with the policy and in the order of turns."""
-        if not self._waiting.has(account):
+        if not self._waiting.has(tenant):
             now = self._now()
-            self.policy.arrive(account, self._waiting.accounts, self.turns.least(*now))
-            self.turns.record_turn(account, *now)
+            self.policy.arrive(tenant, self._waiting.tenants, self.turns.least(*now))
+            self.turns.record_turn(tenant, *now)
 
     def begin(self, request: Request, length: int) -> None:
         """Charge the tenant of an admitted request, expected to end with `length` tokens computed, also for a turn."""
         self.policy.charge(request, length)
-        self.turns.record_turn(request.account, *self._now())
-        self._held[request.account] = self._held.get(request.account, 0.0) + request.charged
+        self.turns.record_turn(request.fairness_key, *self._now())
+        self._held[request.fairness_key] = self._held.get(request.fairness_key, 0.0) + request.charged
 
     def end(self, request: Request) -> None:
         """Charge the tenant of a request that has left the running ones for what it computed, instead."""
-        account, now = request.account, self._now()[0]
-        self._held[account] -= request.charged
+        tenant, now = request.fairness_key, self._now()[0]
+        self._held[tenant] -= request.charged
         self.policy.settle(request)
-        self.turns.note(account)
-        if account not in self._running.accounts:
-            del self._held[account]
-        self._ended[account] = self._lately(account, now) + request.charged, now
+        self.turns.note(tenant)
+        if tenant not in self._running.tenants:
+            del self._held[tenant]
+        self._ended[tenant] = self._lately(tenant, now) + request.charged, now
         if len(self._ended) > 2 * self.max_rows + 64:  # drop the smallest costs
             kept = sorted(self._ended, key=lambda each: self._lately(each, now))[-self.max_rows - 32 :]
             self._ended = {each: self._ended[each] for each in kept}
 
-    def of(self, account: str) -> float:
+    def of(self, tenant: str) -> float:
         """Return a tenant's served cost."""
-        return self._held.get(account, 0.0) + self._lately(account, self._now()[0])
+        return self._held.get(tenant, 0.0) + self._lately(tenant, self._now()[0])
 
     def order(self, requests: Sequence[Request], begun: Container[Request] = ()) -> list[Request]:
         """Return requests in the order in which they keep rows and pages: `begun` ones, the first of each tenant,
@@ -356,9 +356,9 @@ class Service:
         counts: Counter[str] = Counter()
         keys: dict[Request, tuple[bool, bool, float, int]] = {}
         for request in sorted(requests, key=lambda each: (each not in begun, num_missing(each) == 1)):
-            account = request.account
-            keys[request] = request not in begun, counts[account] > 0, served[account], counts[account]
-            counts[account] += 1
+            tenant = request.fairness_key
+            keys[request] = request not in begun, counts[tenant] > 0, served[tenant], counts[tenant]
+            counts[tenant] += 1
         return sorted(keys, key=keys.__getitem__)
 
     def deal(self, requests: Sequence[Request], begun: Container[Request] = ()) -> list[Request]:
@@ -377,13 +377,13 @@ class Service:
         served = self._of_each(requests)
         if len(served) == 1:
             return requests[-1]
-        counts = Counter(request.account for request in requests)
-        keys = {account: (counts[account] > 1, cost) for account, cost in served.items()}
-        return requests[max(range(1, len(requests)), key=lambda index: (keys[requests[index].account], index))]
+        counts = Counter(request.fairness_key for request in requests)
+        keys = {tenant: (counts[tenant] > 1, cost) for tenant, cost in served.items()}
+        return requests[max(range(1, len(requests)), key=lambda index: (keys[requests[index].fairness_key], index))]
 
     def _of_each(self, requests: Sequence[Request]) -> dict[str, float]:
-        return {account: self.of(account) for account in dict.fromkeys(request.account for request in requests)}
+        return {tenant: self.of(tenant) for tenant in dict.fromkeys(request.fairness_key for request in requests)}
 
-    def _lately(self, account: str, now: float) -> float:
-        cost, then = self._ended.get(account, (0.0, now))
+    def _lately(self, tenant: str, now: float) -> float:
+        cost, then = self._ended.get(tenant, (0.0, now))
         return cost * math.exp((then - now) / WINDOW_SECONDS)

@@ -68,8 +68,8 @@ class PageShares:
         """True if a tenant stays within its share when a request begins. growth: of `running`."""
         if growth is not self._of:
             self._of, self._level = growth, self._find_level(running, growth)
-        pages = growth.by_tenant[request.account] + growth.final_pages(request)
-        return pages <= self._share(request.account)
+        pages = growth.by_tenant[request.fairness_key] + growth.final_pages(request)
+        return pages <= self._share(request.fairness_key)
 
     def find_victims(
         self,
@@ -86,11 +86,11 @@ class PageShares:
         """
         if now < self._next_taking or not self.allow(request, running, growth):
             return []
-        pages, left = growth.by_tenant.copy(), dict(running.accounts)
+        pages, left = growth.by_tenant.copy(), dict(running.tenants)
         givers = {
-            account
-            for account, count in left.items()
-            if count > 1 and account != request.account and pages[account] > self._share(account)
+            tenant
+            for tenant, count in left.items()
+            if count > 1 and tenant != request.fairness_key and pages[tenant] > self._share(tenant)
         }
         if not givers:
             return []
@@ -98,11 +98,11 @@ class PageShares:
         victims: list[Request] = []
         own_pages = dict(zip(running, growth.finals, strict=True))
         for victim in from_end(givers):
-            account, own = victim.account, own_pages[victim]
-            if victim is running[0] or left[account] < 2 or pages[account] - own < self._share(account):
+            tenant, own = victim.fairness_key, own_pages[victim]
+            if victim is running[0] or left[tenant] < 2 or pages[tenant] - own < self._share(tenant):
                 continue
-            left[account] -= 1
-            pages[account] -= own
+            left[tenant] -= 1
+            pages[tenant] -= own
             victims.append(victim)
             lacking -= own
             if lacking <= 0:
@@ -114,13 +114,13 @@ class PageShares:
         costs, pages = self._costs, sum(victim.room for victim in victims) // self._memory.block_tokens
         seconds = pages * (costs.swapped_page if self._memory.may_swap() else costs.prefix_page)
         self._next_taking = max(self._next_taking, now - TAKING_SECONDS) + seconds / TAKEN_SHARE
-        self.taker, self._givers, self._taken_at = request, {victim.account for victim in victims}, now
+        self.taker, self._givers, self._taken_at = request, {victim.fairness_key for victim in victims}, now
 
-    def _share(self, account: str) -> float:
-        return self._level * self._weights.get(account, 1.0)
+    def _share(self, tenant: str) -> float:
+        return self._level * self._weights.get(tenant, 1.0)
 
     def _find_level(self, running: Running, growth: Growth) -> float:
-        waiting, weights = self._waiting.accounts, self._weights
+        waiting, weights = self._waiting.tenants, self._weights
         others = len(waiting) + sum([weight - 1 for each, weight in weights.items() if each in waiting])
         wanted = {each: pages for each, pages in growth.by_tenant.items() if each not in waiting}
         held = sum([request.room for request in running]) // self._memory.block_tokens

@@ -99,11 +99,11 @@ class StepShares:
         if ended := len(dealt) - is_ahead:
             parts = [dealt.popleft() for _ in range(ended)]
             for each in parts:
-                self._account((now - self._began) / ended, None if None in parts else each)
+                self._tenant((now - self._began) / ended, None if None in parts else each)
         if ended or not is_ahead:
             self._began = now
 
-    def _account(self, seconds: float, dealt: int | None) -> None:
+    def _tenant(self, seconds: float, dealt: int | None) -> None:
         """Charge the larger calls for a step, and fit their rows to its time."""
         if dealt is None:
             seconds = self._usual

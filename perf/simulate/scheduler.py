@@ -178,10 +178,10 @@ class SimAdmission(Admission):
         """
         limits, until = self._limits, math.inf
         if len(running) >= limits.max_num_seqs:
-            return until if len(self._waiting.accounts.keys() | running.accounts.keys()) == 1 else None
+            return until if len(self._waiting.tenants.keys() | running.tenants.keys()) == 1 else None
         if self.most_rows is not None and len(running) >= self.most_rows:
             return until
-        if self.awaits_growth or self._memory.use_prefix_cache or len(self._waiting.accounts) > 1:
+        if self.awaits_growth or self._memory.use_prefix_cache or len(self._waiting.tenants) > 1:
             return None
         overdue_before = self._clock() - limits.max_overtake_seconds
         for request in self._waiting:

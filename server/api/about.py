@@ -20,7 +20,7 @@ from ..access.grants import NOWHERE, Grant
 from ..checkpoints.pull import hub_name
 from ..engine.backend import Backend
 from ..engine.engine_view import AdapterState, EngineView
-from ..engine.metrics import Metrics, Write, accounts_text
+from ..engine.metrics import Metrics, Write, tenants_text
 from ..errors import EngineUnavailable, JsonResponse, clipped
 from ..executors import DaemonPool
 from ..http.gate import Gate
@@ -166,9 +166,9 @@ class Api:
             shown = allows if identity.grant.limited else None
         elif identity.sees_tenants:
             shown = None
-        accounts = accounts_text(self._view, write, shown)
+        tenants = tenants_text(self._view, write, shown)
         return Response(
-            text.removesuffix(OPENMETRICS_END) + accounts, media_type=f"{kind}; version={VERSIONS[kind]}; charset=utf-8"
+            text.removesuffix(OPENMETRICS_END) + tenants, media_type=f"{kind}; version={VERSIONS[kind]}; charset=utf-8"
         )
 
     async def _scrape(self, write: Write, allows: Callable[[str], bool] | None = None) -> bytes:

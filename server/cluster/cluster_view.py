@@ -12,7 +12,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ...core.engine_stats import METRICS, AccountStats, EngineStats
+from ...core.engine_stats import METRICS, TenantStats, EngineStats
 from ...memory.adapters.adapter import Tier
 from ...memory.adapters.versions import split_version
 from ..engine.engine_view import MAX_TIER_SERIES, AdapterRow, EngineView, Phase, Picture, ReplicaRow
@@ -50,13 +50,13 @@ def counted(stats: EngineStats) -> EngineStats:
     return EngineStats(**grown, step_sizes=stats.step_sizes)
 
 
-def accounts(links: Iterable[Link]) -> list[AccountStats]:
+def tenants(links: Iterable[Link]) -> list[TenantStats]:
     """Tenants, or adapters, with requests in progress on any replica, by number of requests, most first."""
-    found: dict[str, AccountStats] = {}
+    found: dict[str, TenantStats] = {}
     for link in links:
-        for one in link.report.accounts if link.report is not None else ():
-            before = found.get(one.name, AccountStats(one.name, 0, 0, 0.0))
-            found[one.name] = AccountStats(
+        for one in link.report.tenants if link.report is not None else ():
+            before = found.get(one.name, TenantStats(one.name, 0, 0, 0.0))
+            found[one.name] = TenantStats(
                 one.name, before.num_running + one.num_running, before.num_waiting + one.num_waiting,
                 before.standing + one.standing,
             )  # fmt: skip
@@ -84,7 +84,7 @@ def view_of(fleet: Fleet, catalog: Catalog) -> EngineView:
         max_adapters=sum(hello.max_adapters for hello in hellos),
         block_tokens=hellos[0].block_tokens if hellos else 0,
         num_quarantined=len(catalog.quarantine),
-        accounts=accounts(links),
+        tenants=tenants(links),
     )
 
 

@@ -364,5 +364,5 @@ def _about(costs: LearnedCosts, engine: Engine) -> dict[str, Any]:
     return {
         "tiers": {one.name: store.tier(one).value for one in near},
         "overflowing": [one.name for one in near if (one.num_overflows or 0) >= MOST_OVERFLOWS],
-        "running": running, "waiting": waiting, "accounts": engine.accounts(), "costs": costs.observe(engine),
+        "running": running, "waiting": waiting, "tenants": engine.tenants(), "costs": costs.observe(engine),
     }  # fmt: skip

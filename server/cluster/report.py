@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
 from ...core.costs.models import CostModel, DiskCost, Kernel, StepCost, TransferCost
-from ...core.engine_stats import AccountStats, EngineStats
+from ...core.engine_stats import TenantStats, EngineStats
 from ...core.executors.base import ModelInfo
 from ...core.merging.learned_prices import LearnedPrices
 from ...core.merging.modes import batch_of, context_of
@@ -143,7 +143,7 @@ class Report(Told):
     tiers: dict[str, str] = field(default_factory=dict)
     running: list[str] = field(default_factory=list)
     waiting: list[str] = field(default_factory=list)
-    accounts: list[AccountStats] = field(default_factory=list)
+    tenants: list[TenantStats] = field(default_factory=list)
     overflowing: list[str] = field(default_factory=list)
     costs: dict[str, float] = field(default_factory=dict)
 

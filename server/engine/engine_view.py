@@ -17,7 +17,7 @@ from .metric_families import label
 
 if TYPE_CHECKING:
     from ...core.engine import Engine
-    from ...core.engine_stats import AccountStats, EngineStats
+    from ...core.engine_stats import TenantStats, EngineStats
     from ...core.quarantine import Quarantined
     from ...memory.adapters.adapter import Adapter
     from ...memory.adapters.store import AdapterStore
@@ -87,7 +87,7 @@ class EngineView:
     `MAX_TIER_SERIES`.
     tier_counts: adapters in each tier. num_loadable: how many more adapters of average size fit without an eviction.
     running, waiting: adapters of running and of waiting requests; at most `max_adapters` can run at once.
-    num_quarantined: broken adapters, which are not served. accounts: tenants, or adapters, with requests in progress.
+    num_quarantined: broken adapters, which are not served. tenants: tenants, or adapters, with requests in progress.
     """
 
     registered: Sequence[tuple[str, HasLabel]] = ()
@@ -99,7 +99,7 @@ class EngineView:
     max_adapters: int = 0
     block_tokens: int = 0
     num_quarantined: int = 0
-    accounts: list[AccountStats] = field(default_factory=list)
+    tenants: list[TenantStats] = field(default_factory=list)
 
     @classmethod
     def of(cls, engine: Engine) -> EngineView:
@@ -120,7 +120,7 @@ class EngineView:
             waiting=waiting,
             max_adapters=config.max_adapters_per_step or config.max_num_seqs,
             num_quarantined=len(engine.adapters.quarantine),
-            accounts=engine.accounts(),
+            tenants=engine.tenants(),
         )
 
     def labels(self) -> frozenset[str]:

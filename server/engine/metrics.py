@@ -34,7 +34,7 @@ OTHERS = "(others)"
 MODEL_NAMES = ("model", "adapter", "adapter_name")
 """Labels with the name of one model as their value."""
 
-MAX_ACCOUNT_SERIES = 100
+MAX_TENANT_SERIES = 100
 """Most tenants, or adapters, with series of their own; the ones with the most requests in progress come first."""
 
 Write = Callable[[CollectorRegistry], bytes]
@@ -259,16 +259,16 @@ class _EngineCollector(Collector):
         )
 
 
-def accounts_text(view: EngineView, write: Write, shown: Callable[[str], bool] | None = None) -> bytes:
+def tenants_text(view: EngineView, write: Write, shown: Callable[[str], bool] | None = None) -> bytes:
     """Series of tenants, or adapters, with requests in progress, that may be shown: of the ones with most requests."""
-    accounts = [each for each in view.accounts if shown is None or shown(each.name)][:MAX_ACCOUNT_SERIES]
+    tenants = [each for each in view.tenants if shown is None or shown(each.name)][:MAX_TENANT_SERIES]
     registry = CollectorRegistry()
     for name, text, attribute in (
         ("requests_running", "Requests of a tenant, or adapter, in the running batch", "num_running"),
         ("requests_waiting", "Requests of a tenant, or adapter, that wait for a place", "num_waiting"),
         ("standing", "Cost that a tenant, or adapter, was served over its weight; the least is next", "standing"),
     ):
-        gauge = Gauge(f"chorus_account_{name}", text, ("account",), registry=registry)
-        for each in accounts:
+        gauge = Gauge(f"chorus_account_{name}", text, ("tenant",), registry=registry)
+        for each in tenants:
             gauge.labels(label(each.name)).set(getattr(each, attribute))
     return write(registry)

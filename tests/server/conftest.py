@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from chorus.core.engine_stats import AccountStats, EngineStats
+from chorus.core.engine_stats import TenantStats, EngineStats
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams
 from chorus.core.requests.types import FinishReason, RequestOutput, StepInfo, TokenLogprobs
@@ -254,7 +254,7 @@ class FakeEngine:
     def score(token: int, count: int) -> TokenLogprobs:
         return TokenLogprobs(token, -0.5, tuple((token + i, -0.5 - i) for i in range(count)))
 
-    def accounts(self) -> list[AccountStats]:
+    def tenants(self) -> list[TenantStats]:
         return []
 
     @property

@@ -37,14 +37,14 @@ class Books:
 
     def _check_running(self) -> None:
         running, seats = self._engine.scheduler.running, self._engine.config.max_num_seqs
-        accounts, calls = running.accounts, running.calls
-        promise(accounts == Counter([request.account for request in running]), "wrong numbers of requests")
+        tenants, calls = running.tenants, running.calls
+        promise(tenants == Counter([request.fairness_key for request in running]), "wrong numbers of requests")
         may_have_more = bool(calls) or self._engine.config.max_adapters_per_step is not None  # without an index
-        promise(len(accounts) <= seats or may_have_more, "more tenants than seats")  # one call may have many
-        promise(len(running) <= seats or may_have_more or len(accounts) > 1, "more requests than seats")  # paused ones
+        promise(len(tenants) <= seats or may_have_more, "more tenants than seats")  # one call may have many
+        promise(len(running) <= seats or may_have_more or len(tenants) > 1, "more requests than seats")  # paused ones
         promise({*running.lone}.union(*calls.values()) == {*running}, "calls have other requests than run")
         if calls:
-            answers = Counter([(request.call, request.account) for request in running if request.call])
+            answers = Counter([(request.call, request.fairness_key) for request in running if request.call])
             promise(max(answers.values()) <= seats, "more answers of a call than seats")
 
     def _check_pages(self, active: Collection[Request]) -> None:

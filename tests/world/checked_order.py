@@ -47,7 +47,7 @@ class CheckedOrder:
     def note(self) -> None:
         """Note which tenants have something in the queue."""
         now = self._clock(), self._scheduler.num_steps
-        self._turns = {account: self._turns.get(account, now) for account in self._scheduler.waiting.accounts}
+        self._turns = {tenant: self._turns.get(tenant, now) for tenant in self._scheduler.waiting.tenants}
 
     def before(self) -> None:
         """Remember what runs before a step, and what it can be decided by."""
@@ -142,8 +142,8 @@ class CheckedOrder:
         oldest = min((each.arrival_time for each in self._scheduler.waiting), default=math.inf)
         reached["overtaken"] += any(arrival > oldest for arrival in arrivals)
         for request in started:
-            others = [each for each in self._scheduler.waiting if each.account != request.account]
-            reached["an account's turn"] += any(other.place < request.place for other in others)
+            others = [each for each in self._scheduler.waiting if each.fairness_key != request.fairness_key]
+            reached["a tenant's turn"] += any(other.place < request.place for other in others)
             reached["prefix hit"] += request.num_cached_tokens > 0
             reached["prefix hit of an adapter"] += request.num_cached_tokens > 0 and request.adapter is not None
 
@@ -167,7 +167,7 @@ class CheckedOrder:
             self._scheduler.lifecycle.num_preemptions - self._num_preemptions
         )  # whose rows are free in this step
         free_rows = self._config.max_num_seqs - len(plan.rows)
-        reached["sat out for another account"] += not free_rows and bool(alone)
+        reached["sat out for another tenant"] += not free_rows and bool(alone)
         if plan.num_tokens < self._config.max_num_batched_tokens and engine.reclaimer.available and not waits:
             promise(not alone or free_rows <= preempted + gave, "one that is alone in its call sat out")
         if not free_rows:
@@ -204,9 +204,9 @@ class CheckedOrder:
         and not those of rows that were given up last.
         """
         running, waiting, engine = self._scheduler.running, self._scheduler.waiting, self._engine
-        rows = Counter(request.account for request in running if request.id in in_step)
+        rows = Counter(request.fairness_key for request in running if request.id in in_step)
         here = [each for each in running if each.coming is None and each.id not in ending]
-        here = {each.account for each in here if each.adapter not in left_out}
+        here = {each.fairness_key for each in here if each.adapter not in left_out}
         config = self._config
         has_more = config.max_adapters_per_step is not None and len(here) > config.max_num_seqs
         promise(rows.keys() == here or bool(running.calls) or has_more, "a tenant whose requests all sit out")
@@ -215,11 +215,11 @@ class CheckedOrder:
             return
         if config.chunked_prefill and config.max_adapters_per_step is None and not running.calls:
             self._reached["room for all"] += 1
-            new = Counter(request.account for request in self._started() if request.id in in_step)
-            givers = [account for account, own in rows.items() if own > 1 and own > new[account]]
-            for account, groups in waiting.accounts.items():
-                if account not in running.accounts and None in groups:
-                    promise(not givers, f"{account!r} waits beside {rows}")
+            new = Counter(request.fairness_key for request in self._started() if request.id in in_step)
+            givers = [tenant for tenant, own in rows.items() if own > 1 and own > new[tenant]]
+            for tenant, groups in waiting.tenants.items():
+                if tenant not in running.tenants and None in groups:
+                    promise(not givers, f"{tenant!r} waits beside {rows}")
 
     def _has_room(self) -> bool:
         """True if there are pages for all that runs and waits, however long it gets."""
@@ -246,7 +246,7 @@ class CheckedOrder:
                 continue
             for other in first:
                 had_turn = full and other.adapter not in {None, *before}
-                if other.account == waiting.account and not had_turn:
+                if other.fairness_key == waiting.fairness_key and not had_turn:
                     is_older = other.arrival_time <= waiting.arrival_time
                     promise(is_older, f"{waiting} was overtaken too long by {other}")
 
@@ -260,7 +260,7 @@ class CheckedOrder:
             self._reached["overdue, its adapter not here"] += later
             return False
         queue = self._scheduler.waiting
-        if waiting not in queue.accounts.get(waiting.account, {}).get(adapter, ()):
+        if waiting not in queue.tenants.get(waiting.fairness_key, {}).get(adapter, ()):
             return False  # held back until its prompt has been computed for another
         # a call that comes anew needs no seat
         return not (beyond_seats and (waiting.is_further or waiting.call in self._scheduler.running.calls))
@@ -273,7 +273,7 @@ class CheckedOrder:
             return []
         tier = self._engine.store.tier
         here: set[Adapter | None] = {None, *(each for each in self._here if tier(each) in (Tier.DEVICE, Tier.HOST))}
-        groups = [group for groups in self._scheduler.waiting.accounts.values() for group in groups.values()]
+        groups = [group for groups in self._scheduler.waiting.tenants.values() for group in groups.values()]
         firsts = [request for group in groups if group.adapter in here for request in group.firsts]
         return [request for request in firsts if request.id not in self._running]
 
@@ -286,19 +286,19 @@ class CheckedOrder:
 
         A tenant with a running request may be where pages are short: only its share of them is kept for it.
         """
-        begun, running = {request.account for request in started}, self._scheduler.running.accounts
-        waiting = {request.account for request in may_begin} - begun
+        begun, running = {request.fairness_key for request in started}, self._scheduler.running.tenants
+        waiting = {request.fairness_key for request in may_begin} - begun
         behind = int(self._engine.ahead is not None)  # a turn in a step ahead counts from the step before or from that
         never = math.inf, math.inf
         late = {each for each in waiting if self._has_waited_for_long(self._turns.get(each, never), behind)}
         if late and not self._has_room():
             late -= running.keys()
         self._reached["late for its turn"] += bool(late)
-        for account in begun:
-            last, since = self._last_turns.get(account), self._turns.get(account)
+        for tenant in begun:
+            last, since = self._last_turns.get(tenant), self._turns.get(tenant)
             self._reached["a turn that was late"] += since is not None and self._has_waited_for_long(since)
             if late and last is not None:
                 has_waited = self._has_waited_for_long(last)
-                promise(has_waited, f"{account!r} began, last {last}; late for a turn: {late}")
-            self._last_turns[account] = self._decided
-            self._turns[account] = self._clock(), self._scheduler.num_steps  # its turn was while adapters were loaded
+                promise(has_waited, f"{tenant!r} began, last {last}; late for a turn: {late}")
+            self._last_turns[tenant] = self._decided
+            self._turns[tenant] = self._clock(), self._scheduler.num_steps  # its turn was while adapters were loaded

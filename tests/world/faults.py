@@ -286,7 +286,7 @@ def overtaken_for_good(patch):
 
 def turns_forgotten(patch):
     """A tenant may wait for a turn for as long as others were served less."""
-    patch.setattr(Turns, "_is_late", lambda self, account: False)
+    patch.setattr(Turns, "_is_late", lambda self, tenant: False)
 
 
 FAULTS: tuple[Fault, ...] = (

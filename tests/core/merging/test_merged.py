@@ -441,7 +441,7 @@ class OnlyOne:
         return ModeChoice(None, frozenset(a for a in state.requests if a is not None and a.name == "r8-attention"))
 
 
-def test_no_account_is_left_out_for_longer_than_a_turn(subject, drive):
+def test_no_tenant_is_left_out_for_longer_than_a_turn(subject, drive):
     it = subject("gqa")
     driver = drive(it, policies=Policies(mode=OnlyOne()), fair_by="adapter", max_turn_steps=5, clock=ticking())
     driver.add("crowd", "r8-attention", [5, 6, 7], max_tokens=60)
@@ -454,7 +454,7 @@ def test_no_account_is_left_out_for_longer_than_a_turn(subject, drive):
     assert len(driver.plans) <= 62, "the crowd runs in every step"
 
 
-def test_a_policy_alone_decides_where_no_account_waits_for_a_turn(subject, drive):
+def test_a_policy_alone_decides_where_no_tenant_waits_for_a_turn(subject, drive):
     it = subject("gqa")
     driver = drive(it, policies=Policies(mode=OnlyOne()), max_turn_steps=5, clock=ticking())
     driver.add("crowd", "r8-attention", [5, 6, 7], max_tokens=30)

@@ -30,7 +30,7 @@ class Clock:
 
 def request(name: str, tenant: str = "") -> Request:
     found = Request(name, [1], SamplingParams())
-    found.account = tenant
+    found.fairness_key = tenant
     return found
 
 

@@ -12,15 +12,15 @@ from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.scheduling.service import OUTPUT_COST, TokenCounters
 
 
-def request(account, prompt=10):
+def request(tenant, prompt=10):
     made = Request("x", [5] * prompt, SamplingParams())
-    made.account = account
+    made.fairness_key = tenant
     return made
 
 
-def serve(policy, account, prompt=10, length=10, actual=None):
+def serve(policy, tenant, prompt=10, length=10, actual=None):
     """Charge a request for what is expected, and once it has ended for what it was."""
-    made = request(account, prompt)
+    made = request(tenant, prompt)
     policy.charge(made, length)
     if actual is not None:
         made.num_computed_tokens = actual
@@ -28,8 +28,8 @@ def serve(policy, account, prompt=10, length=10, actual=None):
     return made
 
 
-def first(policy, *accounts):
-    return min(accounts, key=policy.standing)
+def first(policy, *tenants):
+    return min(tenants, key=policy.standing)
 
 
 def test_a_generated_token_costs_more_than_a_prompt_token():
@@ -51,9 +51,9 @@ def test_who_comes_anew_is_next_but_has_saved_nothing_up():
 
 def test_who_comes_anew_is_lifted_to_the_least_of_those_that_wait():
     policy = TokenCounters()
-    for account, cost in (("a", 500), ("b", 300), ("c", 100)):
-        policy.arrive(account, (), None)
-        serve(policy, account, prompt=cost, length=cost)
+    for tenant, cost in (("a", 500), ("b", 300), ("c", 100)):
+        policy.arrive(tenant, (), None)
+        serve(policy, tenant, prompt=cost, length=cost)
     policy.arrive("new", ("a", "b"), policy.standing("b"))
     assert policy.standing("new") == policy.standing("b")
     policy.arrive("c", ("a", "b"), policy.standing("b"))
@@ -91,12 +91,12 @@ def test_nobody_pays_twice_for_a_preemption_or_at_all_for_cached_tokens():
 
 def test_weights_are_shares():
     policy, served = TokenCounters({"double": 2.0, "half": 0.5}), {"double": 0, "half": 0, "plain": 0}
-    for account in served:
-        policy.arrive(account, (), None)
+    for tenant in served:
+        policy.arrive(tenant, (), None)
     for _ in range(700):
-        account = first(policy, *served)
-        served[account] += 1
-        serve(policy, account)
+        tenant = first(policy, *served)
+        served[tenant] += 1
+        serve(policy, tenant)
     assert served == {"double": 400, "plain": 200, "half": 100}
 
 
@@ -105,14 +105,14 @@ def test_weights_are_shares():
 def test_two_that_always_wait_get_the_same_within_what_they_have_running(seed):
     """The bound of VTC, with lengths that are guessed wrongly: each has up to `seats` requests under way."""
     draw, policy = random.Random(seed), TokenCounters()
-    accounts, most, seats = ("a", "b", "c"), 200, draw.randint(1, 6)
-    for account in accounts:
-        policy.arrive(account, (), None)
-    served, running = dict.fromkeys(accounts, 0.0), []
+    tenants, most, seats = ("a", "b", "c"), 200, draw.randint(1, 6)
+    for tenant in tenants:
+        policy.arrive(tenant, (), None)
+    served, running = dict.fromkeys(tenants, 0.0), []
     for _ in range(400):
         if len(running) < seats:
-            account = first(policy, *accounts)
-            made = request(account, draw.randint(1, most // 2))
+            tenant = first(policy, *tenants)
+            made = request(tenant, draw.randint(1, most // 2))
             made_end = made.num_prompt_tokens + draw.randint(0, most // 2)
             policy.charge(made, draw.randint(1, most))
             running.append((made, made_end))
@@ -121,11 +121,11 @@ def test_two_that_always_wait_get_the_same_within_what_they_have_running(seed):
             made.num_computed_tokens = made_end
             policy.settle(made)
             outputs = made_end - made.num_prompt_tokens
-            served[made.account] += made.num_prompt_tokens + OUTPUT_COST * outputs
+            served[made.fairness_key] += made.num_prompt_tokens + OUTPUT_COST * outputs
         assert max(served.values()) - min(served.values()) <= (2 * seats + 1) * OUTPUT_COST * most
 
 
-def test_counters_of_accounts_that_were_not_served_for_long_are_forgotten():
+def test_counters_of_tenants_that_were_not_served_for_long_are_forgotten():
     policy = TokenCounters()
     for index in range(20_000):
         policy.arrive(str(index), (), None)
@@ -134,7 +134,7 @@ def test_counters_of_accounts_that_were_not_served_for_long_are_forgotten():
     assert "19999" in policy.counters
 
 
-def test_the_counter_of_an_account_that_waits_is_never_forgotten():
+def test_the_counter_of_an_tenant_that_waits_is_never_forgotten():
     policy = TokenCounters()
     serve(policy, "waits", prompt=700, length=700)
     for index in range(20_000):

@@ -41,16 +41,16 @@ def waiting(*tiers, tenants=None):
     for second, tier in enumerate(tiers):
         tenant = "" if tenants is None else tenants[second]
         request = Request(str(second), [5] * 10, SamplingParams(), arrival_time=float(second))
-        request.account = tenant
+        request.fairness_key = tenant
         request.adapter = None if tier is None else FakeAdapter(tier)
         queue.append(request)
     return queue
 
 
-def request_of(account):
+def request_of(tenant):
     """A request that costs as much as it has tokens."""
     request = Request("x", [5] * 100_000, SamplingParams())
-    request.account = account
+    request.fairness_key = tenant
     return request
 
 
@@ -108,15 +108,15 @@ def test_tenants_take_turns_by_the_work_that_each_was_given():
     assert order(queue, charge=10) == [0, 6, 1, 7, 2, 3, 4, 5]
 
 
-def test_an_account_that_has_waited_too_long_has_a_turn_whatever_it_was_given():
+def test_an_tenant_that_has_waited_too_long_has_a_turn_whatever_it_was_given():
     queue = waiting(*[None] * 6, tenants=["a", "a", "b", "b", "c", "c"])
     policy = TokenCounters()
-    for account, cost in (("a", 1), ("b", 2), ("c", 1000)):
-        policy.arrive(account, (), None)
-        policy.charge(request_of(account), cost)
+    for tenant, cost in (("a", 1), ("b", 2), ("c", 1000)):
+        policy.arrive(tenant, (), None)
+        policy.charge(request_of(tenant), cost)
     turns = turns_of(queue, policy)
-    for account, since in (("c", 93.0), ("b", 94.0), ("a", 100.0)):
-        turns.record_turn(account, since, 7)
+    for tenant, since in (("c", 93.0), ("b", 94.0), ("a", 100.0)):
+        turns.record_turn(tenant, since, 7)
     turns.restart(104.5, 7)
     candidates = QueueOrder(queue, turns, FakeStore(), 0.0)
     found = []
@@ -125,7 +125,7 @@ def test_an_account_that_has_waited_too_long_has_a_turn_whatever_it_was_given():
         assert candidates.turns.is_late == (len(found) <= 2)
         queue.remove(request)
         candidates.go_on()
-        turns.record_turn(request.account, 104.5, 7)
+        turns.record_turn(request.fairness_key, 104.5, 7)
     assert found == [4, 2, 0, 1, 3, 5], "one turn each, who has waited longest first"
 
 
@@ -136,8 +136,8 @@ def test_turns_are_awaited_for_so_many_seconds_or_steps(seconds, steps):
     def late(now, step):
         turns.restart(now, step)
         found = []
-        while (account := turns.top()) is not None and turns.is_late:
-            found.append(account)
+        while (tenant := turns.top()) is not None and turns.is_late:
+            found.append(tenant)
             turns.pass_over()
         return found
 
@@ -152,22 +152,22 @@ def test_turns_are_awaited_for_so_many_seconds_or_steps(seconds, steps):
     st.lists(st.tuples(st.sampled_from("++++-^<>.|"), st.integers(0, 9), st.sampled_from("abcdef"), st.integers(1, 50)))
 )
 def test_the_least_standing_of_those_that_wait_is_that_of_looking_at_each(changes):
-    """While requests come, begin, come back, are held back and let go, and accounts are passed over."""
+    """While requests come, begin, come back, are held back and let go, and tenants are passed over."""
     queue, policy = WaitingQueue(), TokenCounters()
     turns = turns_of(queue, policy)
     running, held = [], []
 
     def come(request, add):
-        if request.account not in queue.accounts:
-            want = min(map(policy.standing, queue.accounts), default=None)
+        if request.fairness_key not in queue.tenants:
+            want = min(map(policy.standing, queue.tenants), default=None)
             assert turns.least(100.0, 7) == want
-            policy.arrive(request.account, queue.accounts, want)
+            policy.arrive(request.fairness_key, queue.tenants, want)
         add(request)
 
-    for what, index, account, cost in changes:
+    for what, index, tenant, cost in changes:
         shown = [request for request in queue if request not in held]
         if what == "+":
-            come(request_of(account), queue.append)
+            come(request_of(tenant), queue.append)
         elif what == "-" and shown:
             request = shown[index % len(shown)]
             queue.remove(request)
@@ -177,7 +177,7 @@ def test_the_least_standing_of_those_that_wait_is_that_of_looking_at_each(change
             request = running.pop(index % len(running))
             request.num_computed_tokens = cost
             policy.settle(request)
-            turns.note(request.account)
+            turns.note(request.fairness_key)
             if cost % 2:
                 come(request, queue.append_first)
         elif what == "<" and shown:
@@ -189,10 +189,10 @@ def test_the_least_standing_of_those_that_wait_is_that_of_looking_at_each(change
             turns.restart(100.0, 7)
         elif what == "|" and turns.top() is not None:
             turns.pass_over()
-    assert turns.least(100.0, 7) == min(map(policy.standing, queue.accounts), default=None)
+    assert turns.least(100.0, 7) == min(map(policy.standing, queue.tenants), default=None)
 
 
-def test_turns_forget_accounts_that_wait_no_more():
+def test_turns_forget_tenants_that_wait_no_more():
     queue = waiting(None, tenants=["other"])
     turns = turns_of(queue)
     for index in range(2_000):
@@ -251,7 +251,7 @@ def test_the_queue_is_that_of_its_changes(changes):
             queue.release(held.pop(index % len(held)))
         assert list(queue) == model
         assert len(queue) == len(model)
-        groups = [group for groups in queue.accounts.values() for group in groups.values()]
+        groups = [group for groups in queue.tenants.values() for group in groups.values()]
         shown = [request for group in groups for request in group]
         lines = [line for group in groups for line in (group, group.firsts)]
         assert all(list(line) == [it for it in model if it in line] for line in lines)
@@ -389,10 +389,10 @@ def test_who_comes_back_goes_before_who_has_not_run_in_order_of_arrival(back):
 
 
 @pytest.mark.parametrize("num_accounts", [10, 1000])
-def test_where_no_adapter_may_run_no_account_is_looked_at(num_accounts):
+def test_where_no_adapter_may_run_no_tenant_is_looked_at(num_tenants):
     """However many wait: each adapter is asked for once, whoever is overdue."""
     asked = []
-    queue = waiting(*[Tier.DEVICE] * num_accounts, tenants=[str(each) for each in range(num_accounts)])
+    queue = waiting(*[Tier.DEVICE] * num_tenants, tenants=[str(each) for each in range(num_tenants)])
     turns = turns_of(queue)
     candidates = QueueOrder(queue, turns, FakeStore(), 5.0, lambda adapter, head: asked.append((adapter, head)))
     assert candidates.next() is None
@@ -410,11 +410,11 @@ def test_only_those_who_can_run_are_looked_at_and_the_order_is_the_same(data):
 
     def considered(many):
         queue, policy = waiting(*tiers, tenants=tenants), TokenCounters()
-        for account, cost in costs.items():
-            policy.charge(request_of(account), cost)
+        for tenant, cost in costs.items():
+            policy.charge(request_of(tenant), cost)
         turns = turns_of(queue, policy)
-        for account, then in sorted(since.items(), key=lambda each: each[1]):
-            turns.record_turn(account, then, 7)
+        for tenant, then in sorted(since.items(), key=lambda each: each[1]):
+            turns.record_turn(tenant, then, 7)
         turns.restart(103.0, 7)
         found = []
         with pytest.MonkeyPatch.context() as patch:
@@ -430,7 +430,7 @@ def test_only_those_who_can_run_are_looked_at_and_the_order_is_the_same(data):
             queue.remove(request)
             candidates.go_on()
             policy.charge(request, 10)
-            turns.record_turn(request.account, 103.0, 7)
+            turns.record_turn(request.fairness_key, 103.0, 7)
         return found
 
     assert considered(1) == considered(99)

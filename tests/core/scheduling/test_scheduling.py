@@ -369,7 +369,7 @@ class Free(TokenCounters):
 
     def charge(self, request, length):
         super().charge(request, length)
-        request.charged *= request.account != "free"
+        request.charged *= request.fairness_key != "free"
 
     def settle(self, request):
         request.charged = 0.0
@@ -569,9 +569,9 @@ class TestPreemption:
             house.step()
         house.engine.scheduler.lifecycle.preempt(house.asked["preempted"].request)
         house.step()
-        assert [account.num_running for account in house.engine.accounts()] == [1, 1]
+        assert [tenant.num_running for tenant in house.engine.tenants()] == [1, 1]
         house.engine.scheduler.lifecycle.preempt(house.asked["preempted"].request)
-        standing = {account.name: account.standing for account in house.engine.accounts()}
+        standing = {tenant.name: tenant.standing for tenant in house.engine.tenants()}
         assert standing["preempted"] <= 12 + 2 * 3 < standing["spared"]
         house.drain()
 
@@ -595,7 +595,7 @@ def test_pages_of_an_aborted_request_come_back_without_another_request():
 def test_a_tenant_that_gave_pages_begins_before_the_taker_only_if_owed_a_turn(is_late, runs, begins):
     running = Running()
     if runs:
-        running.append(Request("0", [1], SamplingParams(), account="giver"))
+        running.append(Request("0", [1], SamplingParams(), tenant="giver"))
     draft = Draft(
         None, None, None, AdapterTurns(EngineConfig(model=Path("fake")), running, WaitingQueue()), running, [], 0.0
     )
@@ -605,15 +605,15 @@ def test_a_tenant_that_gave_pages_begins_before_the_taker_only_if_owed_a_turn(is
     assert draft.is_candidate("another")
 
 
-def test_accounts_are_told_with_their_requests():
+def test_tenants_are_told_with_their_requests():
     house = House(max_num_seqs=1, adapters=["one", "other"], fair_by="adapter")
     for name, adapter in (("a", "one"), ("b", "one"), ("c", "other"), ("d", None)):
         house.add(name, adapter, tenant="same")
     house.step()
-    told = [(each.name, each.num_running, each.num_waiting) for each in house.engine.accounts()]
+    told = [(each.name, each.num_running, each.num_waiting) for each in house.engine.tenants()]
     assert told == [("one", 1, 1), ("", 0, 1), ("other", 0, 1)]
     house.drain()
-    assert house.engine.accounts() == []
+    assert house.engine.tenants() == []
 
 
 # -- counts

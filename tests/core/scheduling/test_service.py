@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from chorus.core.config import EngineConfig
-from chorus.core.merging.modes import leaves_account_out
+from chorus.core.merging.modes import leaves_tenant_out
 from chorus.core.policies import Policies
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
@@ -100,19 +100,19 @@ class TestWhoIsLeftOut:
             house.step()
         assert len(house.engine.scheduler.running) == 4
 
-    def test_waits_for_a_turn_where_its_account_has_nothing_that_runs(self):
+    def test_waits_for_a_turn_where_its_tenant_has_nothing_that_runs(self):
         house = House(adapters=["one", "other"])
         for name in ("one", "other"):
             house.add(f"own {name}", name, max_tokens=12, tenant="own")
         house.step()
         scheduler = house.engine.scheduler
         one = frozenset({scheduler.get("own one").adapter})
-        assert not leaves_account_out(scheduler, one), "there is no other account"
+        assert not leaves_tenant_out(scheduler, one), "there is no other tenant"
         house.add("their one", "one", max_tokens=12, tenant="theirs")
         house.step()
-        assert not leaves_account_out(scheduler, one), "each has a request that runs"
+        assert not leaves_tenant_out(scheduler, one), "each has a request that runs"
         house.add("last other", "other", max_tokens=12, tenant="last")
-        assert leaves_account_out(scheduler, one)
+        assert leaves_tenant_out(scheduler, one)
         house.drain()
 
 
@@ -312,15 +312,15 @@ class TestRoom:
         assert most[1 + 60] < 8 <= most[1 + 1000]
 
 
-def test_an_account_with_a_request_held_back_does_not_come_anew():
+def test_an_tenant_with_a_request_held_back_does_not_come_anew():
     """It keeps its turn: what it waits for is a prompt that another computes."""
 
     class Arrivals(TokenCounters):
         seen = []
 
-        def arrive(self, account, waiting, least):
-            self.seen.append(account)
-            super().arrive(account, waiting, least)
+        def arrive(self, tenant, waiting, least):
+            self.seen.append(tenant)
+            super().arrive(tenant, waiting, least)
 
     house = House(policies=Policies(Arrivals()), prefix_cache=True, share_prefix_cache=True, max_num_batched_tokens=8)
     prompt = [5] * 30
@@ -328,7 +328,7 @@ def test_an_account_with_a_request_held_back_does_not_come_anew():
     house.step()
     house.add("follower", prompt=prompt, tenant="b")
     house.step()
-    assert "b" not in house.engine.scheduler.waiting.accounts
+    assert "b" not in house.engine.scheduler.waiting.tenants
     house.add("later", prompt=[6] * 9, tenant="b")
     house.drain()
     assert Arrivals.seen == ["a", "b"]
@@ -341,9 +341,9 @@ class Clock:
         return self.now
 
 
-def made(account, index, decodes=True, cost=1.0):
-    request = Request(f"{account} {index}", [5] * (1 if decodes else 9), SamplingParams())
-    request.account, request.charged = account, cost
+def made(tenant, index, decodes=True, cost=1.0):
+    request = Request(f"{tenant} {index}", [5] * (1 if decodes else 9), SamplingParams())
+    request.fairness_key, request.charged = tenant, cost
     return request
 
 
@@ -392,17 +392,17 @@ def draft_of(service):
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 9)), min_size=1, max_size=24), st.integers(4, 12))
 def test_whoever_was_given_most_gives_first_and_the_oldest_keep_their_rows(asked, seats):
-    requests = [made(account, index, cost=float(cost)) for index, (account, cost) in enumerate(asked)]
+    requests = [made(tenant, index, cost=float(cost)) for index, (tenant, cost) in enumerate(asked)]
     service, *_ = taken(seats, requests)
     dealt = service.deal(requests)
     assert len(dealt) == min(seats, len(requests))
-    had, have = (Counter(request.account for request in each) for each in (requests, dealt))
+    had, have = (Counter(request.fairness_key for request in each) for each in (requests, dealt))
     assert have.keys() == had.keys(), "each keeps a row"
-    for account in had:
-        own = [request for request in requests if request.account == account]
-        assert [request for request in dealt if request.account == account] == own[: have[account]]
-        if have[account] < had[account]:
-            richer = [each for each in had if service.of(each) > service.of(account)]
+    for tenant in had:
+        own = [request for request in requests if request.fairness_key == tenant]
+        assert [request for request in dealt if request.fairness_key == tenant] == own[: have[tenant]]
+        if have[tenant] < had[tenant]:
+            richer = [each for each in had if service.of(each) > service.of(tenant)]
             assert all(have[each] == 1 for each in richer)
 
 
@@ -425,7 +425,7 @@ def test_what_was_given_is_forgotten_once_it_has_ended():
 
 
 def test_a_burst_of_one_that_was_given_little_goes_before_what_another_has_beyond_a_row():
-    """Beside an account that had much lately, with no more rows than it has now."""
+    """Beside a tenant that had much lately, with no more rows than it has now."""
     house = flooded()
     while house.engine.scheduler.waiting:
         house.step()
@@ -437,7 +437,7 @@ def test_a_burst_of_one_that_was_given_little_goes_before_what_another_has_beyon
     house.drain()
 
 
-def test_accounts_that_were_given_something_are_forgotten():
+def test_tenants_that_were_given_something_are_forgotten():
     service, draft, clock = taken(4, [])
     running = draft.running
     for index in range(5000):
@@ -452,12 +452,12 @@ def test_accounts_that_were_given_something_are_forgotten():
 
 
 @given(st.lists(st.sampled_from("abcdef"), min_size=4, max_size=4), st.lists(st.sampled_from("abcdef"), max_size=30))
-def test_no_more_accounts_run_than_a_step_has_rows(holders, comers):
-    _, draft, _ = taken(4, [made(account, index) for index, account in enumerate(holders)])
-    for index, account in enumerate(comers):
-        if draft.may_begin(account):
-            draft.begin(made(account, 10 + index), 1, 0)
-    assert len(draft.running.accounts) <= 4
+def test_no_more_tenants_run_than_a_step_has_rows(holders, comers):
+    _, draft, _ = taken(4, [made(tenant, index) for index, tenant in enumerate(holders)])
+    for index, tenant in enumerate(comers):
+        if draft.may_begin(tenant):
+            draft.begin(made(tenant, 10 + index), 1, 0)
+    assert len(draft.running.tenants) <= 4
 
 
 @given(
@@ -465,36 +465,36 @@ def test_no_more_accounts_run_than_a_step_has_rows(holders, comers):
     st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 9)), max_size=24),
 )
 @example(["a"] * 3, [("b", 1), ("b", 1), ("c", 1)])
-def test_whoever_begins_has_a_row_of_the_step_and_leaves_each_account_one(holders, comers):
-    service, draft, _ = taken(len(holders), [made(account, index, cost=9.0) for index, account in enumerate(holders)])
+def test_whoever_begins_has_a_row_of_the_step_and_leaves_each_tenant_one(holders, comers):
+    service, draft, _ = taken(len(holders), [made(tenant, index, cost=9.0) for index, tenant in enumerate(holders)])
     begun = []
-    for index, (account, cost) in enumerate(comers):
-        if draft.may_begin(account):
-            begun.append(made(account, 10 + index, cost=float(cost)))
+    for index, (tenant, cost) in enumerate(comers):
+        if draft.may_begin(tenant):
+            begun.append(made(tenant, 10 + index, cost=float(cost)))
             draft.begin(begun[-1], 1, 0)
     assert len(begun) < max(2, len(holders)), "the row of whoever has just begun is nobody's to take"
     dealt = service.deal(draft.running, begun)
     assert len(dealt) == len(holders)
     assert {*begun} <= {*dealt}
-    assert {request.account for request in dealt} == draft.running.accounts.keys()
+    assert {request.fairness_key for request in dealt} == draft.running.tenants.keys()
 
 
-def test_accounts_are_ranked_once_in_a_step_however_many_requests_begin(monkeypatch):
+def test_tenants_are_ranked_once_in_a_step_however_many_requests_begin(monkeypatch):
     """Those alone are ranked anew that begin a request or give a row for one."""
     ranked = []
     lately = Service._lately  # noqa: SLF001
 
-    def counted(self, account, now):
-        ranked.append(account)
-        return lately(self, account, now)
+    def counted(self, tenant, now):
+        ranked.append(tenant)
+        return lately(self, tenant, now)
 
     monkeypatch.setattr(Service, "_lately", counted)
     many, few = [f"many {index}" for index in range(50)], [f"few {index}" for index in range(20)]
-    service, draft, _ = taken(100, [made(account, index) for index in range(2) for account in many])
+    service, draft, _ = taken(100, [made(tenant, index) for index in range(2) for tenant in many])
     ranked.clear()
-    for account in few:
-        assert draft.is_open_to({account: None}.keys())
-        draft.begin(made(account, 0), 1, 0)
+    for tenant in few:
+        assert draft.is_open_to({tenant: None}.keys())
+        draft.begin(made(tenant, 0), 1, 0)
     assert len(service.deal(draft.running, draft.begun)) == 100
     assert len(ranked) <= len(many) + 2 * len(few) + len(many) + len(few), "once more by those who are dealt rows"
 
@@ -512,6 +512,6 @@ def test_accounts_are_ranked_once_in_a_step_however_many_requests_begin(monkeypa
 )
 def test_the_victim_is_the_newest_of_who_was_served_most_but_neither_the_oldest_nor_an_only_one(running, victim):
     costs = {"most": 500.0, "some": 300.0, "least": 100.0}
-    requests = [made(account, index, cost=costs[account]) for index, account in enumerate(running)]
+    requests = [made(tenant, index, cost=costs[tenant]) for index, tenant in enumerate(running)]
     service, *_ = taken(4, requests)
     assert service.last(requests) is requests[victim]

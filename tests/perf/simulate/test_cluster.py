@@ -240,8 +240,8 @@ def test_tenants_take_turns_by_the_queue_policy():
             super().__init__()
             self._tenant = tenant
 
-        def standing(self, account):
-            return float(account != self._tenant)
+        def standing(self, tenant):
+            return float(tenant != self._tenant)
 
     requests = [asked(n, 0.0)._replace(tenant="large") for n in range(6)]
     requests.append(asked(6, 0.001)._replace(tenant="small"))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from chorus.core.engine_stats import AccountStats
+from chorus.core.engine_stats import TenantStats
 from chorus.memory.adapters.adapter import Tier
 from chorus.server.access.grants import ALL, Grant, InvalidKey
 from chorus.server.access.keys import Keys, NamedKey, new_key, read_keys
@@ -71,7 +71,7 @@ def tenants(tmp_path_factory, start_one, make_engine):
     engine = make_engine([])
     for name in NAMES:
         engine.store.tiers[name] = Tier.DEVICE
-    engine.accounts = lambda: [AccountStats(name, 1, 1, 2.0) for name in NAMES]
+    engine.tenants = lambda: [TenantStats(name, 1, 1, 2.0) for name in NAMES]
     engine.adapter_load = lambda: (NAMES, NAMES)
     path = tmp_path_factory.mktemp("keys") / "keys"
     path.write_text("sk-limited-key limited adapters=absent\nsk-everything-key all\nsk-the-admin-key ops admin=yes\n")

@@ -230,7 +230,7 @@ def test_prompt_scores_reach_the_client_once(front):
 def test_reports_of_other_fronts_requests_count_and_own_are_known(front):
     link = front.links[0]
     stats = SimpleNamespace(num_running=5, num_waiting=1, num_free_pages=10, num_cached_pages=2, num_kv_pages=3)
-    link.report = SimpleNamespace(stats=stats, num_yours=2, tiers={}, accounts=[], costs={})
+    link.report = SimpleNamespace(stats=stats, num_yours=2, tiers={}, tenants=[], costs={})
     front.frame(link, "stats")
     state = front.dispatcher.fleet.state_of(link)
     assert (state.num_requests, state.free_tokens, state.kv_tokens) == (4, 192, 48)

@@ -417,7 +417,7 @@ def test_the_engine_tells_which_adapters_are_in_use(subject):
     assert set(running) | set(waiting) == set(names)
     tiers = {each.name: each.tier for each in view.adapters}
     assert all(tiers[name] is Tier.DEVICE for name in running)
-    assert [(each.name, each.num_running, each.num_waiting) for each in view.accounts] == [("", 2, 3)]
+    assert [(each.name, each.num_running, each.num_waiting) for each in view.tenants] == [("", 2, 3)]
     assert view.tier_counts["device"] == len(running) and sum(view.tier_counts.values()) == 3
     while engine.has_work():
         engine.step()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from chorus.core.engine_stats import AccountStats
+from chorus.core.engine_stats import TenantStats
 from chorus.server.access.addresses import Networks
 from chorus.server.access.hosts import Hosts, is_loopback, is_same_origin
 from chorus.server.access.keys import InvalidKey, Keys, KeyWatch, NamedKey, Right, check_key, read_keys
@@ -400,25 +400,25 @@ def test_health_shows_traffic_to_keys_alone(monkeypatch, start, fake_engine):
     assert "stats" in start(fake_engine).client.get("/health").json(), "a server without keys has no secrets"
 
 
-def accounts_of(live, headers):
+def tenants_of(live, headers):
     return set(
-        re.findall(r'chorus_account_standing{account="([^"]+)"', live.client.get("/metrics", headers=headers).text)
+        re.findall(r'chorus_account_standing{tenant="([^"]+)"', live.client.get("/metrics", headers=headers).text)
     )
 
 
 def test_metrics_name_other_tenants_to_admins_alone(start, fake_engine, tmp_path, monkeypatch):
     (tmp_path / "keys").write_text(f"{KEY} support\n{OTHER} batch\n")
-    standing = [AccountStats(name, 1, 0, 2.0) for name in ("support", "batch", "other")]
-    monkeypatch.setattr(fake_engine, "accounts", lambda: standing)
+    standing = [TenantStats(name, 1, 0, 2.0) for name in ("support", "batch", "other")]
+    monkeypatch.setattr(fake_engine, "tenants", lambda: standing)
     live = start(fake_engine, settings={"api_key_file": tmp_path / "keys", "admin_key": [ADMIN]})
-    assert accounts_of(live, bearer(KEY)) == {"support"}
-    assert accounts_of(live, bearer(OTHER)) == {"batch"}
-    assert accounts_of(live, bearer(ADMIN)) == {"support", "batch", "other"}
+    assert tenants_of(live, bearer(KEY)) == {"support"}
+    assert tenants_of(live, bearer(OTHER)) == {"batch"}
+    assert tenants_of(live, bearer(ADMIN)) == {"support", "batch", "other"}
     plain = start(fake_engine, settings={"api_key_file": tmp_path / "keys"})
-    assert accounts_of(plain, bearer(KEY)) == {"support"}, "keys may change adapters here, and still are tenants'"
-    assert accounts_of(start(fake_engine), {}) == {"support", "batch", "other"}
+    assert tenants_of(plain, bearer(KEY)) == {"support"}, "keys may change adapters here, and still are tenants'"
+    assert tenants_of(start(fake_engine), {}) == {"support", "batch", "other"}
     by_adapter = start(fake_engine, settings={"api_key_file": tmp_path / "keys", "fair_by": "adapter"})
-    assert len(accounts_of(by_adapter, bearer(KEY))) == 3, "adapters' names are in /v1/models"
+    assert len(tenants_of(by_adapter, bearer(KEY))) == 3, "adapters' names are in /v1/models"
 
 
 def test_a_proxy_names_clients_by_their_addresses_alone(start, fake_engine):
