@@ -390,7 +390,7 @@ def test_changes_of_adapters_are_logged_with_their_callers(make_live, root, capl
     assert lines[0].startswith(f"ops added adapter new: version 1, content {added['content_hash']}, from ")
     assert lines[1].startswith("ops replaced adapter new: version 2, content ")
     assert lines[2] == "ops pinned adapter new"
-    assert lines[3].startswith("ops removed adapter new: version 3, content ")
+    assert lines[3].startswith("ops removed adapter new: version 2, content ")
     assert len(added["content_hash"]) == 64 and "sk-of" not in caplog.text
 
 
