@@ -23,7 +23,7 @@ from .ahead import StepAhead
 from .cold_start import ColdStarts
 from .config import EngineConfig
 from .cpus import reading_threads
-from .engine_stats import TenantStats, EngineStats, tenants_of, stats_of
+from .engine_stats import EngineStats, TenantStats, stats_of, tenants_of
 from .executors.alone import run_rows_alone
 from .executors.base import Assisted, Executor, ModelInfo, Watchable
 from .kv_events import KvEvents

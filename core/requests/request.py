@@ -47,10 +47,10 @@ class Request:
     There is no prefill phase, only `num_computed_tokens` (tokens with KV in the cache) trailing `num_tokens`
     (prompt plus generated). `adapter_name` is what the client asked for; `adapter` the version that it got.
 
-    token_ids: the prompt, and behind it what is generated. tenant: the client, empty if unknown. fairness_key: the
-    tenant, or with `fair_by` adapter the adapter, whose share is charged; set by the engine. cache_salt: prefix-cache blocks are shared only between
-    requests of equal salt. call: shared by the requests of one call, which take turns beside other calls; empty for a
-    request alone.
+    token_ids: the prompt, followed by what is generated. tenant: the client, empty if unknown. fairness_key: the tenant
+    whose share is charged, or the adapter with `fair_by` adapter; the engine sets it. cache_salt: prefix-cache blocks
+    are shared only between requests of equal salt. call: shared by the requests of one call, which take turns beside
+    other calls; empty for a request alone.
     """
 
     id: str

@@ -12,7 +12,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ...core.engine_stats import METRICS, TenantStats, EngineStats
+from ...core.engine_stats import METRICS, EngineStats, TenantStats
 from ...memory.adapters.adapter import Tier
 from ...memory.adapters.versions import split_version
 from ..engine.engine_view import MAX_TIER_SERIES, AdapterRow, EngineView, Phase, Picture, ReplicaRow

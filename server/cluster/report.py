@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
 from ...core.costs.models import CostModel, DiskCost, Kernel, StepCost, TransferCost
-from ...core.engine_stats import TenantStats, EngineStats
+from ...core.engine_stats import EngineStats, TenantStats
 from ...core.executors.base import ModelInfo
 from ...core.merging.learned_prices import LearnedPrices
 from ...core.merging.modes import batch_of, context_of

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgpack
 
 MAGIC = b"CW"
-VERSION = 1
+VERSION = 2
 
 MAX_BYTES = 64 << 20
 """Largest payload: prompt log-probabilities of a long prompt, with 20 alternatives each, take half of it."""

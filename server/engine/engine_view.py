@@ -17,7 +17,7 @@ from .metric_families import label
 
 if TYPE_CHECKING:
     from ...core.engine import Engine
-    from ...core.engine_stats import TenantStats, EngineStats
+    from ...core.engine_stats import EngineStats, TenantStats
     from ...core.quarantine import Quarantined
     from ...memory.adapters.adapter import Adapter
     from ...memory.adapters.store import AdapterStore

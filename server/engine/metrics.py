@@ -265,10 +265,14 @@ def tenants_text(view: EngineView, write: Write, shown: Callable[[str], bool] | 
     registry = CollectorRegistry()
     for name, text, attribute in (
         ("requests_running", "Requests of a tenant, or adapter, in the running batch", "num_running"),
-        ("requests_waiting", "Requests of a tenant, or adapter, that wait for a place", "num_waiting"),
+        ("requests_waiting", "Requests of a tenant, or adapter, that wait for a slot", "num_waiting"),
         ("standing", "Cost that a tenant, or adapter, was served over its weight; the least is next", "standing"),
     ):
-        gauge = Gauge(f"chorus_account_{name}", text, ("tenant",), registry=registry)
+        gauges = [
+            Gauge(f"chorus_tenant_{name}", text, ("tenant",), registry=registry),
+            Gauge(f"chorus_account_{name}", f"The old name of chorus_tenant_{name}", ("account",), registry=registry),
+        ]
         for each in tenants:
-            gauge.labels(label(each.name)).set(getattr(each, attribute))
+            for gauge in gauges:
+                gauge.labels(label(each.name)).set(getattr(each, attribute))
     return write(registry)

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from chorus.core.engine_stats import TenantStats, EngineStats
+from chorus.core.engine_stats import EngineStats, TenantStats
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams
 from chorus.core.requests.types import FinishReason, RequestOutput, StepInfo, TokenLogprobs

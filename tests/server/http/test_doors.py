@@ -402,7 +402,7 @@ def test_health_shows_traffic_to_keys_alone(monkeypatch, start, fake_engine):
 
 def tenants_of(live, headers):
     return set(
-        re.findall(r'chorus_account_standing{tenant="([^"]+)"', live.client.get("/metrics", headers=headers).text)
+        re.findall(r'chorus_tenant_standing{tenant="([^"]+)"', live.client.get("/metrics", headers=headers).text)
     )
 
 
