@@ -13,7 +13,7 @@ from .sgmv import AdapterRows, Segments
 NUM_MODULES = 7
 
 #: Columns of `SgmvTables.tiles`, 32 bytes: what a tile has of its step, and what is the same in every layer.
-BEGIN, END, SLOT, RANK, SLAB, SCALE = range(6)
+BEGIN, END, TABLE_ROW, RANK, SLAB, SCALE = range(6)
 TILE_WIDTH = 8
 
 #: Columns of `SgmvTables.offsets`, 64 bytes: the modules' a_offset, then b_offset.
@@ -40,30 +40,30 @@ class TablesFull(ValueError):
 class SgmvTables:
     """Buffers that never move: a captured launch reads what the last `plan` wrote.
 
-    An adapter's rows of one rank and scale have a slot. Its entries are written when it gets the slot and stay while
-    it is used; a step writes the table of tiles where it differs from the last, and the entries of all adapters that
+    An adapter's rank-rows of one rank and scale have a table row. Its entries are written when they get it, and stay
+    while it is used; a step writes the table of tiles where it differs from the last, and the entries of all adapters that
     are new in one copy. So a tile is one load away, its adapter's offsets and places in a layer are the next, side by
     side, and weights the third.
 
     Entries that change the same module of the same tokens are in passes of their own, one launch after the other, so
     that their products are summed in the order of the entries. Most steps have one pass.
 
-    tiles:      int32 `[max_passes, max_tiles, TILE_WIDTH]`, tokens `begin … end` use `slot`, -1: nothing to do; its
-                rank, slab_elems and scale, a float32's bits
-    offsets:    int32 `[slots, OFFSETS_WIDTH]`, -1 where a module is not targeted
-    first_elem: int64 `[slots, layers]`, where the layer's slabs begin in the adapter, -1 where it has none; an adapter
-                of a large model has more elements than 32 bits count
-    places:     int32 `[slots, layers, blocks, 1 + pages]`, for every PLACE_ROWS rank-rows of a layer where the first of
-                them begins in a page, -1 where the layer has none; then that page and the following pages. One column
-                where a block may touch more than a record holds
-    pages:      int32 `[slots, max_pages]`, the adapter's pages in the arena
+    tiles:      int32 `[max_passes, max_tiles, TILE_WIDTH]`: tokens `begin … end` use `table_row` (-1: nothing to do);
+                then its rank, slab_elems and scale, a float32's bits
+    offsets:    int32 `[table_rows, OFFSETS_WIDTH]`, -1 where a module is not targeted
+    first_elem: int64 `[table_rows, layers]`, where the layer's slabs begin in the adapter, -1 where it has none; an
+                adapter of a large model has more elements than 32 bits count
+    places:     int32 `[table_rows, layers, blocks, 1 + pages]`: for every PLACE_ROWS rank-rows of a layer, where the
+                first of them begins in a page (-1: the layer has none), then that page and the following pages. One
+                column where a block may touch more pages than a record holds
+    pages:      int32 `[table_rows, max_pages]`, the adapter's pages in the arena
     h:          float32, flat: the partial sums `[splits, tokens, modules, max_rank]` between shrink and expand
     """
 
     def __init__(
         self,
         *,
-        slots: int,
+        table_rows: int,
         layers: int,
         max_pages: int,
         max_rank: int,
@@ -86,19 +86,21 @@ class SgmvTables:
         self.tiles = torch.full((max_passes, room, TILE_WIDTH), -1, dtype=torch.int32, device=device)
         self.tiles_of_pass = list(self.tiles)
         self.passes = self.tail_tiles = 0  # of the last step planned
-        self.offsets = torch.full((slots, OFFSETS_WIDTH), -1, dtype=torch.int32, device=device)
-        self.first_elem = torch.full((slots, layers), -1, dtype=torch.int64, device=device)
-        self.pages = torch.zeros((slots, max_pages), dtype=torch.int32, device=device)
+        self.offsets = torch.full((table_rows, OFFSETS_WIDTH), -1, dtype=torch.int32, device=device)
+        self.first_elem = torch.full((table_rows, layers), -1, dtype=torch.int64, device=device)
+        self.pages = torch.zeros((table_rows, max_pages), dtype=torch.int32, device=device)
         self.page_elems, self._slab_elems = page_elems, slab_elems
         self.place_pages = place_pages(page_elems, slab_elems)
         self.places = torch.full(
-            (slots, layers, place_blocks(max_rank), 1 + self.place_pages), -1, dtype=torch.int32, device=device
+            (table_rows, layers, place_blocks(max_rank), 1 + self.place_pages), -1, dtype=torch.int32, device=device
         )
         self.h = torch.empty(scratch, dtype=torch.float32, device=device)
         self._records = _Records(self, device, make_copy)
-        self._of_slot = np.zeros((slots + 1, 3), dtype=np.int32)  # rank, slab_elems and scale, as tiles have them
+        self._of_table_row = np.zeros(
+            (table_rows + 1, 3), dtype=np.int32
+        )  # rank, slab_elems and scale, as tiles have them
         self._copies = [make_copy(tiles.numel() * tiles.itemsize) for tiles in self.tiles_of_pass]
-        self._slots: dict[AdapterRows, int] = {}  # the least recently used first
+        self._table_rows: dict[AdapterRows, int] = {}  # the least recently used first
         self._planned: tuple[Segments | None, tuple[int | None, ...], int] = None, (), 0  # last, its key, its tiles
         self._tiles: list[list[tuple[int, int, int]]] = [[] for _ in self._copies]  # as they are in `tiles`
 
@@ -147,10 +149,10 @@ class SgmvTables:
         for (begin, end, rows), level in zip(segments, segments.level, strict=True):
             middle = min(max(begin, border), end)
             for first in range(begin, middle, tile_tokens):
-                planned[level].append((first, min(first + tile_tokens, middle), self._slots[rows]))
+                planned[level].append((first, min(first + tile_tokens, middle), self._table_rows[rows]))
             for first in range(middle, end, tail_tile):
                 last = min(first + tail_tile, end)
-                behind[level].append((first - origin, last - origin, self._slots[rows]))
+                behind[level].append((first - origin, last - origin, self._table_rows[rows]))
         for index, tail in enumerate(behind):
             if tail:
                 planned[index] += [_IDLE] * (first_tail - len(planned[index])) + tail
@@ -159,7 +161,7 @@ class SgmvTables:
                 idle = len(self._tiles[index]) - len(tiles)
                 table = np.zeros((len(tiles) + max(idle, 0), TILE_WIDTH), dtype=np.int32)
                 table[:, :RANK] = tiles + [_IDLE] * idle
-                table[:, RANK : SCALE + 1] = self._of_slot[table[:, SLOT]]
+                table[:, RANK : SCALE + 1] = self._of_table_row[table[:, TABLE_ROW]]
                 self._copies[index](self.tiles_of_pass[index][: len(table)], torch.from_numpy(table))
         self._tiles, self.passes = planned, passes
         self._planned = segments, key, count
@@ -167,40 +169,40 @@ class SgmvTables:
 
     def leave_out(self, rows: AdapterRows, layer: int) -> None:
         """Have what is launched from now on find no rows of a layer of an adapter that was planned; for as long as it
-        keeps its slot.
+        keeps its table row.
         """
-        slot = self._slots[rows]
-        self.first_elem[slot, layer] = -1
-        self.places[slot, layer, :, 0] = -1
+        table_row = self._table_rows[rows]
+        self.first_elem[table_row, layer] = -1
+        self.places[table_row, layer, :, 0] = -1
 
     def _assign(self, used: Sequence[AdapterRows]) -> bool:
-        """Give each of `used` a slot: a free one, else one that the step doesn't use, longest unused first.
+        """Give each of `used` a table row: a free one, else one that the step doesn't use, longest unused first.
 
-        Return True if any was given a new slot.
+        Return True if any was given a new table row.
         """
         fresh: dict[AdapterRows, None] = {}
         for rows in used:
-            slot = self._slots.pop(rows, None)
-            if slot is None:
+            table_row = self._table_rows.pop(rows, None)
+            if table_row is None:
                 fresh[rows] = None
             else:
-                self._slots[rows] = slot
+                self._table_rows[rows] = table_row
         if not fresh:
             return False
         keep = set(used)
-        idle = [rows for rows in self._slots if rows not in keep]
-        room = len(self.offsets) - len(self._slots)
+        idle = [rows for rows in self._table_rows if rows not in keep]
+        room = len(self.offsets) - len(self._table_rows)
         if len(fresh) > room + len(idle):
-            raise TablesFull(f"the step has {len(keep)} adapter parts, the tables have {len(self.offsets)} slots")
+            raise TablesFull(f"the step has {len(keep)} adapter parts, the tables have {len(self.offsets)} table rows")
         for rows in fresh:
             self._check(rows)
         for rows in fresh:
-            slot = len(self._slots) if room > 0 else self._slots.pop(idle.pop(0))
+            table_row = len(self._table_rows) if room > 0 else self._table_rows.pop(idle.pop(0))
             room -= 1
-            self._slots[rows] = slot
-            self._of_slot[slot, :2] = rows.rank, rows.slab_elems
-            self._of_slot[slot, 2:].view(np.float32)[0] = rows.scale
-        self._records.write([(self._slots[rows], rows) for rows in fresh])
+            self._table_rows[rows] = table_row
+            self._of_table_row[table_row, :2] = rows.rank, rows.slab_elems
+            self._of_table_row[table_row, 2:].view(np.float32)[0] = rows.scale
+        self._records.write([(self._table_rows[rows], rows) for rows in fresh])
         return True
 
     def _check(self, rows: AdapterRows) -> None:
@@ -225,25 +227,25 @@ def place_pages(page_elems: int, slab_elems: int) -> int:
 
 
 class _Records:
-    """New slots' entries: side by side on the host, one copy to the device, and there put where they belong."""
+    """New table rows' entries: side by side on the host, one copy to the device, and there put where they belong."""
 
     def __init__(self, tables: SgmvTables, device: torch.device | str, make_copy: Callable[[int], Copy]) -> None:
         self._tables = tables
-        slots, layers, blocks, width = tables.places.shape
+        table_rows, layers, blocks, width = tables.places.shape
         # in 32 bits; the first two are 64-bit values
         widths = (2, 2 * layers, OFFSETS_WIDTH, layers * blocks * width, tables.pages.shape[1])
         ends = np.cumsum(widths).tolist()
         self._parts = [slice(end - width, end) for end, width in zip(ends, widths, strict=True)]
-        self._device = torch.empty((slots, ends[-1] + ends[-1] % 2), dtype=torch.int32, device=device)
+        self._device = torch.empty((table_rows, ends[-1] + ends[-1] % 2), dtype=torch.int32, device=device)
         self._copy = make_copy(self._device.numel() * self._device.itemsize)
         self._blocks, self._within = np.arange(blocks), np.arange(width - 1)
 
     def write(self, entries: Sequence[tuple[int, AdapterRows]]) -> None:
         tables = self._tables
-        slot, first, offsets, places, pages = self._parts
+        table_row, first, offsets, places, pages = self._parts
         host = np.zeros((len(entries), self._device.shape[1]), dtype=np.int32)
         for record, (index, rows) in zip(host, entries, strict=True):
-            record[slot].view(np.int64)[:] = index
+            record[table_row].view(np.int64)[:] = index
             record[first].view(np.int64)[:] = rows.first_elem
             record[offsets] = -1
             record[offsets][:NUM_MODULES] = rows.a_offset
@@ -252,11 +254,11 @@ class _Records:
             record[places] = self._places(rows).reshape(-1)
         device = self._device[: len(entries)]
         self._copy(device, torch.from_numpy(host))
-        slots = device[:, slot].view(torch.int64)[:, 0]
-        tables.first_elem.index_copy_(0, slots, device[:, first].view(torch.int64))
-        tables.offsets.index_copy_(0, slots, device[:, offsets])
-        tables.places.index_copy_(0, slots, device[:, places].view(-1, *tables.places.shape[1:]))
-        tables.pages.index_copy_(0, slots, device[:, pages])
+        table_rows = device[:, table_row].view(torch.int64)[:, 0]
+        tables.first_elem.index_copy_(0, table_rows, device[:, first].view(torch.int64))
+        tables.offsets.index_copy_(0, table_rows, device[:, offsets])
+        tables.places.index_copy_(0, table_rows, device[:, places].view(-1, *tables.places.shape[1:]))
+        tables.pages.index_copy_(0, table_rows, device[:, pages])
 
     def _places(self, rows: AdapterRows) -> np.ndarray:
         """The adapter's records `[layers, blocks, 1 + pages]`; missing pages are filled with the last page."""

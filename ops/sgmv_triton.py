@@ -40,12 +40,12 @@ from .sgmv_tables import (
     RANK,
     SCALE,
     SLAB,
-    SLOT,
+    TABLE_ROW,
     TILE_WIDTH,
     SgmvTables,
 )
 
-_BEGIN, _END, _SLOT = (tl.constexpr(at) for at in (BEGIN, END, SLOT))
+_BEGIN, _END, _TABLE_ROW = (tl.constexpr(at) for at in (BEGIN, END, TABLE_ROW))
 _RANK, _SLAB, _SCALE, _TILE = (tl.constexpr(at) for at in (RANK, SLAB, SCALE, TILE_WIDTH))
 _B, _OFFSETS, _ROWS = (tl.constexpr(at) for at in (OFFSETS_B, OFFSETS_WIDTH, PLACE_ROWS))
 
@@ -87,7 +87,7 @@ def _load_rows(
 
 @triton.jit
 def _find_block(
-    places, first_elem, slot, layer, layers, offset, slab, row, rows,
+    places, first_elem, table_row, layer, layers, offset, slab, row, rows,
     BLOCKS: tl.constexpr, PAGES: tl.constexpr,
 ):  # fmt: skip
     """If an adapter has rank-rows of a layer and of the module at `offset`, where its rank-rows `rows` from `row` on
@@ -96,13 +96,13 @@ def _find_block(
     """
     near = ()
     if PAGES:
-        place = places + ((slot * layers + layer) * BLOCKS + row // _ROWS) * (PAGES + 1)
+        place = places + ((table_row * layers + layer) * BLOCKS + row // _ROWS) * (PAGES + 1)
         base = tl.load(place)
         for i in tl.static_range(PAGES):
             near = near + (tl.load(place + 1 + i),)  # noqa: RUF005, Triton's tuples are not unpacked
         start = base + offset + (rows - row // _ROWS * _ROWS) * slab
     else:
-        base = tl.load(first_elem + slot * layers + layer)
+        base = tl.load(first_elem + table_row * layers + layer)
         start = base + offset + rows.to(tl.int64) * slab
     return (offset >= 0) & (base >= 0), start, near
 
@@ -163,21 +163,21 @@ def shrink_decode(
     tile, split = tl.program_id(0), tl.program_id(2)
     group, lane = tl.program_id(1) % MODULES, tl.program_id(1) // MODULES
     tiles += tile * _TILE
-    slot, rank, slab = tl.load(tiles + _SLOT), tl.load(tiles + _RANK), tl.load(tiles + _SLAB)
+    table_row, rank, slab = tl.load(tiles + _TABLE_ROW), tl.load(tiles + _RANK), tl.load(tiles + _SLAB)
     token = tl.load(tiles + _BEGIN).to(tl.int64)
-    if slot < 0:
+    if table_row < 0:
         if PDL:
             cuda.gdc_wait()
         return
-    offset = tl.load(offsets + slot * _OFFSETS + _pick(group, M0, M1, M2))
-    pages += slot.to(tl.int64) * max_pages
+    offset = tl.load(offsets + table_row * _OFFSETS + _pick(group, M0, M1, M2))
+    pages += table_row.to(tl.int64) * max_pages
     warp = tl.arange(0, WARPS)
     each = tl.arange(0, BLOCK_R // WARPS)[:, None] * WARPS + warp[None, :]
     for row in range(lane * BLOCK_R, rank, LANES * BLOCK_R):
         rows = row + each
         live = rows < rank
         is_changed, start, near = _find_block(
-            places, first_elem, slot, layer, layers, offset, slab, row, rows, BLOCKS, PAGES
+            places, first_elem, table_row, layer, layers, offset, slab, row, rows, BLOCKS, PAGES
         )  # fmt: skip
         if is_changed:
             total = tl.zeros([BLOCK_R // WARPS, WARPS, BLOCK_K], dtype=tl.float32)
@@ -206,17 +206,17 @@ def shrink_prefill(
     tile, split = tl.program_id(0), tl.program_id(2)
     group, lane = tl.program_id(1) % MODULES, tl.program_id(1) // MODULES
     tiles += tile * _TILE
-    slot = tl.load(tiles + _SLOT)
-    if slot < 0:
+    table_row = tl.load(tiles + _TABLE_ROW)
+    if table_row < 0:
         return
-    offset = tl.load(offsets + slot * _OFFSETS + _pick(group, M0, M1, M2))
-    base = tl.load(first_elem + slot * layers + layer)
+    offset = tl.load(offsets + table_row * _OFFSETS + _pick(group, M0, M1, M2))
+    base = tl.load(first_elem + table_row * layers + layer)
     if (offset < 0) | (base < 0):
         return
     token = tl.load(tiles + _BEGIN) + tl.arange(0, BLOCK_T)
     own = token < tl.load(tiles + _END)
     rank, slab = tl.load(tiles + _RANK), tl.load(tiles + _SLAB)
-    pages += slot.to(tl.int64) * max_pages
+    pages += table_row.to(tl.int64) * max_pages
     x_rows = x + token.to(tl.int64)[:, None] * x_stride
     for row in range(lane * BLOCK_R, rank, LANES * BLOCK_R):
         rows = row + tl.arange(0, BLOCK_R)
@@ -274,10 +274,10 @@ def expand_decode(
         cuda.gdc_launch_dependents()
     block, tile = tl.program_id(0), tl.program_id(1)
     tiles += tile * _TILE
-    slot, rank, slab = tl.load(tiles + _SLOT), tl.load(tiles + _RANK), tl.load(tiles + _SLAB)
+    table_row, rank, slab = tl.load(tiles + _TABLE_ROW), tl.load(tiles + _RANK), tl.load(tiles + _SLAB)
     token = tl.load(tiles + _BEGIN).to(tl.int64)
     factor = tl.load(tiles + _SCALE).to(tl.float32, bitcast=True)
-    if slot < 0:
+    if table_row < 0:
         if PDL:
             cuda.gdc_wait()
         return
@@ -285,14 +285,14 @@ def expand_decode(
     BLOCKS_1: tl.constexpr = BLOCKS_0 + (W1 + BLOCK_N - 1) // BLOCK_N
     WIDTH: tl.constexpr = BLOCKS * _ROWS
     group = (block >= BLOCKS_0).to(tl.int32) + (block >= BLOCKS_1).to(tl.int32)
-    offset = tl.load(offsets + slot * _OFFSETS + _B + _pick(group, M0, M1, M2))
-    pages += slot.to(tl.int64) * max_pages
+    offset = tl.load(offsets + table_row * _OFFSETS + _B + _pick(group, M0, M1, M2))
+    pages += table_row.to(tl.int64) * max_pages
     width = _pick(group, W0, W1, W2)
     column = (block - _pick(group, 0, BLOCKS_0, BLOCKS_1)) * BLOCK_N + tl.arange(0, BLOCK_N)
     target = y + token * y_stride + _pick(group, 0, W0, W0 + W1) + column
     rows = tl.arange(0, BLOCK_R)
     is_changed, start, near = _find_block(
-        places, first_elem, slot, layer, layers, offset, slab, 0, rows, BLOCKS, PAGES
+        places, first_elem, table_row, layer, layers, offset, slab, 0, rows, BLOCKS, PAGES
     )  # fmt: skip
     if not PDL:
         before = tl.load(target, mask=column < width, other=0.0).to(tl.float32)
@@ -310,7 +310,7 @@ def expand_decode(
             parts = _load_parts(h, token, tokens, group, row, MODULES, WIDTH, SPLITS, SPLIT_BLOCK, BLOCK_R)
             rows = row + tl.arange(0, BLOCK_R)
             _, start, near = _find_block(
-                places, first_elem, slot, layer, layers, offset, slab, row, rows, BLOCKS, PAGES
+                places, first_elem, table_row, layer, layers, offset, slab, row, rows, BLOCKS, PAGES
             )  # fmt: skip
             b = _load_block(arena, pages, near, start, column, rows < own, width, PAGES, PAGE, VEC)
             total += _product(parts, b, rows < rank)
@@ -333,21 +333,21 @@ def expand_prefill(
     """
     block, tile = tl.program_id(0), tl.program_id(1)
     tiles += tile * _TILE
-    slot = tl.load(tiles + _SLOT)
-    if slot < 0:
+    table_row = tl.load(tiles + _TABLE_ROW)
+    if table_row < 0:
         return
     BLOCKS_0: tl.constexpr = (W0 + BLOCK_N - 1) // BLOCK_N
     BLOCKS_1: tl.constexpr = BLOCKS_0 + (W1 + BLOCK_N - 1) // BLOCK_N
     group = (block >= BLOCKS_0).to(tl.int32) + (block >= BLOCKS_1).to(tl.int32)
-    offset = tl.load(offsets + slot * _OFFSETS + _B + _pick(group, M0, M1, M2))
-    base = tl.load(first_elem + slot * layers + layer)
+    offset = tl.load(offsets + table_row * _OFFSETS + _B + _pick(group, M0, M1, M2))
+    base = tl.load(first_elem + table_row * layers + layer)
     if (offset < 0) | (base < 0):
         return
     token = tl.load(tiles + _BEGIN) + tl.arange(0, BLOCK_T)
     own = token < tl.load(tiles + _END)
     rank, slab = tl.load(tiles + _RANK), tl.load(tiles + _SLAB)
     factor = tl.load(tiles + _SCALE).to(tl.float32, bitcast=True)
-    pages += slot.to(tl.int64) * max_pages
+    pages += table_row.to(tl.int64) * max_pages
     width = _pick(group, W0, W1, W2)
     column = (block - _pick(group, 0, BLOCKS_0, BLOCKS_1)) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)
@@ -398,9 +398,9 @@ class Sgmv:
             schedule, tuple(modules), d_in, arena.shape[1], arena.element_size(), tables.max_rank, tables.place_pages,
         )  # fmt: skip
         self._launch = launch = _launch(*shape, dependent_launch.begins_early(arena.device))
-        self._of_slots = tables.offsets, tables.first_elem, tables.pages
+        self._of_table_rows = tables.offsets, tables.first_elem, tables.pages
         if not schedule.tensor_cores:
-            self._of_slots = tables.offsets, tables.places, tables.first_elem, tables.pages
+            self._of_table_rows = tables.offsets, tables.places, tables.first_elem, tables.pages
         self._shape = ExpandShape.build(*shape)
         self._layers, self._max_pages = tables.first_elem.shape[1], tables.pages.shape[1]
         per_token = tables.scratch_elems(launch.splits, 1, len(modules), tables.max_rank)
@@ -465,7 +465,7 @@ class Sgmv:
 
     def _read(self, tiles: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """What is read by an expand of these tiles."""
-        return self._tables.h, self._arena, tiles, *self._of_slots
+        return self._tables.h, self._arena, tiles, *self._of_table_rows
 
     def _shrink(
         self, x: torch.Tensor, tiles: torch.Tensor, num_tiles: int, free: tuple[int, ...], *, compile_only: bool
@@ -473,7 +473,7 @@ class Sgmv:
         if x.stride(1) != 1:
             raise ValueError("rows of x are contiguous")
         launch, strides = self._launch, (x.stride(0),)
-        shrunk = self._tables.h, x, self._arena, tiles, *self._of_slots
+        shrunk = self._tables.h, x, self._arena, tiles, *self._of_table_rows
         if compile_only:
             launch.shrink.compile(shrunk, free, strides)
         else:

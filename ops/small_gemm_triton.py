@@ -33,14 +33,14 @@ import triton.language.extra.cuda as cuda
 from . import dependent_launch
 from .launch_triton import Launcher
 from .sgmv_schedule import ExpandShape
-from .sgmv_tables import BEGIN, OFFSETS_B, OFFSETS_WIDTH, PLACE_ROWS, RANK, SCALE, SLAB, SLOT, TILE_WIDTH
+from .sgmv_tables import BEGIN, OFFSETS_B, OFFSETS_WIDTH, PLACE_ROWS, RANK, SCALE, SLAB, TABLE_ROW, TILE_WIDTH
 from .sgmv_triton import Shrunk, _find_block, _find_columns, _pick
 from .small_gemm_schedule import MAX_EXPANDED_ROWS, MAX_ROWS, gemm_constants, gemm_options, gemm_schedule, tile_rows
 
 #: Elements of 16 bits in a cache line, and of a row that are fetched at once.
 _LINE, _LINES = tl.constexpr(64), tl.constexpr(256)
 
-_BEGIN, _SLOT, _RANK, _SLAB, _SCALE = (tl.constexpr(at) for at in (BEGIN, SLOT, RANK, SLAB, SCALE))
+_BEGIN, _TABLE_ROW, _RANK, _SLAB, _SCALE = (tl.constexpr(at) for at in (BEGIN, TABLE_ROW, RANK, SLAB, SCALE))
 _TILE, _B, _OFFSETS, _ROWS = (tl.constexpr(at) for at in (TILE_WIDTH, OFFSETS_B, OFFSETS_WIDTH, PLACE_ROWS))
 
 
@@ -71,18 +71,18 @@ def _finish(total, bias, column, own, dtype: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def _load_tiles(tiles, first, num_tiles, TILES: tl.constexpr):
-    """TILES tiles from `first` on, each value `[1, TILES]`: its token, or -1 where there is nothing to do, its slot, or
-    0, rank, slab and scale.
+    """TILES tiles from `first` on, each value `[1, TILES]`: its token, or -1 where there is nothing to do, its table
+    row or 0, rank, slab and scale.
     """
     index = first + tl.arange(0, TILES)[None, :]
     given = index < num_tiles
     place = tiles + index * _TILE
-    slot = tl.load(place + _SLOT, mask=given, other=-1)
+    table_row = tl.load(place + _TABLE_ROW, mask=given, other=-1)
     token = tl.load(place + _BEGIN, mask=given, other=-1)
     rank = tl.load(place + _RANK, mask=given, other=0)
     slab = tl.load(place + _SLAB, mask=given, other=0)
     scale = tl.load(place + _SCALE, mask=given, other=0).to(tl.float32, bitcast=True)
-    return tl.where(slot >= 0, token, -1), tl.maximum(slot, 0), tl.where(slot >= 0, rank, 0), slab, scale
+    return tl.where(table_row >= 0, token, -1), tl.maximum(table_row, 0), tl.where(table_row >= 0, rank, 0), slab, scale
 
 
 @triton.jit
@@ -93,18 +93,18 @@ def _find_rank_rows(
     """Elements of the arena where columns `column` of the tiles' rank-rows of a module's Bᵀ are, `[PLACE_ROWS, TILES,
     columns]`, from `row` on, and which there are; and which rank-rows are an adapter's own, `[PLACE_ROWS, TILES]`.
     """
-    slot, rank, slab = tile[1], tile[2], tile[3]
+    table_row, rank, slab = tile[1], tile[2], tile[3]
     rows = row + tl.arange(0, _ROWS)[:, None]
-    offset = tl.load(offsets + slot * _OFFSETS + _B + module)
+    offset = tl.load(offsets + table_row * _OFFSETS + _B + module)
     is_changed, start, found = _find_block(
-        places, first_elem, slot, layer, layers, offset, slab, row, rows, BLOCKS, PAGES
+        places, first_elem, table_row, layer, layers, offset, slab, row, rows, BLOCKS, PAGES
     )  # fmt: skip
     near = ()
     for i in tl.static_range(PAGES):
         near = near + (tl.expand_dims(found[i], 2),)  # noqa: RUF005, Triton's tuples are not unpacked
     own = is_changed & (rows < rank)
-    of_slot = tl.expand_dims(pages + slot.to(tl.int64) * max_pages, 2)
-    at, mask = _find_columns(of_slot, near, start, column, own, width, PAGES, PAGE, VEC)
+    of_table_row = tl.expand_dims(pages + table_row.to(tl.int64) * max_pages, 2)
+    at, mask = _find_columns(of_table_row, near, start, column, own, width, PAGES, PAGE, VEC)
     return at, mask, own
 
 

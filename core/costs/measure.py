@@ -25,7 +25,7 @@ from ...memory.host.images import ThreadReads
 from ...memory.pages.pool import PageKind, PagePool
 from ..executors.base import Executor
 from ..requests.sampling_params import SamplingParams
-from ..requests.types import BASE_SLOT, ScheduledRow, StepPlan
+from ..requests.types import BASE_LORA_INDEX, ScheduledRow, StepPlan
 from .fit import Fit, fit
 from .models import Kernel, StepCost, StepWork
 from .work import STEP_TERMS, step_work, term_values
@@ -123,7 +123,7 @@ class StepProfiler:
         """
         sizes = [adapter.num_pages * self._executor.layout.page_bytes for adapter in self.adapters]
         count = min(4, self._max_num_seqs)
-        beside = self._plan([(1, [BASE_SLOT] * count)], count)
+        beside = self._plan([(1, [BASE_LORA_INDEX] * count)], count)
         read: list[list[float]] = [[] for _ in self.adapters]
         place: list[list[float]] = [[] for _ in self.adapters]
         lost = 0.0
@@ -184,7 +184,7 @@ class StepProfiler:
     def decode_plans(self, count: int) -> list[StepPlan]:
         """Decode batches of every size, of few and of many adapters, over short and long KV."""
         sizes = [1 + index % self._max_num_seqs for index in range(count)]
-        return [self._plan([(1, self._slots(size))], size) for size in sizes]
+        return [self._plan([(1, self._lora_indices(size))], size) for size in sizes]
 
     def prefill_plans(self, count: int) -> list[StepPlan]:
         """One to four prompts or chunks of them, some beside decoding requests; more prompts where the model's length
@@ -199,9 +199,9 @@ class StepProfiler:
             tokens = int((self._max_tokens - decodes) * self._random.random() ** 2)
             prompts = min(max(prompts, -(-tokens // limit)), self._max_num_seqs - decodes)
             length = min(max(2, tokens // prompts), limit)
-            groups = [(length, self._slots(prompts))]
+            groups = [(length, self._lora_indices(prompts))]
             if decodes > 0:
-                groups.append((1, self._slots(decodes)))
+                groups.append((1, self._lora_indices(decodes)))
             plans.append(self._plan(groups, None))
         return plans
 
@@ -227,31 +227,34 @@ class StepProfiler:
         noise = median(median(times) / min(times) - 1 for times in every)
         return Samples([step_work(plan, kernel) for plan in plans], steady(every), noise)
 
-    def _slots(self, count: int) -> list[int]:
+    def _lora_indices(self, count: int) -> list[int]:
         """Adapter of each of `count` rows: a few adapters or many, and some rows of the base model."""
         choices = self._random.sample(range(len(self.adapters)), self._random.randint(1, len(self.adapters)))
         if self._random.random() < _BASE_SHARE:
-            return [BASE_SLOT] * count
+            return [BASE_LORA_INDEX] * count
         return [
-            BASE_SLOT if self._random.random() < _BASE_SHARE else self._random.choice(choices) for _ in range(count)
+            BASE_LORA_INDEX if self._random.random() < _BASE_SHARE else self._random.choice(choices)
+            for _ in range(count)
         ]
 
     def _plan(self, groups: list[tuple[int, list[int]]], size: int | None) -> StepPlan:
         """groups: (tokens of each row, adapter of each row). size: rows of a decode batch, None with prefill."""
-        used = sorted({slot for _, slots in groups for slot in slots} - {BASE_SLOT})
-        number = {slot: index for index, slot in enumerate(used)} | {BASE_SLOT: BASE_SLOT}
-        pages = self._page_lists([count for count, slots in groups for _ in slots])
+        used = sorted({lora_index for _, lora_indices in groups for lora_index in lora_indices} - {BASE_LORA_INDEX})
+        number = {lora_index: index for index, lora_index in enumerate(used)} | {BASE_LORA_INDEX: BASE_LORA_INDEX}
+        pages = self._page_lists([count for count, lora_indices in groups for _ in lora_indices])
         rows = []
-        for count, slots in groups:
-            for slot in sorted(number[slot] for slot in slots):
+        for count, lora_indices in groups:
+            for lora_index in sorted(number[lora_index] for lora_index in lora_indices):
                 tokens = [self._random.randrange(self._executor.model.vocab_size) for _ in range(count)]
                 table, start = next(pages)
                 rows.append(
-                    ScheduledRow(f"row{len(rows)}", slot, tokens, start, table, _PARAMS, 0, True, tokens, start + count)
+                    ScheduledRow(
+                        f"row{len(rows)}", lora_index, tokens, start, table, _PARAMS, 0, True, tokens, start + count
+                    )
                 )
         self._steps += 1
         bucket = None if size is None else self._buckets.pick(size)
-        return StepPlan(self._steps, rows, [self.adapters[slot] for slot in used], bucket)
+        return StepPlan(self._steps, rows, [self.adapters[lora_index] for lora_index in used], bucket)
 
     def _page_lists(self, counts: list[int]) -> Iterator[tuple[list[int], int]]:
         """Pages of each row, its own, and how many tokens it has already, for rows of so many new tokens."""

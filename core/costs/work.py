@@ -13,11 +13,11 @@ def step_work(plan: StepPlan, kernel: Kernel) -> StepWork:
     merged = plan.merged
     if merged is None:
         return _of_rows(plan, ranks, kernel)
-    slot = plan.adapters.index(merged) if merged in plan.adapters else None
-    if slot is not None:
-        ranks[slot] = 0
+    lora_index = plan.adapters.index(merged) if merged in plan.adapters else None
+    if lora_index is not None:
+        ranks[lora_index] = 0
     work = _of_rows(plan, ranks, kernel)
-    if apart := [len(row.tokens) for row in plan.rows if row.slot != slot]:
+    if apart := [len(row.tokens) for row in plan.rows if row.lora_index != lora_index]:
         work.row_ranks += len(apart) * merged.rank
         work.token_ranks += sum(apart) * merged.rank
         work.adapter_ranks += merged.rank
@@ -35,7 +35,7 @@ def _of_rows(plan: StepPlan, ranks: list[int], kernel: Kernel) -> StepWork:
         kv_tokens += start
         if start > longest:
             longest = start
-        if rank := ranks[row.slot]:
+        if rank := ranks[row.lora_index]:
             using += 1
             row_ranks += rank
     if plan.bucket is not None:
@@ -47,7 +47,7 @@ def _of_rows(plan: StepPlan, ranks: list[int], kernel: Kernel) -> StepWork:
         if count == 1:
             break  # chunks come first
         pairs += count * (row.start + (count + 1) / 2)
-        if rank := ranks[row.slot]:
+        if rank := ranks[row.lora_index]:
             more_using += count - 1
             token_ranks += (count - 1) * rank
     largest = max(ranks)

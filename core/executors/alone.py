@@ -19,9 +19,9 @@ def run_rows_alone(executor: Executor, plan: StepPlan) -> StepResult:
     """
     merged = StepResult()
     for row in plan.rows:
-        adapters = [] if row.slot < 0 else [plan.adapters[row.slot]]
+        adapters = [] if row.lora_index < 0 else [plan.adapters[row.lora_index]]
         bucket = None if row.is_ragged else 1
-        alone = StepPlan(plan.step_id, [replace(row, slot=min(row.slot, 0))], adapters, bucket, plan.merged)
+        alone = StepPlan(plan.step_id, [replace(row, lora_index=min(row.lora_index, 0))], adapters, bucket, plan.merged)
         try:
             result = executor.execute(alone)
         except ExecutorLost:

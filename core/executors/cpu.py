@@ -189,8 +189,8 @@ class _Steps(Generic[A]):
     def _ragged(self, plan: StepPlan) -> torch.Tensor:
         lora = None
         if plan.mode is not StepMode.BASE:
-            slots, lengths = [row.slot for row in plan.rows], [len(row.tokens) for row in plan.rows]
-            self._lora.set_step(plan.adapters, slots, lengths, plan.merged)
+            lora_indices, lengths = [row.lora_index for row in plan.rows], [len(row.tokens) for row in plan.rows]
+            self._lora.set_step(plan.adapters, lora_indices, lengths, plan.merged)
             lora = self._lora
         batch = ragged_batch(
             plan.rows, self._layout.block_tokens, PagePool.DUMMY, self._eager_attention, lora, plan.merged is not None
@@ -206,7 +206,7 @@ class _Steps(Generic[A]):
         self._bucket_attention[bucket].plan(range(bucket + 1), views.page_table, views.kv_lens)
         if plan.mode is StepMode.BASE:
             return self.graphs.replay(bucket, StepMode.BASE)
-        self._lora.set_step(plan.adapters, [row.slot for row in rows], [1] * len(rows), plan.merged)
+        self._lora.set_step(plan.adapters, [row.lora_index for row in rows], [1] * len(rows), plan.merged)
         return self.graphs.replay(bucket, plan.mode)
 
     def _capture(self, bucket: int, mode: StepMode) -> Callable[[], torch.Tensor]:

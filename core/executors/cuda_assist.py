@@ -91,11 +91,11 @@ class CudaAssist(Assist):
             self._plan = None
         return result
 
-    def lend(self, segments: Segments, slots: Sequence[int], tables: SgmvTables) -> CudaLender | None:
+    def lend(self, segments: Segments, lora_indices: Sequence[int], tables: SgmvTables) -> CudaLender | None:
         """Choose what of a step is lent, before its tables are written; see `CudaLoraState.lending`."""
         lent = self.begin(segments)
         if lent is not None:
-            self._lender = CudaLender(self._handover, lent, segments, slots, tables, self._modules)
+            self._lender = CudaLender(self._handover, lent, segments, lora_indices, tables, self._modules)
         return self._lender
 
     def end(self, plan: StepPlan) -> list[str]:
@@ -106,7 +106,7 @@ class CudaAssist(Assist):
         self.end_step(plan)
         if lender is None or not self._handover.is_given_up:
             return []
-        return [row.request_id for row in plan.rows if row.slot in lender.lent_slots]
+        return [row.request_id for row in plan.rows if row.lora_index in lender.lent_indices]
 
     def close(self) -> None:
         self._is_closed.set()
@@ -158,7 +158,7 @@ class CudaLender:
         handover: CudaHandover,
         lent: Lent,
         segments: Segments,
-        slots: Sequence[int],
+        lora_indices: Sequence[int],
         tables: SgmvTables,
         modules: Sequence[Sequence[int]],
     ) -> None:
@@ -170,19 +170,19 @@ class CudaLender:
         self._of_slot: defaultdict[int, list[int]] = defaultdict(list)
         for index, (entry, rows) in enumerate(zip(lent.entries, self._rows, strict=True)):
             segments.rows[entry] = rows
-            self._of_slot[slots[entry]].append(index)
+            self._of_slot[lora_indices[entry]].append(index)
         self._active: defaultdict[int, list[int]] = defaultdict(list)  # indices of what is lent of each layer
         self._under_way: list[int] = []  # of the group that is handed over
-        self.lent_slots: set[int] = set()
+        self.lent_indices: set[int] = set()
         lent.layers = self._layers = [0] * len(lent.entries)
 
-    def takes(self, slot: int, layer: int) -> bool:
-        own, lent = self._of_slot.get(slot), self._lent
+    def takes(self, lora_index: int, layer: int) -> bool:
+        own, lent = self._of_slot.get(lora_index), self._lent
         if not own or not self._is_well():
             return False
         if layers_at(self._ready[own[0]]) > layer or layers_at(lent.image_ready[own[0]]) <= layer:
             return False
-        self.lent_slots.add(slot)
+        self.lent_indices.add(lora_index)
         for index in own:
             if self._rows[index].first_elem[layer] >= 0:
                 self._tables.leave_out(self._rows[index], layer)

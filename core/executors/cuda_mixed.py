@@ -64,9 +64,11 @@ class MixedSteps:
         """The smallest bucket that holds so many tokens; there must be one."""
         return next(size for size in self.sizes if size >= tokens)
 
-    def begin(self, bucket: int, adapters: Sequence[Adapter], slots: Sequence[int], lengths: Sequence[int]) -> Lora:
+    def begin(
+        self, bucket: int, adapters: Sequence[Adapter], lora_indices: Sequence[int], lengths: Sequence[int]
+    ) -> Lora:
         """Write a step's tables of adapters; the launches of its bucket, or others where these have too few tiles."""
-        return self._lora.begin_padded(adapters, slots, lengths, self.launches[bucket]) if adapters else None
+        return self._lora.begin_padded(adapters, lora_indices, lengths, self.launches[bucket]) if adapters else None
 
     def run(self, bucket: int, num_tokens: int, lora: Lora) -> Residual:
         """Compute a step, its inputs in `columns`, up to the residual stream that the last layer leaves."""

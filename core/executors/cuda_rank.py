@@ -60,8 +60,8 @@ class CudaFollower(Follower):
         """
         assert self._copies is not None
         found = plan_from_wire(plan, self._find)
-        for slot, adapter in enumerate(found.adapters):
-            number = coming.get(slot, -1)
+        for lora_index, adapter in enumerate(found.adapters):
+            number = coming.get(lora_index, -1)
             adapter.transfer = _Unread() if number is None else self._copies.get(number)
         return self._cuda.follow(found, asks_logits)
 

@@ -99,8 +99,8 @@ class CudaRanksExecutor(RanksFront[CudaExecutor]):
     def start(self, plan: StepPlan) -> StartedStep:
         """Launch a step on all ranks; see `Executor.start`."""
         coming = {
-            slot: adapter.transfer.number
-            for slot, adapter in enumerate(plan.adapters)
+            lora_index: adapter.transfer.number
+            for lora_index, adapter in enumerate(plan.adapters)
             if isinstance(adapter.transfer, RankTransfer)
         }
         self._known.introduce_all(plan)

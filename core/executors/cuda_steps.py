@@ -28,7 +28,7 @@ from ..model.lora_state_cuda import CudaLoraState, LoraLaunches, StepLimits
 from ..model.sampler import DeviceDraw, draw, most_drawn_values, needs_logits, score_prompts, score_slices
 from ..requests.grammars import grammars_of
 from ..requests.sampling_params import MAX_ALLOWED_TOKENS, SamplingParams
-from ..requests.types import BASE_SLOT, ScheduledRow, StepResult
+from ..requests.types import BASE_LORA_INDEX, ScheduledRow, StepResult
 from . import cuda_memory
 from .cuda_merged import KEPT_PLACES, MERGED_MODES, PlacedGraphs
 from .cuda_mixed import MODES, MixedSteps, token_buckets
@@ -140,13 +140,13 @@ class CudaSteps:
     ) -> Outputs:
         """Run a step of any rows. sources: as in `decode`. merged: the adapter that its weights have in them."""
         lora, is_merged = None, merged is not None
-        slots, lengths = [row.slot for row in rows], [len(row.tokens) for row in rows]
+        lora_indices, lengths = [row.lora_index for row in rows], [len(row.tokens) for row in rows]
         num_tokens = sum(lengths)
         bucket = None if is_merged or num_tokens > self._most_padded else self.mixed.bucket(num_tokens)
         if bucket is not None:
-            lora = self.mixed.begin(bucket, adapters, slots, lengths)
+            lora = self.mixed.begin(bucket, adapters, lora_indices, lengths)
         elif adapters or is_merged:
-            lora = self.lora.begin_ragged(adapters, slots, lengths, merged)
+            lora = self.lora.begin_ragged(adapters, lora_indices, lengths, merged)
         host = ragged_batch(rows, self._layout.block_tokens, PagePool.DUMMY, self._ragged_attention, lora, is_merged)
         if sources is not None:
             places = torch.tensor(sources)
@@ -183,14 +183,14 @@ class CudaSteps:
         mode, launches, captured, graphs = StepMode.BASE, None, None, self.graphs
         if merged is not None:
             graphs, captured = self.merged_graphs, self.mixture_lora[bucket]
-            padding = adapters.index(merged) if merged in adapters else BASE_SLOT
-            slots = [row.slot for row in rows] + [padding] * (bucket - len(rows))
-            launches = self.lora.begin_bucket(adapters, slots, captured, merged)
+            padding = adapters.index(merged) if merged in adapters else BASE_LORA_INDEX
+            lora_indices = [row.lora_index for row in rows] + [padding] * (bucket - len(rows))
+            launches = self.lora.begin_bucket(adapters, lora_indices, captured, merged)
             mode, captured = (StepMode.MERGED, None) if launches is None else (StepMode.MIXTURE, captured)
         elif adapters:
             mode, captured = StepMode.LORA, self.bucket_lora[bucket]
-            slots = [row.slot for row in rows] + [BASE_SLOT] * (bucket - len(rows))
-            launches = self.lora.begin_bucket(adapters, slots, captured)
+            lora_indices = [row.lora_index for row in rows] + [BASE_LORA_INDEX] * (bucket - len(rows))
+            launches = self.lora.begin_bucket(adapters, lora_indices, captured)
         self.decoder.scored = None  # a replay does not call `forward`, which resets it
         if self._captures and launches is captured:
             graphs.replay(bucket, mode)
@@ -386,7 +386,9 @@ class CudaSteps:
         rows = []
         for length in lengths + decoding:
             tokens, pages = [0] * length, [PagePool.DUMMY] * self._layout.pages_for_tokens(length)
-            rows.append(ScheduledRow(str(len(rows)), BASE_SLOT, tokens, 0, pages, params, 0, True, tokens, length))
+            rows.append(
+                ScheduledRow(str(len(rows)), BASE_LORA_INDEX, tokens, 0, pages, params, 0, True, tokens, length)
+            )
         logits, chosen = self.ragged(rows, ())
         logits = self.whole(logits)
         if self.decoder.ranks is not None and self.decoder.ranks.rank:

@@ -155,8 +155,8 @@ class CpuFollower(Follower):
         ranks.begin(number)
         try:
             found = plan_from_wire(plan, self._find)
-            for slot, adapter in enumerate(found.adapters):
-                at = coming.get(slot)
+            for lora_index, adapter in enumerate(found.adapters):
+                at = coming.get(lora_index)
                 adapter.transfer = None if at is None else CountedTransfer(self._seat.counts[at : at + 1])
             return self._cpu.compute(found, kept)
         except BaseException:

@@ -161,8 +161,8 @@ class RanksExecutor(RanksFront[CpuExecutor]):
     def execute(self, plan: StepPlan) -> StepResult:
         """See `Executor.execute`. A step that fails on one rank is given up by all of them."""
         coming = {
-            slot: self._copies.count_of(adapter.transfer)
-            for slot, adapter in enumerate(plan.adapters)
+            lora_index: self._copies.count_of(adapter.transfer)
+            for lora_index, adapter in enumerate(plan.adapters)
             if adapter.transfer is not None
         }
         self._known.introduce_all(plan)

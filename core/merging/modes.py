@@ -149,8 +149,8 @@ class Modes:
         merged = self._merging.merged
         if merged is None or merged not in plan.adapters:
             return None
-        slot = plan.adapters.index(merged)
-        own = sum([len(row.tokens) for row in plan.rows if row.slot == slot])
+        lora_index = plan.adapters.index(merged)
+        own = sum([len(row.tokens) for row in plan.rows if row.lora_index == lora_index])
         return merged if 2 * own >= plan.num_tokens else None
 
     def note(self, plan: StepPlan, seconds: float) -> None:
@@ -213,8 +213,8 @@ def _count_beginning(scheduler: Scheduler) -> int:
 def batch_of(plan: StepPlan) -> Batch:
     """Return how many rows of a step each adapter has, and the base model."""
     adapters: list[Adapter | None] = [*plan.adapters, None]  # the base model's slot is the last
-    slots = Counter([row.slot for row in plan.rows])
-    return {adapters[slot]: count for slot, count in slots.items()}
+    lora_indices = Counter([row.lora_index for row in plan.rows])
+    return {adapters[lora_index]: count for lora_index, count in lora_indices.items()}
 
 
 def context_of(plan: StepPlan) -> float:

@@ -19,7 +19,7 @@ from ...memory.pages.adapter_layout import AdapterPart, PartLayout
 from ...memory.pages.layout import MODULES
 from ...memory.transfers.transfer import Transfer
 from ...ops.sgmv import AdapterRows, Segments, sgmv
-from ..requests.types import BASE_SLOT, ScheduledRow
+from ..requests.types import BASE_LORA_INDEX, ScheduledRow
 from .config import ModelConfig
 from .sampler import following_tokens
 
@@ -67,7 +67,7 @@ class LoraState:
         self.segments = Segments()
         self._coming: dict[int, Transfer] = {}  # by slot
         self._late: set[int] = set()
-        self._slots: list[int] = []  # of each segment
+        self._lora_indices: list[int] = []  # of each segment
         self._patience = 0.0  # seconds that the step may still wait
         self._step: tuple[object, ...] | None = None  # what `segments` were made of
         self._rows: WeakKeyDictionary[Adapter, _Resident] = WeakKeyDictionary()
@@ -77,89 +77,89 @@ class LoraState:
     def set_step(
         self,
         adapters: Sequence[Adapter],
-        slots: Sequence[RowAdapters],
+        lora_indices: Sequence[RowAdapters],
         lengths: Sequence[int],
         merged: Adapter | None = None,
     ) -> None:
-        """Describe a step: row i has `lengths[i]` tokens and uses `adapters[slots[i]]`, or the base model at -1.
+        """Describe a step: row i has `lengths[i]` tokens and uses `adapters[lora_indices[i]]`, or the base model at -1.
 
         Neighbouring rows of the same slot, or of the same several, become one segment. merged: the adapter merged into
         the weights: it is subtracted from the rows of other adapters (neighbouring rows as one segment), and its own
         rows have no LoRA work.
         """
-        if self._is_last_step(adapters, slots, lengths, merged):
+        if self._is_last_step(adapters, lora_indices, lengths, merged):
             return  # most decode steps have the same segments as the step before
         self._late.clear()
         self._patience = self.max_stall
-        self._slots = []
+        self._lora_indices = []
         self.segments = Segments()
         if merged is not None:
             own = adapters.index(merged) if merged in adapters else None
-            self._subtract(merged, [slot == own for slot in slots], lengths)
+            self._subtract(merged, [lora_index == own for lora_index in lora_indices], lengths)
         rows = [[] if adapter is merged else self.rows_of(adapter) for adapter in adapters]
-        for used, begin, end in _runs(slots, lengths):
-            for slot, factor in _factors(used):
-                self._add(begin, end, slot, factor, rows[slot])
+        for used, begin, end in _runs(lora_indices, lengths):
+            for lora_index, factor in _factors(used):
+                self._add(begin, end, lora_index, factor, rows[lora_index])
 
     def _is_last_step(
         self,
         adapters: Sequence[Adapter],
-        slots: Sequence[RowAdapters],
+        lora_indices: Sequence[RowAdapters],
         lengths: Sequence[int],
         merged: Adapter | None,
     ) -> bool:
         """True if the step is described already; otherwise it is remembered, unless adapters are still coming."""
         transfers = [adapter.transfer for adapter in adapters]
-        self._coming = {slot: transfer for slot, transfer in enumerate(transfers) if transfer is not None}
+        self._coming = {lora_index: transfer for lora_index, transfer in enumerate(transfers) if transfer is not None}
         if self._coming:
             self._step = None
             return False
         pages = [adapter.pages for adapter in adapters]
         before = self._step
-        self._step = list(adapters), pages, list(slots), list(lengths), merged and (merged, merged.pages)
+        self._step = list(adapters), pages, list(lora_indices), list(lengths), merged and (merged, merged.pages)
         return self._step == before
 
     def _subtract(self, merged: Adapter, is_own: Sequence[bool], lengths: Sequence[int]) -> None:
         """Take the adapter in the weights off all rows but its own."""
         for own, begin, end in _runs(is_own, lengths):
             if not own:
-                self._add(begin, end, BASE_SLOT, -1.0, self.rows_of(merged))
+                self._add(begin, end, BASE_LORA_INDEX, -1.0, self.rows_of(merged))
 
-    def _add(self, begin: int, end: int, slot: int, factor: float, parts: Sequence[AdapterRows]) -> None:
+    def _add(self, begin: int, end: int, lora_index: int, factor: float, parts: Sequence[AdapterRows]) -> None:
         """Add a segment for each part of an adapter, times `factor`."""
-        transfer = self._coming.get(slot)
+        transfer = self._coming.get(lora_index)
         address = 0 if transfer is None else transfer.address
         for part in parts:
             self.segments.add(begin, end, part if factor == 1.0 else self._times(part, factor), address)
-            self._slots.append(slot)
+            self._lora_indices.append(lora_index)
 
     def wait(self, layer: int) -> None:
         """Wait for `layer` of adapters that are still being loaded; adapters that miss the deadline are late."""
-        for slot, transfer in self._coming.items():
-            if slot in self._late or self._is_lent(slot, transfer, layer):
+        for lora_index, transfer in self._coming.items():
+            if lora_index in self._late or self._is_lent(lora_index, transfer, layer):
                 continue
             began = time.monotonic()
             if not transfer.wait_layer(layer, max(0.0, self._patience)):
-                self._late.add(slot)
-                late = {index for index, of in enumerate(self._slots) if of == slot}
+                self._late.add(lora_index)
+                late = {index for index, of in enumerate(self._lora_indices) if of == lora_index}
                 self.segments = self.segments.without(late)  # what lies in its pages may be NaN for all
-                self._slots = [of for of in self._slots if of != slot]
+                self._lora_indices = [of for of in self._lora_indices if of != lora_index]
             self._patience -= time.monotonic() - began
 
-    def _is_lent(self, slot: int, transfer: Transfer, layer: int) -> bool:
+    def _is_lent(self, lora_index: int, transfer: Transfer, layer: int) -> bool:
         """True if other processes compute a layer of an adapter that is still being loaded."""
         return False
 
-    def late_slots(self) -> set[int]:
+    def late_indices(self) -> set[int]:
         """Slots of adapters that missed the deadline: their rows are void."""
-        return self._late.union(self._slots[index] for index in self.segments.late)
+        return self._late.union(self._lora_indices[index] for index in self.segments.late)
 
     def late_requests(self, rows: Sequence[ScheduledRow]) -> list[str]:
         """Return the requests with void rows: their adapter missed the deadline."""
         if not (self._late or self.segments.late):
             return []
-        late = self.late_slots()
-        return [row.request_id for row in rows if row.slot in late]
+        late = self.late_indices()
+        return [row.request_id for row in rows if row.lora_index in late]
 
     def lend(self, group: int, x: torch.Tensor, layer: int) -> None:
         """Torch's operators lend nothing."""
@@ -194,7 +194,7 @@ class LoraState:
 def _factors(used: RowAdapters) -> Sequence[tuple[int, float]]:
     """The adapters that a row uses, and the factor of each."""
     factors = ((used, 1.0),) if isinstance(used, int) else used
-    return [(slot, factor) for slot, factor in factors if slot != BASE_SLOT]
+    return [(lora_index, factor) for lora_index, factor in factors if lora_index != BASE_LORA_INDEX]
 
 
 def _runs(keys: Sequence[T], lengths: Sequence[int]) -> Iterator[tuple[T, int, int]]:

@@ -55,7 +55,7 @@ class StepLimits(NamedTuple):
 class StepLending(Protocol):
     """What of a step other processes compute, found while it is launched."""
 
-    def takes(self, slot: int, layer: int, /) -> bool:
+    def takes(self, lora_index: int, layer: int, /) -> bool:
         """True if they compute a layer of an adapter that its pages lack: from now on its tables leave that out."""
         ...
 
@@ -105,7 +105,7 @@ class CudaLoraState(LoraState):
         self.lent: StepLending | None = None
         """What the step lends."""
         self.tables = SgmvTables(
-            slots=(max_adapters + 1) * MAX_PARTS,  # one more is taken off others' rows while it is in the weights
+            table_rows=(max_adapters + 1) * MAX_PARTS,  # one more is taken off others' rows while it is in the weights
             layers=config.num_layers,
             max_pages=widest.num_pages,
             max_rank=self.max_rank,
@@ -120,18 +120,18 @@ class CudaLoraState(LoraState):
     def set_step(
         self,
         adapters: Sequence[Adapter],
-        slots: Sequence[RowAdapters],
+        lora_indices: Sequence[RowAdapters],
         lengths: Sequence[int],
         merged: Adapter | None = None,
     ) -> None:
         self.lent = None
-        super().set_step(adapters, slots, lengths, merged)
+        super().set_step(adapters, lora_indices, lengths, merged)
 
-    def _is_lent(self, slot: int, transfer: Transfer, layer: int) -> bool:
+    def _is_lent(self, lora_index: int, transfer: Transfer, layer: int) -> bool:
         if self.lent is None:
             return False
         transfer.is_done()  # which has its count of layers be of now
-        return self.lent.takes(slot, layer)
+        return self.lent.takes(lora_index, layer)
 
     def use_arena(self, arena: torch.Tensor) -> None:
         """Read adapters from another arena of the same layout from now on."""
@@ -152,33 +152,37 @@ class CudaLoraState(LoraState):
         return LoraLaunches(self, schedule, num_tiles, tail=Tail(decode(last, self.max_rank), last, 0))
 
     def begin_padded(
-        self, adapters: Sequence[Adapter], slots: Sequence[RowAdapters], lengths: Sequence[int], captured: LoraLaunches
+        self,
+        adapters: Sequence[Adapter],
+        lora_indices: Sequence[RowAdapters],
+        lengths: Sequence[int],
+        captured: LoraLaunches,
     ) -> LoraLaunches | None:
         """Write the tables of a step of prompts; `captured`, or other launches where that has too few tiles."""
         tail = captured.tail
         if tail is not None:
-            self._begin(adapters, slots, lengths)
+            self._begin(adapters, lora_indices, lengths)
             tiles = captured.schedule.tile_tokens, _border(lengths), tail.schedule.tile_tokens, captured.num_tiles
             num_tiles, tables = self.tables.plan(self.segments, *tiles), self.tables
             enough = num_tiles <= captured.num_tiles and tables.tail_tiles <= tail.num_tiles
             if enough and tables.passes <= captured.passes and self.lent is None:
                 return captured
             return self._ragged(lengths)
-        return self.begin_ragged(adapters, slots, lengths)
+        return self.begin_ragged(adapters, lora_indices, lengths)
 
     def begin_bucket(
         self,
         adapters: Sequence[Adapter],
-        slots: Sequence[RowAdapters],
+        lora_indices: Sequence[RowAdapters],
         captured: LoraLaunches,
         merged: Adapter | None = None,
     ) -> LoraLaunches | None:
         """Write a decode step's tables and wait for its adapters; `captured`, or launches over more tiles if need be.
         None where the weights have all in them that the rows need.
 
-        slots: of every row, padding rows too. merged: see `set_step`.
+        lora_indices: of every row, padding rows too. merged: see `set_step`.
         """
-        self.set_step(adapters, slots, [1] * len(slots), merged)
+        self.set_step(adapters, lora_indices, [1] * len(lora_indices), merged)
         for layer in range(self._num_layers if self._coming else 0):  # an adapter may leave out any, the last too
             self.wait(layer)
         if merged is not None and not self.segments.rows:
@@ -192,7 +196,7 @@ class CudaLoraState(LoraState):
     def begin_ragged(
         self,
         adapters: Sequence[Adapter],
-        slots: Sequence[RowAdapters],
+        lora_indices: Sequence[RowAdapters],
         lengths: Sequence[int],
         merged: Adapter | None = None,
     ) -> LoraLaunches | None:
@@ -202,20 +206,20 @@ class CudaLoraState(LoraState):
         Rows of one token behind the others, which is where decode rows are, have the launches of a decode step, so
         that they wait for no tile of many tokens and their products are the same in either.
         """
-        self._begin(adapters, slots, lengths, merged)
+        self._begin(adapters, lora_indices, lengths, merged)
         return None if merged is not None and not self.segments.rows else self._ragged(lengths)
 
     def _begin(
         self,
         adapters: Sequence[Adapter],
-        slots: Sequence[RowAdapters],
+        lora_indices: Sequence[RowAdapters],
         lengths: Sequence[int],
         merged: Adapter | None = None,
     ) -> None:
         """`set_step` of a step of prompts, some of which may be lent."""
-        self.set_step(adapters, slots, lengths, merged)
+        self.set_step(adapters, lora_indices, lengths, merged)
         if self._coming and self.lending is not None:
-            self.lent = self.lending(self.segments, self._slots, self.tables)
+            self.lent = self.lending(self.segments, self._lora_indices, self.tables)
 
     def _ragged(self, lengths: Sequence[int]) -> LoraLaunches:
         segments, tokens = self.segments, sum(lengths)

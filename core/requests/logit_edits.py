@@ -41,7 +41,7 @@ class LogitEdits:
         bias = dict(params.logit_bias)
         seen = set(row.token_ids[: self._prompt]) if self._repeats else set()
         ids = sorted(seen.union(bias))
-        self._slot = {token: slot for slot, token in enumerate(ids)}
+        self._slot = {token: lora_index for lora_index, token in enumerate(ids)}
         room = max(64, 2 * len(ids))
         self._ids = np.zeros(room, np.int64)
         self._change = np.zeros((3, room), np.float32)  # added first; divisor; subtracted last
@@ -99,19 +99,19 @@ class LogitEdits:
             mask[:] = going_on
 
     def _see(self, token: int) -> None:
-        params, slot = self._params, self._slot.get(token)
-        if slot is None:
-            slot = self._slot[token] = len(self._slot)
-            if slot == len(self._ids):
+        params, lora_index = self._params, self._slot.get(token)
+        if lora_index is None:
+            lora_index = self._slot[token] = len(self._slot)
+            if lora_index == len(self._ids):
                 self._ids = np.concatenate((self._ids, np.zeros_like(self._ids)))
                 self._count = np.concatenate((self._count, np.zeros_like(self._count)))
                 self._change = np.concatenate((self._change, np.zeros_like(self._change)), axis=1)
-            self._ids[slot] = token
-            self._change[:, slot] = 0.0, 1.0, 0.0
+            self._ids[lora_index] = token
+            self._change[:, lora_index] = 0.0, 1.0, 0.0
         if self._repeats:
-            self._change[1, slot] = params.repetition_penalty
-        self._count[slot] += 1
-        self._change[2, slot] = params.presence_penalty + params.frequency_penalty * self._count[slot]
+            self._change[1, lora_index] = params.repetition_penalty
+        self._count[lora_index] += 1
+        self._change[2, lora_index] = params.presence_penalty + params.frequency_penalty * self._count[lora_index]
 
 
 @lru_cache(64)

@@ -52,7 +52,7 @@ def plan_from_wire(data: Mapping[str, Any], find: Callable[[Mapping[str, Any]], 
 
 def _row_to_wire(row: ScheduledRow) -> dict[str, Any]:
     return {
-        "request_id": row.request_id, "slot": row.slot, "tokens": list(row.tokens), "start": row.start,
+        "request_id": row.request_id, "lora_index": row.lora_index, "tokens": list(row.tokens), "start": row.start,
         "pages": list(row.pages), "samples": row.samples,
     }  # fmt: skip
 

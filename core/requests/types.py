@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ...memory.adapters.adapter import Adapter
     from .sampling_params import SamplingParams
 
-BASE_SLOT = -1
+BASE_LORA_INDEX = -1
 
 #: Tokens of a row with one token, which the device has drawn and the host has not read.
 PENDING = [-1]
@@ -44,7 +44,7 @@ class SamplerState:
 class ScheduledRow:
     """One request's part of a step, which computes its tokens `start … start+len(tokens)`.
 
-    slot: index into `StepPlan.adapters`, `BASE_SLOT` for the base model.
+    lora_index: index into `StepPlan.adapters`, `BASE_LORA_INDEX` for the base model.
     pages: the request's block table, covering at least `start + len(tokens)` tokens.
     params: how to sample and what to report. seed: makes sampling a function of (seed, position).
     samples: the row ends with the request's last known token, so that a new one is sampled at position `kv_len`.
@@ -53,7 +53,7 @@ class ScheduledRow:
     """
 
     request_id: str
-    slot: int
+    lora_index: int
     tokens: list[int]
     start: int
     pages: list[int]

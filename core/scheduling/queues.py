@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from ...graphs.runner import DecodeBuckets
 from ...memory.adapters.adapter import Adapter
 from ..requests.request import Request
-from ..requests.types import BASE_SLOT, PENDING, ScheduledRow, StepPlan
+from ..requests.types import BASE_LORA_INDEX, PENDING, ScheduledRow, StepPlan
 
 _BEFORE_ALL = 1 << 62  # subtracted from the places of requests that have run
 
@@ -234,7 +234,7 @@ def plan_step(step_id: int, groups: Groups, counts: Mapping[Request, int], bucke
     prefills: list[ScheduledRow] = []
     decodes: list[ScheduledRow] = []
     is_ragged = False
-    for slot, group in enumerate(groups.values(), BASE_SLOT if None in groups else 0):
+    for lora_index, group in enumerate(groups.values(), BASE_LORA_INDEX if None in groups else 0):
         for request in group:
             row = request.row
             if row is None:
@@ -243,7 +243,7 @@ def plan_step(step_id: int, groups: Groups, counts: Mapping[Request, int], bucke
                 (decodes if len(row.tokens) == 1 else prefills).append(row)
             else:
                 decodes.append(row)
-            row.slot = slot
+            row.lora_index = lora_index
     bucket = None if is_ragged else buckets.pick(len(decodes))
     adapters = [adapter for adapter in groups if adapter is not None]
     return StepPlan(step_id, prefills + decodes, adapters, bucket)
@@ -298,7 +298,7 @@ def _new_row(request: Request, count: int) -> ScheduledRow:
     start, token_ids = request.num_computed_tokens, request.token_ids
     tokens, samples = token_ids[start : start + count], start + count == len(token_ids)
     row = ScheduledRow(
-        request.id, BASE_SLOT, tokens, start, request.block_table.pages, request.params, request.seed, samples,
+        request.id, BASE_LORA_INDEX, tokens, start, request.block_table.pages, request.params, request.seed, samples,
         token_ids, request.num_prompt_tokens, request.sampler,
     )  # fmt: skip
     if count == 1 and samples:

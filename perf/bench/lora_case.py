@@ -83,7 +83,7 @@ class LoraCase:
         # a bucket's grid must do for any split of its tokens, so it is that of an adapter per token
         self.num_tiles = schedule.max_tiles(self.tokens, self.tokens if not schedule.tensor_cores else len(lengths))
         self.tables = SgmvTables(
-            slots=len(rows),
+            table_rows=len(rows),
             layers=layers,
             max_pages=max(len(adapter.pages) for adapter in rows),
             max_rank=max_rank,

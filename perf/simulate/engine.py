@@ -151,7 +151,7 @@ class SimExecutor:
         self.num_merged_steps += plan.merged is not None
         self.adapters.stalled_seconds += price.stall
         if price.late:
-            return StepResult(_TOKENS, unready={row.request_id for row in plan.rows if row.slot in price.late})
+            return StepResult(_TOKENS, unready={row.request_id for row in plan.rows if row.lora_index in price.late})
         return _PLAIN if count == 1 else RepeatedResult(_TOKENS, count=count, first_end=first_end)
 
     def _spend(self, seconds: float) -> None:
@@ -179,13 +179,17 @@ class SimExecutor:
         computing: the part of `first` that goes through the layers, under which bytes may come.
         """
         adapters = enumerate(plan.adapters)
-        coming = [(slot, adapter.transfer) for slot, adapter in adapters if isinstance(adapter.transfer, SimTransfer)]
-        found = {slot: self._stall(plan, slot, transfer, computing) for slot, transfer in coming}
-        late = frozenset(slot for slot, stall in found.items() if stall > self._max_stall)
+        coming = [
+            (lora_index, adapter.transfer)
+            for lora_index, adapter in adapters
+            if isinstance(adapter.transfer, SimTransfer)
+        ]
+        found = {lora_index: self._stall(plan, lora_index, transfer, computing) for lora_index, transfer in coming}
+        late = frozenset(lora_index for lora_index, stall in found.items() if stall > self._max_stall)
         stall = min(self._max_stall, max(found.values()))
         return StepPrice(first + stall, growth, stall, late)
 
-    def _stall(self, plan: StepPlan, slot: int, transfer: SimTransfer, computing: float) -> float:
+    def _stall(self, plan: StepPlan, lora_index: int, transfer: SimTransfer, computing: float) -> float:
         """Return by how much a step that begins now, and takes `computing` for its layers otherwise, waits for an
         adapter on its way, or for the CPU, which computes x·A·B of layers that are not there (CaraServe §4).
         """
@@ -193,10 +197,10 @@ class SimExecutor:
         stall = transfer.stall(now, computing)
         if cost is None or stall <= 0:
             return stall
-        tokens = sum(len(row.tokens) for row in plan.rows if row.slot == slot)
+        tokens = sum(len(row.tokens) for row in plan.rows if row.lora_index == lora_index)
         returned = tokens * self._product_bytes * self.costs.link.per_byte
         arrival = transfer.arrival(now)
-        found = stalls(arrival, computing, cost.seconds(tokens, plan.adapters[slot].rank), returned)
+        found = stalls(arrival, computing, cost.seconds(tokens, plan.adapters[lora_index].rank), returned)
         assists = self._assist == "always" or (self._assist == "chosen" and found.assist < stall)
         self.cold_starts.count(ColdStart.ASSIST if assists else ColdStart.STREAM)
         chosen = found.assist if assists else stall

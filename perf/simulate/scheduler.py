@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...core.requests.request import Request, RequestState
-from ...core.requests.types import BASE_SLOT, RequestOutput, ScheduledRow, StepPlan, StepResult
+from ...core.requests.types import BASE_LORA_INDEX, RequestOutput, ScheduledRow, StepPlan, StepResult
 from ...core.scheduling.admission import Admission
 from ...core.scheduling.draft import Draft, Place, QueueOrder
 from ...core.scheduling.lifecycle import Lifecycle
@@ -346,7 +346,10 @@ def _prompts_first(plan: StepPlan) -> StepPlan:
     rows = [row for row in plan.rows if len(row.tokens) > 1]
     if not rows or len(rows) == len(plan.rows):
         return plan
-    slots = {slot: index for index, slot in enumerate(sorted({row.slot for row in rows} - {BASE_SLOT}))}
+    lora_indices = {
+        lora_index: index
+        for index, lora_index in enumerate(sorted({row.lora_index for row in rows} - {BASE_LORA_INDEX}))
+    }
     for row in rows:
-        row.slot = slots.get(row.slot, BASE_SLOT)
-    return StepPlan(plan.step_id, rows, [plan.adapters[slot] for slot in slots])
+        row.lora_index = lora_indices.get(row.lora_index, BASE_LORA_INDEX)
+    return StepPlan(plan.step_id, rows, [plan.adapters[lora_index] for lora_index in lora_indices])

@@ -16,7 +16,7 @@ from chorus.ops.sgmv_tables import (
     RANK,
     SCALE,
     SLAB,
-    SLOT,
+    TABLE_ROW,
     SgmvTables,
     TablesFull,
     place_pages,
@@ -30,7 +30,7 @@ def make_rows(rank=4, pages=(3, 1), modules=(0,), first=(7, -1), slab=48):
 
 
 def make_tables(**changes):
-    sizes = {"slots": 2, "layers": 2, "max_pages": 3, "max_rank": 8, "max_tiles": 6, "scratch": 0}
+    sizes = {"table_rows": 2, "layers": 2, "max_pages": 3, "max_rank": 8, "max_tiles": 6, "scratch": 0}
     sizes |= {"page_elems": 512, "slab_elems": 48}
     return SgmvTables(**{**sizes, **changes})
 
@@ -47,20 +47,20 @@ def test_segments_are_cut_into_tiles():
     assert tables.plan(make_segments((0, 5, one), (6, 6, two), (7, 8, two)), tile_tokens=2) == 4
     tiles = tables.tiles[0].tolist()
     assert [tile[:2] for tile in tiles[:4]] == [[0, 2], [2, 4], [4, 5], [7, 8]]
-    slots = [tile[SLOT] for tile in tiles]
-    assert slots[0] == slots[1] == slots[2] != slots[3]
-    assert slots[4:] == [-1] * 4
-    slot = slots[3]
+    table_rows = [tile[TABLE_ROW] for tile in tiles]
+    assert table_rows[0] == table_rows[1] == table_rows[2] != table_rows[3]
+    assert table_rows[4:] == [-1] * 4
+    table_row = table_rows[3]
     assert [tiles[3][column] for column in (RANK, SLAB)] == [2, 48]
     assert tables.tiles[0, 3, SCALE].view(torch.float32) == 0.5
-    assert tables.offsets[slot, [0, 1, OFFSETS_B, OFFSETS_B + 1]].tolist() == [0, -1, 0, -1]
-    assert tables.first_elem[slot].tolist() == [7, -1]
-    assert tables.pages[slot, :2].tolist() == [3, 1]
+    assert tables.offsets[table_row, [0, 1, OFFSETS_B, OFFSETS_B + 1]].tolist() == [0, -1, 0, -1]
+    assert tables.first_elem[table_row].tolist() == [7, -1]
+    assert tables.pages[table_row, :2].tolist() == [3, 1]
 
 
 def test_a_slot_that_becomes_anothers_is_so_in_tiles_that_stay():
-    """The tile has all that is the same in every layer, and no more than its slot of the rest."""
-    tables = make_tables(slots=1)
+    """The tile has all that is the same in every layer, and no more than its table row of the rest."""
+    tables = make_tables(table_rows=1)
     tables.plan(make_segments((0, 3, make_rows())), tile_tokens=3)
     tables.plan(make_segments((0, 3, make_rows(rank=2))), tile_tokens=3)
     assert tables.tiles[0, 0].tolist()[:SLAB] == [0, 3, 0, 2]
@@ -80,7 +80,7 @@ def test_records_say_where_rank_rows_lie(page_elems, slab, first, rank):
     tables.plan(make_segments((0, 1, make_rows(rank, pages, first=first, slab=slab))), tile_tokens=1)
     assert tables.place_pages == place_pages(page_elems, 90) == tables.places.shape[3] - 1
     for layer, begin in enumerate(first):
-        records = tables.places[tables.tiles[0, 0, SLOT], layer].tolist()
+        records = tables.places[tables.tiles[0, 0, TABLE_ROW], layer].tolist()
         if begin < 0:
             assert {record[0] for record in records} == {-1}
             continue
@@ -129,11 +129,11 @@ def test_the_segments_of_the_last_step_are_not_looked_at_again():
 
 
 def test_entries_of_a_token_that_share_a_module_are_in_passes():
-    tables = make_tables(slots=4)
+    tables = make_tables(table_rows=4)
     one, two, three, other = make_rows(rank=1), make_rows(rank=2), make_rows(rank=3), make_rows(modules=(1,))
     tables.plan(make_segments((0, 2, one), (0, 2, other), (2, 3, two), (0, 2, three)), tile_tokens=2)
     assert tables.passes == 2
-    ranks = [[tile[RANK] for tile in tiles if tile[SLOT] >= 0] for tiles in tables.tiles.tolist()]
+    ranks = [[tile[RANK] for tile in tiles if tile[TABLE_ROW] >= 0] for tiles in tables.tiles.tolist()]
     assert ranks == [[1, 4, 2], [3]], "a pass has no two entries of a token on one module"
     tables.plan(make_segments((0, 2, one), (2, 3, two)), tile_tokens=2)
     assert tables.passes == 1
@@ -141,16 +141,24 @@ def test_entries_of_a_token_that_share_a_module_are_in_passes():
 
 
 def test_tokens_from_a_border_on_have_tiles_behind_the_others_in_every_pass():
-    tables = make_tables(max_tiles=12, slots=4)
+    tables = make_tables(max_tiles=12, table_rows=4)
     one, two, three = make_rows(rank=1), make_rows(rank=2), make_rows(rank=3)
     segments = make_segments((0, 5, one), (5, 9, two), (8, 9, three))
     assert tables.plan(segments, 4, border=6, tail_tile=2) == 3
     assert (tables.passes, tables.tail_tiles) == (2, 2)
-    used = [[tuple(tile[: SLOT + 1]) for tile in tiles] for tiles in tables.tiles.tolist()]
-    slot = {tile[RANK]: tile[SLOT] for tiles in tables.tiles.tolist() for tile in tiles if tile[SLOT] >= 0}
-    assert used[0][:5] == [(0, 4, slot[1]), (4, 5, slot[1]), (5, 6, slot[2]), (0, 2, slot[2]), (2, 3, slot[2])]
-    assert [tile[SLOT] for tile in used[1]][:5] == [-1, -1, -1, slot[3], -1]
-    assert used[1][3] == (2, 3, slot[3])
+    used = [[tuple(tile[: TABLE_ROW + 1]) for tile in tiles] for tiles in tables.tiles.tolist()]
+    table_row = {
+        tile[RANK]: tile[TABLE_ROW] for tiles in tables.tiles.tolist() for tile in tiles if tile[TABLE_ROW] >= 0
+    }
+    assert used[0][:5] == [
+        (0, 4, table_row[1]),
+        (4, 5, table_row[1]),
+        (5, 6, table_row[2]),
+        (0, 2, table_row[2]),
+        (2, 3, table_row[2]),
+    ]
+    assert [tile[TABLE_ROW] for tile in used[1]][:5] == [-1, -1, -1, table_row[3], -1]
+    assert used[1][3] == (2, 3, table_row[3])
     assert tables.plan(segments, 4) == 3
     assert tables.tail_tiles == 0
     assert [tile[:2] for tile in tables.tiles[0].tolist()[:3]] == [[0, 4], [4, 5], [5, 9]]
@@ -191,7 +199,7 @@ def test_the_longest_unused_slot_is_given_up():
     tables.plan(make_segments((0, 1, one)), tile_tokens=1)
     tables.plan(make_segments((0, 1, three), (1, 2, one)), tile_tokens=1)
     assert tables.tiles[0, :2, RANK].tolist() == [3, 1]
-    assert tables.tiles[0, 1, SLOT] == 0, "an adapter that is used stays where it is"
+    assert tables.tiles[0, 1, TABLE_ROW] == 0, "an adapter that is used stays where it is"
 
 
 def test_buffers_never_move():

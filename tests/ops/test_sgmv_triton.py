@@ -192,7 +192,7 @@ def _places(rows: AdapterRows, d_in: int, widths: Sequence[int]) -> Iterator[tup
 def make_tables(page_elems: int) -> SgmvTables:
     scratch = SgmvTables.scratch_elems(splits=2, tokens=64, modules=3, max_rank=256)
     return SgmvTables(
-        slots=9, layers=LAYERS, max_pages=1 << 15, max_rank=256, max_tiles=64, scratch=scratch,
+        table_rows=9, layers=LAYERS, max_pages=1 << 15, max_rank=256, max_tiles=64, scratch=scratch,
         page_elems=page_elems, slab_elems=SLAB_ELEMS,
     )  # fmt: skip
 

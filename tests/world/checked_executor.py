@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from chorus.core.config import EngineConfig
 from chorus.core.executors.base import ModelInfo
-from chorus.core.requests.types import BASE_SLOT, ScheduledRow, StepPlan, StepResult, TokenLogprobs
+from chorus.core.requests.types import BASE_LORA_INDEX, ScheduledRow, StepPlan, StepResult, TokenLogprobs
 from chorus.graphs.runner import DecodeBuckets
 from chorus.memory.adapters.adapter import Adapter
 from chorus.memory.pages.layout import PageLayout
@@ -94,15 +94,19 @@ class CheckedExecutor:
         single = [len(row.tokens) == 1 for row in rows]
         promise(single == sorted(single), "a decode row before a prefill row")
         for kind in (True, False):
-            slots = [row.slot for row, one in zip(rows, single, strict=True) if one is kind]
-            promise(len(list(itertools.groupby(slots))) == len(set(slots)), "rows of a slot are apart: {}", slots)
+            lora_indices = [row.lora_index for row, one in zip(rows, single, strict=True) if one is kind]
+            promise(
+                len(list(itertools.groupby(lora_indices))) == len(set(lora_indices)),
+                "rows of a slot are apart: {}",
+                lora_indices,
+            )
         if any(row.is_ragged for row in rows):
             promise(plan.bucket is None, "a step with a prompt has a bucket")
         else:
             is_right = plan.bucket in self._buckets and plan.bucket >= len(rows)
             promise(is_right, "bucket {}, {} rows", plan.bucket, len(rows))
         promise(len(set(map(id, plan.adapters))) == len(plan.adapters), "an adapter has two slots")
-        used = {row.slot for row in rows} - {BASE_SLOT}
+        used = {row.lora_index for row in rows} - {BASE_LORA_INDEX}
         promise(used == set(range(len(plan.adapters))), "a slot without rows")
         owner: dict[int, str] = {PagePool.DUMMY: "padding"}
         for adapter in plan.adapters:
@@ -163,9 +167,9 @@ class CheckedExecutor:
         for row in plan.rows:
             if row.request_id in self.raises_for:
                 raise RuntimeError(f"a fault of {row.request_id}")
-            adapter = None if row.slot == BASE_SLOT else plan.adapters[row.slot]
+            adapter = None if row.lora_index == BASE_LORA_INDEX else plan.adapters[row.lora_index]
             self._check_row(row, adapter, self._asked[row.request_id], plan.sources is not None)
-            if row.slot in late:
+            if row.lora_index in late:
                 self._reached["computed in vain"] += 1
                 self._write(row, ["void"] * row.kv_len)
                 result.retract(row.request_id)
@@ -199,12 +203,12 @@ class CheckedExecutor:
     def _late(self, plan: StepPlan) -> set[int]:
         """Slots of adapters that don't load within `max_load_stall_seconds`; the other adapters' bytes are checked."""
         late = set()
-        for slot, adapter in enumerate(plan.adapters):
+        for lora_index, adapter in enumerate(plan.adapters):
             transfer = adapter.transfer
             if transfer is not None and not transfer.wait_layer(
                 adapter.layout.num_layers - 1, self.config.max_load_stall_seconds
             ):
-                late.add(slot)
+                late.add(lora_index)
             else:
                 self._check_bytes(adapter)
         return late

@@ -146,7 +146,7 @@ def lasting_pins(patch):
     patch.setattr(AdapterStore, "release", lambda self, adapter: None)
 
 
-def adapters_in_wrong_slots(patch):
+def adapters_in_wrong_indices(patch):
     """The rows of two adapters get each other's slots."""
     _plans(
         patch, lambda self, plan: plan.adapters.reverse() if len(plan.adapters) == 2 and plan.bucket is None else None
@@ -291,7 +291,7 @@ def turns_forgotten(patch):
 
 FAULTS: tuple[Fault, ...] = (
     page_freed_twice, page_lost, shared_page_written, swapped_page_lost, host_bytes_leaked, hasty_swaps, failed_swaps,
-    pages_of_adapter_reused, hasty_release, lasting_pins, adapters_in_wrong_slots, shadow_outlives_its_adapter,
+    pages_of_adapter_reused, hasty_release, lasting_pins, adapters_in_wrong_indices, shadow_outlives_its_adapter,
     removal_spares_requests, blind_prefixes, stale_versions, shared_cache, scores_of_what_is_left, forgetful_moves,
     rows_of_the_gone, rows_left_ahead, shifted_seed, late_result_twice, row_recomputed, bucket_too_small,
     rows_out_of_order, overtaken_for_good, turns_forgotten,

@@ -103,7 +103,7 @@ class Bench:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._tenants, self._slots, self.seconds = context.pick((3, 4, 1.0), (8, 16, 8.0), (8, 16, 25.0))
+        self._tenants, self._lora_indices, self.seconds = context.pick((3, 4, 1.0), (8, 16, 8.0), (8, 16, 25.0))
         self._prompt, self._output = context.pick((8, 8), (64, 32), (64, 32))
         self._adapters = context.adapters(RANK, self._tenants)
 
@@ -115,7 +115,7 @@ class Bench:
                 while subject.engine.stats().num_waiting < 4:
                     self._add(subject, index % self._tenants, "")
                 ended += sum(output.finish_reason is not None for output in subject.step())
-                if not began and ended >= self._slots:
+                if not began and ended >= self._lora_indices:
                     ended, began = 0, time.perf_counter()
                 if began and ended and (spent := time.perf_counter() - began) > self.seconds / 3:
                     break
@@ -159,7 +159,7 @@ class Bench:
 
     def _engine(self, more: dict[str, Any]) -> Subject:
         return Subject(
-            self._context, self._adapters, max_seqs=self._slots, max_batched=2048,
+            self._context, self._adapters, max_seqs=self._lora_indices, max_batched=2048,
             max_len=self._prompt + self._output + 16, fair_by="tenant", max_waiting=None, **more,
         )  # fmt: skip
 

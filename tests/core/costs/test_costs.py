@@ -27,9 +27,9 @@ from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 PAPERS = ["a10-llama2-7b-bgmv", "a10-llama2-7b-mbgmv", "a100-llama2-7b", "h100-llama-70b-int4", "h200-llama3.1-8b"]
 
 
-def row(name, slot, start, count):
+def row(name, lora_index, start, count):
     tokens = [1] * (start + count)
-    return ScheduledRow(name, slot, tokens[start:], start, [1], SamplingParams(), 0, True, tokens, start + count)
+    return ScheduledRow(name, lora_index, tokens[start:], start, [1], SamplingParams(), 0, True, tokens, start + count)
 
 
 def adapter(name, rank):
@@ -221,8 +221,8 @@ def plan_of(*rows):
     """rows: (number of an adapter, tokens in its KV, tokens to compute)."""
     rows = sorted(rows, key=lambda each: each[2] == 1)
     used = sorted({number for number, _, _ in rows} - {-1})
-    slots = {number: slot for slot, number in enumerate(used)} | {-1: -1}
-    made = [row(f"r{i}", slots[number], start, count) for i, (number, start, count) in enumerate(rows)]
+    lora_indices = {number: lora_index for lora_index, number in enumerate(used)} | {-1: -1}
+    made = [row(f"r{i}", lora_indices[number], start, count) for i, (number, start, count) in enumerate(rows)]
     bucket = len(rows) if all(count == 1 for _, _, count in rows) else None
     return StepPlan(1, made, [adapter(f"a{number}", RANKS[number]) for number in used], bucket)
 

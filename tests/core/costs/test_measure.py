@@ -59,12 +59,12 @@ def profiler(gqa, executor):
 
 def check_plan(plan, executor):
     """The order that every executor relies on."""
-    assert {row.slot for row in plan.rows} - {-1} == set(range(len(plan.adapters)))
+    assert {row.lora_index for row in plan.rows} - {-1} == set(range(len(plan.adapters)))
     single = [len(row.tokens) == 1 for row in plan.rows]
     assert single == sorted(single)
     for kind in (True, False):
-        slots = [row.slot for row, one in zip(plan.rows, single, strict=True) if one is kind]
-        assert slots == sorted(slots)
+        lora_indices = [row.lora_index for row, one in zip(plan.rows, single, strict=True) if one is kind]
+        assert lora_indices == sorted(lora_indices)
     used = [page for row in plan.rows for page in row.pages]
     adapters = {page for adapter in plan.adapters for page in adapter.pages}
     assert len(set(used)) == len(used)

@@ -421,7 +421,7 @@ def test_steps_wait_for_their_own_adapters_alone(drive, tiny):
         adapter.transfer = ComingTransfer()
         assert not execute(plan).unready
         assert (calls.pop(), adapter.transfer.asked) == (before, after)
-    row = next(row for row in decode.rows if row.slot >= 0)
+    row = next(row for row in decode.rows if row.lora_index >= 0)
     for plan in (ragged, decode):
         adapter.transfer = ComingTransfer(missing=1)
         result = execute(plan)
@@ -784,7 +784,7 @@ def test_products_of_a_row_are_the_same_with_and_without_adapters_in_the_step(
     driver = drive(small_gemm=setting, adapters=["r17-all"], async_scheduling=False)
     check(driver, ask(driver, tiny, ("r17-all", 3, 3), (None, 4, 3)))
     mixed = next(plan for plan in driver.plans if plan.bucket and len(plan.rows) == 2)
-    row = next(row for row in mixed.rows if row.slot < 0)
+    row = next(row for row in mixed.rows if row.lora_index < 0)
     inner, products = small_gemm_triton.multiply, []
 
     def noted(*args, **kwargs):

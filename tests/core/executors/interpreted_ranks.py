@@ -266,7 +266,7 @@ def test_an_adapter_that_is_still_being_read_is_void_on_all_ranks(drive, tiny): 
     adapter = plan.adapters[0]
     adapter.transfer = RankTransfer(None, None, LayerStream(), 2)
     result = inner.execute(plan)
-    voids = {row.request_id for row in plan.rows if row.slot >= 0}
+    voids = {row.request_id for row in plan.rows if row.lora_index >= 0}
     assert result.unready == voids
     adapter.transfer = None
     assert not inner.execute(plan).unready

@@ -10,7 +10,7 @@ import torch
 
 from chorus.core.model.config import ModelConfig
 from chorus.core.model.lora_state_cuda import CudaLoraState, StepLimits
-from chorus.core.requests.types import BASE_SLOT
+from chorus.core.requests.types import BASE_LORA_INDEX
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.pages.layout import MODULES, PageLayout
 from chorus.ops.sgmv_schedule import decode, prefill
@@ -54,13 +54,13 @@ def state() -> CudaLoraState:
 def begin(state: CudaLoraState, *rows: tuple[int, int]):
     """A step of (slot, tokens) rows of adapters of ranks 4, 16 and 32."""
     adapters = [resident(rank) for rank in (4, 16, 32)]
-    launches = state.begin_ragged(adapters, [slot for slot, _ in rows], [length for _, length in rows])
+    launches = state.begin_ragged(adapters, [lora_index for lora_index, _ in rows], [length for _, length in rows])
     tiles = [(row[BEGIN], row[END]) for row in state.tables.tiles[0].tolist() if row[SLOT] >= 0]
     return launches, tiles
 
 
 def test_decode_rows_behind_a_prompt_have_the_schedule_of_a_decode_step(state):
-    launches, tiles = begin(state, (0, 100), (BASE_SLOT, 7), (1, 1), (2, 1), (BASE_SLOT, 1), (1, 1))
+    launches, tiles = begin(state, (0, 100), (BASE_LORA_INDEX, 7), (1, 1), (2, 1), (BASE_LORA_INDEX, 1), (1, 1))
     assert launches.schedule == prefill(107, 16), "of the adapters that have tokens there, rank 4"
     assert launches.tail is not None
     assert launches.tail.schedule == decode(4, MAX_RANK) == state.bucket(4).schedule
@@ -83,9 +83,9 @@ def test_steps_of_prompts_or_of_decode_rows_alone_have_one_schedule(state):
     launches, tiles = begin(state, (0, 1), (1, 1), (2, 1))
     assert launches.tail is None
     assert launches.schedule == decode(3, MAX_RANK)
-    launches, _ = begin(state, (0, 100), (BASE_SLOT, 1))
+    launches, _ = begin(state, (0, 100), (BASE_LORA_INDEX, 1))
     assert launches.tail is None, "its decode rows have no adapter"
-    launches, _ = begin(state, (BASE_SLOT, 100), (0, 1))
+    launches, _ = begin(state, (BASE_LORA_INDEX, 100), (0, 1))
     assert (launches.num_tiles, launches.tail.num_tiles) == (0, 1), "only they have"
 
 

@@ -24,7 +24,7 @@ from chorus.core.model.sampler import (
     score_prompts,
 )
 from chorus.core.requests.sampling_params import MAX_LOGPROBS, InvalidRequest, SamplingParams
-from chorus.core.requests.types import BASE_SLOT, FinishReason, ScheduledRow, StepResult
+from chorus.core.requests.types import BASE_LORA_INDEX, FinishReason, ScheduledRow, StepResult
 from chorus.ops.sampling import TorchSampling, greedy, pick, sample
 
 VOCAB = 12
@@ -36,7 +36,8 @@ def row(name, prompt, output=(), *, tokens=None, samples=True, seed=0, **params)
     known = [*prompt, *output]
     count = tokens or 1
     return ScheduledRow(
-        request_id=name, slot=BASE_SLOT, tokens=known[len(known) - count :], start=len(known) - count, pages=[],
+        request_id=name, lora_index=BASE_LORA_INDEX,
+        tokens=known[len(known) - count :], start=len(known) - count, pages=[],
         params=SamplingParams(**{"temperature": 0.0, "max_tokens": 50, **params}), seed=seed, samples=samples,
         token_ids=known, num_prompt_tokens=len(prompt),
     )  # fmt: skip
