@@ -14,7 +14,7 @@ from chorus.core.requests.types import BASE_LORA_INDEX
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.pages.layout import MODULES, PageLayout
 from chorus.ops.sgmv_schedule import decode, prefill
-from chorus.ops.sgmv_tables import BEGIN, END, SLOT
+from chorus.ops.sgmv_tables import BEGIN, END, TABLE_ROW
 
 CONFIG = ModelConfig(
     "LlamaForCausalLM", vocab_size=96, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, num_kv_heads=1,
@@ -55,7 +55,7 @@ def begin(state: CudaLoraState, *rows: tuple[int, int]):
     """A step of (slot, tokens) rows of adapters of ranks 4, 16 and 32."""
     adapters = [resident(rank) for rank in (4, 16, 32)]
     launches = state.begin_ragged(adapters, [lora_index for lora_index, _ in rows], [length for _, length in rows])
-    tiles = [(row[BEGIN], row[END]) for row in state.tables.tiles[0].tolist() if row[SLOT] >= 0]
+    tiles = [(row[BEGIN], row[END]) for row in state.tables.tiles[0].tolist() if row[TABLE_ROW] >= 0]
     return launches, tiles
 
 
@@ -98,6 +98,6 @@ def test_kernels_are_tried_with_more_rows_than_the_tables_hold_adapters():
     )  # fmt: skip
     for rows in (1, 16, 64):
         assert state.sample(rows).num_tiles == rows
-        tiles = [row for row in state.tables.tiles[0].tolist() if row[SLOT] >= 0]
+        tiles = [row for row in state.tables.tiles[0].tolist() if row[TABLE_ROW] >= 0]
         assert [(row[BEGIN], row[END]) for row in tiles] == [(token, token + 1) for token in range(rows)]
-        assert len({row[SLOT] for row in tiles}) == min(rows, 32), "two adapters of up to 16 parts"
+        assert len({row[TABLE_ROW] for row in tiles}) == min(rows, 32), "two adapters of up to 16 parts"

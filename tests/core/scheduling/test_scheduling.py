@@ -595,7 +595,7 @@ def test_pages_of_an_aborted_request_come_back_without_another_request():
 def test_a_tenant_that_gave_pages_begins_before_the_taker_only_if_owed_a_turn(is_late, runs, begins):
     running = Running()
     if runs:
-        running.append(Request("0", [1], SamplingParams(), tenant="giver"))
+        running.append(Request("0", [1], SamplingParams(), fairness_key="giver"))
     draft = Draft(
         None, None, None, AdapterTurns(EngineConfig(model=Path("fake")), running, WaitingQueue()), running, [], 0.0
     )
