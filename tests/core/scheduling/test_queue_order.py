@@ -388,7 +388,7 @@ def test_who_comes_back_goes_before_who_has_not_run_in_order_of_arrival(back):
         assert order(queue) == [1, 4], "again, and from further behind"
 
 
-@pytest.mark.parametrize("num_accounts", [10, 1000])
+@pytest.mark.parametrize("num_tenants", [10, 1000])
 def test_where_no_adapter_may_run_no_tenant_is_looked_at(num_tenants):
     """However many wait: each adapter is asked for once, whoever is overdue."""
     asked = []
