@@ -24,7 +24,9 @@ def engine():
 
 def plan(rows, start, tokens=1):
     made = [
-        ScheduledRow(f"r{index}", BASE_LORA_INDEX, [1] * tokens, start, [], SamplingParams(), 0, True, [1], start + tokens)
+        ScheduledRow(
+            f"r{index}", BASE_LORA_INDEX, [1] * tokens, start, [], SamplingParams(), 0, True, [1], start + tokens
+        )
         for index in range(rows)
     ]
     return StepPlan(1, made, [], bucket=rows if tokens == 1 else None)
