@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -18,6 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
+
+log = logging.getLogger(__name__)
 
 DRAFT, GONE = ".draft-", ".gone-"
 ROOM_FILE = ".room"
@@ -203,12 +206,16 @@ class Draft:
         sealed, is_new = self._sealed or (None, False)
         if not is_new:
             shutil.rmtree(self._path, ignore_errors=True)
-        self._store.give_back(self._reserved - (self.num_bytes if is_new else 0))
-        if sealed is not None and is_new and failed:
-            self._store.on_unused(sealed)
-        for fd in (self._lock, self._held):
-            if fd is not None:
-                os.close(fd)
+        try:
+            self._store.give_back(self._reserved - (self.num_bytes if is_new else 0))
+            if sealed is not None and is_new and failed:
+                self._store.on_unused(sealed)
+        except OSError as error:  # the bytes are counted again later, and what no name means is set aside
+            log.warning("the end of an upload could not be written down: %s", error)
+        finally:
+            for fd in (self._lock, self._held):
+                if fd is not None:
+                    os.close(fd)
 
     @property
     def names(self) -> Collection[str]:

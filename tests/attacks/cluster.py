@@ -2,13 +2,15 @@
 
     python -m tests.attacks.cluster --check
     python -m tests.attacks.cluster --check --fronts 2 --front-kill-seconds 30
+    python -m tests.attacks.cluster --check --fronts 2 --uploads --registry-kill-seconds 25 --full-disk-seconds 40
 
 `chorus cluster up` serves the built-in model. Clients ask for its skills, and for long answers that outlive a replica;
 every answer is compared with the one that the same cluster gave before. Meanwhile one replica after another is killed
 (-9), and an adapter is replaced under its name: a request that was sent after the answer to a reload must have the
 content of that reload, or of a later one. Fronts are killed, too, where there are several: a client whose connection
-breaks just then asks again, as `cut` counts. In the end no replica may still hold a request or a page of KV, and every
-front must serve the last content.
+breaks just then asks again, as `cut` counts. With `--uploads` adapters are uploaded; the registry
+may be killed, and the disk be full for some seconds. In the end no replica may still hold a request or a page of KV,
+every front must serve the last content, and no uploaded adapter may be gone.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import sys
@@ -24,6 +27,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from http.client import HTTPConnection, HTTPException
@@ -75,6 +79,13 @@ MOVES_SECONDS = 2.0
 HELD = ("chorus_requests_running", "chorus_requests_waiting", 'chorus_pages{kind="kv"}')
 """Metrics of what replicas hold for requests."""
 
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+KEPT = {f"kept-{index}": content for index, content in enumerate(CONTENTS)}
+"""Uploaded adapters that must answer in the end, by name."""
+
+FULL_SECONDS = 3.0
+"""Seconds for which the disk is full: no process of the cluster's HTTP side may let a file grow."""
+
 LISTENS = "0A"
 """State of a socket in /proc/net/tcp."""
 
@@ -85,7 +96,9 @@ LAST_ASKS = 12
 class Chaos:
     """A cluster under load, and counts of what became of its answers."""
 
-    def __init__(self, server: LaunchedServer, root: Path, fronts: int, seed: int) -> None:
+    def __init__(self, server: LaunchedServer, root: Path, fronts: int, seed: int, uploads: bool = False) -> None:
+        """uploads: adapters are sent as bytes, not by their path."""
+        self._uploads = uploads
         self.counts: Counter[str] = Counter()
         self.examples: list[str] = []
         self._server = server
@@ -115,6 +128,8 @@ class Chaos:
     def prepare(self) -> None:
         """Ask everything once, while nothing dies."""
         self._reload(0)
+        for name, content in KEPT.items() if self._uploads else ():
+            self._upload(name, content).raise_for_status()
         self._expected = [self._ask(body) for body in self._bodies]
         self._of_content = {name: self._ask(self._word_body(name)) for name in CONTENTS}
         if len(set(self._of_content.values())) != len(CONTENTS):
@@ -123,12 +138,15 @@ class Chaos:
     # --- during ---
 
     def run(
-        self, seconds: float, clients: int, kill_seconds: float, front_kill_seconds: float, reload_seconds: float
-    ) -> None:
-        with ThreadPoolExecutor(clients + 4) as threads:
+        self, seconds: float, clients: int, kill_seconds: float, front_kill_seconds: float, reload_seconds: float,
+        registry_kill_seconds: float = 1e9, full_disk_seconds: float = 1e9,
+    ) -> None:  # fmt: skip
+        with ThreadPoolExecutor(clients + 6) as threads:
             tasks = [threads.submit(self._load, index) for index in range(clients)]
             tasks.append(threads.submit(self._every, kill_seconds, partial(self._kill, "replica")))
             tasks.append(threads.submit(self._every, front_kill_seconds, self._kill_front))
+            tasks.append(threads.submit(self._every, registry_kill_seconds, partial(self._kill, "registry")))
+            tasks.append(threads.submit(self._every, full_disk_seconds, self._fill_disk))
             tasks.append(threads.submit(self._every, reload_seconds, self._reload_next))
             tasks.append(threads.submit(self._every, MOVES_SECONDS, self._note_moves))
             self._stop.wait(seconds)
@@ -193,24 +211,47 @@ class Chaos:
         with self._reloads.lock:
             self._reloads.ended = number
 
+    def _fill_disk(self) -> None:
+        """Let no file of the registry and the fronts grow for a while: what can't be written down is refused."""
+        limits: dict[int, tuple[int, int]] = {}
+        for pid in (*self._server.children("registry"), *self._server.children("front")):
+            with suppress(ProcessLookupError):
+                limits[pid] = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, limits[pid][1]))
+        self.counts["full disks"] += 1
+        time.sleep(FULL_SECONDS)
+        for pid, limit in limits.items():
+            with suppress(ProcessLookupError):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
+
     # --- common ---
 
+    def _upload(self, name: str, content: str) -> httpx.Response:
+        files = {file: (file, (self._root / content / file).read_bytes()) for file in FILES}
+        return self._client.post("/v1/adapters", data={"name": name}, files=files)
+
+    def _send(self, number: int) -> httpx.Response:
+        """Ask for the adapter's next content; each lies in a directory of its own, as running answers keep theirs."""
+        content = Reloads.content(number)
+        if self._uploads:
+            return self._upload(RELOADED, content)
+        body = {"lora_name": RELOADED, "lora_path": str(self._root / content), "load_inplace": True}
+        return self._client.post("/v1/load_lora_adapter", json=body)
+
     def _reload(self, number: int) -> None:
-        """Replace the adapter's content; each lies in a directory of its own, as running answers keep theirs."""
-        path = self._root / Reloads.content(number)
-        body = {"lora_name": RELOADED, "lora_path": str(path), "load_inplace": True}
+        """Replace the adapter's content; a 503 is tried again, as its change was not made."""
         while True:
             began = time.monotonic()
             try:
-                answer = self._client.post("/v1/load_lora_adapter", json=body)
+                answer = self._send(number)
             except httpx.TransportError:
                 if not self._is_cut(began):
                     raise
                 time.sleep(AGAIN_SECONDS)
                 continue
-            if answer.status_code == 200:
+            if answer.is_success:
                 return
-            if answer.status_code != 503 or self._stop.is_set():
+            if answer.status_code != 503:
                 raise RuntimeError(f"a reload failed: {answer.text}")
             time.sleep(AGAIN_SECONDS)
 
@@ -281,6 +322,14 @@ class Chaos:
             with httpx.Client(base_url=self._server.url, timeout=TIMEOUT_SECONDS) as self._client:
                 self._ask_reloaded()
 
+    def num_gone(self) -> int:
+        """Uploaded adapters that no longer answer as they did."""
+        if not self._uploads:
+            return 0
+        with httpx.Client(base_url=self._server.url, timeout=TIMEOUT_SECONDS) as self._client:
+            answers = {name: self._answer(self._word_body(name)) for name in KEPT}
+        return sum(answer != self._of_content[KEPT[name]] for name, answer in answers.items())
+
     def num_moves(self) -> int:
         """Requests that went on elsewhere, as the fronts have counted; what one counted just before its death lacks."""
         for _ in range(LAST_ASKS):
@@ -329,6 +378,9 @@ def main() -> int:
     command.add_argument("--fronts", type=int, default=1)
     command.add_argument("--front-kill-seconds", type=float, default=1e9, help="between two kills of a front")
     command.add_argument("--reload-seconds", type=float, default=3, help="between two reloads")
+    command.add_argument("--uploads", action="store_true", help="send adapters as bytes")
+    command.add_argument("--registry-kill-seconds", type=float, default=1e9, help="between two kills of the registry")
+    command.add_argument("--full-disk-seconds", type=float, default=1e9, help="between two times that a disk is full")
     command.add_argument("--policy", default="least-delay", help="which replica gets a request")
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--check", action="store_true", help="exit with 1 unless every answer was right")
@@ -340,19 +392,35 @@ def main() -> int:
         flags = ["--replicas", str(args.replicas), "--policy", args.policy, "--threads", "1"]
         flags += ["--fronts", str(args.fronts), "--adapter-roots", str(root)]
         flags += [] if args.ray is None else ["--ray", args.ray]
+        flags += ["--adapter-uploads", str(root / "uploads")] if args.uploads else []
         with launched(flags, command=("cluster", "up")) as server:
-            chaos = Chaos(server, root, args.fronts, args.seed)
+            chaos = Chaos(server, root, args.fronts, args.seed, args.uploads)
             chaos.prepare()
             say(f"{args.replicas} replicas are there; killing one every {args.kill_seconds:g} s")
-            chaos.run(args.seconds, args.clients, args.kill_seconds, args.front_kill_seconds, args.reload_seconds)
+            chaos.run(
+                args.seconds, args.clients, args.kill_seconds, args.front_kill_seconds, args.reload_seconds,
+                args.registry_kill_seconds, args.full_disk_seconds,
+            )  # fmt: skip
             held = chaos.held()
             chaos.check_last_content()
             counts = {
                 name: chaos.counts[name]
-                for name in ("right", "wrong", "lost", "stale", "cut", "replica kills", "front kills", "reloads")
+                for name in (
+                    "right",
+                    "wrong",
+                    "lost",
+                    "stale",
+                    "cut",
+                    "replica kills",
+                    "front kills",
+                    "registry kills",
+                    "full disks",
+                    "reloads",
+                )
             }
             counts["moved"] = chaos.num_moves()
             counts["held"] = held
+            counts["gone"] = chaos.num_gone()
             ended = server.process.poll()
     if ended is not None:
         say(f"the cluster had ended by itself with {ended}")
@@ -361,7 +429,7 @@ def main() -> int:
     table = Table("answers", list(counts))
     table.add(*counts.values())
     table.show()
-    goals = [Goal(name, counts[name], 0, at_most=True) for name in ("wrong", "lost", "stale")]
+    goals = [Goal(name, counts[name], 0, at_most=True) for name in ("wrong", "lost", "stale", "gone")]
     goals.append(Goal("requests and KV pages that replicas hold in the end", counts["held"], 0, at_most=True))
     goals.append(Goal("requests that went on elsewhere", counts["moved"], 1))
     code = judge(counts, goals)

@@ -1,5 +1,6 @@
 """Uploads that their owner alone removes: tombstones, orphans, the lost folder, the owner's identity and lock."""
 
+import errno
 import logging
 import shutil
 import threading
@@ -202,3 +203,23 @@ def test_bytes_in_use_are_counted_among_processes(opened):
     two.recount()
     assert one.num_bytes == 100
     shutil.rmtree(one.root)
+
+
+def test_a_disk_that_fails_at_the_end_of_a_draft_hides_no_error_and_keeps_nothing(opened, monkeypatch, caplog):
+    """Ending a draft raised: the refusal of its load became an internal error, and its lock was never released."""
+    store = opened()
+    draft = store.draft()
+    draft.write("adapter_config.json", b"{}")
+    directory = draft.seal()
+
+    def fails(*args):
+        raise OSError(errno.EFBIG, "File too large")
+
+    with monkeypatch.context() as context:
+        context.setattr(owned_store.os, "pwrite", fails)
+        context.setattr(owned_store.Path, "touch", fails)
+        draft.end(failed=True)
+    assert "File too large" in caplog.text
+    assert store.remove(directory), "nothing holds it any more"
+    store.recount()
+    assert store.num_bytes == 0
