@@ -39,17 +39,13 @@ class GrammarBudget:
         self._clock = clock
         self._threads = threads or available_cpus()
         self._debt = 0.0  # seconds
-        self._heavy: dict[Request, float] = {}  # seconds of a processor for the last token
+        self.heavy: dict[Request, float] = {}
+        """Seconds of a processor for the last token, by requests whose grammars are heavy."""
         self._turns: dict[Request, int] = {}  # number of the last step that each was chosen for
         self._num_chosen = 0
         self._samples: deque[float] = deque(maxlen=NUM_SAMPLES)
         self._noted_at: float | None = None
         self._charged = 0.0  # of the last step
-
-    @property
-    def is_empty(self) -> bool:
-        """True if no request has a heavy grammar."""
-        return not self._heavy
 
     @property
     def seconds(self) -> float:
@@ -58,7 +54,7 @@ class GrammarBudget:
 
     def choose(self, candidates: Sequence[Request]) -> list[Request] | None:
         """Return the candidates but for the requests that are left out of the next step; None if none is."""
-        heavy = [request for request in candidates if request in self._heavy]
+        heavy = [request for request in candidates if request in self.heavy]
         if not heavy:
             return None
         if len(heavy) == len(candidates):  # nobody waits for them but who comes during the step
@@ -72,17 +68,17 @@ class GrammarBudget:
         """Record a step that has ended. seconds: of a processor, for those of its grammars that are or were heavy."""
         for request, spent in seconds.items():
             if spent:
-                self._heavy[request] = spent
+                self.heavy[request] = spent
             else:
                 self._forget(request)
-        for request in [request for request in self._heavy if request.finished]:
+        for request in [request for request in self.heavy if request.finished]:
             self._forget(request)
         now, charge = self._clock(), self._wall(list(seconds.values()))
         if self._noted_at is not None:
             self._samples.append(max(0.0, now - self._noted_at - charge))
         self._noted_at = now
         budget = self.seconds
-        self._debt = min(max(0.0, self._debt + charge - budget), MAX_DEBT * budget) if self._heavy else 0.0
+        self._debt = min(max(0.0, self._debt + charge - budget), MAX_DEBT * budget) if self.heavy else 0.0
 
     def _in_turn(self, heavy: Sequence[Request], budget: float) -> set[Request]:
         """Return the heavy requests that a budget has room for, at least one."""
@@ -97,9 +93,9 @@ class GrammarBudget:
             places[request.fairness_key] += 1
         kept: dict[Request, float] = {}
         for request in sorted(order, key=order.__getitem__):
-            if kept and self._wall([*kept.values(), self._heavy[request]]) > budget:
+            if kept and self._wall([*kept.values(), self.heavy[request]]) > budget:
                 break
-            kept[request] = self._heavy[request]
+            kept[request] = self.heavy[request]
             self._turns[request] = self._num_chosen
         return set(kept)
 
@@ -108,5 +104,5 @@ class GrammarBudget:
         return max(max(seconds, default=0.0), sum(seconds) / self._threads)
 
     def _forget(self, request: Request) -> None:
-        self._heavy.pop(request, None)
+        self.heavy.pop(request, None)
         self._turns.pop(request, None)

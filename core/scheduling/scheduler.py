@@ -147,7 +147,7 @@ class Scheduler:
         they have pages now. Planning then asks nothing of them that `plan` changes.
         """
         running, last = self.running, self.running.plan
-        if running.calls or not self.grammars.is_empty or last is None or last.rows is not plan.rows:
+        if running.calls or self.grammars.heavy or last is None or last.rows is not plan.rows:
             return False
         ends = [request for request in running if request.num_computed_tokens + 2 >= request.max_length]
         return not ends and self.grow_decodes(1)
@@ -238,7 +238,7 @@ class Scheduler:
                 outputs.append(output)
         if result.unready:
             self._send_back_late(result)
-        if result.grammar_seconds or not self.grammars.is_empty:
+        if result.grammar_seconds or self.grammars.heavy:
             self._note_grammars(result)
         return outputs
 
@@ -309,7 +309,7 @@ class Scheduler:
             self._shares.dealt.clear()
         if only is not None or self._memory.arriving or ending:
             sharing = [each for each in sharing if may_compute(each, only) and each not in ending]
-        if not self.grammars.is_empty:
+        if self.grammars.heavy:
             sharing = self.grammars.choose(sharing) or sharing
         if self._turns.most is not None:
             sharing = self._turns.share(sharing, self._service.order, self._clock())

@@ -13,6 +13,7 @@ from ...memory.adapters.publishing import Load, plan_load, plan_removal
 from ...memory.adapters.registry_store import Changes, Done, Entry, RegistryError, RegistryStore
 from ...memory.adapters.store import UnknownAdapter
 from ...memory.adapters.versions import versioned
+from ...memory.files.error import AdapterFormatError
 from ...memory.files.identity import with_content
 from ...memory.host.daemon_pool import DaemonPool, PoolFull
 from ..errors import ApiError
@@ -131,7 +132,13 @@ class NameChanges:
             return
         with self._alone() as names:
             state = self._book.state(name).result()
-            entry = names.get(name) or _entry(name, with_content(state.manifest), state.label)
+            if (entry := names.get(name)) is None:
+                try:
+                    entry = _entry(name, with_content(state.manifest), state.label)
+                except AdapterFormatError as error:  # after a restart it is not served, either
+                    log.warning("adapter %s: a restart would forget that it is paused or not: %s", name, error)
+                    self._book.pause(name, paused=paused).result()
+                    return
             changes: Changes = [(name, entry._replace(paused=paused))]
             done = self._write(lambda: names.change(changes), lambda result: result)
             with self._undone(done):

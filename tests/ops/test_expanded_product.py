@@ -64,7 +64,7 @@ class World:
         self.bias = torch.randn(rows, generator=generator).to(dtype) if index % 3 else None
         self.x = torch.randn(MAX_EXPANDED_ROWS, self.d_in + 3, generator=generator).to(dtype)[:, : self.d_in]
         self.tables = SgmvTables(
-            slots=9, layers=LAYERS, max_pages=1 << 15, max_rank=MAX_RANK, max_tiles=64,
+            table_rows=9, layers=LAYERS, max_pages=1 << 15, max_rank=MAX_RANK, max_tiles=64,
             scratch=SgmvTables.scratch_elems(splits=2, tokens=64, modules=3, max_rank=MAX_RANK), page_elems=page_elems,
             slab_elems=max(SLAB_ELEMS, 3 * (self.d_in + max(self.widths) + 2 * vector)), device=device,
         )  # fmt: skip

@@ -108,10 +108,10 @@ def test_requests_that_end_or_become_light_are_forgotten():
     one, two = request("one"), request("two")
     steps = Steps({one: 6e-3, two: 6e-3})
     steps.run(3)
-    assert not steps.budget.is_empty
+    assert steps.budget.heavy
     one.finish_reason = "stop"
     steps.budget.note({two: 0.0})
-    assert steps.budget.is_empty and steps.budget.choose([one, two, *steps.others]) is None
+    assert not steps.budget.heavy and steps.budget.choose([one, two, *steps.others]) is None
 
 
 class TestInAnEngine:
@@ -148,7 +148,7 @@ class TestInAnEngine:
         last = max(index for index, ids in enumerate(rows) if "neighbour" in ids)
         assert all("neighbour" in ids for ids in rows[: last + 1])
         assert all(len(ids) <= 2 for ids in rows[3 : last + 1]), "more than one heavy grammar in a step"
-        assert driver.engine.scheduler.grammars.is_empty or not driver.engine.has_work()
+        assert not driver.engine.scheduler.grammars.heavy or not driver.engine.has_work()
 
 
 class SlowWork(GrammarWork):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from chorus.server.cluster import address
 from chorus.server.cluster.address import (
     CA,
     CERTIFICATE,
@@ -28,6 +29,7 @@ from chorus.server.cluster.registry import serve
 from chorus.server.cluster.registry_client import RegistryClient
 from chorus.server.cluster.stream import FrameStream, Refused, accept, connect
 from chorus.server.cluster.wire import WireError
+from chorus.server.rare_log import RareLog
 
 from .certificates import new_authority
 from .test_registry import entry, run
@@ -35,6 +37,12 @@ from .test_registry import entry, run
 SECRET = b"s" * 32
 KINDS = ("ask", "answer")
 ANY_PORT = "tcp://127.0.0.1:0"
+
+
+@pytest.fixture(autouse=True)
+def no_refusal_logged_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refusals are logged once a minute for the whole process."""
+    monkeypatch.setattr(address, "_refusals", RareLog(address.log))
 
 
 @pytest.fixture(scope="module")
