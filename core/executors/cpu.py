@@ -45,18 +45,22 @@ class CpuExecutor(ModelExecutor):
 
     start = None  # it computes on the host's processors: none is free to plan the next step meanwhile
 
-    def __init__(self, config: EngineConfig, seat: Seat | None = None) -> None:
-        """seat: the rank that it computes a share of the model as, if there are several."""
+    def __init__(self, config: EngineConfig, rank_context: RankContext | None = None) -> None:
+        """rank_context: the rank that it computes a share of the model as, if there are several."""
         threads = cpu_threads(config)
         torch.set_num_threads(threads)
-        super().__init__(config, WHOLE if seat is None else seat.shard)
+        super().__init__(config, WHOLE if rank_context is None else rank_context.shard)
         dtype, max_model_len = self._dtype, self.model.max_model_len
         native = _use_native(config, self.config, dtype)
         products = dtype if native else _torch_products(config, self.whole, dtype)
-        shard, ranks = self.shard, None if seat is None else seat.ranks
+        shard, ranks = self.shard, None if rank_context is None else rank_context.ranks
         self.weight_bytes = num_weights(self.whole, shard) * products.itemsize
-        self.num_pages = cpu_pages(config, self, self.layout, self.weight_bytes) if seat is None else seat.num_pages
-        self.arena = Arena(self.layout, self.num_pages, dtype, "cpu", None if seat is None else seat.pages(dtype))
+        self.num_pages = (
+            cpu_pages(config, self, self.layout, self.weight_bytes) if rank_context is None else rank_context.num_pages
+        )
+        self.arena = Arena(
+            self.layout, self.num_pages, dtype, "cpu", None if rank_context is None else rank_context.pages(dtype)
+        )
         self._assist = None
         if config.assist_workers:
             if not native:
@@ -224,7 +228,7 @@ class _Steps(Generic[A]):
         return lambda: model.forward(batch)
 
 
-class Seat(Protocol):
+class RankContext(Protocol):
     """A rank's place among several: its share of the model, and memory that all of them have."""
 
     @property

@@ -31,7 +31,7 @@ from .adapters import CudaAdapters
 from .base import ModelExecutor
 from .cuda_assist import CudaAssist, CudaLendableAdapters
 from .cuda_merged import CudaShadow
-from .cuda_rank_memory import DeviceSeat
+from .cuda_rank_memory import DeviceRankContext
 from .cuda_steps import CudaSteps, Outputs
 from .swaps import PageSwaps
 
@@ -74,15 +74,15 @@ class CudaExecutor(ModelExecutor):
         config: EngineConfig,
         device: CudaDevice | None = None,
         driver: CupyDriver | None = None,
-        seat: DeviceSeat | None = None,
+        rank_context: DeviceRankContext | None = None,
     ) -> None:
-        """device: the configuration's GPU by default; driver: of the same, for assistants. seat: the rank that it is,
+        """device: the configuration's GPU by default; driver: of the same, for assistants. rank_context: the rank that it is,
         if there are several; then it loads its share, and `measure` and `open` follow once all have. Raises
         DeviceError, UnsupportedModel, OutOfDeviceMemory.
         """
-        super().__init__(config, WHOLE if seat is None else seat.shard)
+        super().__init__(config, WHOLE if rank_context is None else rank_context.shard)
         check_assistants(config, self._dtype)
-        self._config, self._seat = config, seat
+        self._config, self._rank_context = config, rank_context
         dependent_launch.allow(config.dependent_launch == "auto")
         self._device = CudaDevice(_index(config.device)) if device is None else device
         self._watched = partial(watched, self._device)
@@ -91,7 +91,7 @@ class CudaExecutor(ModelExecutor):
             self._free, _ = self._device.memory()  # before anything is loaded
             self._decoder = self._load()
             self._assist = self._open_assistants(driver) if config.assist_workers else None
-        if seat is None:
+        if rank_context is None:
             self.open(self.measure())
 
     def measure(self) -> int:
@@ -99,8 +99,8 @@ class CudaExecutor(ModelExecutor):
         OutOfDeviceMemory.
         """
         with self._device.scope():
-            if self._seat is not None:
-                self._decoder.join(self._seat.sums)
+            if self._rank_context is not None:
+                self._decoder.join(self._rank_context.sums)
             self.steps = self._make_steps(self._decoder)
             with torch.inference_mode():
                 self.steps.warm_up()
@@ -200,7 +200,7 @@ class CudaExecutor(ModelExecutor):
         config = self._config
         of_arena = self.config, self.arena, self._dtype, self._watched, self._device.failure, config.max_lora_rank
         if self._assist is None:
-            return CudaAdapters(*of_arena, config.host_bytes if self._seat is None else 0)  # or ranks' images
+            return CudaAdapters(*of_arena, config.host_bytes if self._rank_context is None else 0)  # or ranks' images
         adapters = CudaLendableAdapters(*of_arena, 0)
         self._assist.use_adapters(adapters)
         return adapters

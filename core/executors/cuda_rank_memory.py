@@ -64,7 +64,7 @@ class RankDevices:
     open_sums: OpenSums = _open_sums
 
 
-class DeviceSeat:
+class DeviceRankContext:
     """A rank's place among several on GPUs: its share of the model, its device, and how the ranks meet.
 
     states: `[size, NUM_COPIES]`, how far each rank's share of each copy is.

@@ -32,7 +32,7 @@ from .base import StartedStep
 from .cuda import CudaExecutor
 from .cuda_rank import CudaFollower
 from .cuda_rank_copies import CudaRankAdapters, RankCopies, RankTransfer
-from .cuda_rank_memory import DeviceSeat, RankDevices
+from .cuda_rank_memory import DeviceRankContext, RankDevices
 from .followers import STOP_SECONDS
 from .ranks import PATIENCE_SECONDS, RanksFront
 from .shared_memory import MemoryLayout, SharedMemory, image_bytes
@@ -64,28 +64,28 @@ class CudaRanksExecutor(RanksFront[CudaExecutor]):
         super().__init__(config, patience)
         shapes, size = self.shapes, config.tensor_parallel_size
         self._open, self._wait, self._is_closed = deque[_RankStep](), None, threading.Event()
-        layout = MemoryLayout(size, 0, DeviceSeat.more_bytes(size), image_bytes(config.host_bytes))
+        layout = MemoryLayout(size, 0, DeviceRankContext.more_bytes(size), image_bytes(config.host_bytes))
         device = devices.open_device(0)
         self._folder = tempfile.TemporaryDirectory(prefix="chorus-ranks-")  # in which the processes find each other
         fd = SharedMemory.create(layout)
         try:
             memory = SharedMemory(fd, layout, devices.open_driver(device))
-            self._seat = seat = DeviceSeat(shapes.shard, memory, device)
-            self._begin(partial(CudaFollower, config, layout, devices), fd, seat)
+            self._rank_context = rank_context = DeviceRankContext(shapes.shard, memory, device)
+            self._begin(partial(CudaFollower, config, layout, devices), fd, rank_context)
         finally:
             os.close(fd)
         try:
-            self.first = CudaExecutor(config, device, seat=seat)
+            self.first = CudaExecutor(config, device, rank_context=rank_context)
             self._join()
             self.num_pages = self._meet(devices)
-            copies = RankCopies(seat, self.first, self._followers.send, patience)
+            copies = RankCopies(rank_context, self.first, self._followers.send, patience)
             self.adapters = CudaRankAdapters(shapes, copies, memory, config.max_lora_rank)
             self.swaps = PageSwaps(self.first.arena, self.adapters.dma)
-            if seat.is_lost:
+            if rank_context.is_lost:
                 raise RuntimeError(self._followers.why() or _LOST)
         except BaseException:
             self._followers.close()
-            seat.close()
+            rank_context.close()
             self._folder.cleanup()
             raise
         self._serve(self._beside)
@@ -114,7 +114,7 @@ class CudaRanksExecutor(RanksFront[CudaExecutor]):
         try:
             super().close()
         finally:
-            self._seat.close()
+            self._rank_context.close()
             self._folder.cleanup()
 
     def read(self, step: _RankStep) -> StepResult:
@@ -122,7 +122,7 @@ class CudaRanksExecutor(RanksFront[CudaExecutor]):
         result = self._launched(step.started.result)
         while step in self._open:
             self._collect()
-        if self._seat.is_lost:
+        if self._rank_context.is_lost:
             raise ExecutorLost(_LOST)
         for request_id in step.late:
             result.retract(request_id)
@@ -131,7 +131,9 @@ class CudaRanksExecutor(RanksFront[CudaExecutor]):
     def _meet(self, devices: RankDevices) -> int:
         """Have all ranks meet, measure and open; the number of pages of each."""
         store = str(Path(self._folder.name) / "store")
-        self._together(lambda: self._seat.meet(devices.open_sums, store, _JOIN_SECONDS), "meet", store, _JOIN_SECONDS)
+        self._together(
+            lambda: self._rank_context.meet(devices.open_sums, store, _JOIN_SECONDS), "meet", store, _JOIN_SECONDS
+        )
         own, others = self._together(self.first.measure, "measure")
         num_pages = min(own, *others)
         self._together(lambda: self.first.open(num_pages), "open", num_pages)
@@ -150,8 +152,8 @@ class CudaRanksExecutor(RanksFront[CudaExecutor]):
 
     def _lose(self, error: Exception) -> str | None:
         """Have no rank wait any more; what has failed on another one, if that is why the first one did."""
-        is_another = self._seat.is_lost or isinstance(error, RanksLost) or self._followers.have_ended
-        self._seat.lose()
+        is_another = self._rank_context.is_lost or isinstance(error, RanksLost) or self._followers.have_ended
+        self._rank_context.lose()
         return self._followers.why() if is_another else None
 
     def _launched(self, work: Callable[[], T]) -> T:
@@ -177,13 +179,13 @@ class CudaRanksExecutor(RanksFront[CudaExecutor]):
     def _collect(self) -> None:
         """Take the answers to the first step that has not been answered. Raises ExecutorLost."""
         step = self._open.popleft()
-        seconds = STOP_SECONDS if self._seat.is_lost else None
+        seconds = STOP_SECONDS if self._rank_context.is_lost else None
         try:
             step.late = {name for names in self._followers.answers(seconds=seconds) for name in names}
         except ExecutorLost:
             raise
         except Exception as error:
-            self._seat.lose()
+            self._rank_context.lose()
             raise ExecutorLost(str(error)) from error
 
     @contextmanager
@@ -204,9 +206,9 @@ class CudaRanksExecutor(RanksFront[CudaExecutor]):
             now = self._wait
             looks, before = looks + 1 if now is not None and now is before else 0, now
             waited = looks * _LOOK_SECONDS
-            if waited > self._patience and not self._seat.is_lost:
+            if waited > self._patience and not self._rank_context.is_lost:
                 logger.error("what the ranks' GPUs were given took more than %g s", self._patience)
-                self._seat.lose()
+                self._rank_context.lose()
             if waited > self._patience + STOP_SECONDS:  # a wait that nothing but the other processes' ends may end
                 self._followers.close()
                 return

@@ -107,7 +107,7 @@ class Follower:
         return adapter
 
 
-class CpuSeat:
+class CpuRankContext:
     """A rank's place on processors: its share of the model, all arenas, and the sums over all ranks.
 
     counts: int32, the layers that have arrived of each adapter on its way, into all arenas at once.
@@ -145,19 +145,19 @@ class CpuFollower(Follower):
         shard: Shard, memory_fd: int,
     ) -> None:  # fmt: skip
         """page: of a rank. seconds: see `Ranks`."""
-        self._seat = CpuSeat(shard, SharedMemory(memory_fd, layout), page, num_pages, seconds)
-        self._cpu = CpuExecutor(config, self._seat)
+        self._rank_context = CpuRankContext(shard, SharedMemory(memory_fd, layout), page, num_pages, seconds)
+        self._cpu = CpuExecutor(config, self._rank_context)
         super().__init__(self._cpu)
 
     def step(self, number: int, plan: Mapping[str, Any], kept: Sequence[int], coming: Mapping[int, int]) -> list[str]:
         """Compute a step; see `CpuExecutor.compute`. coming: of the slots with adapters on their way their counts."""
-        ranks = self._seat.ranks
+        ranks = self._rank_context.ranks
         ranks.begin(number)
         try:
             found = plan_from_wire(plan, self._find)
             for lora_index, adapter in enumerate(found.adapters):
                 at = coming.get(lora_index)
-                adapter.transfer = None if at is None else CountedTransfer(self._seat.counts[at : at + 1])
+                adapter.transfer = None if at is None else CountedTransfer(self._rank_context.counts[at : at + 1])
             return self._cpu.compute(found, kept)
         except BaseException:
             ranks.fail(number)

@@ -34,7 +34,7 @@ from ..requests.types import StepPlan, StepResult
 from .base import ModelExecutor
 from .cpu import CpuExecutor, cpu_pages
 from .followers import Followers, Losable
-from .rank import CpuFollower, CpuSeat, arena_bytes
+from .rank import CpuFollower, CpuRankContext, arena_bytes
 from .rank_adapters import ArenaCopies, RankAdapters, RankBuffers
 from .shared_memory import MemoryLayout, SharedMemory
 from .swaps import PageSwaps
@@ -134,25 +134,25 @@ class RanksExecutor(RanksFront[CpuExecutor]):
         weights = sum(num_weights(shapes.whole, Shard(rank, size)) for rank in range(size)) * one.itemsize
         self.num_pages = num_pages = cpu_pages(config, shapes, self.layout, weights)
         floats = max(config.max_num_batched_tokens * (shapes.whole.hidden_size + _ROW_ROOM), shapes.whole.vocab_size)
-        layout = MemoryLayout(size, floats, CpuSeat.COUNT_BYTES, size * arena_bytes(one, num_pages))
+        layout = MemoryLayout(size, floats, CpuRankContext.COUNT_BYTES, size * arena_bytes(one, num_pages))
         fd = SharedMemory.create(layout)
         try:
             memory = SharedMemory(fd, layout)
-            seat = CpuSeat(shapes.shard, memory, one, num_pages, patience)
-            self._ranks, self._steps = seat.ranks, 0
-            self._begin(partial(CpuFollower, config, layout, one, num_pages, patience), fd, seat.ranks)
+            rank_context = CpuRankContext(shapes.shard, memory, one, num_pages, patience)
+            self._ranks, self._steps = rank_context.ranks, 0
+            self._begin(partial(CpuFollower, config, layout, one, num_pages, patience), fd, rank_context.ranks)
         finally:
             os.close(fd)
         try:
-            self.first = CpuExecutor(config, seat)
+            self.first = CpuExecutor(config, rank_context)
             self._join()
         except BaseException:
             self._followers.close()
             raise
         dtype, others = self.first.arena.pages.dtype, range(1, size)
         arenas = [self.first.arena]
-        arenas += [Arena(one, num_pages, dtype, "cpu", seat.arena(rank, dtype)) for rank in others]
-        self._copies = ArenaCopies(arenas, seat.counts)
+        arenas += [Arena(one, num_pages, dtype, "cpu", rank_context.arena(rank, dtype)) for rank in others]
+        self._copies = ArenaCopies(arenas, rank_context.counts)
         buffers = RankBuffers(HostBuffers(), size)
         self.adapters = RankAdapters(shapes.whole, shapes.config, arenas[0], self._copies, buffers, size)
         self.swaps = PageSwaps(arenas[0], self.adapters.dma)

@@ -378,8 +378,8 @@ def test_a_device_that_is_stuck_ends_all(drive, tiny, monkeypatch):  # noqa: F81
     inner = driver.executor.inner
     ask(driver, tiny, (None, 3, 2))
     lost = threading.Event()
-    lose = inner._seat.lose  # noqa: SLF001
-    monkeypatch.setattr(inner._seat, "lose", lambda: (lose(), lost.set()))  # noqa: SLF001
+    lose = inner._rank_context.lose  # noqa: SLF001
+    monkeypatch.setattr(inner._rank_context, "lose", lambda: (lose(), lost.set()))  # noqa: SLF001
     start = inner.first.start
 
     def stuck(plan):
