@@ -38,7 +38,7 @@ from ..model.config import ModelConfig
 from ..requests.types import StepPlan
 from .adapters import ModelAdapters
 from .assistant import AssistantProcess
-from .followers import Followers
+from .processes import WorkerProcesses
 from .shared_memory import MemoryLayout, Pinning, SharedMemory, image_bytes
 
 logger = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ class Assist:
                 )
                 for number in range(1, 1 + workers)
             }
-            self._followers = Followers(makers, fd, self._ranks, PATIENCE_SECONDS)
+            self._processes = WorkerProcesses(makers, fd, self._ranks, PATIENCE_SECONDS)
         finally:
             os.close(fd)
         self.starts = ColdStarts()
@@ -170,7 +170,7 @@ class Assist:
     def join(self) -> None:
         """Wait until the assistants are ready, and take their profile."""
         try:
-            self._followers.join()
+            self._processes.join()
             one, many = self.time_handover(1, 1), self.time_handover(_PROFILE_TOKENS, 1)
         except BaseException:
             self.close()
@@ -184,7 +184,7 @@ class Assist:
 
     @property
     def pids(self) -> list[int]:
-        return self._followers.pids
+        return self._processes.pids
 
     def run(self, forward: Callable[[StepPlan], torch.Tensor], plan: StepPlan) -> torch.Tensor:
         """Run a step of which nothing is under way when `forward` returns."""
@@ -284,12 +284,12 @@ class Assist:
         """Have the assistants wait for hand-overs. Raises ExecutorLost."""
         self._step += 1
         self._ranks.begin(self._step)
-        self._followers.send("serve", self._step, rows, row, share, offsets)
+        self._processes.send("serve", self._step, rows, row, share, offsets)
 
     def _finish(self) -> None:
         """Have the assistants leave the step. Raises ExecutorLost, or their error."""
         self._ranks.fail(self._step)
-        self._followers.answers()
+        self._processes.answers()
 
     def _end(self) -> None:
         """After a step with adapters on their way."""
@@ -352,7 +352,7 @@ class Assist:
         self._ranks.meet()
 
     def close(self) -> None:
-        self._followers.close()
+        self._processes.close()
         self._memory.close()
 
 

@@ -16,7 +16,7 @@ _PATIENCE_SECONDS = 600.0
 
 
 class AssistantProcess:
-    """Computes a share of what each step lends; its methods are messages (`followers`). Rank `number`, from 1 on."""
+    """Computes a share of what each step lends; its methods are messages (`processes`). Rank `number`, from 1 on."""
 
     joined = None
 

@@ -70,7 +70,7 @@ class CudaAssist(Assist):
         self._watcher = threading.Thread(target=self._watch, name="chorus-assistants", daemon=True)
 
     def join(self) -> None:
-        self._followers.watch(self._note_end)
+        self._processes.watch(self._note_end)
         self._watcher.start()
         super().join()
 
@@ -143,7 +143,7 @@ class CudaAssist(Assist):
         """Let the device go on where it waits for assistants in vain; on a thread of its own."""
         while not self._is_closed.wait(_LOOK_SECONDS):
             if self._handover.is_stuck(PATIENCE_SECONDS):
-                self._followers.close()
+                self._processes.close()
                 self._handover.give_up()
                 self._give_up(
                     self._ended or ExecutorLost(f"the assistants kept the GPU waiting for {PATIENCE_SECONDS:g} s")

@@ -12,9 +12,9 @@ from ..config import EngineConfig
 from ..model.shard import Shard
 from ..requests.plan_wire import plan_from_wire
 from .cuda import CudaExecutor
-from .cuda_rank_copies import FollowerCopies
+from .cuda_rank_copies import TpWorkerCopies
 from .cuda_rank_memory import DeviceRankContext, RankDevices
-from .rank import Follower
+from .rank import TpWorker
 from .shared_memory import MemoryLayout, SharedMemory
 
 #: Seconds for which it waits for a message before it looks at its copies, or, without any, at its device.
@@ -28,11 +28,11 @@ class _Unread(CompleteTransfer):
         return False
 
 
-class CudaFollower(Follower):
+class CudaTpWorker(TpWorker):
     """Launches a share of what the first rank launches. What fails in it ends it: no sum can be given up."""
 
     fatal = "meet", "measure", "open", "step"
-    _copies: FollowerCopies | None = None
+    _copies: TpWorkerCopies | None = None
 
     def __init__(
         self, config: EngineConfig, layout: MemoryLayout, devices: RankDevices, shard: Shard, memory_fd: int
@@ -51,7 +51,7 @@ class CudaFollower(Follower):
 
     def open(self, num_pages: int) -> None:
         self._cuda.open(num_pages)
-        self._copies = copies = FollowerCopies(
+        self._copies = copies = TpWorkerCopies(
             self._rank_context, self._cuda, self._devices.open_driver(self._rank_context.device)
         )
         self.place, self.copy, self.cancel = copies.place, copies.copy, copies.cancel
@@ -85,7 +85,7 @@ class CudaFollower(Follower):
             self._cuda.close()
         self._rank_context.close()
 
-    def _look(self, copies: FollowerCopies) -> bool:
+    def _look(self, copies: TpWorkerCopies) -> bool:
         try:
             self._cuda.advance()
             return copies.look()

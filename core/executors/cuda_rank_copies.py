@@ -172,7 +172,7 @@ class CudaRankAdapters(RankAdapters):
         return manifest
 
 
-class FollowerCopies:
+class TpWorkerCopies:
     """Another rank's copies that are under way."""
 
     def __init__(self, rank_context: DeviceRankContext, executor: CudaExecutor, pinning: Any) -> None:

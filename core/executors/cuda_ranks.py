@@ -30,10 +30,10 @@ from ..requests.plan_wire import plan_to_wire
 from ..requests.types import StepPlan, StepResult
 from .base import StartedStep
 from .cuda import CudaExecutor
-from .cuda_rank import CudaFollower
+from .cuda_rank import CudaTpWorker
 from .cuda_rank_copies import CudaRankAdapters, RankCopies, RankTransfer
 from .cuda_rank_memory import DeviceRankContext, RankDevices
-from .followers import STOP_SECONDS
+from .processes import STOP_SECONDS
 from .ranks import PATIENCE_SECONDS, RanksFront
 from .shared_memory import MemoryLayout, SharedMemory, image_bytes
 from .swaps import PageSwaps
@@ -71,20 +71,20 @@ class CudaRanksExecutor(RanksFront[CudaExecutor]):
         try:
             memory = SharedMemory(fd, layout, devices.open_driver(device))
             self._rank_context = rank_context = DeviceRankContext(shapes.shard, memory, device)
-            self._begin(partial(CudaFollower, config, layout, devices), fd, rank_context)
+            self._begin(partial(CudaTpWorker, config, layout, devices), fd, rank_context)
         finally:
             os.close(fd)
         try:
             self.first = CudaExecutor(config, device, rank_context=rank_context)
             self._join()
             self.num_pages = self._meet(devices)
-            copies = RankCopies(rank_context, self.first, self._followers.send, patience)
+            copies = RankCopies(rank_context, self.first, self._processes.send, patience)
             self.adapters = CudaRankAdapters(shapes, copies, memory, config.max_lora_rank)
             self.swaps = PageSwaps(self.first.arena, self.adapters.dma)
             if rank_context.is_lost:
-                raise RuntimeError(self._followers.why() or _LOST)
+                raise RuntimeError(self._processes.why() or _LOST)
         except BaseException:
-            self._followers.close()
+            self._processes.close()
             rank_context.close()
             self._folder.cleanup()
             raise
@@ -104,7 +104,7 @@ class CudaRanksExecutor(RanksFront[CudaExecutor]):
             if isinstance(adapter.transfer, RankTransfer)
         }
         self._known.introduce_all(plan)
-        self._followers.send("step", plan_to_wire(plan, draws=False), self.first.steps.asks_logits(plan.rows), coming)
+        self._processes.send("step", plan_to_wire(plan, draws=False), self.first.steps.asks_logits(plan.rows), coming)
         step = _RankStep(self, self._launched(partial(self.first.start, plan)))
         self._open.append(step)
         return step
@@ -140,21 +140,21 @@ class CudaRanksExecutor(RanksFront[CudaExecutor]):
         return num_pages
 
     def _together(self, work: Callable[[], T], name: str, *arguments: Any) -> tuple[T, list[Any]]:
-        """`Followers.beside`, of work in which ranks wait for each other: one that fails has all leave it."""
-        self._followers.send(name, *arguments)
+        """`WorkerProcesses.beside`, of work in which ranks wait for each other: one that fails has all leave it."""
+        self._processes.send(name, *arguments)
         try:
             result = work()
         except Exception as error:
             if (why := self._lose(error)) is not None:
                 raise RuntimeError(why) from error
             raise
-        return result, self._followers.answers()
+        return result, self._processes.answers()
 
     def _lose(self, error: Exception) -> str | None:
         """Have no rank wait any more; what has failed on another one, if that is why the first one did."""
-        is_another = self._rank_context.is_lost or isinstance(error, RanksLost) or self._followers.have_ended
+        is_another = self._rank_context.is_lost or isinstance(error, RanksLost) or self._processes.have_ended
         self._rank_context.lose()
-        return self._followers.why() if is_another else None
+        return self._processes.why() if is_another else None
 
     def _launched(self, work: Callable[[], T]) -> T:
         """Do the first rank's part of a step. Raises ExecutorLost if it fails."""
@@ -174,14 +174,14 @@ class CudaRanksExecutor(RanksFront[CudaExecutor]):
         while self._open:
             self._collect()
         with self._limited():
-            return self._followers.beside(work, name, *arguments)
+            return self._processes.beside(work, name, *arguments)
 
     def _collect(self) -> None:
         """Take the answers to the first step that has not been answered. Raises ExecutorLost."""
         step = self._open.popleft()
         seconds = STOP_SECONDS if self._rank_context.is_lost else None
         try:
-            step.late = {name for names in self._followers.answers(seconds=seconds) for name in names}
+            step.late = {name for names in self._processes.answers(seconds=seconds) for name in names}
         except ExecutorLost:
             raise
         except Exception as error:
@@ -210,7 +210,7 @@ class CudaRanksExecutor(RanksFront[CudaExecutor]):
                 logger.error("what the ranks' GPUs were given took more than %g s", self._patience)
                 self._rank_context.lose()
             if waited > self._patience + STOP_SECONDS:  # a wait that nothing but the other processes' ends may end
-                self._followers.close()
+                self._processes.close()
                 return
 
 

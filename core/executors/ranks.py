@@ -33,8 +33,8 @@ from ..requests.plan_wire import adapter_to_wire, plan_to_wire
 from ..requests.types import StepPlan, StepResult
 from .base import ModelExecutor
 from .cpu import CpuExecutor, cpu_pages
-from .followers import Followers, Losable
-from .rank import CpuFollower, CpuRankContext, arena_bytes
+from .processes import Losable, WorkerProcesses
+from .rank import CpuRankContext, CpuTpWorker, arena_bytes
 from .rank_adapters import ArenaCopies, RankAdapters, RankBuffers
 from .shared_memory import MemoryLayout, SharedMemory
 from .swaps import PageSwaps
@@ -73,16 +73,16 @@ class RanksFront(Generic[First]):
         self.layout = PageLayout(one.num_layers, heads, one.head_dim, one.block_tokens, one.itemsize)
 
     def _begin(self, make: Callable[[Shard, int], Any], memory_fd: int, ranks: Losable) -> None:
-        """Start the other ranks. make: called in each, see `Followers`."""
+        """Start the other ranks. make: called in each, see `WorkerProcesses`."""
         size = self._size
         makers = {f"rank {rank} of {size}": partial(make, Shard(rank, size)) for rank in range(1, size)}
-        self._followers = Followers(makers, memory_fd, ranks, self._patience)
+        self._processes = WorkerProcesses(makers, memory_fd, ranks, self._patience)
 
     def _join(self) -> None:
         """Wait for the other ranks, once `first` has loaded its share. Raises RuntimeError, which names the rank that
         can't join.
         """
-        weights = [self.first.weight_bytes, *self._followers.join()]
+        weights = [self.first.weight_bytes, *self._processes.join()]
         by_formula = weights_of_rank(self.shapes.whole, self._size) * self.layout.itemsize
         logger.info(
             "%d ranks: weights of %s MiB (V·h + h + L·(2h + (2h·q + 2h·kv + 3h·f)/N) + V·h/N of untied embeddings: "
@@ -90,23 +90,23 @@ class RanksFront(Generic[First]):
         )  # fmt: skip
 
     def _serve(self, beside: Callable[..., tuple[Any, list[Any]]]) -> None:
-        """Take plans and shadows from now on. beside: see `Followers.beside`."""
-        self._known = KnownAdapters(self._followers)
+        """Take plans and shadows from now on. beside: see `WorkerProcesses.beside`."""
+        self._known = KnownAdapters(self._processes)
         self.shadow = RankShadow(self.first.shadow, beside, self._known.entry)
         page_bytes = self.shapes.layout.page_bytes
         logger.info("KV and adapters of %.1f MiB on each rank", self.num_pages * page_bytes / _MIB)
 
     def watch(self, on_lost: Callable[[ExecutorLost], None]) -> None:
         """Have `on_lost` called, from any thread, when a rank ends by itself."""
-        self._followers.watch(on_lost)
+        self._processes.watch(on_lost)
 
     @property
     def pids(self) -> list[int]:
         """Processes of the other ranks."""
-        return self._followers.pids
+        return self._processes.pids
 
     def close(self) -> None:
-        self._followers.close()
+        self._processes.close()
         self.first.close()
 
 
@@ -140,14 +140,14 @@ class RanksExecutor(RanksFront[CpuExecutor]):
             memory = SharedMemory(fd, layout)
             rank_context = CpuRankContext(shapes.shard, memory, one, num_pages, patience)
             self._ranks, self._steps = rank_context.ranks, 0
-            self._begin(partial(CpuFollower, config, layout, one, num_pages, patience), fd, rank_context.ranks)
+            self._begin(partial(CpuTpWorker, config, layout, one, num_pages, patience), fd, rank_context.ranks)
         finally:
             os.close(fd)
         try:
             self.first = CpuExecutor(config, rank_context)
             self._join()
         except BaseException:
-            self._followers.close()
+            self._processes.close()
             raise
         dtype, others = self.first.arena.pages.dtype, range(1, size)
         arenas = [self.first.arena]
@@ -156,7 +156,7 @@ class RanksExecutor(RanksFront[CpuExecutor]):
         buffers = RankBuffers(HostBuffers(), size)
         self.adapters = RankAdapters(shapes.whole, shapes.config, arenas[0], self._copies, buffers, size)
         self.swaps = PageSwaps(arenas[0], self.adapters.dma)
-        self._serve(self._followers.beside)
+        self._serve(self._processes.beside)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See `Executor.execute`. A step that fails on one rank is given up by all of them."""
@@ -170,7 +170,7 @@ class RanksExecutor(RanksFront[CpuExecutor]):
         self._ranks.begin(number)
         kept = [index for index, row in enumerate(plan.rows) if needs_logits(row)]
         step = "step", number, plan_to_wire(plan, draws=False), kept, coming
-        result, late = self._followers.beside(partial(self._run, plan, number), *step)
+        result, late = self._processes.beside(partial(self._run, plan, number), *step)
         for request_id in {name for names in late for name in names}:
             result.retract(request_id)
         return result
@@ -186,8 +186,8 @@ class RanksExecutor(RanksFront[CpuExecutor]):
 class KnownAdapters:
     """The adapters that the other ranks know."""
 
-    def __init__(self, followers: Followers) -> None:
-        self._followers = followers
+    def __init__(self, processes: WorkerProcesses) -> None:
+        self._processes = processes
         self._known: weakref.WeakSet[Adapter] = weakref.WeakSet()
         self._gone: list[int] = []
 
@@ -201,7 +201,7 @@ class KnownAdapters:
         if not new and not self._gone:
             return
         gone, self._gone = self._gone, []
-        self._followers.send("know", new, gone)
+        self._processes.send("know", new, gone)
         for adapter in adapters:
             if adapter not in self._known:
                 self._known.add(adapter)
@@ -223,7 +223,7 @@ class RankShadow:
         self, first: ShadowWeights, beside: Callable[..., tuple[Any, list[Any]]],
         entry: Callable[[Adapter], dict[str, Any]],
     ) -> None:  # fmt: skip
-        """beside: see `Followers.beside`. entry: an adapter, which the followers know, as they receive it."""
+        """beside: see `WorkerProcesses.beside`. entry: an adapter, which the TP workers know, as they receive it."""
         self._first, self._beside, self._entry = first, beside, entry
         self.sizes, self.wished_runs = first.sizes, first.wished_runs
 

@@ -15,7 +15,7 @@ import pytest
 
 from chorus.core.cold_start import ColdStart
 from chorus.core.engine import Engine
-from chorus.core.executors import cuda_assist, followers
+from chorus.core.executors import cuda_assist, processes
 from chorus.core.executors.assist import AssistProfile
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.requests.types import StepPlan
@@ -94,7 +94,7 @@ def assisted(tiny, monkeypatch):  # noqa: F811
 
     def make(workers=2, way=ColdStart.ASSIST, adapters=tuple(RECIPES), processes=False, **config):
         if not processes:
-            monkeypatch.setattr(followers, "Popen", ThreadProcess)
+            monkeypatch.setattr(processes, "Popen", ThreadProcess)
         settings = make_config(tiny, **{"assist_workers": workers, "max_num_seqs": 2, "graph_capture": "off", **config})
         inner = CudaExecutor(settings, LateDevice(), driver := PromptDriver())
         copies = CudaCopies(inner.arena.pages, driver, 0)
@@ -175,7 +175,7 @@ def test_assists_where_the_products_way_back_is_shorter_than_the_adapters(assist
 def test_an_assistant_that_ends_or_hangs_leaves_its_prompt_to_wait(assisted, tiny, monkeypatch, caplog, number):  # noqa: F811
     """A process, within a layer: the device goes on, the prompt is void and runs again, and none is assisted then."""
     monkeypatch.setattr(cuda_assist, "PATIENCE_SECONDS", 2.0)
-    monkeypatch.setattr(followers, "STOP_SECONDS", 0.5)
+    monkeypatch.setattr(processes, "STOP_SECONDS", 0.5)
     driver, cuda, assist = assisted(2, processes=True, adapters=["r17-all", "r1-qv"])
     want = ask(driver, tiny, ("r17-all", 9, 3), (None, 2, 3))
     before, pid = cuda.num_words, assist.pids[1]

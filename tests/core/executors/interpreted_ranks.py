@@ -23,11 +23,11 @@ from triton.runtime import interpreter
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.core.executors import cuda_ranks, followers
+from chorus.core.executors import cuda_ranks, processes
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.cuda_memory import OutOfDeviceMemory
-from chorus.core.executors.cuda_rank import CudaFollower
-from chorus.core.executors.cuda_rank_copies import FollowerCopies, RankCopies, RankTransfer
+from chorus.core.executors.cuda_rank import CudaTpWorker
+from chorus.core.executors.cuda_rank_copies import RankCopies, RankTransfer, TpWorkerCopies
 from chorus.core.executors.cuda_rank_memory import RankDevices
 from chorus.core.executors.cuda_ranks import CudaRanksExecutor
 from chorus.core.model.decoder import DecoderModel
@@ -93,7 +93,7 @@ def one_launch_at_a_time(monkeypatch):
             return launch(self, *args, **kwargs)
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)
-    monkeypatch.setattr(followers, "Popen", ThreadProcess)
+    monkeypatch.setattr(processes, "Popen", ThreadProcess)
 
 
 def config_of(tiny: Subject, **config) -> EngineConfig:  # noqa: F811
@@ -321,7 +321,7 @@ def gloo_sums(shard, device, store, seconds):
 @pytest.mark.parametrize("again", [False, True])
 def test_ranks_are_processes_that_meet_by_torch_distributed(tiny, monkeypatch, again):  # noqa: F811
     """As on GPUs, but for the backend; a process may have others behind them."""
-    monkeypatch.setattr(followers, "Popen", subprocess.Popen)
+    monkeypatch.setattr(processes, "Popen", subprocess.Popen)
     settings = config_of(tiny, max_num_seqs=2, max_num_batched_tokens=16)
     executor = RecordingExecutor(CudaRanksExecutor(settings, RankDevices(late_device, no_driver, gloo_sums)))
     driver = Driver(engine := Engine(settings, executor, ticking(), InlineReads()), executor)
@@ -365,7 +365,7 @@ def test_a_rank_that_keeps_the_others_waiting_ends_all(drive, tiny, monkeypatch)
     driver = drive(adapters=[], graph_capture="off", patience=1.0)
     ask(driver, tiny, (None, 3, 2))
     released = threading.Event()
-    monkeypatch.setattr(followers, "STOP_SECONDS", 0.1)
+    monkeypatch.setattr(processes, "STOP_SECONDS", 0.1)
     monkeypatch.setattr(CudaExecutor, "follow", lambda self, *args: released.wait())
     with pytest.raises(ExecutorLost):
         driver.engine.step()
@@ -395,12 +395,12 @@ def test_a_device_that_is_stuck_ends_all(drive, tiny, monkeypatch):  # noqa: F81
 def test_a_rank_that_ends_while_idle_is_noticed(drive):
     driver, ended = drive(adapters=[], graph_capture="off"), threading.Event()
     driver.executor.inner.watch(lambda error: ended.set())
-    driver.executor.inner._followers._processes[0].kill()  # noqa: SLF001 - as if the system did
+    driver.executor.inner._processes._processes[0].kill()  # noqa: SLF001 - as if the system did
     assert ended.wait(60)
 
 
 def test_a_rank_that_cannot_join_is_named_with_the_reason(tiny, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(CudaFollower, "__init__", raising)
+    monkeypatch.setattr(CudaTpWorker, "__init__", raising)
     with pytest.raises(RuntimeError, match="rank 1 of 2 could not join: MemoryError: no room"):
         CudaRanksExecutor(config_of(tiny, graph_capture="off"), DEVICES)
 
@@ -442,7 +442,7 @@ def test_a_rank_that_does_not_come_to_the_meeting_is_named(tiny, open_sums, why)
 
 
 def test_a_rank_that_ends_while_pages_are_timed_is_named(tiny, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(FollowerCopies, "copy", lambda *args: sys.exit(3))
+    monkeypatch.setattr(TpWorkerCopies, "copy", lambda *args: sys.exit(3))
     with pytest.raises(RuntimeError, match=r"rank 1 of 2 has ended \(exit status 1\)"):
         CudaRanksExecutor(config_of(tiny, max_num_seqs=1, graph_capture="off"), DEVICES)
 
@@ -455,7 +455,7 @@ def test_ranks_that_do_not_add_up_are_not_started(tiny, monkeypatch):  # noqa: F
 
 def test_ranks_that_never_meet_end_the_start(tiny, monkeypatch):  # noqa: F811
     monkeypatch.setattr(cuda_ranks, "_JOIN_SECONDS", 0.3)
-    monkeypatch.setattr(followers, "STOP_SECONDS", 0.5)
+    monkeypatch.setattr(processes, "STOP_SECONDS", 0.5)
     come = threading.Event()
     monkeypatch.setattr(HostSums, "add_up", lambda self, part: come.wait(60))
     with pytest.raises(RuntimeError, match=r"have not added up a first sum within 0.3 s; with NCCL_DEBUG=INFO"):

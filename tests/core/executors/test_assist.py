@@ -208,7 +208,7 @@ def test_an_assistant_that_dies_leaves_prompts_to_wait(subject, assisted, caplog
     add_all(driver, cases)
     driver.step()
     assert assist.lent is not None
-    assist._followers._processes[0].kill()  # noqa: SLF001 - as if the system did
+    assist._processes._processes[0].kill()  # noqa: SLF001 - as if the system did
     for _ in range(5):
         driver.step()
     assert "no prompt is assisted any more" in caplog.text
@@ -270,7 +270,7 @@ def test_an_assistant_that_can_not_join_ends_the_start(subject, monkeypatch):
     def broken(*args):
         raise MemoryError("no room")
 
-    monkeypatch.setattr("chorus.core.executors.followers.Popen", ThreadProcess)
+    monkeypatch.setattr("chorus.core.executors.worker_processes.Popen", ThreadProcess)
     monkeypatch.setattr("chorus.core.executors.assistant.SharedMemory", broken)
     settings = EngineConfig(
         model=subject("gqa").model, dtype="float32", memory_bytes=8 << 20, device="cpu", assist_workers=2
