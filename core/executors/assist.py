@@ -38,7 +38,7 @@ from ..model.config import ModelConfig
 from ..requests.types import StepPlan
 from .adapters import ModelAdapters
 from .assistant import AssistantProcess
-from .processes import WorkerProcesses
+from .worker_processes import WorkerProcesses
 from .shared_memory import MemoryLayout, Pinning, SharedMemory, image_bytes
 
 logger = logging.getLogger(__name__)

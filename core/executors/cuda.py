@@ -76,8 +76,8 @@ class CudaExecutor(ModelExecutor):
         driver: CupyDriver | None = None,
         rank_context: DeviceRankContext | None = None,
     ) -> None:
-        """device: the configuration's GPU by default; driver: of the same, for assistants. rank_context: the rank that it is,
-        if there are several; then it loads its share, and `measure` and `open` follow once all have. Raises
+        """device: the configuration's GPU by default; driver: of the same, for assistants. rank_context: the rank that
+        it is, if there are several; then it loads its share, and `measure` and `open` follow once all have. Raises
         DeviceError, UnsupportedModel, OutOfDeviceMemory.
         """
         super().__init__(config, WHOLE if rank_context is None else rank_context.shard)
@@ -100,7 +100,7 @@ class CudaExecutor(ModelExecutor):
         """
         with self._device.scope():
             if self._rank_context is not None:
-                self._decoder.join(self._rank_context.sums)
+                self._decoder.join(self._rank_context.collectives)
             self.steps = self._make_steps(self._decoder)
             with torch.inference_mode():
                 self.steps.warm_up()

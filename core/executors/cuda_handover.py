@@ -71,12 +71,12 @@ class CudaHandover:
         active: the lent segments of which they are.
         """
         driver, ranks, stream = self._driver, self._ranks, self._driver.compute_stream()
-        asked = self._handovers[ranks.sums // 2 % MOST_HANDOVERS]
+        asked = self._handovers[ranks.num_sums // 2 % MOST_HANDOVERS]
         asked["layer"], asked["group"] = layer, group
         asked["active"][:] = 0
         asked["active"][list(active)] = 1
         number = ranks.count()
-        if ranks.sums == 1:
+        if ranks.num_sums == 1:
             self._words[0].value = number - 1  # the stream writes the lower half alone
         self._number = number
         num_bytes = rows * self._x_elems[group] * self._x.itemsize

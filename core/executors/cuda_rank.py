@@ -44,7 +44,7 @@ class CudaTpWorker(TpWorker):
         super().__init__(self._cuda)
 
     def meet(self, store: str, seconds: float) -> None:
-        self._rank_context.meet(self._devices.open_sums, store, seconds)
+        self._rank_context.meet(self._devices.open_collectives, store, seconds)
 
     def measure(self) -> int:
         return self._cuda.measure()

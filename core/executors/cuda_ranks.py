@@ -33,7 +33,7 @@ from .cuda import CudaExecutor
 from .cuda_rank import CudaTpWorker
 from .cuda_rank_copies import CudaRankAdapters, RankCopies, RankTransfer
 from .cuda_rank_memory import DeviceRankContext, RankDevices
-from .processes import STOP_SECONDS
+from .worker_processes import STOP_SECONDS
 from .ranks import PATIENCE_SECONDS, RanksFront
 from .shared_memory import MemoryLayout, SharedMemory, image_bytes
 from .swaps import PageSwaps
@@ -132,7 +132,10 @@ class CudaRanksExecutor(RanksFront[CudaExecutor]):
         """Have all ranks meet, measure and open; the number of pages of each."""
         store = str(Path(self._folder.name) / "store")
         self._together(
-            lambda: self._rank_context.meet(devices.open_sums, store, _JOIN_SECONDS), "meet", store, _JOIN_SECONDS
+            lambda: self._rank_context.meet(devices.open_collectives, store, _JOIN_SECONDS),
+            "meet",
+            store,
+            _JOIN_SECONDS,
         )
         own, others = self._together(self.first.measure, "measure")
         num_pages = min(own, *others)

@@ -18,7 +18,7 @@ from ...memory.pages.arena import Arena
 from ...memory.pages.pool import PagePool
 from ...ops.attention import Attention
 from ...ops.attention_backend import AttentionBackend
-from ...ops.ranks import Sums
+from ...ops.ranks import Collectives
 from ...ops.sampling import TorchSampling
 from ..config import EngineConfig
 from ..model.batch import BY_LIBRARY, StepBatch, Ways, column_width, ragged_batch
@@ -414,7 +414,7 @@ class CudaSteps:
 
 
 def _of_all_ranks(
-    best: torch.Tensor, tokens: torch.Tensor, ranks: Sums, vocab: int
+    best: torch.Tensor, tokens: torch.Tensor, ranks: Collectives, vocab: int
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The largest logit of each row and its token, from every rank's largest; None on another rank than the first.
 

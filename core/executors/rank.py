@@ -1,7 +1,7 @@
 """A rank of several but the first: a process that computes its share of every step that the first rank plans.
 
-It is started by `processes.WorkerProcesses` as `python -m chorus.core.executors.rank LINK MEMORY`, with two open files: a
-socket, for commands and answers, and the memory that all ranks share. It ends with the first rank.
+It is started by `worker_processes.WorkerProcesses` as `python -m chorus.core.executors.rank LINK MEMORY`, with two open
+files: a socket, for commands and answers, and the memory that all ranks share. It ends with the first rank.
 """
 
 from __future__ import annotations

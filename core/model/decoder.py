@@ -22,7 +22,7 @@ from ...ops.elementwise import (
 )
 from ...ops.merge import merge
 from ...ops.products import pack, packed_linear, unpack
-from ...ops.ranks import Sums
+from ...ops.ranks import Collectives
 from ...ops.sgmv import AdapterRows
 from .batch import ATTN_O, DOWN, GATE_UP, QKV, StepBatch, StepLora, Way, Ways, lora_groups
 from .config import ModelConfig
@@ -92,7 +92,12 @@ class Layer:
     __slots__ = ("_index", "_lora", "_ranks", "_ways", "_weights")
 
     def __init__(
-        self, weights: LayerWeights, index: int, ways: Ways, lora: StepLora | None = None, ranks: Sums | None = None
+        self,
+        weights: LayerWeights,
+        index: int,
+        ways: Ways,
+        lora: StepLora | None = None,
+        ranks: Collectives | None = None,
     ) -> None:
         """lora: None when no row uses an adapter. ranks: have shares of o's and down's inputs each."""
         self._weights, self._index, self._ways, self._lora, self._ranks = weights, index, ways, lora, ranks
@@ -179,7 +184,7 @@ class DecoderModel:
         arena: Arena,
         max_model_len: int,
         dtype: torch.dtype | None = None,
-        ranks: Sums | None = None,
+        ranks: Collectives | None = None,
     ) -> None:
         """Read all of `weights`, layer by layer, into the arena's device; requests may have up to `max_model_len`
         tokens.
@@ -308,7 +313,7 @@ class DecoderModel:
         """All ranks' columns, on the first rank; on others no rows."""
         return logits if self._ranks is None else self._ranks.gather(logits, self.config.vocab_size)
 
-    def join(self, ranks: Sums) -> None:
+    def join(self, ranks: Collectives) -> None:
         """Have these ranks compute the other shares of layers; see `DecoderModel`."""
         self._ranks = ranks
 
@@ -323,7 +328,7 @@ class DecoderModel:
         return len(self._lm_head)
 
     @property
-    def ranks(self) -> Sums | None:
+    def ranks(self) -> Collectives | None:
         """The ranks that compute shares with this one; None where it computes all."""
         return self._ranks
 

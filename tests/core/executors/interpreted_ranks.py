@@ -59,7 +59,7 @@ def no_driver(device):
 FLOATS = 1 << 13
 
 
-class HostSums(Ranks):
+class HostCollectives(Ranks):
     """Ranks of the host, in memory that the threads share."""
 
     memories: ClassVar[dict[str, mmap.mmap]] = {}
@@ -77,11 +77,11 @@ class HostSums(Ranks):
 LOCK = threading.Lock()
 
 
-def host_sums(shard, device, store, seconds):
-    return HostSums(shard, store, seconds)
+def host_collectives(shard, device, store, seconds):
+    return HostCollectives(shard, store, seconds)
 
 
-DEVICES = RankDevices(late_device, no_driver, host_sums)
+DEVICES = RankDevices(late_device, no_driver, host_collectives)
 
 
 @pytest.fixture(autouse=True)
@@ -300,7 +300,7 @@ def test_refuses_adapters_that_the_tables_do_not_hold(drive, tiny):  # noqa: F81
 
 
 def test_ranks_have_as_many_pages_as_the_smallest_gpu(tiny, drive, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(sys.modules[__name__], "DEVICES", RankDevices(unequal_device, no_driver, host_sums))
+    monkeypatch.setattr(sys.modules[__name__], "DEVICES", RankDevices(unequal_device, no_driver, host_collectives))
     driver = drive(adapters=[], memory_bytes=None, gpu_memory_utilization=0.5, graph_capture="off")
     inner = driver.executor.inner
     assert inner.num_pages == inner.first.num_pages == inner.first.arena.num_pages
@@ -314,7 +314,7 @@ def unequal_device(index):
 # -- in processes
 
 
-def gloo_sums(shard, device, store, seconds):
+def gloo_collectives(shard, device, store, seconds):
     return open_group("gloo", shard.rank, shard.size, device, store, seconds)
 
 
@@ -323,7 +323,7 @@ def test_ranks_are_processes_that_meet_by_torch_distributed(tiny, monkeypatch, a
     """As on GPUs, but for the backend; a process may have others behind them."""
     monkeypatch.setattr(processes, "Popen", subprocess.Popen)
     settings = config_of(tiny, max_num_seqs=2, max_num_batched_tokens=16)
-    executor = RecordingExecutor(CudaRanksExecutor(settings, RankDevices(late_device, no_driver, gloo_sums)))
+    executor = RecordingExecutor(CudaRanksExecutor(settings, RankDevices(late_device, no_driver, gloo_collectives)))
     driver = Driver(engine := Engine(settings, executor, ticking(), InlineReads()), executor)
     for name in ("r5-o-down", "r1-qv"):
         engine.store.register(name, tiny.adapters[name])
@@ -422,22 +422,22 @@ def test_a_rank_that_fails_while_others_wait_for_it_is_named(tiny, monkeypatch, 
 NEVER = threading.Event()
 
 
-def failing_sums(shard, device, store, seconds):
+def failing_collectives(shard, device, store, seconds):
     return raising() if shard.rank else NEVER.wait(600)
 
 
-def ending_sums(shard, device, store, seconds):
+def ending_collectives(shard, device, store, seconds):
     return sys.exit(1) if shard.rank else NEVER.wait(600)
 
 
-@pytest.mark.parametrize(("open_sums", "why"), [
-    (failing_sums, "rank 1 of 2: MemoryError: no room"), (ending_sums, r"rank 1 of 2 has ended \(exit status 1\)"),
+@pytest.mark.parametrize(("open_collectives", "why"), [
+    (failing_collectives, "rank 1 of 2: MemoryError: no room"), (ending_collectives, r"rank 1 of 2 has ended \(exit status 1\)"),
 ])  # fmt: skip
-def test_a_rank_that_does_not_come_to_the_meeting_is_named(tiny, open_sums, why):  # noqa: F811
+def test_a_rank_that_does_not_come_to_the_meeting_is_named(tiny, open_collectives, why):  # noqa: F811
     """NCCL has no end to its wait for it."""
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=why):
-        CudaRanksExecutor(config_of(tiny), RankDevices(late_device, no_driver, open_sums))
+        CudaRanksExecutor(config_of(tiny), RankDevices(late_device, no_driver, open_collectives))
     assert time.monotonic() - began < 60
 
 
@@ -448,7 +448,7 @@ def test_a_rank_that_ends_while_pages_are_timed_is_named(tiny, monkeypatch):  # 
 
 
 def test_ranks_that_do_not_add_up_are_not_started(tiny, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(HostSums, "add_up", lambda self, part: part)
+    monkeypatch.setattr(HostCollectives, "add_up", lambda self, part: part)
     with pytest.raises(RuntimeError, match="the sum of 2 ranks' ones is 1"):
         CudaRanksExecutor(config_of(tiny), DEVICES)
 
@@ -457,14 +457,14 @@ def test_ranks_that_never_meet_end_the_start(tiny, monkeypatch):  # noqa: F811
     monkeypatch.setattr(cuda_ranks, "_JOIN_SECONDS", 0.3)
     monkeypatch.setattr(processes, "STOP_SECONDS", 0.5)
     come = threading.Event()
-    monkeypatch.setattr(HostSums, "add_up", lambda self, part: come.wait(60))
+    monkeypatch.setattr(HostCollectives, "add_up", lambda self, part: come.wait(60))
     with pytest.raises(RuntimeError, match=r"have not added up a first sum within 0.3 s; with NCCL_DEBUG=INFO"):
         CudaRanksExecutor(config_of(tiny), DEVICES)
     come.set()
 
 
 def test_a_first_rank_that_does_not_fit_says_so(tiny):  # noqa: F811
-    devices = RankDevices(small_first_device, no_driver, host_sums)
+    devices = RankDevices(small_first_device, no_driver, host_collectives)
     with pytest.raises(OutOfDeviceMemory, match="ask for an arena of"):
         CudaRanksExecutor(config_of(tiny, graph_capture="off", num_pages=1 << 12), devices)
 
