@@ -38,8 +38,8 @@ from ..model.config import ModelConfig
 from ..requests.types import StepPlan
 from .adapters import ModelAdapters
 from .assistant import AssistantProcess
-from .worker_processes import WorkerProcesses
 from .shared_memory import MemoryLayout, Pinning, SharedMemory, image_bytes
+from .worker_processes import WorkerProcesses
 
 logger = logging.getLogger(__name__)
 

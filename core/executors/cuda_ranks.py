@@ -33,10 +33,10 @@ from .cuda import CudaExecutor
 from .cuda_rank import CudaTpWorker
 from .cuda_rank_copies import CudaRankAdapters, RankCopies, RankTransfer
 from .cuda_rank_memory import DeviceRankContext, RankDevices
-from .worker_processes import STOP_SECONDS
 from .ranks import PATIENCE_SECONDS, RanksExecutorBase
 from .shared_memory import MemoryLayout, SharedMemory, image_bytes
 from .swaps import PageSwaps
+from .worker_processes import STOP_SECONDS
 
 logger = logging.getLogger(__name__)
 

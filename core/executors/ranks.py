@@ -1,9 +1,9 @@
 """An executor of several ranks: processes of this machine that compute each layer together (tensor parallel).
 
 The first rank is this process. It draws the tokens, and what clocks decide is decided here, or by all ranks together: a
-step is done, and a shadow made, when it is on every rank, and a row is void that is void on any. `RanksExecutorBase` is what
-ranks on processors and on GPUs (`cuda_ranks`) have in common. On processors the first rank also reads and moves what
-lies in the arenas, which it sees all of; the other ranks compute their shares of the same steps.
+step is done, and a shadow made, when it is on every rank, and a row is void that is void on any. `RanksExecutorBase` is
+what ranks on processors and on GPUs (`cuda_ranks`) have in common. On processors the first rank also reads and moves
+what lies in the arenas, which it sees all of; the other ranks compute their shares of the same steps.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from ..requests.plan_wire import adapter_to_wire, plan_to_wire
 from ..requests.types import StepPlan, StepResult
 from .base import ModelExecutor
 from .cpu import CpuExecutor, cpu_pages
-from .worker_processes import Losable, WorkerProcesses
 from .rank import CpuRankContext, CpuTpWorker, arena_bytes
 from .rank_adapters import ArenaCopies, RankAdapters, RankBuffers
 from .shared_memory import MemoryLayout, SharedMemory
 from .swaps import PageSwaps
+from .worker_processes import Losable, WorkerProcesses
 
 if TYPE_CHECKING:
     from .cuda import CudaExecutor

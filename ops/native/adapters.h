@@ -13,8 +13,8 @@ constexpr int kAhead = 8;  // rank-rows of A that are worked on together, and fe
 constexpr int kAddedRows = 16;  // the same of Bᵀ
 constexpr int kLongSegment = 12;  // tokens from which a segment's expand is worth doing tile by tile
 
-// A part of an adapter in pages of the arena: one slab for each rank-row of a layer, with that row of every module's A
-// and Bᵀ. Mirrors AdapterDescriptor of ops/native_library.py.
+// A part of an adapter in pages of the arena: one slab for each rank-row of a layer, with that row of every module's A and Bᵀ.
+// Mirrors AdapterDescriptor of ops/native_library.py.
 struct Adapter {
     const int64_t* pages;  // of the arena, in order
     const int64_t* first_elem;  // [layers of the model]: where the layer's first slab begins, -1 where it has none
@@ -27,8 +27,7 @@ struct Adapter {
     bool has(int module) const { return b_offset[module] >= 0; }
 };
 
-// Rank-rows `first` … first+count-1 of a module's A or Bᵀ in a layer: `columns` elements of each, from `offset` of its
-// slab on.
+// Rank-rows `first` … first+count-1 of a module's A or Bᵀ in a layer: `columns` elements of each, from `offset` of its slab on.
 struct RankRows {
     const Adapter* adapter;  // null: no rows
     int layer, first, count, offset, columns;
@@ -83,15 +82,13 @@ struct LoraScratch {
     }
 };
 
-// A unit of work: of a segment's tokens, a module's rank-rows (shrink) or columns of outputs (expand) first …
-// first+count-1.
+// A unit of work: of a segment's tokens, a module's rank-rows (shrink) or columns of outputs (expand) first … first+count-1.
 struct LoraUnit {
     int segment, module, first, count, token, tokens;  // module: index in its group
 };
 
 // The step's segments: tokens begin[s] … end[s]-1 use *adapters[s]. Several may have the same tokens; if of one level,
-// they have no module of a layer in common, so that their units never meet. Mirrors SegmentsDescriptor of
-// ops/native_library.py.
+// they have no module of a layer in common, so that their units never meet. Mirrors SegmentsDescriptor of ops/native_library.py.
 struct Segments {
     int32_t count;
     const int32_t *begin, *end;  // [count]
@@ -125,8 +122,8 @@ inline RankRows b_rows(const Adapter& adapter, int layer, int module, const Lora
     return {&adapter, layer, 0, adapter.rank, adapter.b_offset[module] + unit.first, unit.count};
 }
 
-// Append the shrinks of some tokens. Units are the same for all layers; a segment without rows in a layer skips its
-// units there.
+// Append the shrinks of some tokens. Units are the same for all layers; a segment without rows in a layer skips its units
+// there.
 //
 //   segments    of the step
 //   group       modules
@@ -169,8 +166,8 @@ inline void expand_units(const Segments& segments, int level, const std::vector<
         }
 }
 
-// Find where the first rows of `next` begin, to fetch them meanwhile: each is in memory of its own, too short for the
-// processor to follow in time. Where there are fewer than `most`, the row before once more.
+// Find where the first rows of `next` begin, to fetch them meanwhile: each is in memory of its own, too short for the processor
+// to follow in time. Where there are fewer than `most`, the row before once more.
 //
 //   arena    with the rows
 //   next     rows that the thread reads next

@@ -83,8 +83,8 @@ inline float softmax(float* scores, int visible, int padded, float scale) {
     return 1.0f / sum(all);
 }
 
-// Values of `Kind<X>::pair` keys, 16·COUNT columns of them, as registers to multiply a weight of each key with: the
-// columns in order; of pairs of bf16, of every 32 columns the first four of every eight, and the others.
+// Values of `Kind<X>::pair` keys, 16·COUNT columns of them, as registers to multiply a weight of each key with: the columns in
+// order; of pairs of bf16, of every 32 columns the first four of every eight, and the others.
 //
 //   one, other  [columns] of each key; other: null where it is not there
 //   columns     that are there; 0 beyond

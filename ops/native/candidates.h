@@ -6,8 +6,8 @@
 
 namespace chorus {
 
-// e^((x - most) · inverse) of logits x; most: the largest, inverse: the inverse temperature. 0 · inverse stays 0, and
-// what lies below never becomes positive.
+// e^((x - most) · inverse) of logits x; most: the largest, inverse: the inverse temperature. 0 · inverse stays 0, and what lies
+// below never becomes positive.
 struct Masses {
     Doubles most, factor;
     Masses(float most, double inverse) : most(doubles(most)), factor(doubles(inverse * kLog2e)) {}
@@ -27,8 +27,7 @@ struct Found {
     double before;  // the mass of all before it
 };
 
-// The first index up to which the masses, its own included, exceed `target`; the last with any mass if rounding left
-// none.
+// The first index up to which the masses, its own included, exceed `target`; the last with any mass if rounding left none.
 //
 //   n       masses
 //   target  a sum of them

@@ -12,8 +12,8 @@ constexpr int kShortChunk = kSegmentChunk / 4;  // fewer rows are not worth a pa
 
 class Chunks {
    public:
-    // Cut a step. A segment with a fused expand has its own chunks, as each packs its adapter's rows; but none is so
-    // short that it reads all weights for few rows, as the tokens of running requests after a prompt's would.
+    // Cut a step. A segment with a fused expand has its own chunks, as each packs its adapter's rows; but none is so short that
+    // it reads all weights for few rows, as the tokens of running requests after a prompt's would.
     //
     //   tokens    of the step
     //   segments  of the step

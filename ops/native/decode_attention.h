@@ -5,8 +5,7 @@
 
 namespace chorus {
 
-// One token of one row, for K/V heads first … first+heads-1: its K streams past once, then its V, whole tokens at a
-// time.
+// One token of one row, for K/V heads first … first+heads-1: its K streams past once, then its V, whole tokens at a time.
 struct DecodeUnit {
     int row, first, heads;
 };
@@ -42,9 +41,9 @@ inline void with_shape(int heads, int rows, Run run) {
     else with_number<kQueries>(rows, [&](auto rows) { run(std::integral_constant<int, 1>{}, rows); });
 }
 
-// scores[r] = q[r] · key for sixteen keys, HEADS K/V heads side by side and ROWS queries of each: the even-numbered
-// products one after the other, the odd-numbered likewise, then the two sums. A product is one of `Kind<X>`: of an
-// element, or of a pair of bf16.
+// scores[r] = q[r] · key for sixteen keys, HEADS K/V heads side by side and ROWS queries of each: the even-numbered products
+// one after the other, the odd-numbered likewise, then the two sums. A product is one of `Kind<X>`: of an element, or of a
+// pair of bf16.
 //
 //   q       [HEADS · ROWS, head_dim], one right after the other
 //   keys    [16], addresses
@@ -169,9 +168,8 @@ inline void attend_decode(const PagedCache<T>& cache, const DecodeUnit& unit, co
     cache.locate(cache.v + offset, row.pages, kv_len, values);
     cache.locate(cache.k + (long)next.kv_head * head_dim, next.row.pages, upcoming, values + kv_len);
     for (int s = upcoming; s < ahead + kLanes; s++) values[kv_len + s] = values[kv_len - 1];
-    // run(heads, rows, s, count, h, i): the work of `count` tokens from s on for K/V heads from h on and query vectors
-    // from i on. What is read `ahead` tokens later is fetched half before it and half after it: more at once would be
-    // in its way.
+    // run(heads, rows, s, count, h, i): the work of `count` tokens from s on for K/V heads from h on and query vectors from i
+    // on. What is read `ahead` tokens later is fetched half before it and half after it: more at once would be in its way.
     auto each = [&](const T* const* tokens, auto run) {
         for (int s = 0; s < kv_len; s += kLanes) {
             const int count = std::min(kLanes, kv_len - s);

@@ -283,8 +283,8 @@ class Decoder final : public AnyDecoder {
         each_part(team_, me, tokens, [&](int t, bool) { rms_norm(x[t], weight, m_.hidden, m_.eps, normed[t]); });
     }
 
-    // Of token t, one K/V head and the query heads that share it: norm (where the architecture has it) and rotate q and
-    // k, then write q to its buffer, k and v to their page.
+    // Of token t, one K/V head and the query heads that share it: norm (where the architecture has it) and rotate q and k,
+    // then write q to its buffer, k and v to their page.
     void rotate_and_store(const StepDesc& step, const LayerDesc& w, const PagedCache<T>& cache, int t, int kv_head) {
         const int head_dim = m_.head_dim;
         float* y = rows_of(y_, outputs(kQkv))[t];

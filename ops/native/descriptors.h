@@ -8,8 +8,8 @@
 
 namespace chorus {
 
-// Groups of projections with a common input, and outputs side by side: query, key and value; attention's output; gate
-// and up; down. As QKV, ATTN_O, GATE_UP and DOWN of core/model/batch.py.
+// Groups of projections with a common input, and outputs side by side: query, key and value; attention's output; gate and up;
+// down. As QKV, ATTN_O, GATE_UP and DOWN of core/model/batch.py.
 enum Group : int32_t { kQkv, kO, kGateUp, kDown };
 constexpr int kGroups = 4;
 constexpr Group kEveryGroup[kGroups] = {kQkv, kO, kGateUp, kDown};
@@ -109,8 +109,8 @@ struct Groups {
     }
 };
 
-// One group's product of a layer in a step, with what adapters add: y (+)= x · wᵀ + bias + Σ scale · x · Aᵀ · Bᵀ, of
-// each segment's adapter on the segment's rows.
+// One group's product of a layer in a step, with what adapters add: y (+)= x · wᵀ + bias + Σ scale · x · Aᵀ · Bᵀ, of each
+// segment's adapter on the segment's rows.
 //
 //   layer       number of the layer
 //   w           the group's weights in the layer

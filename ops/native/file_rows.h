@@ -1,5 +1,5 @@
-// An adapter's rows from its weights file, group of layers by group: read past the page cache, one group ahead, and
-// laid out from where they were read to.
+// An adapter's rows from its weights file, group of layers by group: read past the page cache, one group ahead, and laid
+// out from where they were read to.
 //
 // What is read here is kept in another layout; a second copy in the page cache would only cost the time to fill it and
 // push out what others need. What is in the page cache already is taken from there.
@@ -28,8 +28,7 @@ struct Span {
 };
 
 // State of one reader, kept from file to file: the system clears fresh pages at some cost. On huge pages, because the
-// disk's requests are of so many pages at most, and each page must be found and held: a third of the time of small
-// ones.
+// disk's requests are of so many pages at most, and each page must be found and held: a third of the time of small ones.
 struct ReadStation {
     char* buffer(int slot, size_t bytes) {
         constexpr size_t page = HugePages<char>::kHuge;
@@ -97,8 +96,7 @@ class FileRows {
         if (direct_ >= 0) close(direct_);
     }
 
-    // Wait for the next group and lay its rows out; returns whether that was done. The group after it comes next in any
-    // case.
+    // Wait for the next group and lay its rows out; returns whether that was done. The group after it comes next in any case.
     //
     //   out    where the jobs' elements are counted from
     //   fault  of the first job that failed: written
@@ -126,8 +124,8 @@ class FileRows {
         return true;
     }
 
-    // Address of some of the file's bytes, of the group that `next` read last, until it is called again; null if they
-    // were not read.
+    // Address of some of the file's bytes, of the group that `next` read last, until it is called again; null if they were
+    // not read.
     //
     //   start  first byte
     //   bytes  their number

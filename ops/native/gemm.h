@@ -24,8 +24,8 @@ struct Extra {
     Panel<X> w;
 };
 
-// Weights that a pass over half a panel fetches for the passes over the next panel: a part of them each, so that memory
-// is read all the while. step: bytes for each word of the reduction dimension.
+// Weights that a pass over half a panel fetches for the passes over the next panel: a part of them each, so that memory is
+// read all the while. step: bytes for each word of the reduction dimension.
 struct Ahead {
     const char* at;
     long step;
@@ -149,8 +149,8 @@ inline void fetch_outputs(Rows<float> y, int rows) {
     }
 }
 
-// out (+)= x · wᵀ + bias (+ extra): all rows against one panel, in tiles of about equal height, as a tile of few rows
-// takes as long as one of some more.
+// out (+)= x · wᵀ + bias (+ extra): all rows against one panel, in tiles of about equal height, as a tile of few rows takes
+// as long as one of some more.
 //
 //   x      [rows, k]
 //   w      a panel
@@ -181,8 +181,8 @@ inline void panel_product(Rows<const Act<T>> x, int rows, Panel<T> w, Outputs ou
     }
 }
 
-// `panel_product` of the model's weights, in bf16 by tiles where the level has them. What is `extra`, an adapter's, is
-// added as where it comes by itself.
+// `panel_product` of the model's weights, in bf16 by tiles where the level has them. What is `extra`, an adapter's, is added
+// as where it comes by itself.
 template <class T>
 inline void weights_product(Rows<const Act<T>> x, int rows, Panel<T> w, const Outputs& out,
                             const Extra<Act<T>>* extra = nullptr, bool more = false) {

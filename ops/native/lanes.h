@@ -20,8 +20,8 @@ inline float widen(bf16 v) {
 inline float widen(float v) { return v; }
 
 // Weights are streamed faster than out-of-order execution alone looks ahead: eight rows' products fill its window after
-// some 2 KB. Reading beyond an allocation's end is harmless for a prefetch. An intrinsic will not do: GCC takes a
-// function that does nothing but prefetch for one without effects, and where it is not inlined, leaves its calls out.
+// some 2 KB. Reading beyond an allocation's end is harmless for a prefetch. An intrinsic will not do: GCC takes a function
+// that does nothing but prefetch for one without effects, and where it is not inlined, leaves its calls out.
 inline void prefetch(const void* p, long ahead_bytes = 0) {
 #ifdef __x86_64__
     asm volatile("prefetcht0 %a0" : : "p"((const char*)p + ahead_bytes));

@@ -1,5 +1,5 @@
-// Layouts of the structures that Python hands over: ops/native_library.py compares them with its own when it loads a
-// library, so that one built from other sources is refused.
+// Layouts of the structures that Python hands over: ops/native_library.py compares them with its own when it loads a library,
+// so that one built from other sources is refused.
 #pragma once
 #include <cstddef>
 #include "file_rows.h"

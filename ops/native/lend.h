@@ -1,11 +1,11 @@
-// LoRA products that other processes of the machine compute, of prompts with an adapter that is still being copied into
-// its pages (CPU-assisted prefill, CaraServe §4).
+// LoRA products that other processes of the machine compute, of prompts with an adapter that is still being copied into its pages
+// (CPU-assisted prefill, CaraServe §4).
 //
-// The rows of x are handed over in memory that the processes share, by `Ranks`: rank 0 is the process of the base
-// model, the others are assistants. A hand-over takes two meetings. Rank 0's part of the first is rows of x, and it
-// goes on with the base product without waiting; the assistants' parts of the second are x·A·B of a share of the rows
-// each. They read A and B from the adapter's image in host memory. What is to be computed stands in a `Handover` of its
-// own, as a GPU's host writes that long before the GPU, as rank 0, writes the rows.
+// The rows of x are handed over in memory that the processes share, by `Ranks`: rank 0 is the process of the base model, the
+// others are assistants. A hand-over takes two meetings. Rank 0's part of the first is rows of x, and it goes on with the
+// base product without waiting; the assistants' parts of the second are x·A·B of a share of the rows each. They read A and
+// B from the adapter's image in host memory. What is to be computed stands in a `Handover` of its own, as a GPU's host
+// writes that long before the GPU, as rank 0, writes the rows.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -42,8 +42,8 @@ class Lender {
    public:
     explicit Lender(const ModelDesc& model) : groups_(model) {}
 
-    // Lend a layer of the segments with pages that lack it, if the image has it; a layer that is lent has no rows in
-    // the segment's own descriptor. Called before the layer.
+    // Lend a layer of the segments with pages that lack it, if the image has it; a layer that is lent has no rows in the
+    // segment's own descriptor. Called before the layer.
     void begin_layer(const StepDesc& step, int layer) {
         const LentDesc& lent = *step.lent;
         std::fill(active_, active_ + lent.count, 0);

@@ -1,5 +1,5 @@
-// The library's functions, as ops/native.py, ops/native_reader.py, ops/lend.py and ops/ranks.py call them; one library
-// for each level.
+// The library's functions, as ops/native.py, ops/native_reader.py, ops/lend.py and ops/ranks.py call them; one library for
+// each level.
 #pragma once
 #include "ban.h"
 #include "decoder.h"

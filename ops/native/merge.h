@@ -1,8 +1,7 @@
 // W + Σ scale·B·A from packed panels to packed panels: an adapter in a copy of the weights.
 //
 // Every element is one chain of fused multiply-adds in float32, from W on and in order of rank, rounded once. Some
-// inputs are worked on at a time, for all 32 outputs of a panel or half of them; what the adapter has for them streams
-// past.
+// inputs are worked on at a time, for all 32 outputs of a panel or half of them; what the adapter has for them streams past.
 #pragma once
 #include <cmath>
 #include <limits>
@@ -16,8 +15,7 @@ namespace chorus {
 constexpr int kInputs = kTileVectors >= 16 ? 8 : 6;  // that are worked on together
 constexpr int kHalves = kInputs * 2 <= kTileVectors ? 2 : 1;  // 16 outputs each, in registers at once
 
-// Some inputs of a panel, the first `count` of them, as float32: v[i][h] holds input i's outputs 16h …, counted from
-// p's.
+// Some inputs of a panel, the first `count` of them, as float32: v[i][h] holds input i's outputs 16h …, counted from p's.
 inline void load_inputs(const float* p, int count, Floats (*v)[kHalves]) {
 #pragma GCC unroll 8
     for (int i = 0; i < kInputs; i++)
@@ -58,8 +56,7 @@ class Merge {
     //   desc     the matrix and its adapters
     //   groups   of the model
     //   arena    with the adapters
-    //   returns  the largest ratio of the norms of a row of the result and of the row of W that it comes from, 0 where
-    // nothing
+    //   returns  the largest ratio of the norms of a row of the result and of the row of W that it comes from, 0 where nothing
     //            changes; infinite where a result is not finite. Rounding makes an error in proportion to the result.
     float run(const MergeDesc& desc, const Groups& groups, const Arena<T>& arena) {
         const Task task{desc, groups.targets[desc.group], arena, groups.inputs[desc.group], groups.outputs[desc.group]};

@@ -1,10 +1,10 @@
 // Tokens drawn from rows of logits by inverse transform in vocabulary order; nothing is sorted.
 //
-// A row is seen panel by panel, by the head while it computes them or from memory. Of each panel there remain the
-// largest logit and the mass of all, relative to it; they say which panels hold what may be drawn, and only these
-// panels are read again. Nothing but the row's own logits, in a fixed order, goes into its draw, so that it is the same
-// bits whichever threads saw the panels and whatever else is drawn. Masses are float64: implementations that differ in
-// the last bit of a mass still draw the same token.
+// A row is seen panel by panel, by the head while it computes them or from memory. Of each panel there remain the largest
+// logit and the mass of all, relative to it; they say which panels hold what may be drawn, and only these panels are
+// read again. Nothing but the row's own logits, in a fixed order, goes into its draw, so that it is the same bits
+// whichever threads saw the panels and whatever else is drawn. Masses are float64: implementations that differ in the
+// last bit of a mass still draw the same token.
 #pragma once
 #include <cmath>
 #include "candidates.h"
@@ -174,8 +174,8 @@ class Panels {
                                    }).at;
     }
 
-    // A tempered logit, relative to the largest, below which the whole row holds less than `rest`: of a panel no more
-    // than its mass without the largest logit's, where that is not below, nor than as many such logits as it has.
+    // A tempered logit, relative to the largest, below which the whole row holds less than `rest`: of a panel no more than its
+    // mass without the largest logit's, where that is not below, nor than as many such logits as it has.
     double nucleus_floor(int row, double rest, double total) const {
         const double *mass = mass_.data() + (long)row * panels_, *peak = peak_.data() + (long)row * panels_;
         rest -= 1e-12 * total;  // sums are rounded

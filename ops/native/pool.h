@@ -74,8 +74,8 @@ class Team {
         barrier(me);
     }
 
-    // As `each`, but thread t has units begin(t) … begin(t + 1)-1 and does them in order, so that what a unit leads up
-    // to in memory is this thread's too. A thread that is done takes units from the end of another's.
+    // As `each`, but thread t has units begin(t) … begin(t + 1)-1 and does them in order, so that what a unit leads up to
+    // in memory is this thread's too. A thread that is done takes units from the end of another's.
     //
     //   me     the calling thread
     //   begin  first unit of a thread; of the team's size: their number
@@ -93,8 +93,7 @@ class Team {
         barrier(me);
     }
 
-    // Work that units of a phase wait for: how much of it, since the step began, has been handed out, and how much is
-    // done.
+    // Work that units of a phase wait for: how much of it, since the step began, has been handed out, and how much is done.
     struct alignas(64) Gate {
         std::atomic<int> given{0}, done{0};
     };
@@ -198,8 +197,8 @@ class Team {
         return Clock::time_point(std::chrono::seconds(now.tv_sec) + std::chrono::nanoseconds(now.tv_nsec));
     }
 
-    // By the caller's work against all of its time, over so long that one interruption doesn't count: threads that lose
-    // more than half of their time, to waiting for each other or to other processes, are no faster than half as many.
+    // By the caller's work against all of its time, over so long that one interruption doesn't count: threads that lose more
+    // than half of their time, to waiting for each other or to other processes, are no faster than half as many.
     void choose_size(Clock::time_point ended, Clock::duration spent, Clock::duration worked) {
         spent_ += spent;
         worked_ += worked;

@@ -1,8 +1,8 @@
 // Causal grouped-query attention of many tokens of a row: queries share what is read of the paged KV cache.
 //
-// Every score and every output is computed in the order in which `attend_decode` computes it, so that a token's bits
-// are the same whichever of the two it meets: scores word by word in two chains; values one key, or one pair of keys in
-// bf16, after the other.
+// Every score and every output is computed in the order in which `attend_decode` computes it, so that a token's bits are the
+// same whichever of the two it meets: scores word by word in two chains; values one key, or one pair of keys in bf16, after the
+// other.
 #pragma once
 #include "attention.h"
 #include "buffer.h"
@@ -54,8 +54,8 @@ inline void transpose_keys(const T* const* keys, long offset, int words, float* 
     }
 }
 
-// scores[r] = q[r] · key for ROWS queries and 16·BLOCKS keys: the even-numbered words one after the other, the
-// odd-numbered likewise, then the two sums.
+// scores[r] = q[r] · key for ROWS queries and 16·BLOCKS keys: the even-numbered words one after the other, the odd-numbered
+// likewise, then the two sums.
 //
 //   q       [ROWS], addresses
 //   keys    [BLOCKS, words, 16], as `transpose_keys` lays them out
@@ -95,8 +95,8 @@ struct QueryTile {
     int visible[kQueryTile];  // keys that each sees; of the last the most
 };
 
-// out[r] = factor[r] · Σ_s p[r][s] · v[s] over the keys that each of ROWS queries sees. Other keys stay out of its sum:
-// what they hold may be NaN, which a weight of 0 does not undo.
+// out[r] = factor[r] · Σ_s p[r][s] · v[s] over the keys that each of ROWS queries sees. Other keys stay out of its sum: what they
+// hold may be NaN, which a weight of 0 does not undo.
 //
 //   tile      the queries
 //   p         [ROWS, keys]: weights

@@ -187,8 +187,8 @@ class Projections {
                   scratch_[me.thread].lora, b_of(task, next));
     }
 
-    // A tile of a group's product, with the expands that are fused with it or, where the tile stays in the cache, all
-    // of them. Unfused expands, and what the panel can't take in one piece, are added to what the product gave.
+    // A tile of a group's product, with the expands that are fused with it or, where the tile stays in the cache, all of
+    // them. Unfused expands, and what the panel can't take in one piece, are added to what the product gave.
     //
     //   me       the thread
     //   task     the product with its adapters

@@ -1,9 +1,8 @@
 // Shrinks of few tokens that the ranks of a model share (S-LoRA, arXiv 2311.03285, §5).
 //
-// A of q, k, v, gate and up, and the rows that it multiplies, are whole on every rank. In a step of few tokens, which
-// streams A, each rank computes h of some rank-rows alone, and takes the others' over from memory that all share: they
-// are there when the base product is, beside which they were computed. An h has the same bits whichever rank computes
-// it.
+// A of q, k, v, gate and up, and the rows that it multiplies, are whole on every rank. In a step of few tokens, which streams
+// A, each rank computes h of some rank-rows alone, and takes the others' over from memory that all share: they are there
+// when the base product is, beside which they were computed. An h has the same bits whichever rank computes it.
 #pragma once
 #include <algorithm>
 #include <vector>

@@ -1,5 +1,4 @@
-// What threads could do at best with the level's instructions: kernels are held against it by section `levels` of
-// perf/bench.
+// What threads could do at best with the level's instructions: kernels are held against it by section `levels` of perf/bench.
 #pragma once
 #include <chrono>
 #include "gemm.h"

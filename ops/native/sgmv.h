@@ -16,8 +16,7 @@ namespace chorus {
 //   k      inputs
 //   scale  of the adapter
 //   h      [TOKENS, RANKS]
-//   fetch  whether to fetch the RANKS rows that follow them in `rows`; with few tokens and products of pairs,
-// out-of-order
+//   fetch  whether to fetch the RANKS rows that follow them in `rows`; with few tokens and products of pairs, out-of-order
 //          execution alone looks as far ahead, and without instructions for it
 template <class T, int TOKENS, int RANKS>
 CHORUS_INLINE void dots(Rows<const Act<T>> x, const T* const* rows, int k, float scale, Rows<Act<T>> h, bool fetch) {
@@ -136,9 +135,9 @@ inline void add_rows(const T* const* rows, Rows<const float> h, Rows<float> y, i
 #ifdef CHORUS_BF16
 // The same with products of pairs: an odd number only at an adapter's end, where h has a zero after it.
 //
-// Ranks are added in pairs, 0 and 1, 2 and 3, …, by the instruction that `tile` takes for them, so that a token's sum
-// has the same bits whichever of the two computes it: `dpbf16` fixes how the two products of a pair are added. Two rows
-// are interleaved for that: of every eight columns the first four in one register, the others in another.
+// Ranks are added in pairs, 0 and 1, 2 and 3, …, by the instruction that `tile` takes for them, so that a token's sum has
+// the same bits whichever of the two computes it: `dpbf16` fixes how the two products of a pair are added. Two rows are
+// interleaved for that: of every eight columns the first four in one register, the others in another.
 template <int TOKENS, int RANKS>
 inline void add_rows(const bf16* const* rows, Rows<const bf16> h, Rows<float> y, int columns, int) {
     using K = Kind<bf16>;
@@ -188,9 +187,9 @@ inline void add_rows(const bf16* const* rows, Rows<const bf16> h, Rows<float> y,
 }
 #endif
 
-// y[t] += Σ_r h[t, r] · rows[r] for all rank-rows, some at a time: y's columns stay in the first-level cache, the rows
-// stream past. The more together, the fewer instructions between two lines from memory, and the farther out-of-order
-// execution looks ahead.
+// y[t] += Σ_r h[t, r] · rows[r] for all rank-rows, some at a time: y's columns stay in the first-level cache, the rows stream
+// past. The more together, the fewer instructions between two lines from memory, and the farther out-of-order execution
+// looks ahead.
 //
 //   at     the rows
 //   rows   [at.count], their addresses
@@ -207,8 +206,8 @@ inline void add_ranks(const RankRows& at, const T* const* rows, Rows<const Act<T
     });
 }
 
-// Lay rank-rows out as one panel. Meanwhile fetches what two panels on lies in the rows: too many, and too far apart,
-// for the processor to follow by itself.
+// Lay rank-rows out as one panel. Meanwhile fetches what two panels on lies in the rows: too many, and too far apart, for
+// the processor to follow by itself.
 //
 //   rows     [rank], addresses
 //   rank     number of rows

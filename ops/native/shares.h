@@ -56,8 +56,8 @@ struct Shares {
         each_beside(team, me, 0, [](int, bool) {}, run);
     }
 
-    // The same beside a product's units, which don't depend on them: every thread has a run of panels of its own, each
-    // of which fetches the beginning of the next, and then one of these units.
+    // The same beside a product's units, which don't depend on them: every thread has a run of panels of its own, each of
+    // which fetches the beginning of the next, and then one of these units.
     //
     //   me     the calling thread
     //   count  units of the product

@@ -77,8 +77,8 @@ CHORUS_INLINE void store16(bf16* p, Floats v, Head h = head(kLanes)) {
 }
 #endif
 
-// Sixteen horizontal sums at once: lane i of the result is the sum of a[i]. Loops over accumulators are unrolled by
-// word here and by its callers: else an array of them lives in memory.
+// Sixteen horizontal sums at once: lane i of the result is the sum of a[i]. Loops over accumulators are unrolled by word
+// here and by its callers: else an array of them lives in memory.
 inline Floats reduce16(const Floats* a) {
     Floats u[8], v[4];
 #pragma GCC unroll 8
@@ -113,8 +113,8 @@ inline void transpose16(const Floats* a, Floats* b) {
     }
 }
 
-// b[j][i] = row i's element j, for sixteen rows of eight: for i < 4, a[i] holds rows i and i + 4, and a[4 + i] rows 8 +
-// i and 12 + i.
+// b[j][i] = row i's element j, for sixteen rows of eight: for i < 4, a[i] holds rows i and i + 4, and a[4 + i] rows 8 + i and
+// 12 + i.
 inline void transpose16x8(const Floats* a, Floats* b) {
     Floats v[8];
     transpose4(a, v);
@@ -145,8 +145,8 @@ inline Floats exp16(Floats x) {
 constexpr double kLog2e = 1.4426950408889634;
 constexpr double kNoMass = -700;  // e^x below that is taken as 0 where probabilities are added
 
-// 2^x in float64 for x <= 0, within 1 ulp or so; 0 below kNoMass and for NaN. 2^(i/16) comes from a table, what is left
-// of x is at most 1/32 and takes few terms.
+// 2^x in float64 for x <= 0, within 1 ulp or so; 0 below kNoMass and for NaN. 2^(i/16) comes from a table, what is left of
+// x is at most 1/32 and takes few terms.
 inline Doubles exp2_8(Doubles x) {
     alignas(64) static constexpr double powers[16] = {
         1.0000000000000000, 1.0442737824274138, 1.0905077326652577, 1.1387886347566916,
@@ -224,8 +224,8 @@ template <int MOST, class Run> inline void with_number(int n, Run&& run) {
     run(std::integral_constant<int, MOST>{});
 }
 
-// run(n, at) for parts of `count` things in order, as large as possible: n, which the compiler knows, is MOST or a
-// smaller power of two; at: the part's first thing.
+// run(n, at) for parts of `count` things in order, as large as possible: n, which the compiler knows, is MOST or a smaller
+// power of two; at: the part's first thing.
 template <int MOST, class Run> inline void in_parts(int count, Run&& run, int at = 0) {
     for (; at + MOST <= count; at += MOST) run(std::integral_constant<int, MOST>{}, at);
     if constexpr (MOST > 1) in_parts<MOST / 2>(count, run, at);

@@ -38,8 +38,8 @@ inline void store(uint16_t* p, Words8 v) { _mm_storeu_si128((__m128i*)p, narrowe
 
 inline Floats8 as_floats(Words8 v) { return (Floats8)v; }
 inline Words8 as_words(Floats8 v) { return (Words8)v; }
-// Of pairs of bf16 the first ones, or the second ones, as float32: on the port that multiplies nothing, and with the
-// order and the pairs from memory, as a tile of products leaves no register for them.
+// Of pairs of bf16 the first ones, or the second ones, as float32: on the port that multiplies nothing, and with the order
+// and the pairs from memory, as a tile of products leaves no register for them.
 alignas(32) constexpr int8_t kFirstUp[32] = {-1, -1, 0, 1, -1, -1, 4, 5, -1, -1, 8, 9, -1, -1, 12, 13,
                                              -1, -1, 0, 1, -1, -1, 4, 5, -1, -1, 8, 9, -1, -1, 12, 13};
 inline Floats8 widen_first(Words8 pairs) {
@@ -50,8 +50,8 @@ inline Floats8 widen_first(Words8 pairs) {
 inline Floats8 widen_second(Words8 pairs) {
     return (Floats8)_mm256_blend_epi16(_mm256_setzero_si256(), (__m256i)pairs, 0xAA);
 }
-// a·b + c in c's register: of the forms that the compiler chooses from, others overwrite a factor, and a sum that moves
-// from register to register needs one more of sixteen, and moves.
+// a·b + c in c's register: of the forms that the compiler chooses from, others overwrite a factor, and a sum that moves from
+// register to register needs one more of sixteen, and moves.
 inline Floats8 fma(Floats8 a, Floats8 b, Floats8 c) {
     asm("vfmadd231ps %1, %2, %0" : "+x"(c) : "x"(a), "x"(b));
     return c;

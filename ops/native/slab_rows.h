@@ -142,8 +142,7 @@ class SlabRows {
    public:
     SlabRows(Element out, void* data) : out_(out), data_(data) {}
 
-    // Write A's rows and Bᵀ's rows of one job; returns whether that was done. What lies between the rows stays as it
-    // is.
+    // Write A's rows and Bᵀ's rows of one job; returns whether that was done. What lies between the rows stays as it is.
     //
     //   job    its starts are addresses
     //   fault  written: why not

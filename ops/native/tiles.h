@@ -15,12 +15,10 @@ namespace chorus {
 constexpr int kTileRows = 16, kTileColumns = 16, kTileDepth = 32;
 constexpr int kTilePanel = 2 * kTileColumns;  // columns of a panel
 
-// Tile registers: 0 to 3 hold sums (two of the upper rows, two of the lower), 4 and 5 rows of x, 6 and 7 halves of a
-// panel.
+// Tile registers: 0 to 3 hold sums (two of the upper rows, two of the lower), 4 and 5 rows of x, 6 and 7 halves of a panel.
 #ifdef CHORUS_AMX
 struct AmxTiles {
-    // Give the tiles their shapes. upper, lower: rows, from 1 to 16; lower may be 0, and its tiles are then not to be
-    // used.
+    // Give the tiles their shapes. upper, lower: rows, from 1 to 16; lower may be 0, and its tiles are then not to be used.
     static void configure(int upper, int lower) {
         alignas(64) struct {
             uint8_t palette = 1, start = 0, reserved[14] = {};

@@ -1,5 +1,5 @@
-// Prints the bits of a small random model's logits and its draws, step by step: the same program at every level, for
-// machines that have a compiler or an emulator of the level and nothing else.
+// Prints the bits of a small random model's logits and its draws, step by step: the same program at every level, for machines
+// that have a compiler or an emulator of the level and nothing else.
 #include "library.h"
 #include <cstdio>
 

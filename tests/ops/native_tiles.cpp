@@ -1,5 +1,4 @@
-// Prints what products by tiles give, with the tile registers of AMX as its manual defines them: for machines without
-// them.
+// Prints what products by tiles give, with the tile registers of AMX as its manual defines them: for machines without them.
 #include "tiles.h"
 #include <cmath>
 #include <cstdio>

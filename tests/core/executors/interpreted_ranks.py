@@ -431,7 +431,8 @@ def ending_collectives(shard, device, store, seconds):
 
 
 @pytest.mark.parametrize(("open_collectives", "why"), [
-    (failing_collectives, "rank 1 of 2: MemoryError: no room"), (ending_collectives, r"rank 1 of 2 has ended \(exit status 1\)"),
+    (failing_collectives, "rank 1 of 2: MemoryError: no room"),
+    (ending_collectives, r"rank 1 of 2 has ended \(exit status 1\)"),
 ])  # fmt: skip
 def test_a_rank_that_does_not_come_to_the_meeting_is_named(tiny, open_collectives, why):  # noqa: F811
     """NCCL has no end to its wait for it."""

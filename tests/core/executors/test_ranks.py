@@ -18,8 +18,8 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.executors import choice, processes, rank
 from chorus.core.executors.cpu import CpuExecutor
-from chorus.core.executors.processes import WorkerProcesses
 from chorus.core.executors.ranks import RanksExecutor, weights_of_rank
+from chorus.core.executors.worker_processes import WorkerProcesses
 from chorus.core.model.config import ModelConfig, UnsupportedModel
 from chorus.core.model.open_weights import open_weights
 from chorus.core.model.shard import Shard
