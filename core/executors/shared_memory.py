@@ -100,8 +100,8 @@ class SharedMemory:
         return torch.frombuffer(self._mapping, dtype=dtype, count=shape[0] * shape[1], offset=offset).view(shape)
 
     @property
-    def handovers(self) -> int:
-        """Address of what hand-overs ask for, see `Lent`."""
+    def exchanges(self) -> int:
+        """Address of what exchanges ask for, see `OffloadedSegments`."""
         return self.address(self.layout.first_more)
 
     def allocate(self, num_bytes: int) -> np.ndarray:

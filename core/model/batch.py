@@ -45,7 +45,7 @@ class StepLora(Protocol):
     def wait(self, layer: int, /) -> None:
         """Wait for `layer` of adapters that are still being loaded; called before the layer is computed."""
 
-    def lend(self, group: int, x: torch.Tensor, layer: int, /) -> None:
+    def offload(self, group: int, x: torch.Tensor, layer: int, /) -> None:
         """Give other processes what they compute of a group's products; called before the base product."""
 
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int, /) -> None:
@@ -136,7 +136,7 @@ class LoraState:
     def wait(self, layer: int) -> None:
         """Wait for `layer` of adapters that are still being loaded; adapters that miss the deadline are late."""
         for lora_index, transfer in self._coming.items():
-            if lora_index in self._late or self._is_lent(lora_index, transfer, layer):
+            if lora_index in self._late or self._is_offloaded(lora_index, transfer, layer):
                 continue
             began = time.monotonic()
             if not transfer.wait_layer(layer, max(0.0, self._patience)):
@@ -146,7 +146,7 @@ class LoraState:
                 self._lora_indices = [of for of in self._lora_indices if of != lora_index]
             self._patience -= time.monotonic() - began
 
-    def _is_lent(self, lora_index: int, transfer: Transfer, layer: int) -> bool:
+    def _is_offloaded(self, lora_index: int, transfer: Transfer, layer: int) -> bool:
         """True if other processes compute a layer of an adapter that is still being loaded."""
         return False
 
@@ -161,7 +161,7 @@ class LoraState:
         late = self.late_indices()
         return [row.request_id for row in rows if row.lora_index in late]
 
-    def lend(self, group: int, x: torch.Tensor, layer: int) -> None:
+    def offload(self, group: int, x: torch.Tensor, layer: int) -> None:
         """Torch's operators lend nothing."""
 
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:

@@ -130,7 +130,7 @@ class Layer:
         way, lora, shrunk = self._ways[group], self._lora, None
         base_name, lora_name = _SPANS[group]
         if lora is not None:
-            lora.lend(group, x, self._index)
+            lora.offload(group, x, self._index)
             if way is Way.EXPANDED:
                 with span(lora_name):
                     shrunk = lora.shrink(group, x, self._index)

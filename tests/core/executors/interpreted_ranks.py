@@ -23,7 +23,7 @@ from triton.runtime import interpreter
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.core.executors import cuda_ranks, processes
+from chorus.core.executors import cuda_ranks, worker_processes
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.cuda_memory import OutOfDeviceMemory
 from chorus.core.executors.cuda_rank import CudaTpWorker
@@ -93,7 +93,7 @@ def one_launch_at_a_time(monkeypatch):
             return launch(self, *args, **kwargs)
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)
-    monkeypatch.setattr(processes, "Popen", ThreadProcess)
+    monkeypatch.setattr(worker_processes, "Popen", ThreadProcess)
 
 
 def config_of(tiny: Subject, **config) -> EngineConfig:  # noqa: F811
@@ -321,7 +321,7 @@ def gloo_collectives(shard, device, store, seconds):
 @pytest.mark.parametrize("again", [False, True])
 def test_ranks_are_processes_that_meet_by_torch_distributed(tiny, monkeypatch, again):  # noqa: F811
     """As on GPUs, but for the backend; a process may have others behind them."""
-    monkeypatch.setattr(processes, "Popen", subprocess.Popen)
+    monkeypatch.setattr(worker_processes, "Popen", subprocess.Popen)
     settings = config_of(tiny, max_num_seqs=2, max_num_batched_tokens=16)
     executor = RecordingExecutor(CudaRanksExecutor(settings, RankDevices(late_device, no_driver, gloo_collectives)))
     driver = Driver(engine := Engine(settings, executor, ticking(), InlineReads()), executor)
@@ -365,7 +365,7 @@ def test_a_rank_that_keeps_the_others_waiting_ends_all(drive, tiny, monkeypatch)
     driver = drive(adapters=[], graph_capture="off", patience=1.0)
     ask(driver, tiny, (None, 3, 2))
     released = threading.Event()
-    monkeypatch.setattr(processes, "STOP_SECONDS", 0.1)
+    monkeypatch.setattr(worker_processes, "STOP_SECONDS", 0.1)
     monkeypatch.setattr(CudaExecutor, "follow", lambda self, *args: released.wait())
     with pytest.raises(ExecutorLost):
         driver.engine.step()
@@ -456,7 +456,7 @@ def test_ranks_that_do_not_add_up_are_not_started(tiny, monkeypatch):  # noqa: F
 
 def test_ranks_that_never_meet_end_the_start(tiny, monkeypatch):  # noqa: F811
     monkeypatch.setattr(cuda_ranks, "_JOIN_SECONDS", 0.3)
-    monkeypatch.setattr(processes, "STOP_SECONDS", 0.5)
+    monkeypatch.setattr(worker_processes, "STOP_SECONDS", 0.5)
     come = threading.Event()
     monkeypatch.setattr(HostCollectives, "add_up", lambda self, part: come.wait(60))
     with pytest.raises(RuntimeError, match=r"have not added up a first sum within 0.3 s; with NCCL_DEBUG=INFO"):

@@ -269,27 +269,27 @@ def test_adapters_that_come_while_others_decode(drive):
 
 
 @pytest.mark.skipif(not native_library.available(torch.float32), reason="assistants run the native library")
-def test_assistants_begin_prompts_of_adapters_that_are_being_copied(drive):
+def test_offload_workers_begin_prompts_of_adapters_that_are_being_copied(drive):
     """Handed over and collected by values in the stream, while a kernel holds the copies up for some tenths of a
     second; in float32, where the two ways differ by rounding alone.
     """
-    warm, cold = drive("float32"), drive("float32", assist_workers=2, host_cache_bytes=1 << 28)
+    warm, cold = drive("float32"), drive("float32", offload_workers=2, host_cache_bytes=1 << 28)
     executor = cold.executor.inner
-    assist = executor._assist  # noqa: SLF001
-    assist.way = ColdStart.ASSIST
+    offload = executor._offload  # noqa: SLF001
+    offload.way = ColdStart.OFFLOAD
     copies = torch.cuda.ExternalStream(executor.adapters.dma.copies.streams[True])
     asked = list(zip(itertools.cycle(cold.engine.store.names()), prompts(12, seed=17), strict=False))
-    same = lent = 0
+    same = offloaded = 0
     for index, (adapter, prompt) in enumerate(asked):
         want = warm.run(str(index), adapter, prompt, max_tokens=4).tokens
         cold.engine.reclaim_idle()
-        assist.lent = None
+        offload.offloaded = None
         with torch.cuda.stream(copies):
             torch.cuda._sleep(_HELD_UP_CYCLES)  # noqa: SLF001
         same += cold.run(str(index), adapter, prompt, max_tokens=4).tokens == want
-        lent += assist.lent is not None and max(assist.lent.layers) > 0
-    assert assist.starts.num_assisted == len(asked)
-    assert lent >= len(asked) // 2, "all but those whose layers came while a kernel was loaded"
+        offloaded += offload.offloaded is not None and max(offload.offloaded.layers) > 0
+    assert offload.starts.num_offloaded == len(asked)
+    assert offloaded >= len(asked) // 2, "all but those whose layers came while a kernel was loaded"
     assert same >= 0.9 * len(asked), "all but those where two logits are as close as rounding"
 
 

@@ -16,7 +16,7 @@ import torch
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.core.executors import choice, processes, rank
+from chorus.core.executors import choice, rank, worker_processes
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.executors.ranks import RanksExecutor, weights_of_rank
 from chorus.core.executors.worker_processes import WorkerProcesses
@@ -329,7 +329,7 @@ def test_a_rank_that_ends_within_a_step_ends_the_engine(opened, monkeypatch):
 
 
 def test_a_rank_that_keeps_the_others_waiting_ends_the_engine(opened, monkeypatch):
-    monkeypatch.setattr(processes, "STOP_SECONDS", 0.1)
+    monkeypatch.setattr(worker_processes, "STOP_SECONDS", 0.1)
     released = threading.Event()
     monkeypatch.setattr(CpuExecutor, "compute", lambda self, plan, kept: released.wait())
     engine = opened(patience=0.2)
@@ -351,7 +351,7 @@ def test_a_server_whose_rank_ends_while_idle_is_unhealthy(opened):
 
 
 def test_the_rank_that_has_failed_is_named_and_not_one_that_waits_for_it(monkeypatch):
-    monkeypatch.setattr(processes, "STOP_SECONDS", 0.1)
+    monkeypatch.setattr(worker_processes, "STOP_SECONDS", 0.1)
     pairs, group = [Pipe() for _ in range(2)], WorkerProcesses.__new__(WorkerProcesses)
     group._names, group._links = ["rank 1 of 3", "rank 2 of 3"], [here for here, _ in pairs]  # noqa: SLF001
     group._ranks, group._is_closed = SimpleNamespace(lose=lambda: None), False  # noqa: SLF001
@@ -396,7 +396,9 @@ def test_a_rank_that_cannot_join_is_named_with_the_reason(opened, monkeypatch):
         patch.setattr(rank, "CpuExecutor", broken)
         opened()
     ending = [sys.executable, "-c", "raise SystemExit(3)"]
-    monkeypatch.setattr(processes, "Popen", lambda command, **options: subprocess.Popen(ending, stdin=subprocess.PIPE))
+    monkeypatch.setattr(
+        worker_processes, "Popen", lambda command, **options: subprocess.Popen(ending, stdin=subprocess.PIPE)
+    )
     with pytest.raises(RuntimeError, match=r"rank 1 of 2 could not join: its process ended \(exit status 3\)"):
         opened()
 
