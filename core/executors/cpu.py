@@ -52,7 +52,7 @@ class CpuExecutor(ModelExecutor):
         super().__init__(config, WHOLE if rank_context is None else rank_context.shard)
         dtype, max_model_len = self._dtype, self.model.max_model_len
         native = _use_native(config, self.config, dtype)
-        products = dtype if native else _torch_products(config, self.whole, dtype)
+        products = dtype if native else _torch_gemms(config, self.whole, dtype)
         shard, ranks = self.shard, None if rank_context is None else rank_context.ranks
         self.weight_bytes = num_weights(self.whole, shard) * products.itemsize
         self.num_pages = (
@@ -270,7 +270,7 @@ def _use_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) ->
     return False
 
 
-def _torch_products(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
+def _torch_gemms(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
     """Return what torch's operators are to compute in: float32, where the processor is slow in `dtype` and the machine
     has memory for copies of the weights. By its features and its size alone, so that replicas on alike machines answer
     alike.

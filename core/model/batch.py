@@ -246,7 +246,7 @@ P = TypeVar("P", bound=RowPlan, covariant=True)
 L = TypeVar("L", bound=StepLora, covariant=True)
 
 
-class Way(StrEnum):
+class GemmBackend(StrEnum):
     """Multiplier of rows with weights.
 
     LIBRARY: cuBLAS on a GPU. SMALL: our kernel, for at most `small_gemm_schedule.MAX_ROWS` rows in 16 bits, with the
@@ -259,10 +259,11 @@ class Way(StrEnum):
     EXPANDED = "expanded"
 
 
-#: Ways of a step's products: of each group of projections in a layer (`QKV`, …), and behind them of the logits.
-Ways = tuple[Way, ...]
+#: GEMM backends of a step's products: of each group of projections in a layer (`QKV`, …), and behind them of the
+#: logits.
+GemmBackends = tuple[GemmBackend, ...]
 
-BY_LIBRARY: Ways = (Way.LIBRARY,) * 5
+BY_LIBRARY: GemmBackends = (GemmBackend.LIBRARY,) * 5
 
 
 @dataclass(slots=True)
@@ -272,7 +273,7 @@ class StepBatch(Generic[P, L]):
     token_ids, positions, page, offset: `[tokens]` int64; (page, offset) is where a token's KV is written.
     logit_tokens: `[logits]` int64, indices of the tokens to compute logits for; None: every token. score_tokens:
     `[scores]` int64, indices of the tokens for which logits are computed in slices after the step. lora: None when no
-    row uses an adapter. merged: use the shadow weights, with an adapter merged into them. ways: backend of each
+    row uses an adapter. merged: use the shadow weights, with an adapter merged into them. backends: backend of each
     product; other than the library only for few tokens on a GPU.
     """
 
@@ -285,7 +286,7 @@ class StepBatch(Generic[P, L]):
     logit_tokens: torch.Tensor | None = None
     score_tokens: torch.Tensor | None = None
     merged: bool = False
-    ways: Ways = BY_LIBRARY
+    backends: GemmBackends = BY_LIBRARY
 
 
 def column_width(tokens: int) -> int:

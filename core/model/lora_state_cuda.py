@@ -238,7 +238,7 @@ class CudaLoraState(LoraState):
             Tail(tail, self.tables.tail_tiles, border) if self.tables.tail_tiles else None,
         )  # fmt: skip
 
-    def products(self, schedule: Schedule) -> list[Sgmv]:
+    def sgmvs(self, schedule: Schedule) -> list[Sgmv]:
         """A schedule's products with each group of projections, made once."""
         if (found := self._products.get(schedule)) is None:
             from ...ops.sgmv_triton import Sgmv  # needs triton
@@ -360,11 +360,11 @@ class LoraLaunches:
 
     @cached_property
     def _groups(self) -> list[Sgmv]:
-        return self._state.products(self.schedule)
+        return self._state.sgmvs(self.schedule)
 
     @cached_property
     def _tail_groups(self) -> list[Sgmv]:
-        return [] if self.tail is None else self._state.products(self.tail.schedule)
+        return [] if self.tail is None else self._state.sgmvs(self.tail.schedule)
 
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int, *, compile_only: bool = False) -> None:
         """Add the products of the first `num_tiles` tiles of each pass with a group's projections, and of the tail's.

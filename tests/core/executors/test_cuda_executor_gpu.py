@@ -18,7 +18,7 @@ from chorus.core.executors.base import Executor
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.cuda_memory import OutOfDeviceMemory
-from chorus.core.model.batch import Way
+from chorus.core.model.batch import GemmBackend
 from chorus.core.model.shadow import MOST_GROWTH
 from chorus.graphs.runner import StepMode
 from chorus.memory.adapters.adapter import Tier
@@ -123,9 +123,9 @@ def test_products_of_more_rows_in_graphs_equal_those_of_eager_steps(drive, small
     config = {"small_gemm": small_gemm, "attention": "triton", "max_num_seqs": 64, "mixed_graph_tokens": 0}
     captured, eager = drive("bfloat16", **config), drive("bfloat16", graph_capture="off", **config)
     for driver in (captured, eager):
-        ways = driver.executor.inner.steps.ways
-        assert {size: set(of) for size, of in ways.items() if size > 16} == {
-            size: {Way.SMALL} if small_gemm == "on" or size > 32 else {Way.SMALL, Way.EXPANDED}
+        backends = driver.executor.inner.steps.backends
+        assert {size: set(of) for size, of in backends.items() if size > 16} == {
+            size: {GemmBackend.SMALL} if small_gemm == "on" or size > 32 else {GemmBackend.SMALL, GemmBackend.EXPANDED}
             for size in (24, 32, 40, 48, 56, 64)
         }  # fmt: skip
     asked = list(zip(itertools.cycle(names(captured)), prompts(64, longest=8), strict=False))
@@ -235,7 +235,7 @@ def test_whoever_multiplies_is_chosen_by_time(drive, caplog):
         chosen, library = drive("bfloat16", small_gemm="auto"), drive("bfloat16", small_gemm="off")
     assert "base products of 1 rows: qkv " in caplog.text
     assert "is not used" not in caplog.text
-    assert set(chosen.executor.inner.steps.ways) == {1, 2, 4, 8}
+    assert set(chosen.executor.inner.steps.backends) == {1, 2, 4, 8}
     for driver in (chosen, library):
         driver.run("x", None, [5, 6, 7], max_tokens=2)
     mine, its = (driver.executor.inner.steps.logits[0] for driver in (chosen, library))
@@ -276,7 +276,7 @@ def test_offload_workers_begin_prompts_of_adapters_that_are_being_copied(drive):
     warm, cold = drive("float32"), drive("float32", offload_workers=2, host_cache_bytes=1 << 28)
     executor = cold.executor.inner
     offload = executor._offload  # noqa: SLF001
-    offload.way = ColdStart.OFFLOAD
+    offload.backend = ColdStart.OFFLOAD
     copies = torch.cuda.ExternalStream(executor.adapters.dma.copies.streams[True])
     asked = list(zip(itertools.cycle(cold.engine.store.names()), prompts(12, seed=17), strict=False))
     same = offloaded = 0
