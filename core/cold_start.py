@@ -19,7 +19,7 @@ class ColdStart(StrEnum):
 
     WAIT = "wait"
     STREAM = "stream"
-    ASSIST = "assist"
+    OFFLOAD = "offload"
 
 
 def link_tokens(rank: int, dims: Iterable[tuple[int, int]]) -> float:
@@ -52,49 +52,49 @@ class Arrival:
 class Stalls:
     """By how many seconds a step with a prompt takes longer than if its adapter were there, for each way to begin.
 
-    lent: layers that are lent, if it is assisted.
+    offloaded_layers: layers that are lent, if it is assisted.
     """
 
     wait: float
     stream: float
-    assist: float
-    lent: int
+    offload: float
+    offloaded_layers: int
 
     @property
     def best(self) -> ColdStart:
-        """The least; without the assistants where they gain nothing."""
-        if self.assist < min(self.stream, self.wait):
-            return ColdStart.ASSIST
+        """The least; without the offload workers where they gain nothing."""
+        if self.offload < min(self.stream, self.wait):
+            return ColdStart.OFFLOAD
         return ColdStart.STREAM if self.stream <= self.wait else ColdStart.WAIT
 
-    def of(self, way: ColdStart) -> float:
-        return {ColdStart.WAIT: self.wait, ColdStart.STREAM: self.stream, ColdStart.ASSIST: self.assist}[way]
+    def of(self, cold_start: ColdStart) -> float:
+        return {ColdStart.WAIT: self.wait, ColdStart.STREAM: self.stream, ColdStart.OFFLOAD: self.offload}[cold_start]
 
-    def regret(self, way: ColdStart) -> float:
+    def regret(self, cold_start: ColdStart) -> float:
         """By how much a way is worse than the best one."""
-        return self.of(way) - self.of(self.best)
+        return self.of(cold_start) - self.of(self.best)
 
 
 def stalls(arrival: Arrival, prefill: float, cpu: float, returned: float = 0.0) -> Stalls:
     """Price the ways to begin.
 
-    prefill: seconds of the step without a stall. cpu: seconds that the assistants take for all layers, hand-overs
+    prefill: seconds of the step without a stall. cpu: seconds that the offload workers take for all layers, exchanges
     included; a layer's products run beside the base model's. returned: seconds of the link that x·A·B of all layers
     takes, for which the adapter's later layers, and the layer itself, wait.
     """
     each = prefill / arrival.layers
-    lent_each, link_each = max(each, (cpu + returned) / arrival.layers), returned / arrival.layers
-    streamed = assisted = 0.0
-    lent = 0
+    offloaded_each, link_each = max(each, (cpu + returned) / arrival.layers), returned / arrival.layers
+    streamed = offloaded = 0.0
+    offloaded_layers = 0
     for layer in range(arrival.layers):
         there = arrival.of(layer)
         streamed = max(streamed, there) + each
-        if there + lent * link_each <= assisted:
-            assisted += each
+        if there + offloaded_layers * link_each <= offloaded:
+            offloaded += each
         else:
-            assisted += lent_each
-            lent += 1
-    return Stalls(arrival.last, streamed - prefill, assisted - prefill, lent)
+            offloaded += offloaded_each
+            offloaded_layers += 1
+    return Stalls(arrival.last, streamed - prefill, offloaded - prefill, offloaded_layers)
 
 
 @dataclass(slots=True)
@@ -107,23 +107,23 @@ class ColdStarts:
 
     num_waited: int = 0
     num_streamed: int = 0
-    num_assisted: int = 0
+    num_offloaded: int = 0
     regret_seconds: float = 0.0
 
-    def count(self, way: ColdStart) -> None:
-        if way is ColdStart.WAIT:
+    def count(self, cold_start: ColdStart) -> None:
+        if cold_start is ColdStart.WAIT:
             self.num_waited += 1
-        elif way is ColdStart.STREAM:
+        elif cold_start is ColdStart.STREAM:
             self.num_streamed += 1
         else:
-            self.num_assisted += 1
+            self.num_offloaded += 1
 
 
 @dataclass(frozen=True, slots=True)
 class CpuLoraCost:
     """Seconds to compute x·A·B of all layers of one adapter on the CPU (CaraServe §4).
 
-    base: hand-overs. per_rank: per rank-row, which every core reads. per_token: per token, whatever the rank: x's way
+    base: exchanges. per_rank: per rank-row, which every core reads. per_token: per token, whatever the rank: x's way
     to the host. per_token_rank: per token and rank-row, on one core. cores: that there are. tokens_each: that one core
     computes before another one pays.
     """

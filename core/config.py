@@ -209,7 +209,7 @@ class EngineConfig(BaseModel):
     threads: int | None = Field(
         default=None, ge=1, description="CPU threads, of all ranks together; default: as many as there are processors"
     )
-    assist_workers: int = Field(
+    offload_workers: int = Field(
         default=0,
         ge=0,
         le=63,

@@ -80,10 +80,10 @@ class EngineStats:
         "Adapters that a first step followed layer by layer; counted where prompts can be assisted",
         "starts.num_streamed",
     )
-    num_assisted_starts: int = _counted(
+    num_offloaded_starts: int = _counted(
         "cold_starts_assisted",
         "Adapters with first layers that other processors computed meanwhile",
-        "starts.num_assisted",
+        "starts.num_offloaded",
     )
     cold_start_regret: float = _counted(
         "cold_start_regret_seconds",

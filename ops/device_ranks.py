@@ -29,8 +29,8 @@ class RanksUnavailable(RuntimeError):
     """These ranks can't be joined by this torch, or in this process; the text names the reason."""
 
 
-class GroupSums:
-    """See `Sums`, of this process's group; NCCL's on GPUs. What can't be launched raises RanksLost."""
+class GroupCollectives:
+    """See `Collectives`, of this process's group; NCCL's on GPUs. What can't be launched raises RanksLost."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -39,13 +39,15 @@ class GroupSums:
         self._abort: threading.Thread | None = None
 
     def add_up(self, part: torch.Tensor) -> torch.Tensor:
-        """See `Sums.add_up`; in part's dtype, in its place."""
+        """See `Collectives.add_up`; in part's dtype, in its place."""
         part = part.contiguous()
         self._launch(dist.all_reduce, part)
         return part
 
     def gather(self, part: torch.Tensor, width: int) -> torch.Tensor:
-        """See `Sums.gather`. Shares differ by a column at most, and are sent as if they were all of the widest."""
+        """See `Collectives.gather`. Shares differ by a column at most, and are sent as if they were all of the
+        widest.
+        """
         rows, most = len(part), -(-width // self.size)
         sent = part.new_zeros(rows, most, dtype=torch.float32)
         sent[:, : part.shape[1]] = part
@@ -58,7 +60,7 @@ class GroupSums:
         return torch.cat([share[:, : ends[rank + 1] - ends[rank]] for rank, share in enumerate(shares)], 1)
 
     def lead(self, values: torch.Tensor) -> None:
-        """See `Sums.lead`."""
+        """See `Collectives.lead`."""
         self._launch(dist.broadcast, values, 0)
 
     def lose(self) -> None:
@@ -104,7 +106,9 @@ def check_nccl() -> None:
         raise RanksUnavailable("this process has a torch.distributed group already; end it first")
 
 
-def open_group(backend: str, rank: int, size: int, device: torch.device, store: str, seconds: float) -> GroupSums:
+def open_group(
+    backend: str, rank: int, size: int, device: torch.device, store: str, seconds: float
+) -> GroupCollectives:
     """Join the ranks whose processes name the same file, `store`, which does not exist before and stays for as long.
 
     seconds: to wait for them.
@@ -118,4 +122,4 @@ def open_group(backend: str, rank: int, size: int, device: torch.device, store: 
     )  # fmt: skip
     group = dist.group.WORLD
     assert group is not None
-    return GroupSums(group)
+    return GroupCollectives(group)

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from .lend import Lending, LentTables, described
+from .lora_offload import Offloading, OffloadTables, described
 from .native_descriptors import (
     DRAW,
     ELEMENT_OF,
@@ -167,7 +167,7 @@ class NativeDecoder:
         self.best: list[int] = []
         self.kept: Sequence[int] | None = None
         self.chances: Mapping[int, Chances] = {}
-        self.lending: Lending | None = None
+        self.offloading: Offloading | None = None
         self._step = StepDescriptor()
         self._logits = _Room(model.vocab)
         self._scores = _Room(model.vocab)
@@ -204,9 +204,9 @@ class NativeDecoder:
         is of all; they draw none.
         """
         step = self._step
-        lent = None
+        offloaded = None
         if self._segments[0] is not segments or step.segment_ready:
-            lent = self._set_segments(segments)
+            offloaded = self._set_segments(segments)
         wanted, kept = len(logit_tokens), self.kept
         rows_kept = None
         if kept is not None and 0 < len(kept) < wanted:
@@ -237,10 +237,10 @@ class NativeDecoder:
         step.draws = None if draws is None else draws.ctypes.data
         step.max_stall_ns = int(max_stall * 1e9)
         step.layer = ctypes.addressof(self._merged[0]) if merged else None
-        step.lent = None if lent is None else lent.address
+        step.offloaded = None if offloaded is None else offloaded.address
         self._library.chorus_decoder_forward(self._handle, ctypes.addressof(step))
-        if lent is not None:
-            lent.note_lent()
+        if offloaded is not None:
+            offloaded.note_offloaded()
         if step.segment_ready:
             late = self._segments[1][-1]
             segments.late = [index for index in range(step.segments.count) if late[index]]
@@ -282,7 +282,7 @@ class NativeDecoder:
                 setattr(descriptor, name, None if tensor is None else _pointer(tensor))
         return descriptors
 
-    def _set_segments(self, segments: Segments) -> LentTables | None:
+    def _set_segments(self, segments: Segments) -> OffloadTables | None:
         """Describe a step's segments; steps with the same ones need not do it again. What of them is lent."""
         step, count = self._step, len(segments.rows)
         adapters = (c_void_p * count)(*(ctypes.addressof(self._descriptor(rows)) for rows in segments.rows))
@@ -297,8 +297,8 @@ class NativeDecoder:
         step.segment_ready = None if ready is None else ctypes.addressof(ready)
         step.segment_late = ctypes.addressof(late)
         self._segments = segments, (adapters, begin, end, level, ready, late)  # what the step points to lives as long
-        lent = None if ready is None or self.lending is None else self.lending.begin(segments)
-        return None if lent is None else LentTables(lent, segments.rows, adapters)
+        offloaded = None if ready is None or self.offloading is None else self.offloading.begin(segments)
+        return None if offloaded is None else OffloadTables(offloaded, segments.rows, adapters)
 
     @property
     def threads(self) -> int:

@@ -73,26 +73,26 @@ class StepDescriptor(Structure):
           ("token_ids", "positions", "page", "offset", "qo_indptr", "kv_lens", "page_table")),
         ("table_stride", c_int64), ("logit_tokens", c_void_p), ("segments", SegmentsDescriptor),
         ("segment_ready", c_void_p), ("segment_late", c_void_p), ("max_stall_ns", c_int64),
-        *((name, c_void_p) for name in ("logits", "logit_rows", "best", "draws", "layer", "lent")),
+        *((name, c_void_p) for name in ("logits", "logit_rows", "best", "draws", "layer", "offloaded")),
     ]  # fmt: skip
 
 
-class LentDescriptor(Structure):
-    """Segments of a step that other processes compute: see `native/lend.h`."""
+class OffloadDescriptor(Structure):
+    """Segments of a step that other processes compute: see `native/offload.h`."""
 
     _fields_ = [
         ("ranks", c_void_p), ("count", c_int64),
-        *((name, c_void_p) for name in ("segment", "row", "share", "first_elem", "image_ready", "layers", "handovers")),
+        *((name, c_void_p) for name in ("segment", "row", "share", "first_elem", "image_ready", "layers", "exchanges")),
     ]  # fmt: skip
 
 
-class AssistDescriptor(Structure):
+class OffloadWorkerDescriptor(Structure):
     """A step's segments as a process that computes a share of them knows them."""
 
     _fields_ = [
         *((name, c_int32) for name in ("hidden", "ffn", "q", "kv", "first", "last")),
         ("count", c_int64), ("page_elems", c_int64),
-        *((name, c_void_p) for name in ("row", "adapters", "images", "handovers")),
+        *((name, c_void_p) for name in ("row", "adapters", "images", "exchanges")),
     ]  # fmt: skip
 
 
@@ -131,8 +131,8 @@ class ReadJob(NamedTuple):
     b_offset: int
 
 
-#: Most segments of a step that are handed over, and most hand-overs: kLent and kHandovers in lend.h.
-MOST_LENT, MOST_HANDOVERS = 1000, 1 << 12
+#: Most segments of a step that are handed over, and most exchanges: kLent and kHandovers in offload.h.
+MAX_OFFLOADED, MAX_EXCHANGES = 1000, 1 << 12
 
 
 def _numbers(*names: str) -> np.dtype:
@@ -144,9 +144,9 @@ DRAW = np.dtype(
      ("token", "i8")]
 )  # fmt: skip
 SCORE = np.dtype([("logits", "i8"), ("token", "i8"), ("count", "i8"), ("ids", "i8"), ("values", "i8"), ("own", "f8")])
-HANDOVER = np.dtype({
-    "names": ["layer", "group", "active"], "formats": ["i4", "i4", ("u1", MOST_LENT)], "offsets": [0, 4, 8],
-    "itemsize": -(-(8 + MOST_LENT) // 64) * 64,
+EXCHANGE = np.dtype({
+    "names": ["layer", "group", "active"], "formats": ["i4", "i4", ("u1", MAX_OFFLOADED)], "offsets": [0, 4, 8],
+    "itemsize": -(-(8 + MAX_OFFLOADED) // 64) * 64,
 })  # fmt: skip
 READ_JOB = _numbers(*ReadJob._fields)
 READ_GROUP = _numbers("spans_begin", "spans_end", "jobs_begin", "jobs_end")
@@ -155,9 +155,9 @@ SPAN = _numbers("start", "end")
 #: The library's structures by their names there.
 _STRUCTURES: dict[str, type[Structure] | np.dtype] = {
     "Adapter": AdapterDescriptor, "LayerDesc": LayerDescriptor, "ModelDesc": ModelDescriptor,
-    "Segments": SegmentsDescriptor, "StepDesc": StepDescriptor, "LentDesc": LentDescriptor,
-    "AssistDesc": AssistDescriptor, "MergeDesc": MergeDescriptor, "ReadFault": ReadFaultDescriptor,
-    "Handover": HANDOVER, "Draw": DRAW, "Score": SCORE, "ReadJob": READ_JOB, "ReadGroup": READ_GROUP, "Span": SPAN,
+    "Segments": SegmentsDescriptor, "StepDesc": StepDescriptor, "OffloadDesc": OffloadDescriptor,
+    "OffloadWorkerDesc": OffloadWorkerDescriptor, "MergeDesc": MergeDescriptor, "ReadFault": ReadFaultDescriptor,
+    "Exchange": EXCHANGE, "Draw": DRAW, "Score": SCORE, "ReadJob": READ_JOB, "ReadGroup": READ_GROUP, "Span": SPAN,
 }  # fmt: skip
 
 

@@ -31,7 +31,7 @@ class RanksLost(RuntimeError):
     """A rank has ended, or kept the others waiting for too long: these ranks compute nothing any more."""
 
 
-class Sums(Protocol):
+class Collectives(Protocol):
     """What one rank of `size` computes together with the others: each calls the same, in the same order."""
 
     @property
@@ -104,7 +104,7 @@ class Ranks:
         return rows
 
     def lead(self, values: torch.Tensor) -> None:
-        """See `Sums.lead`; float32 holds such integers. Raises StepGivenUp and RanksLost."""
+        """See `Collectives.lead`; float32 holds such integers. Raises StepGivenUp and RanksLost."""
         values.copy_(self.add_up(torch.zeros(values.shape) if self.rank else values.to(torch.float32)))
 
     def meet(self) -> None:
@@ -126,7 +126,7 @@ class Ranks:
         return self._library.chorus_ranks_word(self.handle, rank)
 
     @property
-    def sums(self) -> int:
+    def num_sums(self) -> int:
         """Sums so far in the step."""
         return self._library.chorus_ranks_sums(self.handle)
 

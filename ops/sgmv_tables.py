@@ -41,9 +41,9 @@ class SgmvTables:
     """Buffers that never move: a captured launch reads what the last `plan` wrote.
 
     An adapter's rank-rows of one rank and scale have a table row. Its entries are written when they get it, and stay
-    while it is used. A step writes the table of tiles where it differs from the last one, and the entries of all
-    adapters that are new in one copy. So a tile is one load away, its adapter's offsets and places in a layer are the
-    next, side by side, and weights the third.
+    while it is used; a step writes the table of tiles where it differs from the last, and the entries of all adapters
+    that are new in one copy. So a tile is one load away, its adapter's offsets and places in a layer are the next, side
+    by side, and weights the third.
 
     Entries that change the same module of the same tokens are in passes of their own, one launch after the other, so
     that their products are summed in the order of the entries. Most steps have one pass.

@@ -484,6 +484,10 @@ class _ConfigFile(PydanticBaseSettingsSource):
         return {} if path is None else read_config_file(Path(path))
 
 
+RENAMED = {"assist_workers": "offload_workers"}
+"""Settings by the names they had before; both names are accepted for one release."""
+
+
 def read_config_file(path: Path) -> dict[str, Any]:
     """The settings of a TOML file; raises ConfigFileError that says what is wrong with it."""
     try:
@@ -493,6 +497,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigFileError(f"the configuration file {path} can't be read: {error}") from None
     values = {name.replace("-", "_"): value for name, value in values.items()}
+    values = {RENAMED.get(name, name): value for name, value in values.items()}
     known = [name for name in Settings.model_fields if name != "config"]
     for name in values:
         if name not in known:

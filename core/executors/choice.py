@@ -57,11 +57,11 @@ def open_executor(config: EngineConfig) -> Executor:
 
     Raises UnsupportedModel for a checkpoint, DeviceError for a device that is not there, OutOfDeviceMemory.
     """
-    size, assistants = config.tensor_parallel_size, config.assist_workers
+    size, workers = config.tensor_parallel_size, config.offload_workers
     on_gpu = uses_gpu(config.device)
-    if assistants and size > 1:
+    if workers and size > 1:
         raise _refusal(
-            f"assist_workers is {assistants}, and tensor_parallel_size is {size}: ranks have none; set one of them to "
+            f"offload_workers is {workers}, and tensor_parallel_size is {size}: ranks have none; set one of them to "
             "its default"
         )
     if on_gpu and size > 1:

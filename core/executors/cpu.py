@@ -30,9 +30,9 @@ from ..model.shard import WHOLE, Shard
 from ..model.weights import num_weights
 from ..requests.types import StepPlan, StepResult
 from .adapters import ModelAdapters
-from .assist import Assist, LendableAdapters
 from .base import ModelExecutor
 from .host_memory import WIDE_SHARE, default_arena_bytes, total_bytes
+from .lora_offload import LoraOffload, OffloadAdapters
 from .swaps import PageSwaps
 
 logger = logging.getLogger(__name__)
@@ -45,28 +45,32 @@ class CpuExecutor(ModelExecutor):
 
     start = None  # it computes on the host's processors: none is free to plan the next step meanwhile
 
-    def __init__(self, config: EngineConfig, seat: Seat | None = None) -> None:
-        """seat: the rank that it computes a share of the model as, if there are several."""
+    def __init__(self, config: EngineConfig, rank_context: RankContext | None = None) -> None:
+        """rank_context: the rank that it computes a share of the model as, if there are several."""
         threads = cpu_threads(config)
         torch.set_num_threads(threads)
-        super().__init__(config, WHOLE if seat is None else seat.shard)
+        super().__init__(config, WHOLE if rank_context is None else rank_context.shard)
         dtype, max_model_len = self._dtype, self.model.max_model_len
         native = _use_native(config, self.config, dtype)
-        products = dtype if native else _torch_products(config, self.whole, dtype)
-        shard, ranks = self.shard, None if seat is None else seat.ranks
+        products = dtype if native else _torch_gemms(config, self.whole, dtype)
+        shard, ranks = self.shard, None if rank_context is None else rank_context.ranks
         self.weight_bytes = num_weights(self.whole, shard) * products.itemsize
-        self.num_pages = cpu_pages(config, self, self.layout, self.weight_bytes) if seat is None else seat.num_pages
-        self.arena = Arena(self.layout, self.num_pages, dtype, "cpu", None if seat is None else seat.pages(dtype))
-        self._assist = None
-        if config.assist_workers:
+        self.num_pages = (
+            cpu_pages(config, self, self.layout, self.weight_bytes) if rank_context is None else rank_context.num_pages
+        )
+        self.arena = Arena(
+            self.layout, self.num_pages, dtype, "cpu", None if rank_context is None else rank_context.pages(dtype)
+        )
+        self._offload = None
+        if config.offload_workers:
             if not native:
                 raise UnsupportedModel(
-                    f"assist_workers is {config.assist_workers}, and steps run on torch's operators, which lend "
+                    f"offload_workers is {config.offload_workers}, and steps run on torch's operators, which lend "
                     "nothing; set it to 0"
                 )
-            self._assist = Assist(config, self.config, self.layout.page_elems, dtype)
-            self._assist.use_adapters(LendableAdapters(self.config, self.arena, dtype))
-        self.adapters = self._assist.adapters if self._assist else ModelAdapters(self.config, self.arena, dtype)
+            self._offload = LoraOffload(config, self.config, self.layout.page_elems, dtype)
+            self._offload.use_adapters(OffloadAdapters(self.config, self.arena, dtype))
+        self.adapters = self._offload.adapters if self._offload else ModelAdapters(self.config, self.arena, dtype)
         self.swaps = PageSwaps(self.arena, self.adapters.dma)
         self._lora = LoraState(self.config, self.arena.pages, config.max_load_stall_seconds)
         setup = self._lora, self.layout, DecodeBuckets(config.max_num_seqs).sizes, max_model_len
@@ -83,11 +87,11 @@ class CpuExecutor(ModelExecutor):
         self.shadow = ShadowWeights(self.decoder, self.arena, self._lora)
         self._forward: Callable[[StepPlan], torch.Tensor] = self.steps.forward
         self.cold_starts = ColdStarts()
-        if self._assist is not None and isinstance(self.decoder, NativeDecoderModel):
-            self._assist.join()
-            self.decoder.lend(self._assist)
-            self.cold_starts = self._assist.starts
-            self._forward = partial(self._assist.run, self.steps.forward)
+        if self._offload is not None and isinstance(self.decoder, NativeDecoderModel):
+            self._offload.join()
+            self.decoder.offload(self._offload)
+            self.cold_starts = self._offload.starts
+            self._forward = partial(self._offload.run, self.steps.forward)
 
     def execute(self, plan: StepPlan) -> StepResult:
         model, rows = self.decoder, plan.rows
@@ -152,8 +156,8 @@ class CpuExecutor(ModelExecutor):
     def close(self) -> None:
         self.steps.close()
         self.decoder.close()
-        if self._assist is not None:
-            self._assist.close()
+        if self._offload is not None:
+            self._offload.close()
 
 
 class _Model(Protocol[A]):
@@ -224,7 +228,7 @@ class _Steps(Generic[A]):
         return lambda: model.forward(batch)
 
 
-class Seat(Protocol):
+class RankContext(Protocol):
     """A rank's place among several: its share of the model, and memory that all of them have."""
 
     @property
@@ -239,8 +243,8 @@ class Seat(Protocol):
 
 
 def cpu_threads(config: EngineConfig) -> int:
-    """Threads of each rank: by default of the processors that assistants leave."""
-    threads = config.threads or max(1, available_cpus() - config.assist_workers)
+    """Threads of each rank: by default of the processors that offload workers leave."""
+    threads = config.threads or max(1, available_cpus() - config.offload_workers)
     return max(1, threads // config.tensor_parallel_size)
 
 
@@ -266,7 +270,7 @@ def _use_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) ->
     return False
 
 
-def _torch_products(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
+def _torch_gemms(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
     """Return what torch's operators are to compute in: float32, where the processor is slow in `dtype` and the machine
     has memory for copies of the weights. By its features and its size alone, so that replicas on alike machines answer
     alike.

@@ -29,9 +29,9 @@ from ..requests.types import StepPlan, StepResult
 from . import cuda_memory
 from .adapters import CudaAdapters
 from .base import ModelExecutor
-from .cuda_assist import CudaAssist, CudaLendableAdapters
+from .cuda_lora_offload import CudaLoraOffload, CudaOffloadAdapters
 from .cuda_merged import CudaShadow
-from .cuda_rank_memory import DeviceSeat
+from .cuda_rank_memory import DeviceRankContext
 from .cuda_steps import CudaSteps, Outputs
 from .swaps import PageSwaps
 
@@ -74,15 +74,15 @@ class CudaExecutor(ModelExecutor):
         config: EngineConfig,
         device: CudaDevice | None = None,
         driver: CupyDriver | None = None,
-        seat: DeviceSeat | None = None,
+        rank_context: DeviceRankContext | None = None,
     ) -> None:
-        """device: the configuration's GPU by default; driver: of the same, for assistants. seat: the rank that it is,
-        if there are several; then it loads its share, and `measure` and `open` follow once all have. Raises
+        """device: the configuration's GPU by default; driver: of the same, for offload workers. rank_context: the rank
+        that it is, if there are several; then it loads its share, and `measure` and `open` follow once all have. Raises
         DeviceError, UnsupportedModel, OutOfDeviceMemory.
         """
-        super().__init__(config, WHOLE if seat is None else seat.shard)
-        check_assistants(config, self._dtype)
-        self._config, self._seat = config, seat
+        super().__init__(config, WHOLE if rank_context is None else rank_context.shard)
+        check_offload(config, self._dtype)
+        self._config, self._rank_context = config, rank_context
         dependent_launch.allow(config.dependent_launch == "auto")
         self._device = CudaDevice(_index(config.device)) if device is None else device
         self._watched = partial(watched, self._device)
@@ -90,8 +90,8 @@ class CudaExecutor(ModelExecutor):
         with self._device.scope():
             self._free, _ = self._device.memory()  # before anything is loaded
             self._decoder = self._load()
-            self._assist = self._open_assistants(driver) if config.assist_workers else None
-        if seat is None:
+            self._offload = self._open_offload(driver) if config.offload_workers else None
+        if rank_context is None:
             self.open(self.measure())
 
     def measure(self) -> int:
@@ -99,8 +99,8 @@ class CudaExecutor(ModelExecutor):
         OutOfDeviceMemory.
         """
         with self._device.scope():
-            if self._seat is not None:
-                self._decoder.join(self._seat.sums)
+            if self._rank_context is not None:
+                self._decoder.join(self._rank_context.collectives)
             self.steps = self._make_steps(self._decoder)
             with torch.inference_mode():
                 self.steps.warm_up()
@@ -120,10 +120,10 @@ class CudaExecutor(ModelExecutor):
                 self.steps.capture_ahead()
             self._device.synchronize()
             self.cold_starts = ColdStarts()
-            if self._assist is not None:
-                self._assist.join()
-                self.cold_starts = self._assist.starts
-                self.steps.lora.lending = self._assist.lend
+            if self._offload is not None:
+                self._offload.join()
+                self.cold_starts = self._offload.starts
+                self.steps.lora.offloading = self._offload.offload
 
     @property
     def captured(self) -> Sequence[CapturedStep]:
@@ -141,7 +141,7 @@ class CudaExecutor(ModelExecutor):
             draw = partial(steps.draw, rows, *outputs)
             read = None if plan.sources is not None and steps.look_back(rows) else draw()
             late = steps.lora.late_requests(rows) if plan.adapters else []
-            end = partial(self._assist.end, plan) if self._assist is not None and plan.bucket is None else None
+            end = partial(self._offload.end, plan) if self._offload is not None and plan.bucket is None else None
             return _Started(self._device, late, draw, read, end)
 
     def follow(self, plan: StepPlan, asks_logits: bool) -> list[str]:
@@ -165,9 +165,9 @@ class CudaExecutor(ModelExecutor):
         self._device.synchronize()
         self.adapters.close()
         self.steps.close()
-        if self._assist is not None:
-            self._assist.close()
-            self._assist = None
+        if self._offload is not None:
+            self._offload.close()
+            self._offload = None
         del self._decoder, self.steps, self.arena, self.adapters, self.swaps, self.shadow
         self._device.release()
 
@@ -183,26 +183,26 @@ class CudaExecutor(ModelExecutor):
 
     def _ragged(self, plan: StepPlan) -> Outputs:
         launch = partial(self.steps.ragged, plan.rows, plan.adapters, plan.sources, plan.merged)
-        return launch() if self._assist is None else self._assist.launch(launch, plan)
+        return launch() if self._offload is None else self._offload.launch(launch, plan)
 
-    def _open_assistants(self, driver: CupyDriver | None) -> CudaAssist:
+    def _open_offload(self, driver: CupyDriver | None) -> CudaLoraOffload:
         if driver is None:
             try:
                 driver = CupyDriver(self._device.torch_device.index or 0, self._device.failure)
             except MissingCupy as error:
                 raise DeviceError(
-                    f"assist_workers is {self._config.assist_workers}, and hand-overs need CuPy; set it to 0, or "
+                    f"offload_workers is {self._config.offload_workers}, and exchanges need CuPy; set it to 0, or "
                     f"install CuPy: {error}"
                 ) from error
-        return CudaAssist(self._config, self.config, self.layout.page_elems, self._dtype, self._device, driver)
+        return CudaLoraOffload(self._config, self.config, self.layout.page_elems, self._dtype, self._device, driver)
 
     def _open_adapters(self) -> CudaAdapters:
         config = self._config
         of_arena = self.config, self.arena, self._dtype, self._watched, self._device.failure, config.max_lora_rank
-        if self._assist is None:
-            return CudaAdapters(*of_arena, config.host_bytes if self._seat is None else 0)  # or ranks' images
-        adapters = CudaLendableAdapters(*of_arena, 0)
-        self._assist.use_adapters(adapters)
+        if self._offload is None:
+            return CudaAdapters(*of_arena, config.host_bytes if self._rank_context is None else 0)  # or ranks' images
+        adapters = CudaOffloadAdapters(*of_arena, 0)
+        self._offload.use_adapters(adapters)
         return adapters
 
     def _load(self) -> DecoderModel:
@@ -260,7 +260,7 @@ class CudaExecutor(ModelExecutor):
 @dataclass(slots=True, eq=False)
 class _Started:
     """A launched step. late: requests of adapters that missed the deadline. draw: launches the draw; read: what that
-    gave, which waits for the tokens, None before. end: see `CudaAssist.end`; None without assistants.
+    gave, which waits for the tokens, None before. end: see `CudaLoraOffload.end`; None without offload workers.
     """
 
     _device: CudaDevice
@@ -284,11 +284,11 @@ class _Started:
         return result
 
 
-def check_assistants(config: EngineConfig, dtype: torch.dtype) -> None:
-    """Raise UnsupportedModel where assistants are asked for and can't compute."""
-    if config.assist_workers and (reason := native_library.why_unavailable(dtype)) is not None:
+def check_offload(config: EngineConfig, dtype: torch.dtype) -> None:
+    """Raise UnsupportedModel where offload workers are asked for and can't compute."""
+    if config.offload_workers and (reason := native_library.why_unavailable(dtype)) is not None:
         raise UnsupportedModel(
-            f"assist_workers is {config.assist_workers}, and they run the native library: {reason}; or set it to 0"
+            f"offload_workers is {config.offload_workers}, and they run the native library: {reason}; or set it to 0"
         )
 
 

@@ -12,9 +12,9 @@ from ..config import EngineConfig
 from ..model.shard import Shard
 from ..requests.plan_wire import plan_from_wire
 from .cuda import CudaExecutor
-from .cuda_rank_copies import FollowerCopies
-from .cuda_rank_memory import DeviceSeat, RankDevices
-from .rank import Follower
+from .cuda_rank_copies import TpWorkerCopies
+from .cuda_rank_memory import DeviceRankContext, RankDevices
+from .rank import TpWorker
 from .shared_memory import MemoryLayout, SharedMemory
 
 #: Seconds for which it waits for a message before it looks at its copies, or, without any, at its device.
@@ -28,30 +28,32 @@ class _Unread(CompleteTransfer):
         return False
 
 
-class CudaFollower(Follower):
+class CudaTpWorker(TpWorker):
     """Launches a share of what the first rank launches. What fails in it ends it: no sum can be given up."""
 
     fatal = "meet", "measure", "open", "step"
-    _copies: FollowerCopies | None = None
+    _copies: TpWorkerCopies | None = None
 
     def __init__(
         self, config: EngineConfig, layout: MemoryLayout, devices: RankDevices, shard: Shard, memory_fd: int
     ) -> None:
         device = devices.open_device(shard.rank)
         self._devices = devices
-        self._seat = DeviceSeat(shard, SharedMemory(memory_fd, layout), device)
-        self._cuda = CudaExecutor(config, device, seat=self._seat)
+        self._rank_context = DeviceRankContext(shard, SharedMemory(memory_fd, layout), device)
+        self._cuda = CudaExecutor(config, device, rank_context=self._rank_context)
         super().__init__(self._cuda)
 
     def meet(self, store: str, seconds: float) -> None:
-        self._seat.meet(self._devices.open_sums, store, seconds)
+        self._rank_context.meet(self._devices.open_collectives, store, seconds)
 
     def measure(self) -> int:
         return self._cuda.measure()
 
     def open(self, num_pages: int) -> None:
         self._cuda.open(num_pages)
-        self._copies = copies = FollowerCopies(self._seat, self._cuda, self._devices.open_driver(self._seat.device))
+        self._copies = copies = TpWorkerCopies(
+            self._rank_context, self._cuda, self._devices.open_driver(self._rank_context.device)
+        )
         self.place, self.copy, self.cancel = copies.place, copies.copy, copies.cancel
 
     def step(self, plan: Mapping[str, Any], asks_logits: bool, coming: Mapping[int, int | None]) -> list[str]:
@@ -78,12 +80,12 @@ class CudaFollower(Follower):
 
     def _close(self) -> None:
         """End what the device waits for, then its work, then the captured steps, which the ranks' end waits for."""
-        self._seat.lose()
+        self._rank_context.lose()
         if self._copies is not None:
             self._cuda.close()
-        self._seat.close()
+        self._rank_context.close()
 
-    def _look(self, copies: FollowerCopies) -> bool:
+    def _look(self, copies: TpWorkerCopies) -> bool:
         try:
             self._cuda.advance()
             return copies.look()

@@ -26,7 +26,7 @@ from ...memory.transfers.transfer import ExecutorLost, Transfer, check_pages
 from .adapters import check_tables
 from .base import ModelExecutor
 from .cuda import CudaExecutor
-from .cuda_rank_memory import COMING, DONE, FAILED, NUM_COPIES, VOID, DeviceSeat
+from .cuda_rank_memory import COMING, DONE, FAILED, NUM_COPIES, VOID, DeviceRankContext
 from .rank_adapters import RankAdapters, RankBuffers
 from .shared_memory import SharedMemory
 
@@ -89,15 +89,17 @@ class RankCopies:
     answered.
     """
 
-    def __init__(self, seat: DeviceSeat, first: CudaExecutor, send: Callable[..., None], patience: float) -> None:
-        self.states, self.send, self.first = seat.states, send, first
-        self._seat, self._memory, self._patience = seat, seat.memory, patience
+    def __init__(
+        self, rank_context: DeviceRankContext, first: CudaExecutor, send: Callable[..., None], patience: float
+    ) -> None:
+        self.states, self.send, self.first = rank_context.states, send, first
+        self._rank_context, self._memory, self._patience = rank_context, rank_context.memory, patience
         self._free = list(range(NUM_COPIES))
 
     @property
     def is_lost(self) -> bool:
         """True if other ranks may have ended: nothing is computed any more in the pages that they copy."""
-        return self._seat.is_lost
+        return self._rank_context.is_lost
 
     def take(self, transfer: RankTransfer) -> int:
         """A number for a copy, until its transfer is gone."""
@@ -170,12 +172,12 @@ class CudaRankAdapters(RankAdapters):
         return manifest
 
 
-class FollowerCopies:
+class TpWorkerCopies:
     """Another rank's copies that are under way."""
 
-    def __init__(self, seat: DeviceSeat, executor: CudaExecutor, pinning: Any) -> None:
-        self._seat, self._executor, self._pinning = seat, executor, pinning
-        self._states = seat.states[seat.shard.rank]
+    def __init__(self, rank_context: DeviceRankContext, executor: CudaExecutor, pinning: Any) -> None:
+        self._rank_context, self._executor, self._pinning = rank_context, executor, pinning
+        self._states = rank_context.states[rank_context.shard.rank]
         self._transfers: dict[int, Transfer] = {}
         self._pinned: dict[int, int] = {}  # bytes of chunks, by their first
         page, dtype = executor.layout.page_elems, executor.arena.pages.dtype
@@ -221,8 +223,8 @@ class FollowerCopies:
 
     def _image(self, offsets: Sequence[int], chunk: tuple[int, int], num_pages: int) -> torch.Tensor:
         self._pin(*chunk)
-        offset = offsets[self._seat.shard.rank]
-        return self._seat.memory.tensor(offset, (num_pages, self._page_elems), self._dtype)
+        offset = offsets[self._rank_context.shard.rank]
+        return self._rank_context.memory.tensor(offset, (num_pages, self._page_elems), self._dtype)
 
     def _pin(self, chunk: int, num_bytes: int) -> None:
         """Pin a chunk that the first rank has, in place of those that it no longer has."""
@@ -230,9 +232,9 @@ class FollowerCopies:
             return
         for begin, size in list(self._pinned.items()):
             if begin < chunk + num_bytes and chunk < begin + size:
-                self._pinning.unpin(self._seat.memory.address(begin))
+                self._pinning.unpin(self._rank_context.memory.address(begin))
                 del self._pinned[begin]
-        self._pinning.pin(self._seat.memory.address(chunk), num_bytes)
+        self._pinning.pin(self._rank_context.memory.address(chunk), num_bytes)
         self._pinned[chunk] = num_bytes
 
 

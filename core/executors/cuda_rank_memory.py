@@ -16,7 +16,7 @@ import torch
 from ...graphs.device import CudaDevice
 from ...memory.transfers.cuda_driver import CupyDriver, MissingCupy
 from ...ops.device_ranks import open_group
-from ...ops.ranks import RanksLost, Sums
+from ...ops.ranks import Collectives, RanksLost
 from ..model.shard import Shard
 from .shared_memory import Pinning, SharedMemory
 
@@ -30,7 +30,7 @@ _LOOK_SECONDS = 0.1
 COMING, FAILED, DONE, VOID = range(4)
 
 
-class DeviceSums(Sums, Protocol):
+class DeviceCollectives(Collectives, Protocol):
     """Sums on devices, which end."""
 
     def close(self) -> None:
@@ -39,7 +39,7 @@ class DeviceSums(Sums, Protocol):
 
 
 #: Joins the other ranks, which name the same file, within so many seconds.
-OpenSums = Callable[[Shard, torch.device, str, float], DeviceSums]
+OpenCollectives = Callable[[Shard, torch.device, str, float], DeviceCollectives]
 
 
 def _open_driver(device: CudaDevice) -> Pinning | None:
@@ -49,7 +49,7 @@ def _open_driver(device: CudaDevice) -> Pinning | None:
         return None
 
 
-def _open_sums(shard: Shard, device: torch.device, store: str, seconds: float) -> DeviceSums:
+def _open_collectives(shard: Shard, device: torch.device, store: str, seconds: float) -> DeviceCollectives:
     return open_group("nccl", shard.rank, shard.size, device, store, seconds)
 
 
@@ -61,10 +61,10 @@ class RankDevices:
 
     open_device: Callable[[int], CudaDevice] = CudaDevice
     open_driver: Callable[[CudaDevice], Pinning | None] = _open_driver
-    open_sums: OpenSums = _open_sums
+    open_collectives: OpenCollectives = _open_collectives
 
 
-class DeviceSeat:
+class DeviceRankContext:
     """A rank's place among several on GPUs: its share of the model, its device, and how the ranks meet.
 
     states: `[size, NUM_COPIES]`, how far each rank's share of each copy is.
@@ -73,7 +73,7 @@ class DeviceSeat:
     def __init__(self, shard: Shard, memory: SharedMemory, device: CudaDevice) -> None:
         self.shard, self.memory, self.device = shard, memory, device
         self.states = memory.more(np.int32).reshape(shard.size, NUM_COPIES)
-        self._sums: DeviceSums | None = None
+        self._collectives: DeviceCollectives | None = None
         self._lock = threading.Lock()
         self.is_lost = False
 
@@ -82,13 +82,13 @@ class DeviceSeat:
         """Bytes beside images that ranks share."""
         return size * NUM_COPIES * np.dtype(np.int32).itemsize
 
-    def meet(self, open_sums: OpenSums, store: str, seconds: float) -> None:
-        """Join the other ranks, and add up a first sum with them; see `RankDevices.open_sums`. On a thread of its own,
-        as the wait for a rank that does not come may have no end. Raises RanksLost after so many seconds, or once the
-        ranks are lost.
+    def meet(self, open_collectives: OpenCollectives, store: str, seconds: float) -> None:
+        """Join the other ranks, and add up a first sum with them; see `RankDevices.open_collectives`. On a thread of
+        its own, as the wait for a rank that does not come may have no end. Raises RanksLost after so many seconds, or
+        once the ranks are lost.
         """
         met: Future[None] = Future()
-        work = partial(self._meet, met, open_sums, store, seconds)
+        work = partial(self._meet, met, open_collectives, store, seconds)
         threading.Thread(target=work, name="chorus-meeting", daemon=True).start()
         deadline = time.monotonic() + seconds
         while not wait([met], _LOOK_SECONDS).done:
@@ -100,15 +100,15 @@ class DeviceSeat:
                 )
         met.result()
 
-    def _meet(self, met: Future[None], open_sums: OpenSums, store: str, seconds: float) -> None:
+    def _meet(self, met: Future[None], open_collectives: OpenCollectives, store: str, seconds: float) -> None:
         try:
             with self.device.scope():
-                sums = open_sums(self.shard, self.device.torch_device, store, seconds)
+                collectives = open_collectives(self.shard, self.device.torch_device, store, seconds)
                 with self._lock:
-                    self._sums = sums
+                    self._collectives = collectives
                 if self.is_lost:
-                    sums.lose()
-                total = int(sums.add_up(torch.ones(1, device=self.device.torch_device)).item())
+                    collectives.lose()
+                total = int(collectives.add_up(torch.ones(1, device=self.device.torch_device)).item())
             if total != self.shard.size:
                 raise RuntimeError(f"the sum of {self.shard.size} ranks' ones is {total}")
         except BaseException as error:
@@ -117,21 +117,21 @@ class DeviceSeat:
             met.set_result(None)
 
     @property
-    def sums(self) -> Sums:
-        """Of ranks that have met."""
-        if self._sums is None:
+    def collectives(self) -> Collectives:
+        """The collectives of ranks that have met."""
+        if self._collectives is None:
             raise RuntimeError("the ranks have not met")
-        return self._sums
+        return self._collectives
 
     def lose(self) -> None:
         """Have this rank never wait for the others again; from any thread."""
         with self._lock:
-            self.is_lost, sums = True, self._sums
-        if sums is not None:
-            sums.lose()
+            self.is_lost, collectives = True, self._collectives
+        if collectives is not None:
+            collectives.lose()
 
     def close(self) -> None:
         """Let this process join other ranks; nothing waits for these any more, and no captured step has their sums."""
         self.lose()
-        if self._sums is not None:
-            self._sums.close()
+        if self._collectives is not None:
+            self._collectives.close()

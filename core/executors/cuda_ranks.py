@@ -30,13 +30,13 @@ from ..requests.plan_wire import plan_to_wire
 from ..requests.types import StepPlan, StepResult
 from .base import StartedStep
 from .cuda import CudaExecutor
-from .cuda_rank import CudaFollower
+from .cuda_rank import CudaTpWorker
 from .cuda_rank_copies import CudaRankAdapters, RankCopies, RankTransfer
-from .cuda_rank_memory import DeviceSeat, RankDevices
-from .followers import STOP_SECONDS
-from .ranks import PATIENCE_SECONDS, RanksFront
+from .cuda_rank_memory import DeviceRankContext, RankDevices
+from .ranks import PATIENCE_SECONDS, RanksExecutorBase
 from .shared_memory import MemoryLayout, SharedMemory, image_bytes
 from .swaps import PageSwaps
+from .worker_processes import STOP_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ _LOOK_SECONDS = 1.0
 _LOST = "a rank has ended or kept the others waiting for too long"
 
 
-class CudaRanksExecutor(RanksFront[CudaExecutor]):
+class CudaRanksExecutor(RanksExecutorBase[CudaExecutor]):
     """Runs steps on `config.tensor_parallel_size` GPUs, of which the first is a `CudaExecutor` of this process."""
 
     def __init__(
@@ -64,28 +64,28 @@ class CudaRanksExecutor(RanksFront[CudaExecutor]):
         super().__init__(config, patience)
         shapes, size = self.shapes, config.tensor_parallel_size
         self._open, self._wait, self._is_closed = deque[_RankStep](), None, threading.Event()
-        layout = MemoryLayout(size, 0, DeviceSeat.more_bytes(size), image_bytes(config.host_bytes))
+        layout = MemoryLayout(size, 0, DeviceRankContext.more_bytes(size), image_bytes(config.host_bytes))
         device = devices.open_device(0)
         self._folder = tempfile.TemporaryDirectory(prefix="chorus-ranks-")  # in which the processes find each other
         fd = SharedMemory.create(layout)
         try:
             memory = SharedMemory(fd, layout, devices.open_driver(device))
-            self._seat = seat = DeviceSeat(shapes.shard, memory, device)
-            self._begin(partial(CudaFollower, config, layout, devices), fd, seat)
+            self._rank_context = rank_context = DeviceRankContext(shapes.shard, memory, device)
+            self._begin(partial(CudaTpWorker, config, layout, devices), fd, rank_context)
         finally:
             os.close(fd)
         try:
-            self.first = CudaExecutor(config, device, seat=seat)
+            self.first = CudaExecutor(config, device, rank_context=rank_context)
             self._join()
             self.num_pages = self._meet(devices)
-            copies = RankCopies(seat, self.first, self._followers.send, patience)
+            copies = RankCopies(rank_context, self.first, self._processes.send, patience)
             self.adapters = CudaRankAdapters(shapes, copies, memory, config.max_lora_rank)
             self.swaps = PageSwaps(self.first.arena, self.adapters.dma)
-            if seat.is_lost:
-                raise RuntimeError(self._followers.why() or _LOST)
+            if rank_context.is_lost:
+                raise RuntimeError(self._processes.why() or _LOST)
         except BaseException:
-            self._followers.close()
-            seat.close()
+            self._processes.close()
+            rank_context.close()
             self._folder.cleanup()
             raise
         self._serve(self._beside)
@@ -104,7 +104,7 @@ class CudaRanksExecutor(RanksFront[CudaExecutor]):
             if isinstance(adapter.transfer, RankTransfer)
         }
         self._known.introduce_all(plan)
-        self._followers.send("step", plan_to_wire(plan, draws=False), self.first.steps.asks_logits(plan.rows), coming)
+        self._processes.send("step", plan_to_wire(plan, draws=False), self.first.steps.asks_logits(plan.rows), coming)
         step = _RankStep(self, self._launched(partial(self.first.start, plan)))
         self._open.append(step)
         return step
@@ -114,7 +114,7 @@ class CudaRanksExecutor(RanksFront[CudaExecutor]):
         try:
             super().close()
         finally:
-            self._seat.close()
+            self._rank_context.close()
             self._folder.cleanup()
 
     def read(self, step: _RankStep) -> StepResult:
@@ -122,7 +122,7 @@ class CudaRanksExecutor(RanksFront[CudaExecutor]):
         result = self._launched(step.started.result)
         while step in self._open:
             self._collect()
-        if self._seat.is_lost:
+        if self._rank_context.is_lost:
             raise ExecutorLost(_LOST)
         for request_id in step.late:
             result.retract(request_id)
@@ -131,28 +131,33 @@ class CudaRanksExecutor(RanksFront[CudaExecutor]):
     def _meet(self, devices: RankDevices) -> int:
         """Have all ranks meet, measure and open; the number of pages of each."""
         store = str(Path(self._folder.name) / "store")
-        self._together(lambda: self._seat.meet(devices.open_sums, store, _JOIN_SECONDS), "meet", store, _JOIN_SECONDS)
+        self._together(
+            lambda: self._rank_context.meet(devices.open_collectives, store, _JOIN_SECONDS),
+            "meet",
+            store,
+            _JOIN_SECONDS,
+        )
         own, others = self._together(self.first.measure, "measure")
         num_pages = min(own, *others)
         self._together(lambda: self.first.open(num_pages), "open", num_pages)
         return num_pages
 
     def _together(self, work: Callable[[], T], name: str, *arguments: Any) -> tuple[T, list[Any]]:
-        """`Followers.beside`, of work in which ranks wait for each other: one that fails has all leave it."""
-        self._followers.send(name, *arguments)
+        """`WorkerProcesses.beside`, of work in which ranks wait for each other: one that fails has all leave it."""
+        self._processes.send(name, *arguments)
         try:
             result = work()
         except Exception as error:
             if (why := self._lose(error)) is not None:
                 raise RuntimeError(why) from error
             raise
-        return result, self._followers.answers()
+        return result, self._processes.answers()
 
     def _lose(self, error: Exception) -> str | None:
         """Have no rank wait any more; what has failed on another one, if that is why the first one did."""
-        is_another = self._seat.is_lost or isinstance(error, RanksLost) or self._followers.have_ended
-        self._seat.lose()
-        return self._followers.why() if is_another else None
+        is_another = self._rank_context.is_lost or isinstance(error, RanksLost) or self._processes.have_ended
+        self._rank_context.lose()
+        return self._processes.why() if is_another else None
 
     def _launched(self, work: Callable[[], T]) -> T:
         """Do the first rank's part of a step. Raises ExecutorLost if it fails."""
@@ -172,18 +177,18 @@ class CudaRanksExecutor(RanksFront[CudaExecutor]):
         while self._open:
             self._collect()
         with self._limited():
-            return self._followers.beside(work, name, *arguments)
+            return self._processes.beside(work, name, *arguments)
 
     def _collect(self) -> None:
         """Take the answers to the first step that has not been answered. Raises ExecutorLost."""
         step = self._open.popleft()
-        seconds = STOP_SECONDS if self._seat.is_lost else None
+        seconds = STOP_SECONDS if self._rank_context.is_lost else None
         try:
-            step.late = {name for names in self._followers.answers(seconds=seconds) for name in names}
+            step.late = {name for names in self._processes.answers(seconds=seconds) for name in names}
         except ExecutorLost:
             raise
         except Exception as error:
-            self._seat.lose()
+            self._rank_context.lose()
             raise ExecutorLost(str(error)) from error
 
     @contextmanager
@@ -204,11 +209,11 @@ class CudaRanksExecutor(RanksFront[CudaExecutor]):
             now = self._wait
             looks, before = looks + 1 if now is not None and now is before else 0, now
             waited = looks * _LOOK_SECONDS
-            if waited > self._patience and not self._seat.is_lost:
+            if waited > self._patience and not self._rank_context.is_lost:
                 logger.error("what the ranks' GPUs were given took more than %g s", self._patience)
-                self._seat.lose()
+                self._rank_context.lose()
             if waited > self._patience + STOP_SECONDS:  # a wait that nothing but the other processes' ends may end
-                self._followers.close()
+                self._processes.close()
                 return
 
 

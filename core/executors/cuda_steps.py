@@ -18,10 +18,10 @@ from ...memory.pages.arena import Arena
 from ...memory.pages.pool import PagePool
 from ...ops.attention import Attention
 from ...ops.attention_backend import AttentionBackend
-from ...ops.ranks import Sums
+from ...ops.ranks import Collectives
 from ...ops.sampling import TorchSampling
 from ..config import EngineConfig
-from ..model.batch import BY_LIBRARY, StepBatch, Ways, column_width, ragged_batch
+from ..model.batch import BY_LIBRARY, GemmBackends, StepBatch, column_width, ragged_batch
 from ..model.decoder import DecoderModel
 from ..model.load_progress import progress
 from ..model.lora_state_cuda import CudaLoraState, LoraLaunches, StepLimits
@@ -30,9 +30,9 @@ from ..requests.grammars import grammars_of
 from ..requests.sampling_params import MAX_ALLOWED_TOKENS, SamplingParams
 from ..requests.types import BASE_LORA_INDEX, ScheduledRow, StepResult
 from . import cuda_memory
+from .cuda_gemm_backends import choose_gemm_backends
 from .cuda_merged import KEPT_PLACES, MERGED_MODES, PlacedGraphs
-from .cuda_mixed import MODES, MixedSteps, token_buckets
-from .cuda_products import choose_ways
+from .cuda_piecewise import MODES, PiecewiseSteps, token_buckets
 
 logger = logging.getLogger(__name__)
 
@@ -105,8 +105,10 @@ class CudaSteps:
         )
         self.bucket_lora = {size: self.lora.bucket(size) for size in sizes}
         self.mixture_lora = {size: self.lora.bucket(size, passes=2) for size in sizes}
-        self.mixed = MixedSteps(model, device, self._ragged_attention, self.lora, self._inputs, token_buckets(padded))
-        self.ways: Mapping[int, Ways] = dict.fromkeys(sizes, BY_LIBRARY)  # of each bucket's products
+        self.mixed = PiecewiseSteps(
+            model, device, self._ragged_attention, self.lora, self._inputs, token_buckets(padded)
+        )
+        self.backends: Mapping[int, GemmBackends] = dict.fromkeys(sizes, BY_LIBRARY)  # of each bucket's products
         self.graphs: GraphRunner[None] = GraphRunner(self._capture, lambda: device.memory()[0])
         self._sampling = TorchSampling()
         self._grammars = grammars_of(config.tokenizer_dir, model.config.vocab_size, model.config.eos_token_ids)
@@ -275,7 +277,7 @@ class CudaSteps:
         views = self._buffers.views[bucket]
         batch = StepBatch(
             views.token_ids, views.positions, views.page, views.offset, self._attention[bucket], lora, merged=merged,
-            ways=self.ways[bucket],
+            backends=self.backends[bucket],
         )  # fmt: skip
         logits, chosen = self._outputs(bucket)
 
@@ -324,7 +326,7 @@ class CudaSteps:
     def warm_up(self) -> None:
         """Compile LoRA kernels, and choose GEMM backends; `largest_step` and captures compile the other kernels."""
         self.lora.warm_up()
-        self.ways = choose_ways(
+        self.backends = choose_gemm_backends(
             self._config.small_gemm, self.decoder, self.lora, self._sizes, self._device, captures=self._captures
         )  # fmt: skip
 
@@ -414,7 +416,7 @@ class CudaSteps:
 
 
 def _of_all_ranks(
-    best: torch.Tensor, tokens: torch.Tensor, ranks: Sums, vocab: int
+    best: torch.Tensor, tokens: torch.Tensor, ranks: Collectives, vocab: int
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The largest logit of each row and its token, from every rank's largest; None on another rank than the first.
 

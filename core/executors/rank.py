@@ -1,7 +1,7 @@
 """A rank of several but the first: a process that computes its share of every step that the first rank plans.
 
-It is started by `followers.Followers` as `python -m chorus.core.executors.rank LINK MEMORY`, with two open files: a
-socket, for commands and answers, and the memory that all ranks share. It ends with the first rank.
+It is started by `worker_processes.WorkerProcesses` as `python -m chorus.core.executors.rank LINK MEMORY`, with two open
+files: a socket, for commands and answers, and the memory that all ranks share. It ends with the first rank.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class RankExecutor(Protocol):
     def shadow(self) -> ShadowWeights: ...
 
 
-class Follower:
+class TpWorker:
     """Does what the first rank says; each method is a message of its own, with its answer."""
 
     def __init__(self, executor: RankExecutor) -> None:
@@ -107,7 +107,7 @@ class Follower:
         return adapter
 
 
-class CpuSeat:
+class CpuRankContext:
     """A rank's place on processors: its share of the model, all arenas, and the sums over all ranks.
 
     counts: int32, the layers that have arrived of each adapter on its way, into all arenas at once.
@@ -137,7 +137,7 @@ def arena_bytes(layout: PageLayout, num_pages: int) -> int:
     return -(-num_pages * layout.page_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-class CpuFollower(Follower):
+class CpuTpWorker(TpWorker):
     """A rank on processors of this machine."""
 
     def __init__(
@@ -145,48 +145,48 @@ class CpuFollower(Follower):
         shard: Shard, memory_fd: int,
     ) -> None:  # fmt: skip
         """page: of a rank. seconds: see `Ranks`."""
-        self._seat = CpuSeat(shard, SharedMemory(memory_fd, layout), page, num_pages, seconds)
-        self._cpu = CpuExecutor(config, self._seat)
+        self._rank_context = CpuRankContext(shard, SharedMemory(memory_fd, layout), page, num_pages, seconds)
+        self._cpu = CpuExecutor(config, self._rank_context)
         super().__init__(self._cpu)
 
     def step(self, number: int, plan: Mapping[str, Any], kept: Sequence[int], coming: Mapping[int, int]) -> list[str]:
         """Compute a step; see `CpuExecutor.compute`. coming: of the slots with adapters on their way their counts."""
-        ranks = self._seat.ranks
+        ranks = self._rank_context.ranks
         ranks.begin(number)
         try:
             found = plan_from_wire(plan, self._find)
             for lora_index, adapter in enumerate(found.adapters):
                 at = coming.get(lora_index)
-                adapter.transfer = None if at is None else CountedTransfer(self._seat.counts[at : at + 1])
+                adapter.transfer = None if at is None else CountedTransfer(self._rank_context.counts[at : at + 1])
             return self._cpu.compute(found, kept)
         except BaseException:
             ranks.fail(number)
             raise
 
 
-def follow(link: Connection, memory_fd: int) -> int:
+def serve_messages(link: Connection, memory_fd: int) -> int:
     """Join, then answer the first rank's messages until it sends None. Its first one makes what has their methods, and
     may have work to do while it waits for them (`receive`), and methods that must not fail (`fatal`).
     """
     make = link.recv()
     try:
-        follower = make(memory_fd)
+        worker = make(memory_fd)
     except Exception as error:
         link.send((None, f"{type(error).__name__}: {error}"))
         return 1
-    link.send((follower.joined, None))
-    receive = getattr(follower, "receive", Connection.recv)
+    link.send((worker.joined, None))
+    receive = getattr(worker, "receive", Connection.recv)
     while (message := receive(link)) is not None:
         name, *arguments = message
         try:
-            answer = getattr(follower, name)(*arguments), None
+            answer = getattr(worker, name)(*arguments), None
         except CannotMerge as error:
             answer = None, error
         except Exception as error:
             answer = None, f"{type(error).__name__}: {error}"
         if name not in _UNANSWERED:
             link.send(answer)
-        if answer[1] is not None and name in getattr(follower, "fatal", ()):
+        if answer[1] is not None and name in getattr(worker, "fatal", ()):
             return 1
     return 0
 
@@ -206,7 +206,7 @@ def main(link_fd: int, memory_fd: int) -> int:
     torch.set_grad_enabled(False)
     try:
         with Connection(link_fd) as link:
-            return follow(link, memory_fd)
+            return serve_messages(link, memory_fd)
     except (EOFError, OSError):
         return 0
 

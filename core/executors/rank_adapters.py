@@ -89,7 +89,7 @@ class ArenaCopies:
     """Copies between images of all ranks and their arenas, all of which this process sees; see `CopyEngine`."""
 
     def __init__(self, arenas: Sequence[Arena], counts: np.ndarray) -> None:
-        """counts: see `CpuSeat`."""
+        """counts: see `CpuRankContext`."""
         self._copies = [HostCopies(arena.pages) for arena in arenas]
         self._num_pages = arenas[0].num_pages
         self._counts = counts

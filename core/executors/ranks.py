@@ -1,9 +1,9 @@
 """An executor of several ranks: processes of this machine that compute each layer together (tensor parallel).
 
 The first rank is this process. It draws the tokens, and what clocks decide is decided here, or by all ranks together: a
-step is done, and a shadow made, when it is on every rank, and a row is void that is void on any. `RanksFront` is what
-ranks on processors and on GPUs (`cuda_ranks`) have in common. On processors the first rank also reads and moves what
-lies in the arenas, which it sees all of; the other ranks compute their shares of the same steps.
+step is done, and a shadow made, when it is on every rank, and a row is void that is void on any. `RanksExecutorBase` is
+what ranks on processors and on GPUs (`cuda_ranks`) have in common. On processors the first rank also reads and moves
+what lies in the arenas, which it sees all of; the other ranks compute their shares of the same steps.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from ..requests.plan_wire import adapter_to_wire, plan_to_wire
 from ..requests.types import StepPlan, StepResult
 from .base import ModelExecutor
 from .cpu import CpuExecutor, cpu_pages
-from .followers import Followers, Losable
-from .rank import CpuFollower, CpuSeat, arena_bytes
+from .rank import CpuRankContext, CpuTpWorker, arena_bytes
 from .rank_adapters import ArenaCopies, RankAdapters, RankBuffers
 from .shared_memory import MemoryLayout, SharedMemory
 from .swaps import PageSwaps
+from .worker_processes import Losable, WorkerProcesses
 
 if TYPE_CHECKING:
     from .cuda import CudaExecutor
@@ -55,7 +55,7 @@ _ROW_ROOM = 32
 _MIB = 1 << 20
 
 
-class RanksFront(Generic[First]):
+class RanksExecutorBase(Generic[First]):
     """Ranks as an engine has them: one executor, of which `first` computes the first rank's share in this process.
 
     shapes: of the first rank. layout: of a page of all ranks.
@@ -73,16 +73,16 @@ class RanksFront(Generic[First]):
         self.layout = PageLayout(one.num_layers, heads, one.head_dim, one.block_tokens, one.itemsize)
 
     def _begin(self, make: Callable[[Shard, int], Any], memory_fd: int, ranks: Losable) -> None:
-        """Start the other ranks. make: called in each, see `Followers`."""
+        """Start the other ranks. make: called in each, see `WorkerProcesses`."""
         size = self._size
         makers = {f"rank {rank} of {size}": partial(make, Shard(rank, size)) for rank in range(1, size)}
-        self._followers = Followers(makers, memory_fd, ranks, self._patience)
+        self._processes = WorkerProcesses(makers, memory_fd, ranks, self._patience)
 
     def _join(self) -> None:
         """Wait for the other ranks, once `first` has loaded its share. Raises RuntimeError, which names the rank that
         can't join.
         """
-        weights = [self.first.weight_bytes, *self._followers.join()]
+        weights = [self.first.weight_bytes, *self._processes.join()]
         by_formula = weights_of_rank(self.shapes.whole, self._size) * self.layout.itemsize
         logger.info(
             "%d ranks: weights of %s MiB (V·h + h + L·(2h + (2h·q + 2h·kv + 3h·f)/N) + V·h/N of untied embeddings: "
@@ -90,23 +90,23 @@ class RanksFront(Generic[First]):
         )  # fmt: skip
 
     def _serve(self, beside: Callable[..., tuple[Any, list[Any]]]) -> None:
-        """Take plans and shadows from now on. beside: see `Followers.beside`."""
-        self._known = KnownAdapters(self._followers)
+        """Take plans and shadows from now on. beside: see `WorkerProcesses.beside`."""
+        self._known = KnownAdapters(self._processes)
         self.shadow = RankShadow(self.first.shadow, beside, self._known.entry)
         page_bytes = self.shapes.layout.page_bytes
         logger.info("KV and adapters of %.1f MiB on each rank", self.num_pages * page_bytes / _MIB)
 
     def watch(self, on_lost: Callable[[ExecutorLost], None]) -> None:
         """Have `on_lost` called, from any thread, when a rank ends by itself."""
-        self._followers.watch(on_lost)
+        self._processes.watch(on_lost)
 
     @property
     def pids(self) -> list[int]:
         """Processes of the other ranks."""
-        return self._followers.pids
+        return self._processes.pids
 
     def close(self) -> None:
-        self._followers.close()
+        self._processes.close()
         self.first.close()
 
 
@@ -119,7 +119,7 @@ def weights_of_rank(whole: ModelConfig, size: int) -> int:
     return embeddings + head + hidden + whole.num_layers * (2 * hidden + shared // size)
 
 
-class RanksExecutor(RanksFront[CpuExecutor]):
+class RanksExecutor(RanksExecutorBase[CpuExecutor]):
     """Runs steps on `config.tensor_parallel_size` ranks, of which the first is a `CpuExecutor` of this process."""
 
     start = None  # as of the CPU's executor
@@ -134,29 +134,29 @@ class RanksExecutor(RanksFront[CpuExecutor]):
         weights = sum(num_weights(shapes.whole, Shard(rank, size)) for rank in range(size)) * one.itemsize
         self.num_pages = num_pages = cpu_pages(config, shapes, self.layout, weights)
         floats = max(config.max_num_batched_tokens * (shapes.whole.hidden_size + _ROW_ROOM), shapes.whole.vocab_size)
-        layout = MemoryLayout(size, floats, CpuSeat.COUNT_BYTES, size * arena_bytes(one, num_pages))
+        layout = MemoryLayout(size, floats, CpuRankContext.COUNT_BYTES, size * arena_bytes(one, num_pages))
         fd = SharedMemory.create(layout)
         try:
             memory = SharedMemory(fd, layout)
-            seat = CpuSeat(shapes.shard, memory, one, num_pages, patience)
-            self._ranks, self._steps = seat.ranks, 0
-            self._begin(partial(CpuFollower, config, layout, one, num_pages, patience), fd, seat.ranks)
+            rank_context = CpuRankContext(shapes.shard, memory, one, num_pages, patience)
+            self._ranks, self._steps = rank_context.ranks, 0
+            self._begin(partial(CpuTpWorker, config, layout, one, num_pages, patience), fd, rank_context.ranks)
         finally:
             os.close(fd)
         try:
-            self.first = CpuExecutor(config, seat)
+            self.first = CpuExecutor(config, rank_context)
             self._join()
         except BaseException:
-            self._followers.close()
+            self._processes.close()
             raise
         dtype, others = self.first.arena.pages.dtype, range(1, size)
         arenas = [self.first.arena]
-        arenas += [Arena(one, num_pages, dtype, "cpu", seat.arena(rank, dtype)) for rank in others]
-        self._copies = ArenaCopies(arenas, seat.counts)
+        arenas += [Arena(one, num_pages, dtype, "cpu", rank_context.arena(rank, dtype)) for rank in others]
+        self._copies = ArenaCopies(arenas, rank_context.counts)
         buffers = RankBuffers(HostBuffers(), size)
         self.adapters = RankAdapters(shapes.whole, shapes.config, arenas[0], self._copies, buffers, size)
         self.swaps = PageSwaps(arenas[0], self.adapters.dma)
-        self._serve(self._followers.beside)
+        self._serve(self._processes.beside)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See `Executor.execute`. A step that fails on one rank is given up by all of them."""
@@ -170,7 +170,7 @@ class RanksExecutor(RanksFront[CpuExecutor]):
         self._ranks.begin(number)
         kept = [index for index, row in enumerate(plan.rows) if needs_logits(row)]
         step = "step", number, plan_to_wire(plan, draws=False), kept, coming
-        result, late = self._followers.beside(partial(self._run, plan, number), *step)
+        result, late = self._processes.beside(partial(self._run, plan, number), *step)
         for request_id in {name for names in late for name in names}:
             result.retract(request_id)
         return result
@@ -186,8 +186,8 @@ class RanksExecutor(RanksFront[CpuExecutor]):
 class KnownAdapters:
     """The adapters that the other ranks know."""
 
-    def __init__(self, followers: Followers) -> None:
-        self._followers = followers
+    def __init__(self, processes: WorkerProcesses) -> None:
+        self._processes = processes
         self._known: weakref.WeakSet[Adapter] = weakref.WeakSet()
         self._gone: list[int] = []
 
@@ -201,7 +201,7 @@ class KnownAdapters:
         if not new and not self._gone:
             return
         gone, self._gone = self._gone, []
-        self._followers.send("know", new, gone)
+        self._processes.send("know", new, gone)
         for adapter in adapters:
             if adapter not in self._known:
                 self._known.add(adapter)
@@ -223,7 +223,7 @@ class RankShadow:
         self, first: ShadowWeights, beside: Callable[..., tuple[Any, list[Any]]],
         entry: Callable[[Adapter], dict[str, Any]],
     ) -> None:  # fmt: skip
-        """beside: see `Followers.beside`. entry: an adapter, which the followers know, as they receive it."""
+        """beside: see `WorkerProcesses.beside`. entry: an adapter, which the TP workers know, as they receive it."""
         self._first, self._beside, self._entry = first, beside, entry
         self.sizes, self.wished_runs = first.sizes, first.wished_runs
 

@@ -74,9 +74,9 @@ class SharedMemory:
         self._free = Extents(layout.room_bytes)
         self.chunks: dict[int, int] = {}
         """Bytes of each chunk, by its first byte."""
-        self._pinned_sums = None if layout.is_woken else pinning
-        if self._pinned_sums is not None:
-            self._pinned_sums.pin(self.address(0), layout.first_room)
+        self._pinned_exchange = None if layout.is_woken else pinning
+        if self._pinned_exchange is not None:
+            self._pinned_exchange.pin(self.address(0), layout.first_room)
 
     @staticmethod
     def create(layout: MemoryLayout) -> int:
@@ -100,8 +100,8 @@ class SharedMemory:
         return torch.frombuffer(self._mapping, dtype=dtype, count=shape[0] * shape[1], offset=offset).view(shape)
 
     @property
-    def handovers(self) -> int:
-        """Address of what hand-overs ask for, see `Lent`."""
+    def exchanges(self) -> int:
+        """Address of what exchanges ask for, see `OffloadedSegments`."""
         return self.address(self.layout.first_more)
 
     def allocate(self, num_bytes: int) -> np.ndarray:
@@ -132,8 +132,8 @@ class SharedMemory:
 
     def close(self) -> None:
         """Nothing is handed over any more; images are until they are no longer referenced."""
-        if self._pinned_sums is not None:
-            self._pinned_sums.unpin(self.address(0))
+        if self._pinned_exchange is not None:
+            self._pinned_exchange.unpin(self.address(0))
 
     def address(self, offset: int) -> int:
         """Address of a byte."""

@@ -45,7 +45,7 @@ class StepLora(Protocol):
     def wait(self, layer: int, /) -> None:
         """Wait for `layer` of adapters that are still being loaded; called before the layer is computed."""
 
-    def lend(self, group: int, x: torch.Tensor, layer: int, /) -> None:
+    def offload(self, group: int, x: torch.Tensor, layer: int, /) -> None:
         """Give other processes what they compute of a group's products; called before the base product."""
 
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int, /) -> None:
@@ -136,7 +136,7 @@ class LoraState:
     def wait(self, layer: int) -> None:
         """Wait for `layer` of adapters that are still being loaded; adapters that miss the deadline are late."""
         for lora_index, transfer in self._coming.items():
-            if lora_index in self._late or self._is_lent(lora_index, transfer, layer):
+            if lora_index in self._late or self._is_offloaded(lora_index, transfer, layer):
                 continue
             began = time.monotonic()
             if not transfer.wait_layer(layer, max(0.0, self._patience)):
@@ -146,7 +146,7 @@ class LoraState:
                 self._lora_indices = [of for of in self._lora_indices if of != lora_index]
             self._patience -= time.monotonic() - began
 
-    def _is_lent(self, lora_index: int, transfer: Transfer, layer: int) -> bool:
+    def _is_offloaded(self, lora_index: int, transfer: Transfer, layer: int) -> bool:
         """True if other processes compute a layer of an adapter that is still being loaded."""
         return False
 
@@ -161,7 +161,7 @@ class LoraState:
         late = self.late_indices()
         return [row.request_id for row in rows if row.lora_index in late]
 
-    def lend(self, group: int, x: torch.Tensor, layer: int) -> None:
+    def offload(self, group: int, x: torch.Tensor, layer: int) -> None:
         """Torch's operators lend nothing."""
 
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
@@ -246,7 +246,7 @@ P = TypeVar("P", bound=RowPlan, covariant=True)
 L = TypeVar("L", bound=StepLora, covariant=True)
 
 
-class Way(StrEnum):
+class GemmBackend(StrEnum):
     """Multiplier of rows with weights.
 
     LIBRARY: cuBLAS on a GPU. SMALL: our kernel, for at most `small_gemm_schedule.MAX_ROWS` rows in 16 bits, with the
@@ -259,10 +259,11 @@ class Way(StrEnum):
     EXPANDED = "expanded"
 
 
-#: Ways of a step's products: of each group of projections in a layer (`QKV`, …), and behind them of the logits.
-Ways = tuple[Way, ...]
+#: GEMM backends of a step's products: of each group of projections in a layer (`QKV`, …), and behind them of the
+#: logits.
+GemmBackends = tuple[GemmBackend, ...]
 
-BY_LIBRARY: Ways = (Way.LIBRARY,) * 5
+BY_LIBRARY: GemmBackends = (GemmBackend.LIBRARY,) * 5
 
 
 @dataclass(slots=True)
@@ -272,7 +273,7 @@ class StepBatch(Generic[P, L]):
     token_ids, positions, page, offset: `[tokens]` int64; (page, offset) is where a token's KV is written.
     logit_tokens: `[logits]` int64, indices of the tokens to compute logits for; None: every token. score_tokens:
     `[scores]` int64, indices of the tokens for which logits are computed in slices after the step. lora: None when no
-    row uses an adapter. merged: use the shadow weights, with an adapter merged into them. ways: backend of each
+    row uses an adapter. merged: use the shadow weights, with an adapter merged into them. backends: backend of each
     product; other than the library only for few tokens on a GPU.
     """
 
@@ -285,7 +286,7 @@ class StepBatch(Generic[P, L]):
     logit_tokens: torch.Tensor | None = None
     score_tokens: torch.Tensor | None = None
     merged: bool = False
-    ways: Ways = BY_LIBRARY
+    backends: GemmBackends = BY_LIBRARY
 
 
 def column_width(tokens: int) -> int:

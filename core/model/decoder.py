@@ -21,10 +21,10 @@ from ...ops.elementwise import (
     silu_and_mul,
 )
 from ...ops.merge import merge
-from ...ops.products import pack, packed_linear, unpack
-from ...ops.ranks import Sums
+from ...ops.packed_gemm import pack, packed_linear, unpack
+from ...ops.ranks import Collectives
 from ...ops.sgmv import AdapterRows
-from .batch import ATTN_O, DOWN, GATE_UP, QKV, StepBatch, StepLora, Way, Ways, lora_groups
+from .batch import ATTN_O, DOWN, GATE_UP, QKV, GemmBackend, GemmBackends, StepBatch, StepLora, lora_groups
 from .config import ModelConfig
 from .nvtx_spans import span
 from .weights import LayerWeights, Pack, Weights
@@ -32,7 +32,7 @@ from .weights import LayerWeights, Pack, Weights
 if TYPE_CHECKING:
     from ...ops.sgmv_triton import Shrunk
 
-#: Place of the logits' product among a step's ways.
+#: Index of the logits' GEMM in a step's backends.
 HEAD = 4
 
 #: Spans of the groups of projections, with the base weights and with adapters.
@@ -89,49 +89,54 @@ class Layer:
     qkv and gate_up take the residual stream and begin with its norm; o and down give what is to be added to it.
     """
 
-    __slots__ = ("_index", "_lora", "_ranks", "_ways", "_weights")
+    __slots__ = ("_backends", "_index", "_lora", "_ranks", "_weights")
 
     def __init__(
-        self, weights: LayerWeights, index: int, ways: Ways, lora: StepLora | None = None, ranks: Sums | None = None
+        self,
+        weights: LayerWeights,
+        index: int,
+        backends: GemmBackends,
+        lora: StepLora | None = None,
+        ranks: Collectives | None = None,
     ) -> None:
         """lora: None when no row uses an adapter. ranks: have shares of o's and down's inputs each."""
-        self._weights, self._index, self._ways, self._lora, self._ranks = weights, index, ways, lora, ranks
+        self._weights, self._index, self._backends, self._lora, self._ranks = weights, index, backends, lora, ranks
 
     def qkv(self, x: Residual) -> torch.Tensor:
         """`[tokens, q + 2·kv]`."""
         weights = self._weights
-        return self._product(QKV, x.normed(weights.input_norm), weights.qkv, weights.qkv_bias)
+        return self._gemm(QKV, x.normed(weights.input_norm), weights.qkv, weights.qkv_bias)
 
     def o(self, attended: torch.Tensor) -> torch.Tensor:
         """attended: `[tokens, q]`."""
-        y = self._product(ATTN_O, attended, self._weights.o, self._weights.o_bias)
+        y = self._gemm(ATTN_O, attended, self._weights.o, self._weights.o_bias)
         return y if self._ranks is None else self._ranks.add_up(y)
 
     def gate_up(self, x: Residual) -> torch.Tensor:
         """`silu(gate) · up`: `[tokens, ffn]`."""
         weights = self._weights
         normed = x.normed(weights.post_attention_norm)
-        return self._product(GATE_UP, normed, weights.gate_up, weights.gate_up_bias, gate=True)
+        return self._gemm(GATE_UP, normed, weights.gate_up, weights.gate_up_bias, gate=True)
 
     def down(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: `[tokens, ffn]`."""
-        y = self._product(DOWN, hidden, self._weights.down, self._weights.down_bias)
+        y = self._gemm(DOWN, hidden, self._weights.down, self._weights.down_bias)
         return y if self._ranks is None else self._ranks.add_up(y)
 
-    def _product(
+    def _gemm(
         self, group: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, gate: bool = False
     ) -> torch.Tensor:
         """The product with what adapters add, gated or not; in one launch but for shrink where the way has that."""
-        way, lora, shrunk = self._ways[group], self._lora, None
+        backend, lora, shrunk = self._backends[group], self._lora, None
         base_name, lora_name = _SPANS[group]
         if lora is not None:
-            lora.lend(group, x, self._index)
-            if way is Way.EXPANDED:
+            lora.offload(group, x, self._index)
+            if backend is GemmBackend.EXPANDED:
                 with span(lora_name):
                     shrunk = lora.shrink(group, x, self._index)
         is_added = lora is None or shrunk is not None
         with span(base_name):
-            y = multiply(way, x, weight, bias, gate=gate and is_added, shrunk=shrunk)
+            y = multiply(backend, x, weight, bias, gate=gate and is_added, shrunk=shrunk)
         if lora is None or shrunk is not None:
             return y
         with span(lora_name):
@@ -147,7 +152,7 @@ def _finish_layer(layer: Layer, x: Residual, attended: torch.Tensor) -> None:
 
 
 def multiply(
-    way: Way,
+    backend: GemmBackend,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
@@ -158,7 +163,7 @@ def multiply(
     """`x @ weightᵀ + bias`. x: `[rows, in]`, weight: `[out, in]`. gate: `silu(gate) · up` of the halves of that, the
     same bits as one after the other of the same way. shrunk: of adapters that are expanded in the product's launch.
     """
-    if way is Way.LIBRARY:
+    if backend is GemmBackend.LIBRARY:
         y = (packed_linear if weight.is_mkldnn else linear)(x, weight, bias)
         return silu_and_mul(y) if gate else y
     from ...ops import small_gemm_triton  # needs triton
@@ -179,7 +184,7 @@ class DecoderModel:
         arena: Arena,
         max_model_len: int,
         dtype: torch.dtype | None = None,
-        ranks: Sums | None = None,
+        ranks: Collectives | None = None,
     ) -> None:
         """Read all of `weights`, layer by layer, into the arena's device; requests may have up to `max_model_len`
         tokens.
@@ -285,7 +290,7 @@ class DecoderModel:
                 self.scored = x[batch.score_tokens].normed(self._norm)
             if batch.logit_tokens is not None:
                 x = x[batch.logit_tokens]
-            scores = multiply(batch.ways[HEAD], x.normed(self._norm), self._lm_head)
+            scores = multiply(batch.backends[HEAD], x.normed(self._norm), self._lm_head)
             return scores.float() if logits is None else logits.copy_(scores)
 
     def merge(
@@ -302,13 +307,13 @@ class DecoderModel:
         """Logits `[end - begin, vocab]` float32 of some of the last step's score tokens."""
         if self.scored is None:
             raise RuntimeError("the last step had no score tokens")
-        return self.gathered(multiply(Way.LIBRARY, self.scored[begin:end], self._lm_head)).float()
+        return self.gathered(multiply(GemmBackend.LIBRARY, self.scored[begin:end], self._lm_head)).float()
 
     def gathered(self, logits: torch.Tensor) -> torch.Tensor:
         """All ranks' columns, on the first rank; on others no rows."""
         return logits if self._ranks is None else self._ranks.gather(logits, self.config.vocab_size)
 
-    def join(self, ranks: Sums) -> None:
+    def join(self, ranks: Collectives) -> None:
         """Have these ranks compute the other shares of layers; see `DecoderModel`."""
         self._ranks = ranks
 
@@ -323,7 +328,7 @@ class DecoderModel:
         return len(self._lm_head)
 
     @property
-    def ranks(self) -> Sums | None:
+    def ranks(self) -> Collectives | None:
         """The ranks that compute shares with this one; None where it computes all."""
         return self._ranks
 
@@ -332,10 +337,10 @@ class DecoderModel:
         layer = self.layers[0]
         return (layer.qkv, layer.o, layer.gate_up, layer.down, self._lm_head)[group]
 
-    def run_products(
+    def run_gemms(
         self,
         group: int,
-        way: Way,
+        backend: GemmBackend,
         x: torch.Tensor,
         residual: torch.Tensor,
         layers: Sequence[LayerWeights],
@@ -347,10 +352,10 @@ class DecoderModel:
         x: `[rows, in]`, what the product or the norm before it is of; residual: `[rows, in]`, changed.
         """
         if group == HEAD:
-            return multiply(way, x, self._lm_head)
+            return multiply(backend, x, self._lm_head)
         y, stream = x, Residual(residual, self.config.rms_norm_eps)
         for index, weights in enumerate(layers):
-            layer, stream.added = Layer(weights, index, (way,) * 4, lora), x
+            layer, stream.added = Layer(weights, index, (backend,) * 4, lora), x
             if group in (QKV, GATE_UP):
                 y = (layer.qkv if group == QKV else layer.gate_up)(stream)
             else:
@@ -359,7 +364,7 @@ class DecoderModel:
 
     def _layer(self, index: int, batch: Batch) -> Layer:
         weights = (self._merged if batch.merged else self.layers)[index]
-        return Layer(weights, index, batch.ways, batch.lora, self._ranks)
+        return Layer(weights, index, batch.backends, batch.lora, self._ranks)
 
     def _query(
         self, layer: Layer, x: Residual, index: int, batch: Batch, rotation: Rotation, out: torch.Tensor | None = None

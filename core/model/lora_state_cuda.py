@@ -52,14 +52,14 @@ class StepLimits(NamedTuple):
     padded: int = 0
 
 
-class StepLending(Protocol):
+class StepOffload(Protocol):
     """What of a step other processes compute, found while it is launched."""
 
     def takes(self, lora_index: int, layer: int, /) -> bool:
         """True if they compute a layer of an adapter that its pages lack: from now on its tables leave that out."""
         ...
 
-    def lend(self, group: int, x: torch.Tensor, layer: int, /) -> None:
+    def offload(self, group: int, x: torch.Tensor, layer: int, /) -> None:
         """Give them their rows of x."""
         ...
 
@@ -100,9 +100,9 @@ class CudaLoraState(LoraState):
         self.widths = [(config.module_dims[MODULES[group[0][0]]][0], group) for group in lora_groups(config)]
         _, widest = self._whole(self.max_rank)
         self._products: dict[Schedule, list[Sgmv]] = {}
-        self.lending: Callable[[Segments, Sequence[int], SgmvTables], StepLending | None] | None = None
+        self.offloading: Callable[[Segments, Sequence[int], SgmvTables], StepOffload | None] | None = None
         """Chooses what is lent of a step of prompts, by its segments, the slot of each, and the tables."""
-        self.lent: StepLending | None = None
+        self.offloaded: StepOffload | None = None
         """What the step lends."""
         self.tables = SgmvTables(
             table_rows=(max_adapters + 1) * MAX_PARTS,  # one more is taken off others' rows while it is in the weights
@@ -124,14 +124,14 @@ class CudaLoraState(LoraState):
         lengths: Sequence[int],
         merged: Adapter | None = None,
     ) -> None:
-        self.lent = None
+        self.offloaded = None
         super().set_step(adapters, lora_indices, lengths, merged)
 
-    def _is_lent(self, lora_index: int, transfer: Transfer, layer: int) -> bool:
-        if self.lent is None:
+    def _is_offloaded(self, lora_index: int, transfer: Transfer, layer: int) -> bool:
+        if self.offloaded is None:
             return False
         transfer.is_done()  # which has its count of layers be of now
-        return self.lent.takes(lora_index, layer)
+        return self.offloaded.takes(lora_index, layer)
 
     def use_arena(self, arena: torch.Tensor) -> None:
         """Read adapters from another arena of the same layout from now on."""
@@ -165,7 +165,7 @@ class CudaLoraState(LoraState):
             tiles = captured.schedule.tile_tokens, _border(lengths), tail.schedule.tile_tokens, captured.num_tiles
             num_tiles, tables = self.tables.plan(self.segments, *tiles), self.tables
             enough = num_tiles <= captured.num_tiles and tables.tail_tiles <= tail.num_tiles
-            if enough and tables.passes <= captured.passes and self.lent is None:
+            if enough and tables.passes <= captured.passes and self.offloaded is None:
                 return captured
             return self._ragged(lengths)
         return self.begin_ragged(adapters, lora_indices, lengths)
@@ -218,8 +218,8 @@ class CudaLoraState(LoraState):
     ) -> None:
         """`set_step` of a step of prompts, some of which may be lent."""
         self.set_step(adapters, lora_indices, lengths, merged)
-        if self._coming and self.lending is not None:
-            self.lent = self.lending(self.segments, self._lora_indices, self.tables)
+        if self._coming and self.offloading is not None:
+            self.offloaded = self.offloading(self.segments, self._lora_indices, self.tables)
 
     def _ragged(self, lengths: Sequence[int]) -> LoraLaunches:
         segments, tokens = self.segments, sum(lengths)
@@ -238,7 +238,7 @@ class CudaLoraState(LoraState):
             Tail(tail, self.tables.tail_tiles, border) if self.tables.tail_tiles else None,
         )  # fmt: skip
 
-    def products(self, schedule: Schedule) -> list[Sgmv]:
+    def sgmvs(self, schedule: Schedule) -> list[Sgmv]:
         """A schedule's products with each group of projections, made once."""
         if (found := self._products.get(schedule)) is None:
             from ...ops.sgmv_triton import Sgmv  # needs triton
@@ -360,11 +360,11 @@ class LoraLaunches:
 
     @cached_property
     def _groups(self) -> list[Sgmv]:
-        return self._state.products(self.schedule)
+        return self._state.sgmvs(self.schedule)
 
     @cached_property
     def _tail_groups(self) -> list[Sgmv]:
-        return [] if self.tail is None else self._state.products(self.tail.schedule)
+        return [] if self.tail is None else self._state.sgmvs(self.tail.schedule)
 
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int, *, compile_only: bool = False) -> None:
         """Add the products of the first `num_tiles` tiles of each pass with a group's projections, and of the tail's.
@@ -375,8 +375,8 @@ class LoraLaunches:
             last = y[tail.border :], x[tail.border :]
             self._tail_groups[group](*last, layer, self._tail_tiles, tail.num_tiles)
         self._groups[group](y, x, layer, self._tiles, self.num_tiles, self._tokens, compile_only=compile_only)
-        if (lent := self._state.lent) is not None:
-            lent.collect(group, y)
+        if (offloaded := self._state.offloaded) is not None:
+            offloaded.collect(group, y)
 
     def shrink(self, group: int, x: torch.Tensor, layer: int, *, compile_only: bool = False) -> Shrunk | None:
         """Multiply with A alone. None where adapters of a row are added in passes, or tiles hold more than a token."""
@@ -385,7 +385,7 @@ class LoraLaunches:
         (tiles,) = self._tiles
         return self._groups[group].shrink(x, layer, tiles, self.num_tiles, compile_only=compile_only)
 
-    def lend(self, group: int, x: torch.Tensor, layer: int) -> None:
-        """See `StepLora.lend`."""
-        if (lent := self._state.lent) is not None:
-            lent.lend(group, x, layer)
+    def offload(self, group: int, x: torch.Tensor, layer: int) -> None:
+        """See `StepLora.offload`."""
+        if (offloaded := self._state.offloaded) is not None:
+            offloaded.offload(group, x, layer)

@@ -13,7 +13,7 @@ from ...memory.pages import hugepages
 from ...memory.pages.arena import Arena
 from ...ops import native, native_library
 from ...ops.elementwise import rotary_table
-from ...ops.lend import Lending
+from ...ops.lora_offload import Offloading
 from ...ops.ranks import Ranks
 from ...ops.sampling import Chances
 from ...ops.sgmv import AdapterRows, Segments
@@ -122,9 +122,9 @@ class NativeDecoderModel:
         """See `MergeableModel.merge`."""
         return self._decoder.merge(layer, group, rows, origin, out)
 
-    def lend(self, lending: Lending) -> None:
-        """Have other processes compute what `lending` chooses of steps with adapters on their way."""
-        self._decoder.lending = lending
+    def offload(self, offloading: Offloading) -> None:
+        """Have other processes compute what `offloading` chooses of steps with adapters on their way."""
+        self._decoder.offloading = offloading
 
     def use_merged(self, layers: Sequence[LayerWeights] | None) -> None:
         """Have steps that say so take these layers; None: there are none."""

@@ -8,7 +8,7 @@
 #include <vector>
 #include "decode_attention.h"
 #include "head.h"
-#include "lend.h"
+#include "offload.h"
 #include "merge.h"
 #include "prefill_attention.h"
 #include "projections.h"
@@ -62,7 +62,7 @@ class Decoder final : public AnyDecoder {
           projections_(model, team_),
           head_(model, team_),
           merge_(team_),
-          lender_(model),
+          offloader_(model),
           attention_scratch_(team_.most()) {}
 
     void forward(const StepDesc& step) override {
@@ -217,13 +217,13 @@ class Decoder final : public AnyDecoder {
         });
     }
 
-    // `Projections::run`, beside which other processes compute what is lent to them.
+    // `Projections::run`, beside which other processes compute what is offloaded to them.
     void run_product(Team::Member& me, const LoraTask<T>& task) {
-        if (task.step.lent) team_.each(me, 1, [&](int) { lender_.lend(task); });
+        if (task.step.offloaded) team_.each(me, 1, [&](int) { offloader_.offload(task); });
         projections_.run(me, task);
-        if (!task.step.lent) return;
-        team_.each(me, 1, [&](int) { lender_.collect(task.step); });
-        each_part(team_, me, task.step.tokens, [&](int t, bool) { lender_.add(task, t); });
+        if (!task.step.offloaded) return;
+        team_.each(me, 1, [&](int) { offloader_.collect(task.step); });
+        each_part(team_, me, task.step.tokens, [&](int t, bool) { offloader_.add(task, t); });
     }
 
     // As `run_product`, but y is added to; of several ranks the sum of what each has.
@@ -256,11 +256,11 @@ class Decoder final : public AnyDecoder {
     // A late segment is computed with what lies in its pages: its rows are to be run again, the others don't see them.
     void wait_for_layer(const StepDesc& step, int layer) {
         using Clock = std::chrono::steady_clock;
-        if (step.lent) lender_.begin_layer(step, layer);
+        if (step.offloaded) offloader_.begin_layer(step, layer);
         for (int s = 0; s < step.segments.count; s++) {
             const auto* ready = step.segment_ready[s];
             if (!ready || step.segment_late[s] || ready->load(std::memory_order_acquire) > layer) continue;
-            if (step.lent && lender_.has(step, s)) continue;
+            if (step.offloaded && offloader_.has(step, s)) continue;
             const auto began = Clock::now();
             for (int i = 0;; i++) {
                 const int32_t layers = ready->load(std::memory_order_acquire);
@@ -308,7 +308,7 @@ class Decoder final : public AnyDecoder {
     Projections<T> projections_;
     OutputHead<T> head_;
     Merge<T> merge_;
-    Lender<T> lender_;
+    Offloader<T> offloader_;
     Sampling sampling_;
     std::vector<AttentionScratch> attention_scratch_;
     Shares<AttentionUnit> attention_;

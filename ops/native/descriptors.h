@@ -33,29 +33,29 @@ struct ModelDesc {
 };
 
 class Ranks;
-struct Handover;
+struct Exchange;
 
-// Segments of a step with products that other processes compute until its layers are in their pages: see lend.h.
-struct LentDesc {
+// Segments of a step with products that other processes compute until its layers are in their pages: see offload.h.
+struct OffloadDesc {
     Ranks* ranks;
     int64_t count;
     const int32_t* segment;  // [count]: of the step, in order
     const int32_t* row;  // [count + 1]: where their rows begin in what is handed over
-    const int32_t* share;  // [ranks]: where each assistant's rows begin, and where the last's end
+    const int32_t* share;  // [ranks]: where each offload worker's rows begin, and where the last's end
     int64_t* const* first_elem;  // [count]: that of the segment's adapter, which has no other user
     const std::atomic<int32_t>* const* image_ready;  // [count]: layers that are in host memory
-    int32_t* layers;  // [count]: set: how many were lent
-    Handover* handovers;
+    int32_t* layers;  // [count]: set: how many were offloaded
+    Exchange* exchanges;
 };
 
-// What an assistant knows of a step's segments. first, last: its rows.
-struct AssistDesc {
+// What an offload worker knows of a step's segments. first, last: its rows.
+struct OffloadWorkerDesc {
     int32_t hidden, ffn, q, kv, first, last;
     int64_t count, page_elems;
     const int32_t* row;  // [count + 1]
     const Adapter* const* adapters;  // [count]: their pages are the image's
     void* const* images;  // [count]
-    const Handover* handovers;
+    const Exchange* exchanges;
 };
 
 struct StepDesc {
@@ -76,7 +76,7 @@ struct StepDesc {
     int64_t* best;  // [logits_wanted]: the likeliest token, or a drawn one; -1 when a logit is not finite
     const Draw* draws;  // [logits_wanted]: where the inverse temperature is not 0, `best` is that draw; null: nowhere
     const LayerDesc* layer;  // [layers], with an adapter in some of their projections; null: the model's own
-    const LentDesc* lent;  // null: nothing is
+    const OffloadDesc* offloaded;  // null: nothing is
 };
 
 // One matrix of a layer, the projections of a group, with adapters in it; all parts change something in it.

@@ -3,7 +3,7 @@
 #pragma once
 #include <cstddef>
 #include "file_rows.h"
-#include "lend.h"
+#include "offload.h"
 #include "sampling.h"
 
 namespace chorus {
@@ -38,16 +38,16 @@ constexpr Field kLayout[] = {
         AT(StepDesc, qo_indptr), AT(StepDesc, kv_lens), AT(StepDesc, page_table), AT(StepDesc, table_stride),
         AT(StepDesc, logit_tokens), AT(StepDesc, segments), AT(StepDesc, segment_ready), AT(StepDesc, segment_late),
         AT(StepDesc, max_stall_ns), AT(StepDesc, logits), AT(StepDesc, logit_rows), AT(StepDesc, best),
-        AT(StepDesc, draws), AT(StepDesc, layer), AT(StepDesc, lent),
-    ALL(LentDesc), AT(LentDesc, ranks), AT(LentDesc, count), AT(LentDesc, segment), AT(LentDesc, row),
-        AT(LentDesc, share), AT(LentDesc, first_elem), AT(LentDesc, image_ready), AT(LentDesc, layers),
-        AT(LentDesc, handovers),
-    ALL(AssistDesc), AT(AssistDesc, hidden), AT(AssistDesc, ffn), AT(AssistDesc, q), AT(AssistDesc, kv),
-        AT(AssistDesc, first), AT(AssistDesc, last), AT(AssistDesc, count), AT(AssistDesc, page_elems),
-        AT(AssistDesc, row), AT(AssistDesc, adapters), AT(AssistDesc, images), AT(AssistDesc, handovers),
+        AT(StepDesc, draws), AT(StepDesc, layer), AT(StepDesc, offloaded),
+    ALL(OffloadDesc), AT(OffloadDesc, ranks), AT(OffloadDesc, count), AT(OffloadDesc, segment), AT(OffloadDesc, row),
+        AT(OffloadDesc, share), AT(OffloadDesc, first_elem), AT(OffloadDesc, image_ready), AT(OffloadDesc, layers),
+        AT(OffloadDesc, exchanges),
+    ALL(OffloadWorkerDesc), AT(OffloadWorkerDesc, hidden), AT(OffloadWorkerDesc, ffn), AT(OffloadWorkerDesc, q), AT(OffloadWorkerDesc, kv),
+        AT(OffloadWorkerDesc, first), AT(OffloadWorkerDesc, last), AT(OffloadWorkerDesc, count), AT(OffloadWorkerDesc, page_elems),
+        AT(OffloadWorkerDesc, row), AT(OffloadWorkerDesc, adapters), AT(OffloadWorkerDesc, images), AT(OffloadWorkerDesc, exchanges),
     ALL(MergeDesc), AT(MergeDesc, origin), AT(MergeDesc, to), AT(MergeDesc, group), AT(MergeDesc, layer),
         AT(MergeDesc, parts), AT(MergeDesc, count),
-    ALL(Handover), AT(Handover, layer), AT(Handover, group), AT(Handover, active),
+    ALL(Exchange), AT(Exchange, layer), AT(Exchange, group), AT(Exchange, active),
     ALL(Draw), AT(Draw, inverse_temperature), AT(Draw, u), AT(Draw, top_p), AT(Draw, min_p), AT(Draw, top_k),
         AT(Draw, logits), AT(Draw, token),
     ALL(Score), AT(Score, logits), AT(Score, token), AT(Score, count), AT(Score, ids), AT(Score, values),

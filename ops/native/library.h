@@ -1,4 +1,4 @@
-// The library's functions, as ops/native.py, ops/native_reader.py, ops/lend.py and ops/ranks.py call them; one library for
+// The library's functions, as ops/native.py, ops/native_reader.py, ops/lora_offload.py and ops/ranks.py call them; one library for
 // each level.
 #pragma once
 #include "ban.h"
@@ -132,8 +132,8 @@ CHORUS_API float* chorus_ranks_mine(Ranks* ranks) { return ranks->mine(); }
 CHORUS_API const float* chorus_ranks_part(Ranks* ranks, int rank) { return ranks->part(rank); }
 CHORUS_API void chorus_ranks_destroy(Ranks* ranks) { delete ranks; }
 
-// Bytes of a value of x that is handed over; see lend.h, as of the functions below. element: of the model.
-CHORUS_API int chorus_assist_input(Element element) {
+// Bytes of a value of x that is handed over; see offload.h, as of the functions below. element: of the model.
+CHORUS_API int chorus_offload_input(Element element) {
     return with_type(element, [](auto zero) { return (int)sizeof(Act<decltype(zero)>); });
 }
 
@@ -141,35 +141,35 @@ CHORUS_API int chorus_assist_input(Element element) {
 //
 //   element  of the rows: kF32 or kBF16
 //   width    values of a row
-CHORUS_API int64_t chorus_assist_row(Element element, int width) {
+CHORUS_API int64_t chorus_offload_row(Element element, int width) {
     return with_type(element, [&](auto zero) { return (int64_t)spread<decltype(zero)>(width); });
 }
 
 // Hand rows over, to measure it.
 //
 //   ranks      rank 0's
-//   handovers  [kHandovers]
+//   exchanges  [kMaxExchanges]
 //   element    of the model: kF32 or kBF16
 //   x          [rows, k] float32
-CHORUS_API void chorus_assist_hand_over(Ranks* ranks, Handover* handovers, Element element, const float* x,
-                                        int64_t rows, int64_t k) {
-    with_type(element, [&](auto zero) { hand_over<decltype(zero)>(*ranks, handovers, x, rows, (int)k); });
+CHORUS_API void chorus_offload_post(Ranks* ranks, Exchange* exchanges, Element element, const float* x, int64_t rows,
+                                    int64_t k) {
+    with_type(element, [&](auto zero) { post_exchange<decltype(zero)>(*ranks, exchanges, x, rows, (int)k); });
 }
 
-// Make an assistant. element: of the model, kF32 or kBF16.
-CHORUS_API AnyAssistant* chorus_assist_create(Element element) {
-    return with_type(element, [](auto zero) -> AnyAssistant* { return new Assistant<decltype(zero)>; });
+// Make an offload worker. element: of the model, kF32 or kBF16.
+CHORUS_API AnyOffloadWorker* chorus_offload_create(Element element) {
+    return with_type(element, [](auto zero) -> AnyOffloadWorker* { return new OffloadWorker<decltype(zero)>; });
 }
 
-// Compute a share of a step's hand-overs until rank 0 ends the step.
+// Compute a share of a step's exchanges until rank 0 ends the step.
 //
-//   assistant  that computes
-//   ranks      with its number
-//   desc       must outlive the call
-CHORUS_API void chorus_assist_serve(AnyAssistant* assistant, Ranks* ranks, const AssistDesc* desc) {
-    assistant->serve(*ranks, *desc);
+//   worker  that computes
+//   ranks   with its number
+//   desc    must outlive the call
+CHORUS_API void chorus_offload_serve(AnyOffloadWorker* worker, Ranks* ranks, const OffloadWorkerDesc* desc) {
+    worker->serve(*ranks, *desc);
 }
-CHORUS_API void chorus_assist_destroy(AnyAssistant* assistant) { delete assistant; }
+CHORUS_API void chorus_offload_destroy(AnyOffloadWorker* worker) { delete worker; }
 
 // Open the rows of a file, group by group; see FileRows, as of the functions below.
 //

@@ -29,7 +29,7 @@ class Projections {
     void plan(const StepDesc& step) {
         const Segments& segments = step.segments;
         few_ = step.tokens <= kFewTokens;
-        gated_ = !few_ && m_.ffn % kPanel == 0 && !step.lent;
+        gated_ = !few_ && m_.ffn % kPanel == 0 && !step.offloaded;
         int rank = 0, levels = 1;
         fused_ = false;
         for (int s = 0; s < segments.count; s++) {

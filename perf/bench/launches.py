@@ -13,14 +13,14 @@ import torch
 
 from ...core.engine import Engine
 from ...core.model import decoder
-from ...core.model.batch import Way
+from ...core.model.batch import GemmBackend
 from .idle_engine import GEOMETRY, StubDevice, Wrapper, add, decoding, idle_engine
 
-#: Ways of a layer's products in a decode step. The logits' are the stand-in library's, which are numbers.
+#: GEMM backends of a layer's products in a decode step. The logits' are the stand-in library's, which are numbers.
 _WAYS = {
-    "library": (Way.LIBRARY,) * 5,
-    "small": (*(Way.SMALL,) * 4, Way.LIBRARY),
-    "fused": (*(Way.EXPANDED,) * 4, Way.LIBRARY),
+    "library": (GemmBackend.LIBRARY,) * 5,
+    "small": (*(GemmBackend.SMALL,) * 4, GemmBackend.LIBRARY),
+    "fused": (*(GemmBackend.EXPANDED,) * 4, GemmBackend.LIBRARY),
 }
 
 #: Decode rows beside a prompt, or of a step of decode rows; tokens of the prompt.
@@ -36,8 +36,8 @@ def decode_launches(work_dir: Path) -> list[dict[str, Any]]:
         steps = engine.executor.steps
         for adapters in (False, True):
             ids = _decode(engine, adapters)
-            for by, ways in _WAYS.items():
-                steps.ways = dict.fromkeys(steps.ways, ways)
+            for by, backends in _WAYS.items():
+                steps.backends = dict.fromkeys(steps.backends, backends)
                 steps.graphs.clear()
                 engine.step()  # which captures
                 rows.append(_row("decode", adapters, by, layers[-1]))

@@ -102,12 +102,12 @@ class Subject:
     def startup(self) -> dict[str, Any]:
         """Seconds to build the engine, cost of the captures so far, and each bucket's variants of products."""
         report = [*self._graphs.report, *(self._steps.mixed.graphs.report if hasattr(self._steps, "mixed") else ())]
-        ways = getattr(self._steps, "ways", {})
+        backends = getattr(self._steps, "backends", {})
         seconds = [step.seconds for step in report]
         return {
             "seconds": self._startup_seconds, "graphs": len(report), "capture_seconds": sum(seconds),
             "slowest_capture_seconds": max(seconds, default=0.0), "graph_bytes": sum(step.num_bytes for step in report),
-            "ways": {str(bucket): [str(way) for way in chosen] for bucket, chosen in ways.items()},
+            "ways": {str(bucket): [str(way) for way in chosen] for bucket, chosen in backends.items()},
         }  # fmt: skip
 
     # -- requests

@@ -201,12 +201,12 @@ class SimExecutor:
         returned = tokens * self._product_bytes * self.costs.link.per_byte
         arrival = transfer.arrival(now)
         found = stalls(arrival, computing, cost.seconds(tokens, plan.adapters[lora_index].rank), returned)
-        assists = self._assist == "always" or (self._assist == "chosen" and found.assist < stall)
-        self.cold_starts.count(ColdStart.ASSIST if assists else ColdStart.STREAM)
-        chosen = found.assist if assists else stall
-        self.cold_starts.regret_seconds += chosen - min(stall, found.assist)
+        assists = self._assist == "always" or (self._assist == "chosen" and found.offload < stall)
+        self.cold_starts.count(ColdStart.OFFLOAD if assists else ColdStart.STREAM)
+        chosen = found.offload if assists else stall
+        self.cold_starts.regret_seconds += chosen - min(stall, found.offload)
         if assists:
-            link.send(returned * found.lent / arrival.layers, Urgency.STEP)
+            link.send(returned * found.offloaded_layers / arrival.layers, Urgency.STEP)
         return chosen
 
 

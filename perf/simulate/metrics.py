@@ -46,7 +46,7 @@ class Outcome:
         self.replica_seconds = setup.replicas * self.seconds if replica_seconds is None else replica_seconds
         self.busy = sum(replica.executor.busy_seconds for replica in replicas)
         starts = [replica.executor.cold_starts for replica in replicas]
-        self.assisted = sum(each.num_assisted for each in starts)
+        self.assisted = sum(each.num_offloaded for each in starts)
         self.starts = max(1, self.assisted + sum(each.num_streamed for each in starts))
         self.regret = sum(each.regret_seconds for each in starts)
 

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from ...core.config import EngineConfig
 from ..access.limits import RequestLimits
 from ..errors import field_path
-from ..settings import ENV_PREFIX, REPEATABLE, ConfigFileError, Settings
+from ..settings import ENV_PREFIX, RENAMED, REPEATABLE, ConfigFileError, Settings
 from ..wanted import problem_of
 from .advice import ForeignFlag, without_foreign_flags
 from .brief_help import FLAGS, HelpAll, brief_help
@@ -95,11 +95,24 @@ class Parser(argparse.ArgumentParser):
                 raise UsageError(f"{self.prog} {given[0]}: error: {error}") from None
             for note in notes:
                 print(f"{self.prog} {given[0]}: {note}", file=sys.stderr)
-        arguments, unknown = self.parse_known_args(given)
+        arguments, unknown = self.parse_known_args([self._renamed(arg) for arg in given])
         if unknown:
             parser = self._command_parser(getattr(arguments, "command", None))
             parser.error(f"unrecognized arguments: {' '.join(unknown)}{parser.suggestion(unknown)}")
         return arguments
+
+    def _renamed(self, arg: str) -> str:
+        """Replace the old name of a flag by its new one, with a note."""
+        flag, equals, value = arg.partition("=")
+        new = RENAMED.get(flag.removeprefix("--").replace("-", "_"))
+        if new is None or not flag.startswith("--"):
+            return arg
+        new = "--" + new.replace("_", "-")
+        print(
+            f"{self.prog}: {flag} is now called {new}; the old name will be removed in the next release",
+            file=sys.stderr,
+        )
+        return f"{new}{equals}{value}"
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{self.prog}: error: {message} (see {self.prog} --help)")
@@ -205,6 +218,9 @@ def _problem(name: str, error: ErrorDetails) -> str:
 
 def _check_environment() -> None:
     """Raises UsageError for a variable that looks like a mistyped setting: it may be the one that asks for keys."""
+    for old, new in RENAMED.items():
+        if (value := os.environ.pop(ENV_PREFIX + old.upper(), None)) is not None:
+            os.environ.setdefault(ENV_PREFIX + new.upper(), value)
     known = [name.upper() for name in Settings.model_fields] + list(OTHER_VARIABLES)
     for variable in sorted(os.environ):
         name = variable.removeprefix(ENV_PREFIX)

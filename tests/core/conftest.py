@@ -221,7 +221,7 @@ def drive(kernels: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> Iterato
     the same steps.
     """
     engines: list[Engine] = []
-    monkeypatch.setattr("chorus.core.executors.followers.Popen", ThreadProcess)
+    monkeypatch.setattr("chorus.core.executors.worker_processes.Popen", ThreadProcess)
 
     def make(
         subject: Any,

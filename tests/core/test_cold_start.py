@@ -17,7 +17,7 @@ def test_tokens_from_which_the_products_are_more_to_bring_than_the_adapter():
 
 def test_an_adapter_that_is_there_stalls_nothing():
     found = stalls(Arrival(4, 0.0, 0.0, ahead=4), 0.1, cpu=1.0)
-    assert (found.wait, found.stream, found.assist, found.lent) == (0.0, 0.0, 0.0, 0)
+    assert (found.wait, found.stream, found.offload, found.offloaded_layers) == (0.0, 0.0, 0.0, 0)
 
 
 def test_a_stream_waits_for_the_first_or_for_the_last_layer():
@@ -25,19 +25,19 @@ def test_a_stream_waits_for_the_first_or_for_the_last_layer():
     assert stalls(Arrival(10, 1.0, 10.0), prefill=50.0, cpu=0.0).stream == pytest.approx(1.0)
 
 
-def test_assistants_serve_until_a_layer_is_there():
+def test_offload_workers_serve_until_a_layer_is_there():
     """They take 2 s a layer, the base model 1 s, and all layers come after 5 s: three are lent."""
     found = stalls(Arrival(10, 5.0, 5.0), prefill=10.0, cpu=20.0)
-    assert (found.lent, found.assist, found.stream, found.wait) == (3, 3.0, 5.0, 5.0)
-    assert found.best is ColdStart.ASSIST
+    assert (found.offloaded_layers, found.offload, found.stream, found.wait) == (3, 3.0, 5.0, 5.0)
+    assert found.best is ColdStart.OFFLOAD
     assert found.regret(ColdStart.STREAM) == 2.0
 
 
 def test_products_that_come_over_the_link_hold_up_the_adapter():
     free = stalls(Arrival(10, 1.0, 10.0), prefill=1.0, cpu=5.0)
     taken = stalls(Arrival(10, 1.0, 10.0), prefill=1.0, cpu=5.0, returned=5.0)
-    assert taken.assist > free.assist
-    assert taken.lent == 10
+    assert taken.offload > free.offload
+    assert taken.offloaded_layers == 10
 
 
 def test_from_so_many_tokens_on_a_stream_is_no_worse_on_any_processor():
@@ -48,7 +48,7 @@ def test_from_so_many_tokens_on_a_stream_is_no_worse_on_any_processor():
     for share, better in ((0.9, True), (1.1, False)):
         tokens = share * link_tokens(rank, dims)
         found = stalls(Arrival(layers, load / layers, load), 0.0, 0.0, returned=tokens * out * per_byte * layers)
-        assert (found.assist < found.stream) is better
+        assert (found.offload < found.stream) is better
 
 
 def test_tokens_are_split_over_cores_while_another_one_pays():

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from chorus.ops import device_ranks
-from chorus.ops.device_ranks import GroupSums
+from chorus.ops.device_ranks import GroupCollectives
 from chorus.ops.ranks import RanksLost
 
 
 class Group:
-    """Its abort ends when all captured steps are gone, as `ncclCommAbort` does: their sums refer to it."""
+    """Its abort ends when all captured steps are gone, as `ncclCommAbort` does: their collectives refer to it."""
 
     def __init__(self):
         self.graphs_are_gone, self.is_aborted = threading.Event(), threading.Event()
@@ -36,23 +36,23 @@ def ended(monkeypatch):
 
 def test_an_abort_that_waits_for_captured_steps_keeps_no_thread(ended):
     """The thread that frees these may be the one that gives the ranks up."""
-    sums = GroupSums(group := Group())
-    sums.lose()
+    collectives = GroupCollectives(group := Group())
+    collectives.lose()
     assert group.is_aborted.wait(60)
-    sums.lose()
+    collectives.lose()
     with pytest.raises(RanksLost, match="the ranks have been given up"):
-        sums.lead(None)
+        collectives.lead(None)
     assert not ended
     group.graphs_are_gone.set()
-    sums.close()
+    collectives.close()
     assert ended
 
 
 def test_a_group_whose_abort_does_not_end_is_left(ended, monkeypatch):
     """The process can then have no other one, but it ends."""
     monkeypatch.setattr(device_ranks, "ABORT_SECONDS", 0.05)
-    sums = GroupSums(group := Group())
-    sums.close()
+    collectives = GroupCollectives(group := Group())
+    collectives.close()
     assert group.is_aborted.is_set()
     assert not ended
     group.graphs_are_gone.set()
@@ -62,7 +62,7 @@ def test_a_group_that_has_failed_is_ended_all_the_same(ended):
     def abort():
         raise RuntimeError("it has been aborted")
 
-    GroupSums(SimpleNamespace(abort=abort)).close()
+    GroupCollectives(SimpleNamespace(abort=abort)).close()
     assert ended
 
 
@@ -74,4 +74,4 @@ def test_a_sum_that_fails_is_another_ranks_fault(ended, monkeypatch):
 
     monkeypatch.setattr(device_ranks.dist, "broadcast", reset)
     with pytest.raises(RanksLost, match="a sum with the other ranks failed: connection reset by peer"):
-        GroupSums(Group()).lead(None)
+        GroupCollectives(Group()).lead(None)

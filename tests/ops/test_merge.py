@@ -10,7 +10,7 @@ import torch
 
 from chorus.core.model.batch import LoraState
 from chorus.core.model.shadow import MATRICES
-from chorus.ops.products import unpack
+from chorus.ops.packed_gemm import unpack
 from chorus.ops.sgmv import Segments
 
 from .test_native_sgmv import (

@@ -45,10 +45,10 @@ def test_every_structure_that_a_function_takes_is_compared():
 
 
 def test_constants_of_the_library_and_of_python_are_the_same():
-    source = (NATIVE / "lend.h").read_text() + (NATIVE / "slab_rows.h").read_text()
+    source = (NATIVE / "offload.h").read_text() + (NATIVE / "slab_rows.h").read_text()
     constants = dict(re.findall(r"constexpr int (k\w+) =\s*([\d <]+);", source))
-    assert eval(constants["kLent"]) == native_descriptors.MOST_LENT
-    assert eval(constants["kHandovers"]) == native_descriptors.MOST_HANDOVERS
+    assert eval(constants["kMaxOffloaded"]) == native_descriptors.MAX_OFFLOADED
+    assert eval(constants["kMaxExchanges"]) == native_descriptors.MAX_EXCHANGES
     elements = next(line for line in source.splitlines() if line.startswith("enum Element"))
     names = {name.upper(): int(number) for name, number in re.findall(r"k(\w+) = (\d)", elements)}
     assert names == native_descriptors.Element.__members__

@@ -28,7 +28,7 @@ from chorus.core.model.shadow import MATRICES
 from chorus.core.model.weights import LayerWeights
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.pages.layout import MODULES, PageLayout
-from chorus.ops.products import unpack
+from chorus.ops.packed_gemm import unpack
 from chorus.ops.sgmv import AdapterRows, Segments, sgmv
 
 from .sgmv_ref import sgmv_ref

@@ -18,7 +18,7 @@ def main(kind: str, *flags: str) -> None:
     if kind == "gloo":
         from ..core.executors import interpreted_ranks as interpreted
 
-        of_cpu = RankDevices(interpreted.late_device, interpreted.no_driver, interpreted.gloo_sums)
+        of_cpu = RankDevices(interpreted.late_device, interpreted.no_driver, interpreted.gloo_collectives)
         cuda_ranks.RankDevices = lambda: of_cpu
         cuda_ranks.check_gpus = lambda config: None
         choice.uses_gpu = lambda device: True

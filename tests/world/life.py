@@ -158,7 +158,7 @@ class Life(EngineLife):
             max_load_stall_seconds=rng.choice([0.0, 0.002, 0.02]), max_waiting=rng.choice([None, 8, 64]),
             cpu_kernels=rng.choice(["auto", "auto", "auto", "auto" if self._assistants else "torch"]),
             seed=rng.randrange(1 << 30), preemption=rng.choice(["auto", "swap", "recompute"]),
-            tensor_parallel_size=self._ranks, assist_workers=self._assistants,
+            tensor_parallel_size=self._ranks, offload_workers=self._assistants,
         )  # fmt: skip
 
     def _span(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ....core.model.batch import Way
+from ....core.model.batch import GemmBackend
 from ....core.model.decoder import multiply
 from ....ops.small_gemm_schedule import MAX_ROWS, fewest_rows
 from ...kernels.cost import Cost, product_cost
@@ -23,8 +23,8 @@ TOLERANCE = {"bfloat16": 2.0**-6, "float32": 1e-4}
 #: it in the same launch.
 CASES = {"qkv": ("qkv", False), "o": ("o", False), "gate and up": ("gate_up", True), "down": ("down", False)}
 
-#: Ways of products without adapters.
-WAYS = Way.LIBRARY, Way.SMALL
+#: GEMM backends of products without adapters.
+WAYS = GemmBackend.LIBRARY, GemmBackend.SMALL
 
 
 class WrongValues(ArithmeticError):
@@ -50,27 +50,27 @@ class _Case:
         self.x = draw(rows, d_in)
         self.cost: Cost = product_cost(rows, d_in, d_out // 2 if self.gate else d_out, itemsize, silu=self.gate)
 
-    def product(self, way: Way, weight: torch.Tensor) -> torch.Tensor:
-        return multiply(way, self.x, weight, gate=self.gate)
+    def product(self, backend: GemmBackend, weight: torch.Tensor) -> torch.Tensor:
+        return multiply(backend, self.x, weight, gate=self.gate)
 
-    def work(self, way: Way) -> Callable[[], None]:
+    def work(self, backend: GemmBackend) -> Callable[[], None]:
         def run() -> None:
             for weight in self.weights:
-                self.product(way, weight)
+                self.product(backend, weight)
 
         return run
 
-    def error(self, way: Way) -> float:
+    def error(self, backend: GemmBackend) -> float:
         """Largest difference from the library's, as a share of the largest."""
-        want, got = (self.product(each, self.weights[0]).float() for each in (Way.LIBRARY, way))
+        want, got = (self.product(each, self.weights[0]).float() for each in (GemmBackend.LIBRARY, backend))
         return float((got - want).abs().max() / want.abs().max())
 
-    def changing_rows(self, way: Way) -> list[int]:
+    def changing_rows(self, backend: GemmBackend) -> list[int]:
         """Rows that have other bits when computed alone, by a launch of as many tile rows."""
-        x, whole, found = self.x, self.product(way, self.weights[0]), []
+        x, whole, found = self.x, self.product(backend, self.weights[0]), []
         for row in range(len(x)):
             self.x = x[row : row + 1].repeat(fewest_rows(len(x)), 1)
-            if not torch.equal(self.product(way, self.weights[0])[0], whole[row]):
+            if not torch.equal(self.product(backend, self.weights[0])[0], whole[row]):
                 found.append(row)
         self.x = x
         return found
@@ -92,25 +92,25 @@ def run(context: Context) -> dict[str, Any]:
 def _measure(context: Context, name: str, count: int) -> dict[str, Any]:
     case = _Case(context, name, count)
     row: dict[str, Any] = {"product": name, "count": count, "layers": case.layers, "bytes": case.cost.bytes}
-    for way in WAYS:
-        if way is not Way.LIBRARY:
-            error = case.error(way)
+    for backend in WAYS:
+        if backend is not GemmBackend.LIBRARY:
+            error = case.error(backend)
             if not error <= TOLERANCE[context.dtype_name]:
-                raise WrongValues(f"{name} by {way}: differs from the library by {error:.1e} of the largest output")
-            if changing := case.changing_rows(way):
-                raise WrongValues(f"{name} by {way}: rows {changing} of {count} have other bits alone")
-            row[f"{way}_error"] = error
-        seconds = context.timer.time(case.work(way)).seconds / case.layers
-        row[f"{way}_us"] = seconds * 1e6
-        row[f"{way}_share"] = case.cost.bytes / seconds / context.bandwidth()
-    row["over_library"] = row[f"{Way.SMALL}_us"] / row[f"{Way.LIBRARY}_us"]
+                raise WrongValues(f"{name} by {backend}: differs from the library by {error:.1e} of the largest output")
+            if changing := case.changing_rows(backend):
+                raise WrongValues(f"{name} by {backend}: rows {changing} of {count} have other bits alone")
+            row[f"{backend}_error"] = error
+        seconds = context.timer.time(case.work(backend)).seconds / case.layers
+        row[f"{backend}_us"] = seconds * 1e6
+        row[f"{backend}_share"] = case.cost.bytes / seconds / context.bandwidth()
+    row["over_library"] = row[f"{GemmBackend.SMALL}_us"] / row[f"{GemmBackend.LIBRARY}_us"]
     return row
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
     columns = {"product": "product", "rows": "count"}
-    for way in WAYS:
-        columns |= {f"{way} µs": f"{way}_us", f"share, {way}": f"{way}_share"}
+    for backend in WAYS:
+        columns |= {f"{backend} µs": f"{backend}_us", f"share, {backend}": f"{backend}_share"}
     columns["ours/library"] = "over_library"
     title = "(h) products of few rows, share of measured bandwidth"
     return [rows_table(title, columns, values["rows"])]

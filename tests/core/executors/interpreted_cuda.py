@@ -19,14 +19,14 @@ import torch
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.core.executors import cuda, cuda_products, cuda_steps
+from chorus.core.executors import cuda, cuda_gemm_backends, cuda_steps
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.cuda_memory import OutOfDeviceMemory
-from chorus.core.executors.cuda_mixed import token_buckets
+from chorus.core.executors.cuda_piecewise import token_buckets
 from chorus.core.executors.cuda_steps import CudaSteps
 from chorus.core.model import lora_state_cuda
-from chorus.core.model.batch import BY_LIBRARY, DOWN, QKV, Way
+from chorus.core.model.batch import BY_LIBRARY, DOWN, QKV, GemmBackend
 from chorus.core.model.decoder import HEAD, DecoderModel
 from chorus.core.model.lora_state_cuda import MAX_PARTS
 from chorus.graphs.device import DeviceError
@@ -703,8 +703,10 @@ class TimedDevice(LateDevice):
         seen = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                DecoderModel, "run_products",
-                lambda self, group, way, x, residual, layers, lora: seen.append((group, way, len(x), lora is not None)),
+                DecoderModel, "run_gemms",
+                lambda self, group, backend, x, residual, layers, lora: seen.append(
+                    (group, backend, len(x), lora is not None)
+                ),
             )  # fmt: skip
             work()
         (asked,) = seen
@@ -715,38 +717,50 @@ class TimedDevice(LateDevice):
 @pytest.fixture
 def float32_products(monkeypatch):
     """Our kernel serves float32, too, which the interpreter multiplies as it is."""
-    monkeypatch.setitem(cuda_products.TOLERANCE, torch.float32, 1e-4)
+    monkeypatch.setitem(cuda_gemm_backends.TOLERANCE, torch.float32, 1e-4)
 
 
 def test_products_are_by_what_takes_least_time_with_adapters_and_without(tiny, float32_products, caplog):
     """Product by product and bucket by bucket, before anything is captured; the log says the times."""
 
-    def planted(group, way, rows, lora):
+    def planted(group, backend, rows, lora):
         if group == QKV:
-            times = {Way.LIBRARY: (3e-6, 6e-6), Way.SMALL: (2e-6, 5e-6), Way.EXPANDED: (2e-6, 4e-6 * rows)}
+            times = {
+                GemmBackend.LIBRARY: (3e-6, 6e-6),
+                GemmBackend.SMALL: (2e-6, 5e-6),
+                GemmBackend.EXPANDED: (2e-6, 4e-6 * rows),
+            }
         elif group == DOWN:  # the library's is the fastest in either step, but not in both
-            times = {Way.LIBRARY: (1e-6, 6e-6), Way.SMALL: (4e-6, 4e-6), Way.EXPANDED: (2e-6, 4e-6)}
+            times = {
+                GemmBackend.LIBRARY: (1e-6, 6e-6),
+                GemmBackend.SMALL: (4e-6, 4e-6),
+                GemmBackend.EXPANDED: (2e-6, 4e-6),
+            }
         else:
-            times = {Way.LIBRARY: (2e-6, 2e-6), Way.SMALL: (2e-6, 2e-6), Way.EXPANDED: (1e-6, 5e-6)}
-        return times[way][lora]
+            times = {
+                GemmBackend.LIBRARY: (2e-6, 2e-6),
+                GemmBackend.SMALL: (2e-6, 2e-6),
+                GemmBackend.EXPANDED: (1e-6, 5e-6),
+            }
+        return times[backend][lora]
 
     device = TimedDevice(planted)
     caplog.set_level(logging.INFO)
     executor = CudaExecutor(make_config(tiny), device)
-    by_library = (Way.LIBRARY,) * 2
-    assert executor.steps.ways == {
-        1: (Way.EXPANDED, *by_library, Way.EXPANDED, Way.LIBRARY),
-        2: (Way.SMALL, *by_library, Way.EXPANDED, Way.LIBRARY),
-        4: (Way.SMALL, *by_library, Way.EXPANDED, Way.LIBRARY),
+    by_library = (GemmBackend.LIBRARY,) * 2
+    assert executor.steps.backends == {
+        1: (GemmBackend.EXPANDED, *by_library, GemmBackend.EXPANDED, GemmBackend.LIBRARY),
+        2: (GemmBackend.SMALL, *by_library, GemmBackend.EXPANDED, GemmBackend.LIBRARY),
+        4: (GemmBackend.SMALL, *by_library, GemmBackend.EXPANDED, GemmBackend.LIBRARY),
     }
     assert {captures for *_, captures in device.asked} == {0}, "graphs were captured before the choice"
     assert device.num_captures
-    assert {(group, way, lora) for group, way, rows, lora, _ in device.asked if rows == 4} == {
-        (group, way, lora)
+    assert {(group, backend, lora) for group, backend, rows, lora, _ in device.asked if rows == 4} == {
+        (group, backend, lora)
         for group in range(5)
-        for way in Way
+        for backend in GemmBackend
         for lora in (False, True)
-        if group < HEAD or not (lora or way is Way.EXPANDED)
+        if group < HEAD or not (lora or backend is GemmBackend.EXPANDED)
     }  # fmt: skip
     times = "qkv expanded (µs: library 1.5 + 3.0, small 1.0 + 2.5, expanded 1.0 + 2.0), o library"
     assert f"base products of 1 rows: {times}" in caplog.text
@@ -757,9 +771,9 @@ def test_products_are_by_what_takes_least_time_with_adapters_and_without(tiny, f
 def test_our_products_give_the_references_tokens(drive, tiny, float32_products, setting):
     """In steps with adapters and without, captured; adapters of one part, and of several."""
     driver = drive(small_gemm=setting, adapters=["r17-all", "r5-o-down", "pattern"])
-    way = Way.SMALL if setting == "on" else Way.EXPANDED
-    ways = driver.executor.inner.steps.ways
-    assert set(ways.values()) == {((way,) * 4) + (Way.SMALL,)}
+    backend = GemmBackend.SMALL if setting == "on" else GemmBackend.EXPANDED
+    backends = driver.executor.inner.steps.backends
+    assert set(backends.values()) == {((backend,) * 4) + (GemmBackend.SMALL,)}
     check(driver, ask(driver, tiny, ("r17-all", 5, 4), (None, 6, 5), ("r5-o-down", 3, 3), ("pattern", 4, 2)))
     assert {bool(plan.adapters) for plan in driver.plans if plan.bucket} == {True, False}
 
@@ -772,7 +786,7 @@ def test_our_products_of_more_rows_give_the_references_tokens(drive, tiny, float
     )  # fmt: skip
     names = [("r17-all", None, "r5-o-down")[index % 3] for index in range(18)]
     check(driver, ask(driver, tiny, *((name, 2, 3 + index % 2) for index, name in enumerate(names))))
-    assert driver.executor.inner.steps.ways[18] == ((Way.EXPANDED,) * 4) + (Way.SMALL,)
+    assert driver.executor.inner.steps.backends[18] == ((GemmBackend.EXPANDED,) * 4) + (GemmBackend.SMALL,)
     assert 18 in {plan.bucket for plan in driver.plans}
 
 
@@ -817,7 +831,7 @@ def test_a_product_with_other_values_is_not_used(tiny, float32_products, monkeyp
     right = small_gemm_triton.multiply
     monkeypatch.setattr(small_gemm_triton, "multiply", lambda x, *rest, **joined: 1.01 * right(x, *rest, **joined))
     executor = CudaExecutor(make_config(tiny, small_gemm="on", max_num_seqs=1), LateDevice())
-    assert set(executor.steps.ways.values()) == {BY_LIBRARY}
+    assert set(executor.steps.backends.values()) == {BY_LIBRARY}
     assert "small of qkv is not used: it differs by 1.0e-02 of the largest value" in caplog.text
     executor.close()
 
@@ -833,6 +847,6 @@ def test_a_product_with_other_values_is_not_used(tiny, float32_products, monkeyp
 def test_says_why_products_are_the_librarys(tiny, caplog, config, why):
     caplog.set_level(logging.INFO)
     executor = CudaExecutor(make_config(tiny, max_num_seqs=1, **config), LateDevice())
-    assert set(executor.steps.ways.values()) == {BY_LIBRARY}
+    assert set(executor.steps.backends.values()) == {BY_LIBRARY}
     assert f"base products by the library: {why}" in caplog.text
     executor.close()

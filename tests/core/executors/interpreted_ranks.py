@@ -23,11 +23,11 @@ from triton.runtime import interpreter
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.core.executors import cuda_ranks, followers
+from chorus.core.executors import cuda_ranks, worker_processes
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.cuda_memory import OutOfDeviceMemory
-from chorus.core.executors.cuda_rank import CudaFollower
-from chorus.core.executors.cuda_rank_copies import FollowerCopies, RankCopies, RankTransfer
+from chorus.core.executors.cuda_rank import CudaTpWorker
+from chorus.core.executors.cuda_rank_copies import RankCopies, RankTransfer, TpWorkerCopies
 from chorus.core.executors.cuda_rank_memory import RankDevices
 from chorus.core.executors.cuda_ranks import CudaRanksExecutor
 from chorus.core.model.decoder import DecoderModel
@@ -59,7 +59,7 @@ def no_driver(device):
 FLOATS = 1 << 13
 
 
-class HostSums(Ranks):
+class HostCollectives(Ranks):
     """Ranks of the host, in memory that the threads share."""
 
     memories: ClassVar[dict[str, mmap.mmap]] = {}
@@ -77,11 +77,11 @@ class HostSums(Ranks):
 LOCK = threading.Lock()
 
 
-def host_sums(shard, device, store, seconds):
-    return HostSums(shard, store, seconds)
+def host_collectives(shard, device, store, seconds):
+    return HostCollectives(shard, store, seconds)
 
 
-DEVICES = RankDevices(late_device, no_driver, host_sums)
+DEVICES = RankDevices(late_device, no_driver, host_collectives)
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ def one_launch_at_a_time(monkeypatch):
             return launch(self, *args, **kwargs)
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)
-    monkeypatch.setattr(followers, "Popen", ThreadProcess)
+    monkeypatch.setattr(worker_processes, "Popen", ThreadProcess)
 
 
 def config_of(tiny: Subject, **config) -> EngineConfig:  # noqa: F811
@@ -300,7 +300,7 @@ def test_refuses_adapters_that_the_tables_do_not_hold(drive, tiny):  # noqa: F81
 
 
 def test_ranks_have_as_many_pages_as_the_smallest_gpu(tiny, drive, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(sys.modules[__name__], "DEVICES", RankDevices(unequal_device, no_driver, host_sums))
+    monkeypatch.setattr(sys.modules[__name__], "DEVICES", RankDevices(unequal_device, no_driver, host_collectives))
     driver = drive(adapters=[], memory_bytes=None, gpu_memory_utilization=0.5, graph_capture="off")
     inner = driver.executor.inner
     assert inner.num_pages == inner.first.num_pages == inner.first.arena.num_pages
@@ -314,16 +314,16 @@ def unequal_device(index):
 # -- in processes
 
 
-def gloo_sums(shard, device, store, seconds):
+def gloo_collectives(shard, device, store, seconds):
     return open_group("gloo", shard.rank, shard.size, device, store, seconds)
 
 
 @pytest.mark.parametrize("again", [False, True])
 def test_ranks_are_processes_that_meet_by_torch_distributed(tiny, monkeypatch, again):  # noqa: F811
     """As on GPUs, but for the backend; a process may have others behind them."""
-    monkeypatch.setattr(followers, "Popen", subprocess.Popen)
+    monkeypatch.setattr(worker_processes, "Popen", subprocess.Popen)
     settings = config_of(tiny, max_num_seqs=2, max_num_batched_tokens=16)
-    executor = RecordingExecutor(CudaRanksExecutor(settings, RankDevices(late_device, no_driver, gloo_sums)))
+    executor = RecordingExecutor(CudaRanksExecutor(settings, RankDevices(late_device, no_driver, gloo_collectives)))
     driver = Driver(engine := Engine(settings, executor, ticking(), InlineReads()), executor)
     for name in ("r5-o-down", "r1-qv"):
         engine.store.register(name, tiny.adapters[name])
@@ -365,7 +365,7 @@ def test_a_rank_that_keeps_the_others_waiting_ends_all(drive, tiny, monkeypatch)
     driver = drive(adapters=[], graph_capture="off", patience=1.0)
     ask(driver, tiny, (None, 3, 2))
     released = threading.Event()
-    monkeypatch.setattr(followers, "STOP_SECONDS", 0.1)
+    monkeypatch.setattr(worker_processes, "STOP_SECONDS", 0.1)
     monkeypatch.setattr(CudaExecutor, "follow", lambda self, *args: released.wait())
     with pytest.raises(ExecutorLost):
         driver.engine.step()
@@ -378,8 +378,8 @@ def test_a_device_that_is_stuck_ends_all(drive, tiny, monkeypatch):  # noqa: F81
     inner = driver.executor.inner
     ask(driver, tiny, (None, 3, 2))
     lost = threading.Event()
-    lose = inner._seat.lose  # noqa: SLF001
-    monkeypatch.setattr(inner._seat, "lose", lambda: (lose(), lost.set()))  # noqa: SLF001
+    lose = inner._rank_context.lose  # noqa: SLF001
+    monkeypatch.setattr(inner._rank_context, "lose", lambda: (lose(), lost.set()))  # noqa: SLF001
     start = inner.first.start
 
     def stuck(plan):
@@ -395,12 +395,12 @@ def test_a_device_that_is_stuck_ends_all(drive, tiny, monkeypatch):  # noqa: F81
 def test_a_rank_that_ends_while_idle_is_noticed(drive):
     driver, ended = drive(adapters=[], graph_capture="off"), threading.Event()
     driver.executor.inner.watch(lambda error: ended.set())
-    driver.executor.inner._followers._processes[0].kill()  # noqa: SLF001 - as if the system did
+    driver.executor.inner._processes._processes[0].kill()  # noqa: SLF001 - as if the system did
     assert ended.wait(60)
 
 
 def test_a_rank_that_cannot_join_is_named_with_the_reason(tiny, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(CudaFollower, "__init__", raising)
+    monkeypatch.setattr(CudaTpWorker, "__init__", raising)
     with pytest.raises(RuntimeError, match="rank 1 of 2 could not join: MemoryError: no room"):
         CudaRanksExecutor(config_of(tiny, graph_capture="off"), DEVICES)
 
@@ -422,49 +422,50 @@ def test_a_rank_that_fails_while_others_wait_for_it_is_named(tiny, monkeypatch, 
 NEVER = threading.Event()
 
 
-def failing_sums(shard, device, store, seconds):
+def failing_collectives(shard, device, store, seconds):
     return raising() if shard.rank else NEVER.wait(600)
 
 
-def ending_sums(shard, device, store, seconds):
+def ending_collectives(shard, device, store, seconds):
     return sys.exit(1) if shard.rank else NEVER.wait(600)
 
 
-@pytest.mark.parametrize(("open_sums", "why"), [
-    (failing_sums, "rank 1 of 2: MemoryError: no room"), (ending_sums, r"rank 1 of 2 has ended \(exit status 1\)"),
+@pytest.mark.parametrize(("open_collectives", "why"), [
+    (failing_collectives, "rank 1 of 2: MemoryError: no room"),
+    (ending_collectives, r"rank 1 of 2 has ended \(exit status 1\)"),
 ])  # fmt: skip
-def test_a_rank_that_does_not_come_to_the_meeting_is_named(tiny, open_sums, why):  # noqa: F811
+def test_a_rank_that_does_not_come_to_the_meeting_is_named(tiny, open_collectives, why):  # noqa: F811
     """NCCL has no end to its wait for it."""
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=why):
-        CudaRanksExecutor(config_of(tiny), RankDevices(late_device, no_driver, open_sums))
+        CudaRanksExecutor(config_of(tiny), RankDevices(late_device, no_driver, open_collectives))
     assert time.monotonic() - began < 60
 
 
 def test_a_rank_that_ends_while_pages_are_timed_is_named(tiny, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(FollowerCopies, "copy", lambda *args: sys.exit(3))
+    monkeypatch.setattr(TpWorkerCopies, "copy", lambda *args: sys.exit(3))
     with pytest.raises(RuntimeError, match=r"rank 1 of 2 has ended \(exit status 1\)"):
         CudaRanksExecutor(config_of(tiny, max_num_seqs=1, graph_capture="off"), DEVICES)
 
 
 def test_ranks_that_do_not_add_up_are_not_started(tiny, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(HostSums, "add_up", lambda self, part: part)
+    monkeypatch.setattr(HostCollectives, "add_up", lambda self, part: part)
     with pytest.raises(RuntimeError, match="the sum of 2 ranks' ones is 1"):
         CudaRanksExecutor(config_of(tiny), DEVICES)
 
 
 def test_ranks_that_never_meet_end_the_start(tiny, monkeypatch):  # noqa: F811
     monkeypatch.setattr(cuda_ranks, "_JOIN_SECONDS", 0.3)
-    monkeypatch.setattr(followers, "STOP_SECONDS", 0.5)
+    monkeypatch.setattr(worker_processes, "STOP_SECONDS", 0.5)
     come = threading.Event()
-    monkeypatch.setattr(HostSums, "add_up", lambda self, part: come.wait(60))
+    monkeypatch.setattr(HostCollectives, "add_up", lambda self, part: come.wait(60))
     with pytest.raises(RuntimeError, match=r"have not added up a first sum within 0.3 s; with NCCL_DEBUG=INFO"):
         CudaRanksExecutor(config_of(tiny), DEVICES)
     come.set()
 
 
 def test_a_first_rank_that_does_not_fit_says_so(tiny):  # noqa: F811
-    devices = RankDevices(small_first_device, no_driver, host_sums)
+    devices = RankDevices(small_first_device, no_driver, host_collectives)
     with pytest.raises(OutOfDeviceMemory, match="ask for an arena of"):
         CudaRanksExecutor(config_of(tiny, graph_capture="off", num_pages=1 << 12), devices)
 

@@ -18,7 +18,7 @@ from chorus.core.executors.base import Executor
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.cuda_memory import OutOfDeviceMemory
-from chorus.core.model.batch import Way
+from chorus.core.model.batch import GemmBackend
 from chorus.core.model.shadow import MOST_GROWTH
 from chorus.graphs.runner import StepMode
 from chorus.memory.adapters.adapter import Tier
@@ -123,9 +123,9 @@ def test_products_of_more_rows_in_graphs_equal_those_of_eager_steps(drive, small
     config = {"small_gemm": small_gemm, "attention": "triton", "max_num_seqs": 64, "mixed_graph_tokens": 0}
     captured, eager = drive("bfloat16", **config), drive("bfloat16", graph_capture="off", **config)
     for driver in (captured, eager):
-        ways = driver.executor.inner.steps.ways
-        assert {size: set(of) for size, of in ways.items() if size > 16} == {
-            size: {Way.SMALL} if small_gemm == "on" or size > 32 else {Way.SMALL, Way.EXPANDED}
+        backends = driver.executor.inner.steps.backends
+        assert {size: set(of) for size, of in backends.items() if size > 16} == {
+            size: {GemmBackend.SMALL} if small_gemm == "on" or size > 32 else {GemmBackend.SMALL, GemmBackend.EXPANDED}
             for size in (24, 32, 40, 48, 56, 64)
         }  # fmt: skip
     asked = list(zip(itertools.cycle(names(captured)), prompts(64, longest=8), strict=False))
@@ -235,7 +235,7 @@ def test_whoever_multiplies_is_chosen_by_time(drive, caplog):
         chosen, library = drive("bfloat16", small_gemm="auto"), drive("bfloat16", small_gemm="off")
     assert "base products of 1 rows: qkv " in caplog.text
     assert "is not used" not in caplog.text
-    assert set(chosen.executor.inner.steps.ways) == {1, 2, 4, 8}
+    assert set(chosen.executor.inner.steps.backends) == {1, 2, 4, 8}
     for driver in (chosen, library):
         driver.run("x", None, [5, 6, 7], max_tokens=2)
     mine, its = (driver.executor.inner.steps.logits[0] for driver in (chosen, library))
@@ -269,27 +269,27 @@ def test_adapters_that_come_while_others_decode(drive):
 
 
 @pytest.mark.skipif(not native_library.available(torch.float32), reason="assistants run the native library")
-def test_assistants_begin_prompts_of_adapters_that_are_being_copied(drive):
+def test_offload_workers_begin_prompts_of_adapters_that_are_being_copied(drive):
     """Handed over and collected by values in the stream, while a kernel holds the copies up for some tenths of a
     second; in float32, where the two ways differ by rounding alone.
     """
-    warm, cold = drive("float32"), drive("float32", assist_workers=2, host_cache_bytes=1 << 28)
+    warm, cold = drive("float32"), drive("float32", offload_workers=2, host_cache_bytes=1 << 28)
     executor = cold.executor.inner
-    assist = executor._assist  # noqa: SLF001
-    assist.way = ColdStart.ASSIST
+    offload = executor._offload  # noqa: SLF001
+    offload.backend = ColdStart.OFFLOAD
     copies = torch.cuda.ExternalStream(executor.adapters.dma.copies.streams[True])
     asked = list(zip(itertools.cycle(cold.engine.store.names()), prompts(12, seed=17), strict=False))
-    same = lent = 0
+    same = offloaded = 0
     for index, (adapter, prompt) in enumerate(asked):
         want = warm.run(str(index), adapter, prompt, max_tokens=4).tokens
         cold.engine.reclaim_idle()
-        assist.lent = None
+        offload.offloaded = None
         with torch.cuda.stream(copies):
             torch.cuda._sleep(_HELD_UP_CYCLES)  # noqa: SLF001
         same += cold.run(str(index), adapter, prompt, max_tokens=4).tokens == want
-        lent += assist.lent is not None and max(assist.lent.layers) > 0
-    assert assist.starts.num_assisted == len(asked)
-    assert lent >= len(asked) // 2, "all but those whose layers came while a kernel was loaded"
+        offloaded += offload.offloaded is not None and max(offload.offloaded.layers) > 0
+    assert offload.starts.num_offloaded == len(asked)
+    assert offloaded >= len(asked) // 2, "all but those whose layers came while a kernel was loaded"
     assert same >= 0.9 * len(asked), "all but those where two logits are as close as rounding"
 
 

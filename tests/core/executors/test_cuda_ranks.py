@@ -67,10 +67,10 @@ def test_ranks_take_the_gpus_from_0_on(subject, gpus):
         opened(subject("gqa").model, device="cuda:1")
 
 
-def test_assistants_and_ranks_are_refused_together(subject, gpus):
+def test_offload_workers_and_ranks_are_refused_together(subject, gpus):
     gpus(4)
-    with pytest.raises(DeviceError, match="assist_workers is 1, and tensor_parallel_size is 2: ranks have none"):
-        opened(subject("gqa").model, assist_workers=1)
+    with pytest.raises(DeviceError, match="offload_workers is 1, and tensor_parallel_size is 2: ranks have none"):
+        opened(subject("gqa").model, offload_workers=1)
 
 
 def test_a_torch_without_nccl_is_refused(subject, gpus, monkeypatch):

@@ -68,6 +68,6 @@ def test_a_rank_that_is_killed_ends_the_engine(drive: Callable[..., Driver]):
     driver = drive(2)
     driver.add("a", None, [5, 6, 7], max_tokens=200)
     driver.step()
-    driver.executor.inner._followers._processes[0].kill()  # noqa: SLF001 - as if the system did
+    driver.executor.inner._processes._processes[0].kill()  # noqa: SLF001 - as if the system did
     with pytest.raises(ExecutorLost):
         driver.drain()

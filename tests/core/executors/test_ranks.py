@@ -16,10 +16,10 @@ import torch
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.core.executors import choice, followers, rank
+from chorus.core.executors import choice, rank, worker_processes
 from chorus.core.executors.cpu import CpuExecutor
-from chorus.core.executors.followers import Followers
 from chorus.core.executors.ranks import RanksExecutor, weights_of_rank
+from chorus.core.executors.worker_processes import WorkerProcesses
 from chorus.core.model.config import ModelConfig, UnsupportedModel
 from chorus.core.model.open_weights import open_weights
 from chorus.core.model.shard import Shard
@@ -303,7 +303,7 @@ def test_an_adapter_that_fits_no_arena_is_refused(subject, drive, kernels):
 @pytest.fixture
 def opened(subject, monkeypatch):
     """`opened(patience=…)`: an engine of two ranks, threads of this process, on the gqa model."""
-    monkeypatch.setattr("chorus.core.executors.followers.Popen", ThreadProcess)
+    monkeypatch.setattr("chorus.core.executors.worker_processes.Popen", ThreadProcess)
     engines = []
 
     def make(**options):
@@ -329,7 +329,7 @@ def test_a_rank_that_ends_within_a_step_ends_the_engine(opened, monkeypatch):
 
 
 def test_a_rank_that_keeps_the_others_waiting_ends_the_engine(opened, monkeypatch):
-    monkeypatch.setattr(followers, "STOP_SECONDS", 0.1)
+    monkeypatch.setattr(worker_processes, "STOP_SECONDS", 0.1)
     released = threading.Event()
     monkeypatch.setattr(CpuExecutor, "compute", lambda self, plan, kept: released.wait())
     engine = opened(patience=0.2)
@@ -344,15 +344,15 @@ def test_a_server_whose_rank_ends_while_idle_is_unhealthy(opened):
     worker = EngineWorker(lambda: engine)
     worker.start()
     assert worker.healthy
-    engine.executor._followers._processes[0].kill()  # noqa: SLF001 - as if the system did
+    engine.executor._processes._processes[0].kill()  # noqa: SLF001 - as if the system did
     worker._thread.join(60)  # noqa: SLF001
     assert worker.failure == "rank 1 of 2 has ended (exit status 0); the server ends and has to be started again"
     worker.stop()
 
 
 def test_the_rank_that_has_failed_is_named_and_not_one_that_waits_for_it(monkeypatch):
-    monkeypatch.setattr(followers, "STOP_SECONDS", 0.1)
-    pairs, group = [Pipe() for _ in range(2)], Followers.__new__(Followers)
+    monkeypatch.setattr(worker_processes, "STOP_SECONDS", 0.1)
+    pairs, group = [Pipe() for _ in range(2)], WorkerProcesses.__new__(WorkerProcesses)
     group._names, group._links = ["rank 1 of 3", "rank 2 of 3"], [here for here, _ in pairs]  # noqa: SLF001
     group._ranks, group._is_closed = SimpleNamespace(lose=lambda: None), False  # noqa: SLF001
     group._processes = [SimpleNamespace(poll=lambda: None), SimpleNamespace(poll=lambda: 1)]  # noqa: SLF001
@@ -367,8 +367,8 @@ def test_the_rank_that_has_failed_is_named_and_not_one_that_waits_for_it(monkeyp
 def test_a_rank_that_has_ended_before_it_is_watched_is_told_of(opened):
     """Between its joining and the server's first look."""
     executor, lost = opened().executor, []
-    executor._followers._processes[0].kill()  # noqa: SLF001 - as if the system did
-    executor._followers._processes[0].wait(60)  # noqa: SLF001
+    executor._processes._processes[0].kill()  # noqa: SLF001 - as if the system did
+    executor._processes._processes[0].wait(60)  # noqa: SLF001
     executor.watch(lost.append)
     assert "rank 1 of 2 has ended" in str(lost[0])
 
@@ -396,7 +396,9 @@ def test_a_rank_that_cannot_join_is_named_with_the_reason(opened, monkeypatch):
         patch.setattr(rank, "CpuExecutor", broken)
         opened()
     ending = [sys.executable, "-c", "raise SystemExit(3)"]
-    monkeypatch.setattr(followers, "Popen", lambda command, **options: subprocess.Popen(ending, stdin=subprocess.PIPE))
+    monkeypatch.setattr(
+        worker_processes, "Popen", lambda command, **options: subprocess.Popen(ending, stdin=subprocess.PIPE)
+    )
     with pytest.raises(RuntimeError, match=r"rank 1 of 2 could not join: its process ended \(exit status 3\)"):
         opened()
 

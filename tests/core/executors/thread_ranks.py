@@ -11,7 +11,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from chorus.core.executors.rank import follow
+from chorus.core.executors.rank import serve_messages
 
 
 class ThreadProcess:
@@ -44,7 +44,7 @@ class ThreadProcess:
         status = 1
         try:
             with Connection(link_fd) as link:
-                status = follow(link, memory_fd)
+                status = serve_messages(link, memory_fd)
         except (EOFError, OSError):
             status = 0
         except SystemExit:

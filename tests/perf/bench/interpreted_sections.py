@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from chorus.core.config import EngineConfig
-from chorus.core.executors import choice, cuda_products
+from chorus.core.executors import choice, cuda_gemm_backends
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.perf.bench.options import Options
 from chorus.perf.bench.sections import equality
@@ -54,7 +54,7 @@ def test_merged(context, monkeypatch):
 
 def test_equality(context, monkeypatch):
     """One of its cases, unmerged and merged: the interpreter takes seconds for each."""
-    monkeypatch.setitem(cuda_products.TOLERANCE, torch.float32, 1e-4)  # as the interpreter multiplies
+    monkeypatch.setitem(cuda_gemm_backends.TOLERANCE, torch.float32, 1e-4)  # as the interpreter multiplies
     monkeypatch.setattr(equality, "cases", lambda names, largest: [("mixed", [*names[::3], None])])
     values = equality.run(context)
     assert all(case["equal"] and case["pages"] for case in values["cases"])

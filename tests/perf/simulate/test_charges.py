@@ -131,14 +131,14 @@ def test_the_cpu_assists_where_that_is_faster_than_to_wait():
     waits, _ = e2e(replica(change=slow), asked(0, 0.0, 1, "b"))
     found = replica(change={**slow, "cpu_lora": terms(base=0.01, per_token_rank=5e-6)})
     assisted, records = e2e(found, asked(0, 0.0, 1, "b"))
-    assert found.executor.cold_starts.num_assisted == 1
+    assert found.executor.cold_starts.num_offloaded == 1
     computing = found.executor.costs.prefill_seconds(20, 64)
     back = 20 * found.executor.costs.link.seconds(1) * 32 * 2 * (4 * 4096 + 2 * 11008 + 4096)
     assert records.column("cold")[0] == pytest.approx(0.01 + 20 * 64 * 5e-6 + back - computing, rel=0.01)
     assert waits[0.0] > assisted[0.0] + 0.03
     found = replica(change={**slow, "cpu_lora": terms(base=100.0)})
     assert e2e(found, asked(0, 0.0, 1, "b"))[0][0.0] == waits[0.0]
-    assert found.executor.cold_starts.num_assisted == 0
+    assert found.executor.cold_starts.num_offloaded == 0
 
 
 def preempting(preemption, per_byte, host_pages=1000):

@@ -31,7 +31,7 @@ def token_buckets(most: int) -> tuple[int, ...]:
     return tuple(sorted(size for size in sizes if 0 < size <= most))
 
 
-class MixedSteps:
+class PiecewiseSteps:
     """Pads a step to a bucket of tokens and computes it in pieces, one before each layer's attention and one behind the
     last. Attention, planned for the step's own rows, runs between them as it does in any step, over its tokens alone.
 

@@ -12,8 +12,8 @@ import torch
 
 from chorus.core.cold_start import ColdStart
 from chorus.core.config import EngineConfig
-from chorus.core.executors.assist import AssistProfile, assistant_cpus, shares
 from chorus.core.executors.choice import open_executor
+from chorus.core.executors.lora_offload import OffloadProfile, offload_worker_cpus, shares
 from chorus.core.model.config import UnsupportedModel
 from chorus.graphs.device import DeviceError
 from chorus.ops import native_library
@@ -51,18 +51,18 @@ class Link:
 
 
 @pytest.fixture
-def assisted(drive):
-    """`assisted(subject, workers)`: a driver with assistants always chosen, and the link of its adapters."""
+def with_offload(drive):
+    """`with_offload(subject, workers)`: a driver with offload workers always chosen, and the link of its adapters."""
     links = []
 
-    def make(it, workers=2, way=ColdStart.ASSIST, **config):
-        driver = drive(it, assist_workers=workers, memory_bytes=16 << 20, **config)
+    def make(it, workers=2, cold_start=ColdStart.OFFLOAD, **config):
+        driver = drive(it, offload_workers=workers, memory_bytes=16 << 20, **config)
         driver.has_stalled_link = True
         executor = driver.executor.inner
         links.append(Link())
         slow_down(executor.adapters, executor.arena.pages, links[-1])
-        executor._assist.way = way  # noqa: SLF001
-        return driver, links[-1], executor._assist  # noqa: SLF001
+        executor._offload.cold_start = cold_start  # noqa: SLF001
+        return driver, links[-1], executor._offload  # noqa: SLF001
 
     yield make
     for link in links:
@@ -71,23 +71,23 @@ def assisted(drive):
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("model", ["gqa", "tied", "mha"])
-def test_no_layer_arrives_and_the_tokens_are_the_reference_s(subject, assisted, model, workers):
+def test_no_layer_arrives_and_the_tokens_are_the_reference_s(subject, with_offload, model, workers):
     """Prompts and answers of all adapters, with none of them in the arena to the end."""
     it = subject(model)
-    driver, link, assist = assisted(it, workers, max_num_batched_tokens=200)
+    driver, link, offload = with_offload(it, workers, max_num_batched_tokens=200)
     cases = make_cases(it, 10, seed=3, longest=90, tokens=(4, 8))
     add_all(driver, cases)
     check(driver, cases)
     assert link.most == 0
-    assert assist.starts.num_assisted >= 4
-    assert assist.starts.num_streamed == 0
-    assert assist.lent is not None
+    assert offload.starts.num_offloaded >= 4
+    assert offload.starts.num_streamed == 0
+    assert offload.offloaded is not None
     assert max(plan.num_tokens for plan in driver.plans) > 100
 
 
-def test_bfloat16_differs_by_rounding_alone(subject, assisted, drive):
+def test_bfloat16_differs_by_rounding_alone(subject, with_offload, drive):
     it = subject("gqa")
-    driver, *_ = assisted(it, dtype="bfloat16")
+    driver, *_ = with_offload(it, dtype="bfloat16")
     plain = drive(it, dtype="bfloat16", memory_bytes=16 << 20)
     cases = make_cases(it, 10, seed=4, longest=60, tokens=(1, 1))
     for each in (driver, plain):
@@ -103,9 +103,9 @@ def wait_for(transfer, layers):
 
 
 @pytest.mark.parametrize("arrived", [0, 1, 2])
-def test_sgmv_takes_over_in_mid_prefill(subject, assisted, arrived):
+def test_sgmv_takes_over_in_mid_prefill(subject, with_offload, arrived):
     it = subject("gqa")
-    driver, link, assist = assisted(it)
+    driver, link, offload = with_offload(it)
     link.let(arrived)
     case = make_cases(it, 1, adapters=["r33-all"], seed=5, longest=60, tokens=(1, 2))
     add_all(driver, case)
@@ -118,118 +118,120 @@ def test_sgmv_takes_over_in_mid_prefill(subject, assisted, arrived):
     plan = engine.begin_step()
     wait_for(plan.adapters[0].transfer, arrived)
     engine.end_step(plan)
-    assert set(assist.lent.layers) == {layers - arrived}
+    assert set(offload.offloaded.layers) == {layers - arrived}
 
 
-@pytest.mark.parametrize(("handover", "way"), [(0.0, "assist"), (10.0, "stream")])
-def test_the_cost_model_chooses(subject, assisted, handover, way):
-    """A link that brings nothing is not waited for, unless the assistants would take still longer."""
+@pytest.mark.parametrize(("exchange", "cold_start"), [(0.0, "offload"), (10.0, "stream")])
+def test_the_cost_model_chooses(subject, with_offload, exchange, cold_start):
+    """A link that brings nothing is not waited for, unless the offload workers would take still longer."""
     it = subject("gqa")
-    driver, link, assist = assisted(it, way=None)
-    assist.profile, assist._per_elem = AssistProfile(handover, 0.0), 1e-6  # noqa: SLF001
+    driver, link, offload = with_offload(it, cold_start=None)
+    offload.profile, offload._per_elem = OffloadProfile(exchange, 0.0), 1e-6  # noqa: SLF001
     case = make_cases(it, 2, adapters=["r33-all"], seed=5, longest=40, tokens=(2, 3))
     add_all(driver, case)
     driver.step()
     stats = driver.engine.stats()
-    assert (stats.num_assisted_starts, stats.num_streamed_starts) == ((1, 0) if way == "assist" else (0, 1))
+    assert (stats.num_offloaded_starts, stats.num_streamed_starts) == ((1, 0) if cold_start == "offload" else (0, 1))
     assert stats.cold_start_regret >= 0
     link.let(1000)
     check(driver, case)
 
 
-@pytest.mark.parametrize(("way", "handover"), [(ColdStart.STREAM, 1e-7), (ColdStart.ASSIST, 10.0)])
-def test_what_a_worse_choice_has_cost_is_counted(subject, assisted, way, handover):
-    """A stream over a link of which the first layer comes late, and assistants that take longer than the stream."""
+@pytest.mark.parametrize(("cold_start", "exchange"), [(ColdStart.STREAM, 1e-7), (ColdStart.OFFLOAD, 10.0)])
+def test_what_a_worse_choice_has_cost_is_counted(subject, with_offload, cold_start, exchange):
+    """A stream over a link of which the first layer comes late, and offload workers that take longer than the
+    stream.
+    """
     it = subject("gqa")
-    driver, link, assist = assisted(it, way=way, max_load_stall_seconds=60.0)
-    assist.profile = AssistProfile(handover, 0.0)
+    driver, link, offload = with_offload(it, cold_start=cold_start, max_load_stall_seconds=60.0)
+    offload.profile = OffloadProfile(exchange, 0.0)
     add_all(driver, make_cases(it, 1, adapters=["r33-all"], seed=5, longest=40, tokens=(1, 1)))
     plan = driver.engine.begin_step()
-    coming = assist.adapters.coming[plan.adapters[0].transfer]
+    coming = offload.adapters.coming[plan.adapters[0].transfer]
     coming.began -= 3.0
-    if way is ColdStart.ASSIST:
+    if cold_start is ColdStart.OFFLOAD:
         link.let(1)
         wait_for(plan.adapters[0].transfer, 1)
     else:
         threading.Timer(0.2, link.let, [1000]).start()
     driver.engine.end_step(plan)
     regret = driver.engine.stats().cold_start_regret
-    assert regret == assist.starts.regret_seconds
-    # a layer was lent for 40 s, and all would have come after 9 s; or they came 3 s late, and hand-overs take no time
-    assert 20.0 < regret < 40.0 if way is ColdStart.ASSIST else 0.5 < regret < 60.0
+    assert regret == offload.starts.regret_seconds
+    # a layer was lent for 40 s, and all would have come after 9 s; or they came 3 s late, and exchanges take no time
+    assert 20.0 < regret < 40.0 if cold_start is ColdStart.OFFLOAD else 0.5 < regret < 60.0
 
 
-def test_a_prompt_is_split_by_the_machines_profile(subject, assisted):
-    """Over ⌈L/c⌉ assistants, where c tokens take eight times as long as a hand-over."""
+def test_a_prompt_is_split_by_the_machines_profile(subject, with_offload):
+    """Over ⌈L/c⌉ offload workers, where c tokens take eight times as long as an exchange."""
     it = subject("gqa")
     found = {}
     for each in (10, 60):
-        driver, *_, assist = assisted(it, workers=3)
+        driver, *_, offload = with_offload(it, workers=3)
         case = make_cases(it, 1, adapters=["r33-all"], seed=5, longest=40, tokens=(1, 1))
         add_all(driver, case)
         plan = driver.engine.begin_step()
         layout = plan.adapters[0].layout
-        # of a token: all elements; of hand-overs: four a layer
-        assist.profile = AssistProfile(each * layout.num_elems * 1e-9 / (8 * 4 * layout.num_layers), 1e-9)
+        # of a token: all elements; of exchanges: four a layer
+        offload.profile = OffloadProfile(each * layout.num_elems * 1e-9 / (8 * 4 * layout.num_layers), 1e-9)
         driver.engine.end_step(plan)
         tokens = plan.num_tokens
         assert 20 < tokens < 60
-        found[each] = [end - begin for begin, end in itertools.pairwise(assist.lent.share)]
+        found[each] = [end - begin for begin, end in itertools.pairwise(offload.offloaded.share)]
         assert found[each] == [tokens, 0, 0] if each == 60 else max(found[each]) <= tokens // 2
 
 
-def test_each_assistant_stays_on_its_processor(subject):
+def test_each_offload_worker_stays_on_its_processor(subject):
     """Of processes as they are, the last processors; where there is one alone, on any."""
     settings = EngineConfig(
-        model=subject("gqa").model, dtype="float32", memory_bytes=8 << 20, device="cpu", assist_workers=2, threads=1
+        model=subject("gqa").model, dtype="float32", memory_bytes=8 << 20, device="cpu", offload_workers=2, threads=1
     )
     executor = open_executor(settings)
     try:
-        found = [os.sched_getaffinity(pid) for pid in executor._assist.pids]  # noqa: SLF001
+        found = [os.sched_getaffinity(pid) for pid in executor._offload.pids]  # noqa: SLF001
     finally:
         executor.close()
-    assert found == [{cpu} if cpu is not None else os.sched_getaffinity(0) for cpu in assistant_cpus(2)]
+    assert found == [{cpu} if cpu is not None else os.sched_getaffinity(0) for cpu in offload_worker_cpus(2)]
 
 
-def test_a_loaded_adapter_is_no_cold_start(subject, assisted):
-    driver, link, assist = assisted(subject("gqa"), way=None)
+def test_a_loaded_adapter_is_no_cold_start(subject, with_offload):
+    driver, link, offload = with_offload(subject("gqa"), cold_start=None)
     link.let(1000)
     driver.run("load", "r33-all", [3, 4], max_tokens=2)
-    before = assist.starts.num_assisted + assist.starts.num_streamed
+    before = offload.starts.num_offloaded + offload.starts.num_streamed
     driver.run("again", "r33-all", [3, 4], max_tokens=2)
-    assert assist.starts.num_assisted + assist.starts.num_streamed == before <= 1
+    assert offload.starts.num_offloaded + offload.starts.num_streamed == before <= 1
 
 
-def test_an_assistant_that_dies_leaves_prompts_to_wait(subject, assisted, caplog):
+def test_an_offload_worker_that_dies_leaves_prompts_to_wait(subject, with_offload, caplog):
     it = subject("gqa")
-    driver, link, assist = assisted(it, max_load_stall_seconds=0.0)
+    driver, link, offload = with_offload(it, max_load_stall_seconds=0.0)
     others = [name for name in it.adapters if name != "r33-all"]
     cases = make_cases(it, 6, adapters=others, seed=8, longest=60, tokens=(4, 6))
     add_all(driver, cases)
     driver.step()
-    assert assist.lent is not None
-    assist._followers._processes[0].kill()  # noqa: SLF001 - as if the system did
+    assert offload.offloaded is not None
+    offload._processes._processes[0].kill()  # noqa: SLF001 - as if the system did
     for _ in range(5):
         driver.step()
-    assert "no prompt is assisted any more" in caplog.text
+    assert "no prompt is offloaded any more" in caplog.text
     assert "assistant 1 of 2 has ended" in caplog.text
-    before = assist.starts.num_assisted, assist.starts.num_streamed
+    before = offload.starts.num_offloaded, offload.starts.num_streamed
     later = make_cases(it, 1, adapters=["r33-all"], seed=9, longest=60, tokens=(4, 6))
     add_all(driver, later)
     for _ in range(3):
         driver.step()
-    assert (assist.starts.num_assisted, assist.starts.num_streamed) == (before[0], before[1] + 1)
+    assert (offload.starts.num_offloaded, offload.starts.num_streamed) == (before[0], before[1] + 1)
     link.let(1000)
     check(driver, cases + later)
 
 
-def test_an_assistant_that_dies_within_a_layer_voids_its_rows(subject, assisted, monkeypatch):
+def test_an_offload_worker_that_dies_within_a_layer_voids_its_rows(subject, with_offload, monkeypatch):
     it = subject("gqa")
-    driver, link, assist = assisted(it, max_load_stall_seconds=0.0)
+    driver, link, offload = with_offload(it, max_load_stall_seconds=0.0)
     cases = make_cases(it, 3, seed=9, longest=60, tokens=(4, 6))
     add_all(driver, cases)
-    begin = assist._begin  # noqa: SLF001
-    monkeypatch.setattr(assist, "_begin", lambda *args: (begin(*args), assist._ranks.lose()))  # noqa: SLF001
+    begin = offload._begin  # noqa: SLF001
+    monkeypatch.setattr(offload, "_begin", lambda *args: (begin(*args), offload._ranks.lose()))  # noqa: SLF001
     driver.step()
     monkeypatch.undo()
     link.let(1000)
@@ -243,37 +245,37 @@ def test_rows_are_split_by_what_is_worth_a_handover():
     assert shares(1, 1, 2) == [0, 1, 1]
 
 
-def test_assistants_leave_the_first_processor(monkeypatch):
+def test_offload_workers_leave_the_first_processor(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {2, 5, 7, 9}, raising=False)
-    assert assistant_cpus(2) == [7, 9]
-    assert assistant_cpus(4) == [5, 7, 9, 5]
+    assert offload_worker_cpus(2) == [7, 9]
+    assert offload_worker_cpus(4) == [5, 7, 9, 5]
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {4}, raising=False)
-    assert assistant_cpus(2) == [None, None]
+    assert offload_worker_cpus(2) == [None, None]
 
 
 @pytest.mark.parametrize(("options", "why"), [
-    ({"cpu_kernels": "torch"}, "assist_workers is 1, and steps run on torch's operators"),
-    ({"tensor_parallel_size": 2}, "assist_workers is 1, and tensor_parallel_size is 2"),
+    ({"cpu_kernels": "torch"}, "offload_workers is 1, and steps run on torch's operators"),
+    ({"tensor_parallel_size": 2}, "offload_workers is 1, and tensor_parallel_size is 2"),
 ])  # fmt: skip
-def test_what_can_not_be_assisted_is_refused(subject, options, why):
+def test_what_can_not_be_offloaded_is_refused(subject, options, why):
     config = {"model": subject("gqa").model, "dtype": "float32", "memory_bytes": 8 << 20, "device": "cpu", **options}
     with pytest.raises((UnsupportedModel, DeviceError), match=why):
-        open_executor(EngineConfig(assist_workers=1, **config))
+        open_executor(EngineConfig(offload_workers=1, **config))
 
 
-def test_without_assistants_nothing_is_counted(subject, drive):
+def test_without_offload_workers_nothing_is_counted(subject, drive):
     stats = drive(subject("gqa")).engine.stats()
-    assert stats.num_assisted_starts == stats.num_streamed_starts == stats.cold_start_regret == 0
+    assert stats.num_offloaded_starts == stats.num_streamed_starts == stats.cold_start_regret == 0
 
 
-def test_an_assistant_that_can_not_join_ends_the_start(subject, monkeypatch):
+def test_an_offload_worker_that_can_not_join_ends_the_start(subject, monkeypatch):
     def broken(*args):
         raise MemoryError("no room")
 
-    monkeypatch.setattr("chorus.core.executors.followers.Popen", ThreadProcess)
-    monkeypatch.setattr("chorus.core.executors.assistant.SharedMemory", broken)
+    monkeypatch.setattr("chorus.core.executors.worker_processes.Popen", ThreadProcess)
+    monkeypatch.setattr("chorus.core.executors.offload worker.SharedMemory", broken)
     settings = EngineConfig(
-        model=subject("gqa").model, dtype="float32", memory_bytes=8 << 20, device="cpu", assist_workers=2
+        model=subject("gqa").model, dtype="float32", memory_bytes=8 << 20, device="cpu", offload_workers=2
     )
     with pytest.raises(RuntimeError, match="assistant 1 of 2 could not join: MemoryError: no room"):
         open_executor(settings)

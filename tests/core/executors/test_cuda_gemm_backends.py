@@ -13,8 +13,8 @@ triton = pytest.importorskip("triton")
 
 from triton import compiler  # noqa: E402
 
-from chorus.core.executors.cuda_products import NAMES, asked_ways, compile_ahead  # noqa: E402
-from chorus.core.model.batch import DOWN, Way  # noqa: E402
+from chorus.core.executors.cuda_gemm_backends import NAMES, asked_backends, compile_ahead  # noqa: E402
+from chorus.core.model.batch import DOWN, GemmBackend  # noqa: E402
 from chorus.core.model.config import ModelConfig  # noqa: E402
 from chorus.core.model.decoder import HEAD, DecoderModel  # noqa: E402
 from chorus.core.model.dummy_weights import DummyWeights  # noqa: E402
@@ -68,16 +68,16 @@ def test_all_variants_are_compiled_ahead_beside_each_other(model):
 
 
 def test_adapters_are_expanded_in_products_of_fewer_rows():
-    small, expanded = Way.SMALL, Way.EXPANDED
-    found = {setting: [asked_ways(setting, DOWN, rows) for rows in (16, 32, 33, 64)] for setting in ("on", "fused")}
+    small, expanded = GemmBackend.SMALL, GemmBackend.EXPANDED
+    found = {setting: [asked_backends(setting, DOWN, rows) for rows in (16, 32, 33, 64)] for setting in ("on", "fused")}
     assert found == {"on": [[small]] * 4, "fused": [[expanded]] * 2 + [[small]] * 2}
-    assert [asked_ways("auto", DOWN, rows) for rows in (32, 33)] == [[small, expanded], [small]]
-    assert asked_ways("fused", HEAD, 1) == [small]
+    assert [asked_backends("auto", DOWN, rows) for rows in (32, 33)] == [[small, expanded], [small]]
+    assert asked_backends("fused", HEAD, 1) == [small]
 
 
 def launch_all(decoder: DecoderModel, lora: CudaLoraState, rows: int) -> None:
     """Every product by every way, in all layers, with adapters and without."""
     for group in NAMES:
         x, residual = torch.zeros(2, rows, decoder.weight(group).shape[1], dtype=torch.bfloat16).unbind(0)
-        for way, launches in itertools.product(asked_ways("auto", group, rows), (None, lora.bucket(rows))):
-            decoder.run_products(group, way, x, residual, decoder.layers, launches)
+        for backend, launches in itertools.product(asked_backends("auto", group, rows), (None, lora.bucket(rows))):
+            decoder.run_gemms(group, backend, x, residual, decoder.layers, launches)

@@ -1,8 +1,8 @@
-"""CPU-assisted prefill of steps on a GPU: what of `assist` is the GPU's, and what a step lends while it is launched.
+"""CPU-assisted prefill of steps on a GPU: what of `offload` is the GPU's, and what a step lends while it is launched.
 
 The host launches a step's layers before the device has computed them, so what is lent is what is not in its pages when
-the host comes to it. Lent rows wait for the assistants on the device alone. Should these end, a thread of the host ends
-the wait, and the rows are void.
+the host comes to it. Lent rows wait for the offload workers on the device alone. Should these end, a thread of the host
+ends the wait, and the rows are void.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...graphs.device import CudaDevice
 from ...memory.pages.adapter_layout import AdapterLayout
 from ...memory.transfers.cuda_driver import CupyDriver
 from ...memory.transfers.transfer import ExecutorLost
-from ...ops.lend import Lent
+from ...ops.lora_offload import OffloadedSegments
 from ...ops.ranks import RanksLost, StepGivenUp
 from ...ops.sgmv import AdapterRows, Segments
 from ...ops.sgmv_tables import SgmvTables
@@ -28,8 +28,8 @@ from ..model.batch import QKV, lora_groups
 from ..model.config import ModelConfig
 from ..requests.types import StepPlan
 from .adapters import CudaAdapters
-from .assist import PATIENCE_SECONDS, Assist, LendableAdapters, layers_at
-from .cuda_handover import CudaHandover
+from .cuda_exchange import CudaExchange
+from .lora_offload import PATIENCE_SECONDS, LoraOffload, OffloadAdapters, layers_at
 
 T = TypeVar("T")
 
@@ -41,12 +41,12 @@ MOST_ROWS = 512
 _LOOK_SECONDS = 0.05
 
 
-class CudaLendableAdapters(LendableAdapters, CudaAdapters):
-    """A GPU's adapters, in memory that the assistants share."""
+class CudaOffloadAdapters(OffloadAdapters, CudaAdapters):
+    """A GPU's adapters, in memory that the offload workers share."""
 
 
-class CudaAssist(Assist):
-    """The assistants of an executor on a GPU, one step of which lends at a time. One thread at a time."""
+class CudaLoraOffload(LoraOffload):
+    """The offload workers of an executor on a GPU, one step of which lends at a time. One thread at a time."""
 
     def __init__(
         self,
@@ -60,17 +60,17 @@ class CudaAssist(Assist):
         super().__init__(config, model, page_elems, dtype, min(MOST_ROWS, config.max_num_batched_tokens), driver)
         self._device = device
         self._modules = [[module for module, _, _ in group] for group in lora_groups(model)]
-        self._handover = CudaHandover(
-            self._ranks, self._memory.handovers, driver, self._shapes, dtype, self._most_rows, device.torch_device
+        self._exchange = CudaExchange(
+            self._ranks, self._memory.exchanges, driver, self._shapes, dtype, self._most_rows, device.torch_device
         )
         self._plan: StepPlan | None = None  # of the step that is under way
-        self._lender: CudaLender | None = None  # of the same
-        self._ended: ExecutorLost | None = None  # why an assistant has
+        self._step_offload: CudaStepOffload | None = None  # of the same
+        self._ended: ExecutorLost | None = None  # why an offload worker has
         self._is_closed = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name="chorus-assistants", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="chorus-offload workers", daemon=True)
 
     def join(self) -> None:
-        self._followers.watch(self._note_end)
+        self._processes.watch(self._note_end)
         self._watcher.start()
         super().join()
 
@@ -87,26 +87,28 @@ class CudaAssist(Assist):
         except BaseException:
             self._abandon()
             raise
-        if is_behind and self._lender is None:
+        if is_behind and self._step_offload is None:
             self._plan = None
         return result
 
-    def lend(self, segments: Segments, lora_indices: Sequence[int], tables: SgmvTables) -> CudaLender | None:
-        """Choose what of a step is lent, before its tables are written; see `CudaLoraState.lending`."""
-        lent = self.begin(segments)
-        if lent is not None:
-            self._lender = CudaLender(self._handover, lent, segments, lora_indices, tables, self._modules)
-        return self._lender
+    def offload(self, segments: Segments, lora_indices: Sequence[int], tables: SgmvTables) -> CudaStepOffload | None:
+        """Choose what of a step is lent, before its tables are written; see `CudaLoraState.offloading`."""
+        offloaded = self.begin(segments)
+        if offloaded is not None:
+            self._step_offload = CudaStepOffload(
+                self._exchange, offloaded, segments, lora_indices, tables, self._modules
+            )
+        return self._step_offload
 
     def end(self, plan: StepPlan) -> list[str]:
         """End a launched step, all of which the device has done; the requests with void rows."""
         if plan is not self._plan:
             return []
-        self._plan, lender, self._lender = None, self._lender, None
+        self._plan, step_offload, self._step_offload = None, self._step_offload, None
         self.end_step(plan)
-        if lender is None or not self._handover.is_given_up:
+        if step_offload is None or not self._exchange.is_given_up:
             return []
-        return [row.request_id for row in plan.rows if row.lora_index in lender.lent_indices]
+        return [row.request_id for row in plan.rows if row.lora_index in step_offload.offloaded_indices]
 
     def close(self) -> None:
         self._is_closed.set()
@@ -116,7 +118,7 @@ class CudaAssist(Assist):
 
     def _abandon(self) -> None:
         """End a step of which nobody asks for the tokens, or with another one behind it."""
-        if self._plan is not None and self._lender is not None:
+        if self._plan is not None and self._step_offload is not None:
             self._device.synchronize()
             self.end(self._plan)
         self._plan = None
@@ -129,60 +131,60 @@ class CudaAssist(Assist):
         values = tokens * columns * layout.num_layers
         return self._per_elem * values * torch.float32.itemsize / self._dtype.itemsize
 
-    def _hand_over(self, x: torch.Tensor, share: Sequence[int]) -> None:
+    def _exchange_once(self, x: torch.Tensor, share: Sequence[int]) -> None:
         with self._device.scope():
-            self._handover.input_rows(QKV, len(x)).copy_(x)
-            self._handover.lend(QKV, 0, [0], len(x))
-            self._handover.collect(QKV, share)
+            self._exchange.input_rows(QKV, len(x)).copy_(x)
+            self._exchange.offload(QKV, 0, [0], len(x))
+            self._exchange.collect(QKV, share)
             self._device.synchronize()
 
     def _note_end(self, error: ExecutorLost) -> None:
         self._ended = error
 
     def _watch(self) -> None:
-        """Let the device go on where it waits for assistants in vain; on a thread of its own."""
+        """Let the device go on where it waits for offload workers in vain; on a thread of its own."""
         while not self._is_closed.wait(_LOOK_SECONDS):
-            if self._handover.is_stuck(PATIENCE_SECONDS):
-                self._followers.close()
-                self._handover.give_up()
+            if self._exchange.is_stuck(PATIENCE_SECONDS):
+                self._processes.close()
+                self._exchange.give_up()
                 self._give_up(
-                    self._ended or ExecutorLost(f"the assistants kept the GPU waiting for {PATIENCE_SECONDS:g} s")
+                    self._ended or ExecutorLost(f"the offload workers kept the GPU waiting for {PATIENCE_SECONDS:g} s")
                 )
 
 
-class CudaLender:
-    """What a step on a GPU lends, while it is launched layer by layer; see `StepLending`."""
+class CudaStepOffload:
+    """What a step on a GPU lends, while it is launched layer by layer; see `StepOffload`."""
 
     def __init__(
         self,
-        handover: CudaHandover,
-        lent: Lent,
+        exchange: CudaExchange,
+        offloaded: OffloadedSegments,
         segments: Segments,
         lora_indices: Sequence[int],
         tables: SgmvTables,
         modules: Sequence[Sequence[int]],
     ) -> None:
         """Gives each lent segment a descriptor of its own, in which the layers that are lent are left out."""
-        self._handover, self._lent, self._tables, self._modules = handover, lent, tables, modules
-        self._places = [range(segments.begin[entry], segments.end[entry]) for entry in lent.entries]
-        self._ready = [segments.ready[entry] for entry in lent.entries]
-        self._rows = [replace(segments.rows[entry]) for entry in lent.entries]
+        self._exchange, self._offloaded, self._tables, self._modules = exchange, offloaded, tables, modules
+        self._places = [range(segments.begin[entry], segments.end[entry]) for entry in offloaded.entries]
+        self._ready = [segments.ready[entry] for entry in offloaded.entries]
+        self._rows = [replace(segments.rows[entry]) for entry in offloaded.entries]
         self._of_slot: defaultdict[int, list[int]] = defaultdict(list)
-        for index, (entry, rows) in enumerate(zip(lent.entries, self._rows, strict=True)):
+        for index, (entry, rows) in enumerate(zip(offloaded.entries, self._rows, strict=True)):
             segments.rows[entry] = rows
             self._of_slot[lora_indices[entry]].append(index)
         self._active: defaultdict[int, list[int]] = defaultdict(list)  # indices of what is lent of each layer
         self._under_way: list[int] = []  # of the group that is handed over
-        self.lent_indices: set[int] = set()
-        lent.layers = self._layers = [0] * len(lent.entries)
+        self.offloaded_indices: set[int] = set()
+        offloaded.layers = self._layers = [0] * len(offloaded.entries)
 
     def takes(self, lora_index: int, layer: int) -> bool:
-        own, lent = self._of_slot.get(lora_index), self._lent
+        own, offloaded = self._of_slot.get(lora_index), self._offloaded
         if not own or not self._is_well():
             return False
-        if layers_at(self._ready[own[0]]) > layer or layers_at(lent.image_ready[own[0]]) <= layer:
+        if layers_at(self._ready[own[0]]) > layer or layers_at(offloaded.image_ready[own[0]]) <= layer:
             return False
-        self.lent_indices.add(lora_index)
+        self.offloaded_indices.add(lora_index)
         for index in own:
             if self._rows[index].first_elem[layer] >= 0:
                 self._tables.leave_out(self._rows[index], layer)
@@ -190,21 +192,21 @@ class CudaLender:
                 self._layers[index] += 1
         return True
 
-    def lend(self, group: int, x: torch.Tensor, layer: int) -> None:
+    def offload(self, group: int, x: torch.Tensor, layer: int) -> None:
         self._under_way = [index for index in self._active.get(layer, ()) if self._changes(self._rows[index], group)]
         if not self._under_way:
             return
-        row = self._lent.row
-        given = self._handover.input_rows(group, row[-1])
+        row = self._offloaded.row
+        given = self._exchange.input_rows(group, row[-1])
         for index in self._under_way:
             tokens = self._places[index]
             given[row[index] : row[index + 1]].copy_(x[tokens.start : tokens.stop])
-        self._handover.lend(group, layer, self._under_way, row[-1])
+        self._exchange.offload(group, layer, self._under_way, row[-1])
 
     def collect(self, group: int, y: torch.Tensor) -> None:
         if not self._under_way:
             return
-        row, products = self._lent.row, self._handover.collect(group, self._lent.share)
+        row, products = self._offloaded.row, self._exchange.collect(group, self._offloaded.share)
         for index in self._under_way:
             tokens = self._places[index]
             y[tokens.start : tokens.stop].add_(products[row[index] : row[index + 1]])
@@ -215,7 +217,7 @@ class CudaLender:
 
     def _is_well(self) -> bool:
         try:
-            self._lent.ranks.check()
+            self._offloaded.ranks.check()
         except (RanksLost, StepGivenUp):
             return False
         return True

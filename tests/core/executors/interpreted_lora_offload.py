@@ -1,7 +1,7 @@
-"""Prompts that assistants begin on the CUDA executor: kernels interpreted, streams of a driver that a test runs.
+"""Prompts that offload workers begin on the CUDA executor: kernels interpreted, streams of a driver that a test runs.
 
-Run by `test_cuda_assist.py` in a process that interprets. Compute is done as it is launched, as the interpreter does,
-and so is what is handed over; the adapters' copies when the test says, or when compute waits for them.
+Run by `test_cuda_lora_offload.py` in a process that interprets. Compute is done as it is launched, as the interpreter
+does, and so is what is handed over; the adapters' copies when the test says, or when compute waits for them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import pytest
 
 from chorus.core.cold_start import ColdStart
 from chorus.core.engine import Engine
-from chorus.core.executors import cuda_assist, followers
-from chorus.core.executors.assist import AssistProfile
+from chorus.core.executors import cuda_lora_offload, worker_processes
 from chorus.core.executors.cuda import CudaExecutor
+from chorus.core.executors.lora_offload import OffloadProfile
 from chorus.core.requests.types import StepPlan
 from chorus.memory.host.images import InlineReads
 from chorus.memory.transfers.cuda_copies import CudaCopies
@@ -86,27 +86,29 @@ class PromptDriver(FakeDriver):
 
 
 @pytest.fixture
-def assisted(tiny, monkeypatch):  # noqa: F811
-    """`assisted(workers, way, **config)`: an engine on a late device with assistants always chosen; its adapters come
-    by copies of a driver, beside which nothing else happens.
+def with_offload(tiny, monkeypatch):  # noqa: F811
+    """`with_offload(workers, cold_start, **config)`: an engine on a late device with offload workers always chosen; its
+    adapters come by copies of a driver, beside which nothing else happens.
     """
     made = []
 
-    def make(workers=2, way=ColdStart.ASSIST, adapters=tuple(RECIPES), processes=False, **config):
+    def make(workers=2, cold_start=ColdStart.OFFLOAD, adapters=tuple(RECIPES), processes=False, **config):
         if not processes:
-            monkeypatch.setattr(followers, "Popen", ThreadProcess)
-        settings = make_config(tiny, **{"assist_workers": workers, "max_num_seqs": 2, "graph_capture": "off", **config})
+            monkeypatch.setattr(worker_processes, "Popen", ThreadProcess)
+        settings = make_config(
+            tiny, **{"offload_workers": workers, "max_num_seqs": 2, "graph_capture": "off", **config}
+        )
         inner = CudaExecutor(settings, LateDevice(), driver := PromptDriver())
         copies = CudaCopies(inner.arena.pages, driver, 0)
         inner.adapters.dma = replace(inner.adapters.dma, copies=copies)
         engine = Engine(settings, executor := RecordingExecutor(inner), ticking(), InlineReads())
-        made.append((engine, driver, inner._assist._memory.address(0)))  # noqa: SLF001
+        made.append((engine, driver, inner._offload._memory.address(0)))  # noqa: SLF001
         for name in adapters:
             engine.store.register(name, tiny.adapters[name])
-        inner._assist.way = way  # noqa: SLF001
+        inner._offload.cold_start = cold_start  # noqa: SLF001
         requests = Driver(engine, executor)
         requests.has_stalled_link = True
-        return requests, driver, inner._assist  # noqa: SLF001
+        return requests, driver, inner._offload  # noqa: SLF001
 
     yield make
     for engine, driver, address in made:
@@ -115,37 +117,37 @@ def assisted(tiny, monkeypatch):  # noqa: F811
 
 
 @pytest.mark.parametrize(("workers", "padded"), [(1, 12), (2, 0)])
-def test_no_layer_is_there_and_the_tokens_are_the_references(assisted, tiny, workers, padded):  # noqa: F811
+def test_no_layer_is_there_and_the_tokens_are_the_references(with_offload, tiny, workers, padded):  # noqa: F811
     """Chunks of prompts of several adapters and of none beside decode rows; of parts, of few modules and of all."""
-    driver, _, assist = assisted(workers, mixed_graph_tokens=padded, max_num_seqs=4)
+    driver, _, offload = with_offload(workers, mixed_graph_tokens=padded, max_num_seqs=4)
     want = ask(driver, tiny, ("r17-all", 15, 3), (None, 5, 4))
     driver.step()
-    assert set(assist.lent.layers) == {SPEC.layers}
+    assert set(offload.offloaded.layers) == {SPEC.layers}
     want |= ask(driver, tiny, ("pattern", 4, 2), ("r5-o-down", 3, 3), ("r1-qv", 6, 2))
     check(driver, want)
-    assert assist.starts.num_assisted == len(RECIPES)
-    assert assist.starts.num_streamed == 0
+    assert offload.starts.num_offloaded == len(RECIPES)
+    assert offload.starts.num_streamed == 0
     stats = driver.engine.stats()
-    assert stats.num_assisted_starts == len(RECIPES)
+    assert stats.num_offloaded_starts == len(RECIPES)
     assert stats.cold_start_regret >= 0
 
 
 @pytest.mark.parametrize("padded", [0, 12])
-def test_sgmv_takes_over_in_mid_prefill(assisted, tiny, padded):  # noqa: F811
-    """The pages come while the first layer's first group is with the assistants."""
-    driver, cuda, assist = assisted(mixed_graph_tokens=padded)
+def test_sgmv_takes_over_in_mid_prefill(with_offload, tiny, padded):  # noqa: F811
+    """The pages come while the first layer's first group is with the offload workers."""
+    driver, cuda, offload = with_offload(mixed_graph_tokens=padded)
     want = ask(driver, tiny, ("r17-all", 9, 3), (None, 2, 3))
     before, groups = cuda.num_words, 4
     cuda.on_word = lambda number: cuda.copy_all() if number == before + 2 else None
     driver.step()
-    assert set(assist.lent.layers) == {1}
+    assert set(offload.offloaded.layers) == {1}
     check(driver, want)
     assert cuda.num_words == before + 2 * groups
 
 
-def test_a_step_that_lends_is_none_of_captured_pieces(assisted, tiny, monkeypatch):  # noqa: F811
+def test_a_step_that_lends_is_none_of_captured_pieces(with_offload, tiny, monkeypatch):  # noqa: F811
     """The next one of the same bucket, with its adapter there, is."""
-    driver, cuda, assist = assisted(1, mixed_graph_tokens=12, adapters=["r17-all"], graph_capture="lazy")
+    driver, cuda, offload = with_offload(1, mixed_graph_tokens=12, adapters=["r17-all"], graph_capture="lazy")
     steps, replayed = driver.executor.inner.steps, []
     replay = steps.mixed.graphs.replay
     monkeypatch.setattr(steps.mixed.graphs, "replay", lambda *key: (replayed.append(key), replay(*key)))
@@ -154,36 +156,36 @@ def test_a_step_that_lends_is_none_of_captured_pieces(assisted, tiny, monkeypatc
     cuda.copy_all()
     check(driver, ask(driver, tiny, ("r17-all", 9, 1)))
     assert len(replayed) == 1
-    assert assist.starts.num_assisted == 1
+    assert offload.starts.num_offloaded == 1
 
 
-def test_assists_where_the_products_way_back_is_shorter_than_the_adapters(assisted, tiny):  # noqa: F811
+def test_offloads_where_the_products_way_back_is_shorter_than_the_adapters(with_offload, tiny):  # noqa: F811
     """Of 9 tokens: not for rank 1 on two projections, but for rank 17 on all; over a link of which nothing comes."""
-    driver, cuda, assist = assisted(1, way=None, adapters=["r1-qv", "r17-all"])
-    assist.profile, assist._per_elem = AssistProfile(0.0, 0.0), 1e-3  # noqa: SLF001
+    driver, cuda, offload = with_offload(1, cold_start=None, adapters=["r1-qv", "r17-all"])
+    offload.profile, offload._per_elem = OffloadProfile(0.0, 0.0), 1e-3  # noqa: SLF001
     before = cuda.num_words
     check(driver, ask(driver, tiny, ("r1-qv", 9, 1)))
     assert cuda.num_words == before
-    assert (assist.starts.num_assisted, assist.starts.num_streamed) == (0, 1)
-    assist._per_elem = 1e-3  # noqa: SLF001
+    assert (offload.starts.num_offloaded, offload.starts.num_streamed) == (0, 1)
+    offload._per_elem = 1e-3  # noqa: SLF001
     check(driver, ask(driver, tiny, ("r17-all", 9, 2)))
     assert cuda.num_words > before
-    assert (assist.starts.num_assisted, assist.starts.num_streamed) == (1, 1)
+    assert (offload.starts.num_offloaded, offload.starts.num_streamed) == (1, 1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_assistant_that_ends_or_hangs_leaves_its_prompt_to_wait(assisted, tiny, monkeypatch, caplog, number):  # noqa: F811
+def test_an_offload_worker_that_ends_leaves_its_prompt_to_wait(with_offload, tiny, monkeypatch, caplog, number):  # noqa: F811
     """A process, within a layer: the device goes on, the prompt is void and runs again, and none is assisted then."""
-    monkeypatch.setattr(cuda_assist, "PATIENCE_SECONDS", 2.0)
-    monkeypatch.setattr(followers, "STOP_SECONDS", 0.5)
-    driver, cuda, assist = assisted(2, processes=True, adapters=["r17-all", "r1-qv"])
+    monkeypatch.setattr(cuda_lora_offload, "PATIENCE_SECONDS", 2.0)
+    monkeypatch.setattr(worker_processes, "STOP_SECONDS", 0.5)
+    driver, cuda, offload = with_offload(2, processes=True, adapters=["r17-all", "r1-qv"])
     want = ask(driver, tiny, ("r17-all", 9, 3), (None, 2, 3))
-    before, pid = cuda.num_words, assist.pids[1]
+    before, pid = cuda.num_words, offload.pids[1]
     cuda.on_word = lambda word: os.kill(pid, number) if word == before + 2 else None
     driver.step()
-    assert driver.executor.inner.steps.lora.lent is not None
+    assert driver.executor.inner.steps.lora.offloaded is not None
     assert not driver.answers["0-r17-all"].tokens, "its products are void"
-    assert "no prompt is assisted any more until the next start" in caplog.text
+    assert "no prompt is offloaded any more until the next start" in caplog.text
     why = "assistant 2 of 2 has ended (signal SIGKILL)" if number == signal.SIGKILL else "kept the GPU waiting for 2 s"
     assert why in caplog.text
     words = cuda.num_words
@@ -191,16 +193,16 @@ def test_an_assistant_that_ends_or_hangs_leaves_its_prompt_to_wait(assisted, tin
     assert cuda.num_words == words
 
 
-def test_an_assistant_that_has_ended_before_the_step_is_not_waited_for(assisted, tiny):  # noqa: F811
-    driver, cuda, assist = assisted(2, adapters=["r17-all"])
-    assist._ranks.lose()  # noqa: SLF001
+def test_an_offload_worker_that_has_ended_before_the_step_is_not_waited_for(with_offload, tiny):  # noqa: F811
+    driver, cuda, offload = with_offload(2, adapters=["r17-all"])
+    offload._ranks.lose()  # noqa: SLF001
     words = cuda.num_words
     check(driver, ask(driver, tiny, ("r17-all", 9, 3)))
     assert cuda.num_words == words
 
 
-def test_a_step_that_fails_is_launched_again(assisted, tiny, monkeypatch):  # noqa: F811
-    driver, _, assist = assisted(1, adapters=["r17-all"])
+def test_a_step_that_fails_is_launched_again(with_offload, tiny, monkeypatch):  # noqa: F811
+    driver, _, offload = with_offload(1, adapters=["r17-all"])
     want = ask(driver, tiny, ("r17-all", 9, 2))
     decoder, errors = driver.executor.inner.steps.decoder, [RuntimeError("for once")]
     score = decoder.score
@@ -213,29 +215,29 @@ def test_a_step_that_fails_is_launched_again(assisted, tiny, monkeypatch):  # no
     monkeypatch.setattr(decoder, "score", fail_once)
     check(driver, want)
     assert not errors
-    assert assist.starts.num_assisted == 1
-    assert set(assist.lent.layers) == {SPEC.layers}
+    assert offload.starts.num_offloaded == 1
+    assert set(offload.offloaded.layers) == {SPEC.layers}
 
 
-def test_images_and_what_is_handed_over_are_pinned_while_they_are_used(assisted, tiny):  # noqa: F811
-    driver, cuda, assist = assisted(1, adapters=["r17-all"])
-    memory = assist._memory  # noqa: SLF001
+def test_images_and_what_is_handed_over_are_pinned_while_they_are_used(with_offload, tiny):  # noqa: F811
+    driver, cuda, offload = with_offload(1, adapters=["r17-all"])
+    memory = offload._memory  # noqa: SLF001
     assert cuda.pinned[memory.address(0)] == memory.layout.first_room
     check(driver, ask(driver, tiny, ("r17-all", 9, 2)))
     assert max(cuda.pinned) >= memory.address(memory.layout.first_room)
 
 
-def test_a_step_behind_one_that_is_under_way_is_not_timed_and_nor_is_that_one(assisted):
-    """Else a token of a prompt would seem to take as long as both, and assistants to pay where they don't."""
-    _, _, assist = assisted(1, adapters=[])
+def test_a_step_behind_one_that_is_under_way_is_not_timed_and_nor_is_that_one(with_offload):
+    """Else a token of a prompt would seem to take as long as both, and offload workers to pay where they don't."""
+    _, _, offload = with_offload(1, adapters=[])
     first, behind, alone = (StepPlan(index, [], []) for index in range(3))
     for plan in (first, behind, alone):
         plan.num_tokens = 4
-    before = assist._per_token = -1.0  # noqa: SLF001
+    before = offload._per_token = -1.0  # noqa: SLF001
     for plan in (first, behind):
-        assist.launch(lambda: None, plan)
-    assert assist.end(first) == assist.end(behind) == []
-    assert assist._per_token == before  # noqa: SLF001
-    assist.launch(lambda: None, alone)
-    assert assist.end(alone) == []
-    assert assist._per_token > 0  # noqa: SLF001
+        offload.launch(lambda: None, plan)
+    assert offload.end(first) == offload.end(behind) == []
+    assert offload._per_token == before  # noqa: SLF001
+    offload.launch(lambda: None, alone)
+    assert offload.end(alone) == []
+    assert offload._per_token > 0  # noqa: SLF001

@@ -1,7 +1,7 @@
-"""LoRA products of a step that other processes of the machine compute (`native/lend.h`), from adapters' images.
+"""LoRA products of a step that other processes of the machine compute (`native/offload.h`), from adapters' images.
 
-The process of the base model hands rows over in memory that all share, layer by layer; an assistant computes a share of
-them until the step ends.
+The process of the base model hands rows over in memory that all share, layer by layer; an offload worker computes a
+share of them until the step ends.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ import torch
 
 from .native_descriptors import (
     ELEMENT_OF,
-    HANDOVER,
+    EXCHANGE,
+    MAX_EXCHANGES,
     MODULES,
-    MOST_HANDOVERS,
     AdapterDescriptor,
-    AssistDescriptor,
-    LentDescriptor,
+    OffloadDescriptor,
+    OffloadWorkerDescriptor,
 )
 from .native_library import library
 from .ranks import Ranks
 from .sgmv import AdapterRows, Segments
 
-#: Bytes of what says of a step's hand-overs what is to be computed.
-HANDOVERS_BYTES = MOST_HANDOVERS * HANDOVER.itemsize
+#: Bytes of what says of a step's exchanges what is to be computed.
+EXCHANGES_BYTES = MAX_EXCHANGES * EXCHANGE.itemsize
 
 
 @dataclass(slots=True)
-class Lent:
+class OffloadedSegments:
     """What of a step is lent.
 
     entries: indices of its segments. row: where the rows of each begin in what is handed over, and where the last's
-    end. share: the same of each assistant's rows. image_ready: address of an int32 for each entry, the number of layers
-    that are in host memory. layers: set by the step: how many layers of each were lent.
-    handovers: address of `HANDOVERS_BYTES`.
+    end. share: the same of each offload worker's rows. image_ready: address of an int32 for each entry, the number of
+    layers that are in host memory. layers: set by the step: how many layers of each were lent.
+    exchanges: address of `EXCHANGES_BYTES`.
     """
 
     ranks: Ranks
@@ -46,14 +46,14 @@ class Lent:
     row: Sequence[int]
     share: Sequence[int]
     image_ready: Sequence[int]
-    handovers: int
+    exchanges: int
     layers: Sequence[int] = ()
 
 
-class Lending(Protocol):
-    """Chooses what of a step is lent, and has the assistants begin with it."""
+class Offloading(Protocol):
+    """Chooses what of a step is lent, and has the offload workers begin with it."""
 
-    def begin(self, segments: Segments, /) -> Lent | None:
+    def begin(self, segments: Segments, /) -> OffloadedSegments | None:
         """Called before a step with segments that have adapters on their way; None where nothing is lent."""
         ...
 
@@ -70,34 +70,39 @@ def described(rows: AdapterRows) -> tuple[AdapterDescriptor, tuple[torch.Tensor,
     return descriptor, (pages, first_elem)
 
 
-class LentTables:
+class OffloadTables:
     """A step's lent segments as the library takes them. adapters: descriptors of the step's segments."""
 
-    def __init__(self, lent: Lent, rows: Sequence[AdapterRows], adapters: Any) -> None:
+    def __init__(self, offloaded: OffloadedSegments, rows: Sequence[AdapterRows], adapters: Any) -> None:
         """Gives each lent segment a descriptor of its own, in which the step marks the layers that it lends."""
-        count = len(lent.entries)
-        own = [described(rows[entry]) for entry in lent.entries]
-        for entry, (descriptor, _) in zip(lent.entries, own, strict=True):
+        count = len(offloaded.entries)
+        own = [described(rows[entry]) for entry in offloaded.entries]
+        for entry, (descriptor, _) in zip(offloaded.entries, own, strict=True):
             adapters[entry] = ctypes.addressof(descriptor)
-        self._lent, self._layers = lent, (c_int32 * count)()
+        self._offloaded, self._layers = offloaded, (c_int32 * count)()
         tables = (
-            (c_int32 * count)(*lent.entries), (c_int32 * (count + 1))(*lent.row),
-            (c_int32 * len(lent.share))(*lent.share), (c_void_p * count)(*(own[1].data_ptr() for _, own in own)),
-            (c_void_p * count)(*lent.image_ready), self._layers,
-        )  # fmt: skip
+            (c_int32 * count)(*offloaded.entries),
+            (c_int32 * (count + 1))(*offloaded.row),
+            (c_int32 * len(offloaded.share))(*offloaded.share),
+            (c_void_p * count)(*(own[1].data_ptr() for _, own in own)),
+            (c_void_p * count)(*offloaded.image_ready),
+            self._layers,
+        )
         self._kept = own, tables  # what the descriptor points to
-        self._descriptor = LentDescriptor(lent.ranks.handle, count, *map(ctypes.addressof, tables), lent.handovers)
+        self._descriptor = OffloadDescriptor(
+            offloaded.ranks.handle, count, *map(ctypes.addressof, tables), offloaded.exchanges
+        )
 
     @property
     def address(self) -> int:
         return ctypes.addressof(self._descriptor)
 
-    def note_lent(self) -> None:
+    def note_offloaded(self) -> None:
         """Note how many layers were lent, after the step."""
-        self._lent.layers = list(self._layers)
+        self._offloaded.layers = list(self._layers)
 
 
-class Assistant:
+class OffloadWorker:
     """Computes a share of what a step lends, in a process of its own.
 
     shapes: hidden size, MLP size, widths of q and of k.
@@ -108,7 +113,7 @@ class Assistant:
         if found is None:
             raise RuntimeError("the native library is not built; reinstall chorus with a C++ compiler")
         self._library, self._shapes = found, shapes
-        self._handle = found.chorus_assist_create(ELEMENT_OF[dtype])
+        self._handle = found.chorus_offload_create(ELEMENT_OF[dtype])
 
     def serve(
         self,
@@ -118,10 +123,11 @@ class Assistant:
         share: tuple[int, int],
         images: Sequence[int],
         page_elems: int,
-        handovers: int,
+        exchanges: int,
     ) -> None:
-        """Compute until rank 0 gives the step up. row: see `Lent`; share: the first row, and the one behind the last;
-        images: address of each adapter's image, into which its `pages` are indices. handovers: see `Lent`.
+        """Compute until rank 0 gives the step up. row: see `OffloadedSegments`; share: the first row, and the one
+        behind the last; images: address of each adapter's image, into which its `pages` are indices. exchanges: see
+        `OffloadedSegments`.
         """
         count = len(rows)
         own = [described(each) for each in rows]
@@ -129,18 +135,18 @@ class Assistant:
             (c_int32 * (count + 1))(*row), (c_void_p * count)(*(ctypes.addressof(each) for each, _ in own)),
             (c_void_p * count)(*images),
         )  # fmt: skip
-        descriptor = AssistDescriptor(
-            *self._shapes, *share, count, page_elems, *map(ctypes.addressof, tables), handovers
+        descriptor = OffloadWorkerDescriptor(
+            *self._shapes, *share, count, page_elems, *map(ctypes.addressof, tables), exchanges
         )
-        self._library.chorus_assist_serve(self._handle, ranks.handle, ctypes.addressof(descriptor))
+        self._library.chorus_offload_serve(self._handle, ranks.handle, ctypes.addressof(descriptor))
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
-            self._library.chorus_assist_destroy(self._handle)
+            self._library.chorus_offload_destroy(self._handle)
             self._handle = None
 
 
-def handed_floats(shapes: tuple[int, int, int, int], tokens: int) -> int:
+def exchange_floats(shapes: tuple[int, int, int, int], tokens: int) -> int:
     """Float32 values of memory that a process needs for `tokens` rows, of x or of the products. See `Ranks`."""
     found = library()
     if found is None:
@@ -149,7 +155,9 @@ def handed_floats(shapes: tuple[int, int, int, int], tokens: int) -> int:
 
 
 def group_widths(shapes: tuple[int, int, int, int]) -> list[tuple[int, int]]:
-    """Inputs and outputs of the groups of projections, as `Groups` of the library has them. shapes: see `Assistant`."""
+    """Inputs and outputs of the groups of projections, as `Groups` of the library has them. shapes: see
+    `OffloadWorker`.
+    """
     hidden, ffn, q, kv = shapes
     return [(hidden, q + 2 * kv), (q, hidden), (hidden, 2 * ffn), (ffn, hidden)]
 
@@ -157,22 +165,23 @@ def group_widths(shapes: tuple[int, int, int, int]) -> list[tuple[int, int]]:
 def input_dtype(dtype: torch.dtype) -> torch.dtype:
     """What rows are handed over in, of a model in `dtype`."""
     found = library()
-    is_wide = found is None or found.chorus_assist_input(ELEMENT_OF[dtype]) == torch.float32.itemsize
+    is_wide = found is None or found.chorus_offload_input(ELEMENT_OF[dtype]) == torch.float32.itemsize
     return torch.float32 if is_wide else dtype
 
 
 def row_elems(dtype: torch.dtype, width: int) -> int:
     """Elements from row to row of `width` of them in what is handed over."""
     found = library()
-    return width if found is None else found.chorus_assist_row(ELEMENT_OF[dtype], width)
+    return width if found is None else found.chorus_offload_row(ELEMENT_OF[dtype], width)
 
 
-def hand_over(ranks: Ranks, handovers: int, x: torch.Tensor, dtype: torch.dtype) -> None:
+def post_exchange(ranks: Ranks, exchanges: int, x: torch.Tensor, dtype: torch.dtype) -> None:
     """Hand rows of the first layer's input over, as a step with one lent segment does, to measure what that takes.
 
-    dtype: of the model. handovers: see `Lent`. The products are in the assistants' parts after `ranks.meet`.
+    dtype: of the model. exchanges: see `OffloadedSegments`. The products are in the offload workers' parts after
+    `ranks.meet`.
     """
     found = library()
     if found is None:
         raise RuntimeError("the native library is not built; reinstall chorus with a C++ compiler")
-    found.chorus_assist_hand_over(ranks.handle, handovers, ELEMENT_OF[dtype], x.data_ptr(), len(x), x.shape[1])
+    found.chorus_offload_post(ranks.handle, exchanges, ELEMENT_OF[dtype], x.data_ptr(), len(x), x.shape[1])

@@ -1,9 +1,9 @@
-"""A GPU as rank 0 of hand-overs to processes of its host, for which the host never waits (CaraServe §4.2).
+"""A GPU as rank 0 of exchanges to processes of its host, for which the host never waits (CaraServe §4.2).
 
-The compute stream is given a hand-over before any of it has run: the rows x go to pinned memory, then the sum's number
+The compute stream is given an exchange before any of it has run: the rows x go to pinned memory, then the sum's number
 to the GPU's word; the base product runs meanwhile; the stream writes its word again, waits until every process's word
 has that number, and copies the products back. For a process that is as if rank 0 were of the host
-(`ops/native/lend.h`).
+(`ops/native/offload.h`).
 
 Why each reads the right bytes. A stream does its work in order, and a write of a value comes after all writes before
 it: a process that sees the number sees x. It writes its word after its products, so they are there when the wait ends.
@@ -22,14 +22,14 @@ import numpy as np
 import torch
 
 from ...memory.transfers.cuda_driver import CupyDriver
-from ...ops.lend import HANDOVERS_BYTES, group_widths, input_dtype, row_elems
-from ...ops.native_descriptors import HANDOVER, MOST_HANDOVERS
+from ...ops.lora_offload import EXCHANGES_BYTES, group_widths, input_dtype, row_elems
+from ...ops.native_descriptors import EXCHANGE, MAX_EXCHANGES
 from ...ops.ranks import Ranks, RanksLost
 
 _MASK = 0xFFFFFFFF
 
 
-class CudaHandover:
+class CudaExchange:
     """The GPU's side. One thread at a time, but for `is_stuck` and `give_up`, which another one calls.
 
     is_given_up: products that came back since are void.
@@ -38,17 +38,19 @@ class CudaHandover:
     def __init__(
         self,
         ranks: Ranks,
-        handovers: int,
+        exchanges: int,
         driver: CupyDriver,
         shapes: tuple[int, int, int, int],
         dtype: torch.dtype,
         most_rows: int,
         device: torch.device,
     ) -> None:
-        """ranks: of rank 0, in pinned memory. handovers: see `Lent`. shapes: see `Assistant`; dtype: of the model."""
+        """ranks: of rank 0, in pinned memory. exchanges: see `OffloadedSegments`. shapes: see `OffloadWorker`; dtype:
+        of the model.
+        """
         self._ranks, self._driver, self._widths = ranks, driver, group_widths(shapes)
-        memory = (ctypes.c_uint8 * HANDOVERS_BYTES).from_address(handovers)
-        self._handovers = np.ctypeslib.as_array(memory).view(HANDOVER)
+        memory = (ctypes.c_uint8 * EXCHANGES_BYTES).from_address(exchanges)
+        self._exchanges = np.ctypeslib.as_array(memory).view(EXCHANGE)
         inputs = input_dtype(dtype)
         self._x_elems = [row_elems(inputs, width) for width, _ in self._widths]
         self._y_elems = [row_elems(torch.float32, width) for _, width in self._widths]
@@ -65,18 +67,18 @@ class CudaHandover:
         elems = self._x_elems[group]
         return self._x[: rows * elems].view(rows, elems)[:, : self._widths[group][0]]
 
-    def lend(self, group: int, layer: int, active: Sequence[int], rows: int) -> None:
+    def offload(self, group: int, layer: int, active: Sequence[int], rows: int) -> None:
         """Hand `rows` of the `input_rows` over, once the compute stream's work so far is done.
 
         active: the lent segments of which they are.
         """
         driver, ranks, stream = self._driver, self._ranks, self._driver.compute_stream()
-        asked = self._handovers[ranks.sums // 2 % MOST_HANDOVERS]
+        asked = self._exchanges[ranks.num_sums // 2 % MAX_EXCHANGES]
         asked["layer"], asked["group"] = layer, group
         asked["active"][:] = 0
         asked["active"][list(active)] = 1
         number = ranks.count()
-        if ranks.sums == 1:
+        if ranks.num_sums == 1:
             self._words[0].value = number - 1  # the stream writes the lower half alone
         self._number = number
         num_bytes = rows * self._x_elems[group] * self._x.itemsize
@@ -84,9 +86,9 @@ class CudaHandover:
         driver.write_value(stream, ranks.word(0), number & _MASK)
 
     def collect(self, group: int, share: Sequence[int]) -> torch.Tensor:
-        """The products `[rows, out]` float32 of the last hand-over, which are there for what is launched from now on.
+        """The products `[rows, out]` float32 of the last exchange, which are there for what is launched from now on.
 
-        share: see `Lent`.
+        share: see `OffloadedSegments`.
         """
         driver, ranks, stream = self._driver, self._ranks, self._driver.compute_stream()
         self._number = number = ranks.count()

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from chorus.core.executors.cuda_handover import CudaHandover
+from chorus.core.executors.cuda_exchange import CudaExchange
 from chorus.memory.transfers import cuda_driver
 from chorus.memory.transfers.cuda_driver import CupyDriver
 from chorus.ops import native_library
-from chorus.ops.lend import HANDOVERS_BYTES, group_widths, row_elems
-from chorus.ops.native_descriptors import HANDOVER
+from chorus.ops.lora_offload import EXCHANGES_BYTES, group_widths, row_elems
+from chorus.ops.native_descriptors import EXCHANGE
 from chorus.ops.ranks import Ranks
 
 from ...memory.fake_cuda import FakeDriver
@@ -29,7 +29,7 @@ pytestmark = [
 ROWS, LAYERS, RANK = 5, 3, 2
 SHAPES = 6, 10, 4, 2
 WIDTHS = group_widths(SHAPES)
-HANDOVERS = [(layer, group) for layer in range(LAYERS) for group in range(len(WIDTHS))]
+EXCHANGES = [(layer, group) for layer in range(LAYERS) for group in range(len(WIDTHS))]
 
 
 class Driver(FakeDriver):
@@ -41,7 +41,7 @@ class Driver(FakeDriver):
 
 
 class Process:
-    """Computes its share of the rows of each hand-over, as an assistant does."""
+    """Computes its share of the rows of each exchange, as an offload worker does."""
 
     def __init__(self, ranks: Ranks, number: int, step: Step) -> None:
         self.ranks, self.number, self.step = ranks, number, step
@@ -54,9 +54,9 @@ class Process:
         self.at = self.word.value = self.ranks.count()  # it is ready for the first
 
     def look(self) -> bool:
-        """Do the next hand-over, if it is there; every process must have written its word of the last one."""
+        """Do the next exchange, if it is there; every process must have written its word of the last one."""
         words = [ctypes.c_int64.from_address(self.ranks.word(rank)).value for rank in range(self.ranks.size)]
-        if self.count == len(HANDOVERS) or min(words) < self.at:
+        if self.count == len(EXCHANGES) or min(words) < self.at:
             return False
         if self.at % 2:
             self._compute()
@@ -64,8 +64,8 @@ class Process:
         return True
 
     def _compute(self) -> None:
-        asked = np.frombuffer((ctypes.c_char * HANDOVERS_BYTES).from_address(self.step.handovers), HANDOVER)[self.count]
-        assert (asked["layer"], asked["group"]) == HANDOVERS[self.count]
+        asked = np.frombuffer((ctypes.c_char * EXCHANGES_BYTES).from_address(self.step.exchanges), EXCHANGE)[self.count]
+        assert (asked["layer"], asked["group"]) == EXCHANGES[self.count]
         assert asked["active"].tolist()[:3] == [1, 0, 1]
         inputs, outputs = WIDTHS[asked["group"]]
         begin, end = self.step.share[self.number - 1 : self.number + 1]
@@ -89,16 +89,16 @@ class Step:
         size, floats = 1 + processes, ROWS * row_elems(torch.float32, max(map(max, WIDTHS)))
         self.memory = mmap.mmap(-1, Ranks.num_bytes(size, floats))
         self.ranks = [Ranks(self.memory, rank, size, floats, 5.0) for rank in range(size)]
-        self._asked = np.zeros(HANDOVERS_BYTES, np.uint8)
-        self.handovers = self._asked.ctypes.data
+        self._asked = np.zeros(EXCHANGES_BYTES, np.uint8)
+        self.exchanges = self._asked.ctypes.data
         self.driver = Driver()
-        self.handover = CudaHandover(
-            self.ranks[0], self.handovers, self.driver, SHAPES, torch.float32, ROWS, torch.device("cpu")
+        self.exchange = CudaExchange(
+            self.ranks[0], self.exchanges, self.driver, SHAPES, torch.float32, ROWS, torch.device("cpu")
         )
         rng = np.random.default_rng(1)
         self.weights = [
             (rng.normal(size=(WIDTHS[group][0], RANK)), rng.normal(size=(WIDTHS[group][1], RANK)))
-            for _, group in HANDOVERS
+            for _, group in EXCHANGES
         ]
         self.processes = [Process(self.ranks[number], number, self) for number in range(1, size)]
         self.x: np.ndarray = np.zeros(0)
@@ -112,12 +112,12 @@ class Step:
             process.begin(number)
         want = np.ones((rows, WIDTHS[0][0]))
         self.driver.launch(lambda: setattr(self, "x", np.ones((rows, WIDTHS[0][0]))))
-        for index, (layer, group) in enumerate(HANDOVERS):
-            given, width = self.handover.input_rows(group, rows), WIDTHS[HANDOVERS[index + 1 - len(HANDOVERS)][1]][0]
+        for index, (layer, group) in enumerate(EXCHANGES):
+            given, width = self.exchange.input_rows(group, rows), WIDTHS[EXCHANGES[index + 1 - len(EXCHANGES)][1]][0]
             self.driver.launch(lambda given=given: given.copy_(torch.from_numpy(self.x)))
-            self.handover.lend(group, layer, [0, 2], rows)
+            self.exchange.offload(group, layer, [0, 2], rows)
             self.driver.launch(self._base_product)
-            products = self.handover.collect(group, self.share)
+            products = self.exchange.collect(group, self.share)
             self.driver.launch(lambda products=products, width=width: self._next(products, width))
             a, b = self.weights[index]
             want = _next_x(want @ a @ b.T, width)
@@ -149,12 +149,12 @@ def test_all_products_come_back(processes, first):
     step = Step(processes)
     for number, rows in enumerate((ROWS, 2, ROWS), first):
         want = step.launch(number, rows)
-        assert step.base % len(HANDOVERS) == 0, "the host has waited for the device"
-        assert not step.handover.is_stuck(60)
+        assert step.base % len(EXCHANGES) == 0, "the host has waited for the device"
+        assert not step.exchange.is_stuck(60)
         step.run()
         assert np.allclose(step.x, want, atol=1e-5)
-        assert not step.handover.is_stuck(0)
-    assert step.base == 3 * len(HANDOVERS)
+        assert not step.exchange.is_stuck(0)
+    assert step.base == 3 * len(EXCHANGES)
 
 
 def test_the_device_goes_on_without_processes_that_have_ended():
@@ -163,15 +163,15 @@ def test_the_device_goes_on_without_processes_that_have_ended():
     while step.driver.run(step.driver.compute, 1) or step.processes[0].look():
         pass  # the second one never looks
     assert step.driver.queues[step.driver.compute], "it waits for the second one"
-    assert not step.handover.is_stuck(60)
-    assert step.handover.is_stuck(0), "nothing goes on"
+    assert not step.exchange.is_stuck(60)
+    assert step.exchange.is_stuck(0), "nothing goes on"
     step.ranks[1].lose()
-    assert step.handover.is_stuck(60)
-    step.handover.give_up()
+    assert step.exchange.is_stuck(60)
+    step.exchange.give_up()
     step.driver.finish()
-    assert step.base == len(HANDOVERS)
-    assert step.handover.is_given_up
-    assert not step.handover.is_stuck(0)
+    assert step.base == len(EXCHANGES)
+    assert step.exchange.is_given_up
+    assert not step.exchange.is_stuck(0)
 
 
 def test_values_in_a_stream_are_the_drivers_calls(monkeypatch):

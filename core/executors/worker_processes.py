@@ -40,7 +40,7 @@ class Losable(Protocol):
         ...
 
 
-class Followers:
+class WorkerProcesses:
     """Processes that share sums with this one, of which it is the first rank."""
 
     def __init__(

@@ -1,4 +1,6 @@
-"""Assistants of the CUDA executor without a GPU: the tests of `interpreted_assist.py`, in a process that interprets."""
+"""Offload workers of the CUDA executor without a GPU: the tests of `interpreted_lora_offload.py`, in a process that
+interprets.
+"""
 
 from __future__ import annotations
 
@@ -30,22 +32,22 @@ HERE = Path(__file__).parent
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.long
 def test_interpreted():
-    result = run_python(*PYTEST, str(HERE / "interpreted_assist.py"), TRITON_INTERPRET="1")
+    result = run_python(*PYTEST, str(HERE / "interpreted_lora_offload.py"), TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
 
 
-def test_a_model_that_assistants_do_not_compute_is_refused(subject):
-    config = EngineConfig(model=subject("gqa").model, device="cuda", dtype="float16", assist_workers=2)
-    with pytest.raises(UnsupportedModel, match=r"assist_workers is 2, .* not in float16; or set it to 0"):
+def test_a_model_that_offload_workers_do_not_compute_is_refused(subject):
+    config = EngineConfig(model=subject("gqa").model, device="cuda", dtype="float16", offload_workers=2)
+    with pytest.raises(UnsupportedModel, match=r"offload_workers is 2, .* not in float16; or set it to 0"):
         CudaExecutor(config, HostDevice())
 
 
-def test_without_cupy_assistants_are_refused(subject, monkeypatch):
+def test_without_cupy_offload_workers_are_refused(subject, monkeypatch):
     def missing():
         raise cuda_driver.MissingCupy("run: pip install cupy")
 
     monkeypatch.setattr(cuda_driver, "cupy_module", missing)
-    config = EngineConfig(model=subject("gqa").model, device="cuda", dtype="float32", assist_workers=2)
+    config = EngineConfig(model=subject("gqa").model, device="cuda", dtype="float32", offload_workers=2)
     monkeypatch.setattr(CudaExecutor, "_load", lambda self: None)
-    with pytest.raises(DeviceError, match="assist_workers is 2, and hand-overs need CuPy; set it to 0, or install"):
+    with pytest.raises(DeviceError, match="offload_workers is 2, and exchanges need CuPy; set it to 0, or install"):
         CudaExecutor(config, HostDevice())

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 
 import torch
 
-from ...ops.lend import Assistant
+from ...ops.lora_offload import OffloadWorker
 from ...ops.sgmv import AdapterRows
 from .shared_memory import MemoryLayout, SharedMemory
 
-#: Seconds that an assistant waits for the base model within a step: more than any step takes.
+#: Seconds that an offload worker waits for the base model within a step: more than any step takes.
 _PATIENCE_SECONDS = 600.0
 
 
-class AssistantProcess:
-    """Computes a share of what each step lends; its methods are messages (`followers`). Rank `number`, from 1 on."""
+class OffloadWorkerProcess:
+    """Computes a share of what each step lends; its methods are messages (`processes`). Rank `number`, from 1 on."""
 
     joined = None
 
@@ -35,14 +35,16 @@ class AssistantProcess:
             os.sched_setaffinity(0, {cpu})
         self._memory = SharedMemory(memory_fd, layout)
         self._ranks = self._memory.ranks(number, _PATIENCE_SECONDS)
-        self._assistant = Assistant(shapes, dtype)
+        self._offload_worker = OffloadWorker(shapes, dtype)
         self._number, self._page_elems = number, page_elems
 
     def serve(
         self, step: int, rows: Sequence[AdapterRows], row: Sequence[int], share: Sequence[int], offsets: Sequence[int]
     ) -> None:
-        """Compute until the base model's process gives the step up. row, share: see `Lent`; offsets: of the images."""
+        """Compute until the base model's process gives the step up. row, share: see `OffloadedSegments`; offsets: of
+        the images.
+        """
         self._ranks.begin(step)
         own = share[self._number - 1], share[self._number]
         images = [self._memory.address(offset) for offset in offsets]
-        self._assistant.serve(self._ranks, rows, row, own, images, self._page_elems, self._memory.handovers)
+        self._offload_worker.serve(self._ranks, rows, row, own, images, self._page_elems, self._memory.exchanges)
