@@ -24,7 +24,7 @@ from ...core.executors.base import ModelInfo
 from ...server.cluster.address import UnixSocket
 from ...server.cluster.cluster_view import NOTHING
 from ...server.cluster.dispatcher import Dispatcher
-from ...server.cluster.ledger import OpenRequest
+from ...server.cluster.in_flight import OpenRequest
 from ...server.cluster.link import Link
 from ...server.cluster.placer import Wanted
 from ...server.cluster.report import Hello, Identity, Report

@@ -208,7 +208,7 @@ class ClusterWorker:
     def stats(self) -> EngineStats:
         """The sum over the replicas; requests that wait at the front count as waiting."""
         here = total([self._gone, *(link.stats for link in self.links if link.stats is not None)])
-        return replace(here, num_waiting=here.num_waiting + self.dispatcher.ledger.num_waiting)
+        return replace(here, num_waiting=here.num_waiting + self.dispatcher.in_flight.num_waiting)
 
     @property
     def healthy(self) -> bool:
@@ -247,7 +247,7 @@ class ClusterWorker:
         if self._settings.max_waiting is None:
             return
         most = self._settings.max_waiting * self.dispatcher.num_replicas
-        unstarted = self.dispatcher.ledger.unstarted
+        unstarted = self.dispatcher.in_flight.unstarted
         own = unstarted[tenant] + count - 1 if tenant else 0
         check_bounds(sum(unstarted.copy().values()) + count - 1, own, most, lambda: 1.0)
 
@@ -260,7 +260,7 @@ class ClusterWorker:
         return done(view_of(self.dispatcher.fleet, self.adapters))
 
     def picture(self) -> Future[Picture]:
-        open_requests = self.dispatcher.ledger.open
+        open_requests = self.dispatcher.in_flight.open
         return self._call(
             lambda: picture_of(self.dispatcher.fleet, self.adapters, open_requests()), otherwise=Picture()
         )

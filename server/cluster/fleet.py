@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ...memory.adapters.adapter import Tier
 from ...memory.files.error import AdapterFormatError, LoadFailure
-from .ledger import OpenRequest, Placements
+from .in_flight import OpenRequest, Placements
 from .link import Link
 from .router import Holders, Replicas, ReplicaState
 

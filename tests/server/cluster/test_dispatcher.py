@@ -77,7 +77,7 @@ class Front:
         self.dispatcher.on_frame(link, Frame(kind, list(fields)))
 
     def at(self, name="q") -> Wired:
-        request = self.dispatcher.ledger.get(name)
+        request = self.dispatcher.in_flight.get(name)
         return next(link for link in self.links if link.name == request.replica)
 
     def tokens(self, name="q") -> list[int]:
@@ -107,7 +107,7 @@ def test_a_dead_replicas_request_goes_on_elsewhere_with_what_the_client_has(fron
     assert front.tokens() == [10, 11, 12]
     (end,) = front.ends()
     assert (end.finish_reason, end.stop_token_id) == (FinishReason.STOP, 2)
-    assert len(front.dispatcher.ledger) == 0
+    assert len(front.dispatcher.in_flight) == 0
 
 
 def test_a_replica_that_was_to_end_has_not_died(front, caplog):
@@ -149,7 +149,7 @@ def test_a_replica_of_another_kind_takes_new_requests_only(front):
     front.down(other)
     front.up(other, OTHER)
     front.down(first)
-    assert front.dispatcher.ledger.num_waiting == 1, "another level's tokens may differ"
+    assert front.dispatcher.in_flight.num_waiting == 1, "another level's tokens may differ"
     front.ask("new")
     assert front.at("new") is other
     front.up(first)
@@ -168,7 +168,7 @@ def test_a_refusal_reaches_the_client_before_the_answer_begins_and_never_after(f
     front.down(first)
     second = front.at("r")
     front.frame(second, "refused", "r", 2, "field:max_tokens", "no room")
-    assert front.dispatcher.ledger.num_waiting == 1 and not front.ends("r")
+    assert front.dispatcher.in_flight.num_waiting == 1 and not front.ends("r")
     front.up(first)
     assert front.at("r") is first and front.tokens("r") == [10]
 
@@ -203,7 +203,7 @@ def test_requests_leave_a_draining_replica(front):
     first.draining = True
     front.frame(first, "stats", {})
     assert front.at() is not first and ("abort", "q") in first.sent
-    assert front.dispatcher.ledger.get("q").deaths == 0
+    assert front.dispatcher.in_flight.get("q").deaths == 0
 
 
 def test_what_a_policy_has_wait_is_no_fault(front):
@@ -213,7 +213,7 @@ def test_what_a_policy_has_wait_is_no_fault(front):
     front.ask("b")
     front.now = 1000.0
     front.dispatcher.look()
-    assert front.dispatcher.ledger.num_waiting == 1 and not front.outputs
+    assert front.dispatcher.in_flight.num_waiting == 1 and not front.outputs
     front.frame(front.links[0], "out", None, [["a", 1, [5], {"finish": "length"}]])
     assert front.at("b") is front.links[0]
 
@@ -269,11 +269,11 @@ def test_while_the_policy_has_a_request_wait_none_overtakes_it():
     assert [front.at(name).name for name in "ab"] == ["r1", "r0"], "ties go to the highest index"
     front.dispatcher.abort("a")
     front.ask("e")
-    assert front.dispatcher.ledger.get("e").replica is None
+    assert front.dispatcher.in_flight.get("e").replica is None
     front.dispatcher.look()
     assert front.at("c").name == "r1"
     front.frame(front.links[0], "out", None, [["b", 1, [5], {"finish": "length"}]])
-    assert front.at("d").name == "r0" and front.dispatcher.ledger.get("e").replica is None
+    assert front.at("d").name == "r0" and front.dispatcher.in_flight.get("e").replica is None
 
 
 def test_a_request_that_fits_no_replica_holds_up_none():
@@ -282,7 +282,7 @@ def test_a_request_that_fits_no_replica_holds_up_none():
     front.ask("large")
     assert front.at("large") is front.links[0], "it refuses by name what it can't serve"
     front.ask("b")
-    assert front.dispatcher.ledger.get("b").replica is None
+    assert front.dispatcher.in_flight.get("b").replica is None
     front.frame(front.links[0], "refused", "large", 1, "field:prompt", "too long")
     front.dispatcher.look()
     assert front.at("b") is front.links[0]
@@ -329,7 +329,7 @@ def test_a_front_asks_for_a_replica_while_requests_wait_but_for_none_that_is_bei
         front.up(link, max_num_seqs=1)
     for name in "abc":
         front.ask(name)
-    assert front.dispatcher.ledger.num_waiting == 1
+    assert front.dispatcher.in_flight.num_waiting == 1
 
     def hint_after(seconds):
         front.dispatcher.look()

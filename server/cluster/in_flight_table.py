@@ -1,4 +1,4 @@
-"""The ledger of a front: its open requests, where each runs, and what its client has received. No I/O.
+"""The in-flight table of a front: its open requests, where each runs, and what its client has received. No I/O.
 
 A request's `life` counts its placements and stands in every row about it, so that a row of an earlier placement, such
 as one of A in A → B → A, is known to be stale and dropped. All that another replica needs to go on is the record:
@@ -62,7 +62,7 @@ class OpenRequest:
 
 
 class Placements:
-    """What a ledger tells of requests at replicas, on its thread; here nothing is done about it."""
+    """Notified of requests at replicas, on its thread; here nothing is done about it."""
 
     def placed(self, request: OpenRequest, replica: str) -> None:
         """A request comes to a replica."""
@@ -74,7 +74,7 @@ class Placements:
         """It leaves a replica, or has ended there."""
 
 
-class Ledger:
+class InFlightTable:
     """Open requests by id. Each is in exactly one place: at the front, in the order of arrival, or at one replica."""
 
     def __init__(self, placements: Placements | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The ledger: whatever dies, and in whatever order rows come, no token is lost or doubled."""
+"""The in-flight table: whatever dies, and in whatever order rows come, no token is lost or doubled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from chorus.server.cluster.ledger import MAX_DEATHS, Ledger
+from chorus.server.cluster.in_flight import MAX_DEATHS, InFlightTable
 
 PROMPT = [7, 8, 9]
 ANSWER = [100 + position for position in range(12)]
@@ -24,71 +24,71 @@ def record(request_id: str = "a") -> dict:
 
 
 def test_rows_of_an_earlier_life_are_dropped():
-    ledger = Ledger()
-    request = ledger.add(record())
-    first = ledger.place(request, "A", "kind")
-    assert ledger.receive("a", first, [100], last=False) is request
-    ledger.lose("A")
-    second = ledger.place(request, "B", "kind")
-    ledger.take_back(request)
-    third = ledger.place(request, "A", "kind")
+    in_flight = InFlightTable()
+    request = in_flight.add(record())
+    first = in_flight.place(request, "A", "kind")
+    assert in_flight.receive("a", first, [100], last=False) is request
+    in_flight.lose("A")
+    second = in_flight.place(request, "B", "kind")
+    in_flight.take_back(request)
+    third = in_flight.place(request, "A", "kind")
     assert len({first, second, third}) == 3
     for life in (first, second):
-        assert ledger.receive("a", life, [101], last=True) is None
-        assert ledger.note_accepted("a", life) is None and ledger.give_back("a", life) is None
-    assert ledger.receive("a", third, [101], last=False) is request
+        assert in_flight.receive("a", life, [101], last=True) is None
+        assert in_flight.note_accepted("a", life) is None and in_flight.give_back("a", life) is None
+    assert in_flight.receive("a", third, [101], last=False) is request
     assert request.record["tokens"] == [*PROMPT, 100, 101]
-    assert (ledger.num_moves, ledger.num_stale) == (2, 6)
+    assert (in_flight.num_moves, in_flight.num_stale) == (2, 6)
 
 
 def test_a_request_that_saw_two_replicas_die_is_not_tried_on_a_third():
-    ledger = Ledger()
-    deadly, other = ledger.add(record("deadly")), ledger.add(record("other"))
-    ledger.place(deadly, "A", "kind")
-    assert ledger.lose("A") == []
-    ledger.place(deadly, "B", "kind")
-    ledger.place(other, "B", "kind")
-    assert ledger.lose("B") == [deadly]
-    assert "deadly" not in ledger
-    assert ledger.waiting() == [other]
+    in_flight = InFlightTable()
+    deadly, other = in_flight.add(record("deadly")), in_flight.add(record("other"))
+    in_flight.place(deadly, "A", "kind")
+    assert in_flight.lose("A") == []
+    in_flight.place(deadly, "B", "kind")
+    in_flight.place(other, "B", "kind")
+    assert in_flight.lose("B") == [deadly]
+    assert "deadly" not in in_flight
+    assert in_flight.waiting() == [other]
 
 
 def test_a_move_that_no_death_asked_for_counts_as_none():
-    ledger = Ledger()
-    request = ledger.add(record())
+    in_flight = InFlightTable()
+    request = in_flight.add(record())
     for replica in "ABABAB":
-        ledger.place(request, replica, "kind")
-        ledger.take_back(request)
-    assert request.deaths == 0 and ledger.num_moves == 5
+        in_flight.place(request, replica, "kind")
+        in_flight.take_back(request)
+    assert request.deaths == 0 and in_flight.num_moves == 5
 
 
 def test_only_replicas_of_the_kind_that_drew_its_tokens_go_on_with_a_request():
-    ledger = Ledger()
-    request = ledger.add(record())
-    ledger.place(request, "A", "old")
-    ledger.lose("A")
-    life = ledger.place(request, "B", "new")
+    in_flight = InFlightTable()
+    request = in_flight.add(record())
+    in_flight.place(request, "A", "old")
+    in_flight.lose("A")
+    life = in_flight.place(request, "B", "new")
     assert request.kind == "new", "nothing had been drawn"
-    ledger.receive("a", life, [100], last=False)
-    ledger.take_back(request)
-    ledger.place(request, "C", "newer")
+    in_flight.receive("a", life, [100], last=False)
+    in_flight.take_back(request)
+    in_flight.place(request, "C", "newer")
     assert request.kind == "new"
 
 
 def test_requests_whose_clients_read_already_wait_in_front():
-    ledger = Ledger()
-    ledger.add(record("fresh"))
-    begun = ledger.add(record("begun"))
-    ledger.receive("begun", ledger.place(begun, "A", "kind"), [100], last=False)
-    ledger.lose("A")
-    assert [one.id for one in ledger.waiting()] == ["begun", "fresh"]
+    in_flight = InFlightTable()
+    in_flight.add(record("fresh"))
+    begun = in_flight.add(record("begun"))
+    in_flight.receive("begun", in_flight.place(begun, "A", "kind"), [100], last=False)
+    in_flight.lose("A")
+    assert [one.id for one in in_flight.waiting()] == ["begun", "fresh"]
 
 
 def test_an_id_in_use_is_refused():
-    ledger = Ledger()
-    ledger.add(record())
+    in_flight = InFlightTable()
+    in_flight.add(record())
     with pytest.raises(ValueError, match="already"):
-        ledger.add(record())
+        in_flight.add(record())
 
 
 class World(RuleBasedStateMachine):
@@ -96,7 +96,7 @@ class World(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.ledger = Ledger()
+        self.in_flight = InFlightTable()
         self.received: dict[str, list[int]] = {}
         self.ended: dict[str, bool] = {}  # False: by an error
         self.deaths: dict[str, int] = {}
@@ -108,14 +108,14 @@ class World(RuleBasedStateMachine):
     def come(self) -> None:
         name = f"q{self.count}"
         self.count += 1
-        self.ledger.add(record(name))
+        self.in_flight.add(record(name))
         self.received[name], self.deaths[name] = [], 0
 
-    @precondition(lambda self: self.ledger.num_waiting)
+    @precondition(lambda self: self.in_flight.num_waiting)
     @rule(data=st.data(), replica=st.sampled_from("ABC"))
     def place(self, data, replica) -> None:
-        request = data.draw(st.sampled_from(self.ledger.waiting()))
-        life = self.ledger.place(request, replica, "kind")
+        request = data.draw(st.sampled_from(self.in_flight.waiting()))
+        life = self.in_flight.place(request, replica, "kind")
         assert (request.id, life) not in self.runs, "a life is lived once"
         self.runs[request.id, life] = replica, len(request.record["tokens"]) - len(PROMPT)
 
@@ -141,7 +141,7 @@ class World(RuleBasedStateMachine):
         life = data.draw(st.sampled_from(lives))
         index = next(index for index, row in enumerate(self.rows) if row[:2] == life)
         name, number, tokens, last = self.rows.pop(index)
-        if self.ledger.receive(name, number, tokens, last=last) is not None:
+        if self.in_flight.receive(name, number, tokens, last=last) is not None:
             assert name not in self.ended
             self.received[name] += tokens
             if last:
@@ -149,31 +149,31 @@ class World(RuleBasedStateMachine):
 
     @rule(replica=st.sampled_from("ABC"))
     def die(self, replica) -> None:
-        for request in list(self.ledger.at(replica)):
+        for request in list(self.in_flight.at(replica)):
             self.deaths[request.id] += 1
-        for request in self.ledger.lose(replica):
+        for request in self.in_flight.lose(replica):
             self.ended[request.id] = False
         for key in [key for key, (at, _) in self.runs.items() if at == replica]:
             del self.runs[key]
 
-    @precondition(lambda self: any(one.replica for one in map(self.ledger.get, self.received) if one))
+    @precondition(lambda self: any(one.replica for one in map(self.in_flight.get, self.received) if one))
     @rule(data=st.data())
     def move(self, data) -> None:
-        placed = [one for one in map(self.ledger.get, self.received) if one is not None and one.replica]
-        self.ledger.take_back(data.draw(st.sampled_from(placed)))
+        placed = [one for one in map(self.in_flight.get, self.received) if one is not None and one.replica]
+        self.in_flight.take_back(data.draw(st.sampled_from(placed)))
 
     @precondition(lambda self: self.received)
     @rule(data=st.data())
     def abort(self, data) -> None:
         name = data.draw(st.sampled_from(sorted(self.received)))
-        if self.ledger.remove(name) is not None:
+        if self.in_flight.remove(name) is not None:
             self.ended[name] = False
 
     @invariant()
     def nothing_is_lost_or_doubled(self) -> None:
         for name, tokens in self.received.items():
             assert tokens == ANSWER[: len(tokens)]
-            request = self.ledger.get(name)
+            request = self.in_flight.get(name)
             if request is None:
                 assert name in self.ended
                 assert not self.ended[name] or tokens == ANSWER
@@ -183,14 +183,14 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def requests_without_a_token_are_counted(self) -> None:
-        without = {name for name, tokens in self.received.items() if name in self.ledger and not tokens}
-        assert self.ledger.unstarted == dict.fromkeys(without, 1)
+        without = {name for name, tokens in self.received.items() if name in self.in_flight and not tokens}
+        assert self.in_flight.unstarted == dict.fromkeys(without, 1)
 
     @invariant()
     def each_is_in_one_place(self) -> None:
-        places = [one.id for place in (None, *"ABC") for one in self.ledger.at(place)]
-        assert sorted(places) == sorted(name for name in self.received if name in self.ledger)
-        assert len(places) == len(self.ledger)
+        places = [one.id for place in (None, *"ABC") for one in self.in_flight.at(place)]
+        assert sorted(places) == sorted(name for name in self.received if name in self.in_flight)
+        assert len(places) == len(self.in_flight)
 
 
 TestWorld = World.TestCase
@@ -198,15 +198,15 @@ TestWorld = World.TestCase
 
 @given(st.lists(st.sampled_from(["place", "lose", "back"]), max_size=30))
 def test_a_life_never_comes_again(events):
-    ledger, lives = Ledger(), []
-    request = ledger.add(record())
+    in_flight, lives = InFlightTable(), []
+    request = in_flight.add(record())
     for event in events:
-        if request.id not in ledger:
+        if request.id not in in_flight:
             break
         if request.replica is None and event == "place":
-            lives.append(ledger.place(request, "A", "kind"))
+            lives.append(in_flight.place(request, "A", "kind"))
         elif request.replica is not None and event == "lose":
-            ledger.lose("A")
+            in_flight.lose("A")
         elif request.replica is not None and event == "back":
-            ledger.take_back(request)
+            in_flight.take_back(request)
     assert lives == list(range(1, len(lives) + 1))
