@@ -113,7 +113,7 @@ class ClusterWorker:
         self._stopping = False
         self._model: ModelInfo  # once a replica has been there
 
-    # --- life ---
+    # --- start and stop ---
 
     def start(self) -> None:
         """Begin to connect, and register the adapters of the start; see `wait_until_ready`.

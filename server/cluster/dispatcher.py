@@ -216,9 +216,9 @@ class Dispatcher:
             raise Malformed("an out frame has no list of rows")
         info, outputs, ended = read_step(step), [], False
         for row in rows:
-            output, life = from_row(row, info)
+            output, attempt = from_row(row, info)
             request = self.in_flight.receive(
-                output.request_id, life, output.token_ids, last=output.finish_reason is not None
+                output.request_id, attempt, output.token_ids, last=output.finish_reason is not None
             )
             if request is None:
                 continue
@@ -236,12 +236,12 @@ class Dispatcher:
         if ended and self.in_flight.num_waiting:
             self.placer.place_waiting()
 
-    def _on_taken(self, request_id: str, life: int) -> None:
-        if (request := self.in_flight.note_accepted(request_id, life)) is not None:
+    def _on_taken(self, request_id: str, attempt: int) -> None:
+        if (request := self.in_flight.note_accepted(request_id, attempt)) is not None:
             self._accept(request)
 
-    def _on_refused(self, link: Link, request_id: str, life: int, reason: str, text: str) -> None:
-        request = self.in_flight.give_back(request_id, life)
+    def _on_refused(self, link: Link, request_id: str, attempt: int, reason: str, text: str) -> None:
+        request = self.in_flight.give_back(request_id, attempt)
         if request is None:
             return
         if reason.startswith("field:") and not request.accepted.done():

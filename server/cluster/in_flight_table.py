@@ -1,7 +1,7 @@
 """The in-flight table of a front: its open requests, where each runs, and what its client has received. No I/O.
 
-A request's `life` counts its placements and stands in every row about it, so that a row of an earlier placement, such
-as one of A in A → B → A, is known to be stale and dropped. All that another replica needs to go on is the record:
+A request's `attempt` counts its placements and stands in every row about it, so that a row of an earlier placement,
+such as one of A in A → B → A, is known to be stale and dropped. All that another replica needs to go on is the record:
 prompt, tokens received, seed and parameters (`core.requests.record`).
 """
 
@@ -25,7 +25,7 @@ class OpenRequest:
 
     record: see `core.requests.record`; `tokens` are the prompt's and all that the client was sent. kind: of the
     replicas that drew them, which alone may go on with them; None before the first. is_taken: whether the replica has
-    accepted it. is_started: whether a token came in this life.
+    accepted it. is_started: whether a token came in this attempt.
 
     path, version: its adapter's directory, and the adapter as `name@version`. accepted: ends once a replica has taken
     the request, or with InvalidRequest. arrival: on this process's clock. refused_by: names of replicas.
@@ -35,7 +35,7 @@ class OpenRequest:
     id: str
     record: dict[str, Any]
     rank: int = 0
-    life: int = 0
+    attempt: int = 0
     replica: str | None = None
     kind: Hashable | None = None
     deaths: int = 0
@@ -86,7 +86,7 @@ class InFlightTable:
         self.num_moves = 0
         """Placements of requests that had been placed before."""
         self.num_stale = 0
-        """Rows that were dropped because they were of an earlier life."""
+        """Rows that were dropped because they were of an earlier attempt."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -128,25 +128,25 @@ class InFlightTable:
         return request
 
     def place(self, request: OpenRequest, replica: str, kind: Hashable) -> int:
-        """Give a waiting request to a replica; returns its life there."""
-        if request.life:
+        """Give a waiting request to a replica; returns the number of the attempt."""
+        if request.attempt:
             self.num_moves += 1
         self._put(request, replica)
-        request.life += 1
+        request.attempt += 1
         if not request.num_output_tokens:
             request.kind = kind
-        return request.life
+        return request.attempt
 
-    def note_accepted(self, request_id: str, life: int) -> OpenRequest | None:
+    def note_accepted(self, request_id: str, attempt: int) -> OpenRequest | None:
         """Note that the replica has accepted a request; None if the row is stale."""
-        request = self._current(request_id, life)
+        request = self._current(request_id, attempt)
         if request is not None:
             request.is_taken = True
         return request
 
-    def receive(self, request_id: str, life: int, tokens: Sequence[int], *, last: bool) -> OpenRequest | None:
+    def receive(self, request_id: str, attempt: int, tokens: Sequence[int], *, last: bool) -> OpenRequest | None:
         """Note tokens that came, and the end; None if the row is stale and nothing of it may reach the client."""
-        request = self._current(request_id, life)
+        request = self._current(request_id, attempt)
         if request is None:
             return None
         request.is_taken = True
@@ -160,9 +160,9 @@ class InFlightTable:
             self.remove(request_id)
         return request
 
-    def give_back(self, request_id: str, life: int) -> OpenRequest | None:
+    def give_back(self, request_id: str, attempt: int) -> OpenRequest | None:
         """A replica refused a request: it waits again; None if the row is stale."""
-        request = self._current(request_id, life)
+        request = self._current(request_id, attempt)
         if request is not None:
             self._put(request, None)
         return request
@@ -191,11 +191,11 @@ class InFlightTable:
             self._leave(request)
         return request
 
-    def _current(self, request_id: str, life: int) -> OpenRequest | None:
+    def _current(self, request_id: str, attempt: int) -> OpenRequest | None:
         request = self._open.get(request_id)
         if request is None:  # it has ended, or was aborted
             return None
-        if request.replica is None or request.life != life:
+        if request.replica is None or request.attempt != attempt:
             self.num_stale += 1
             return None
         return request

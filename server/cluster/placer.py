@@ -69,10 +69,10 @@ class Placer:
                 self._is_held = True
                 return
             target = links[index]
-        life = self._in_flight.place(request, target.name, target.identity)
+        attempt = self._in_flight.place(request, target.name, target.identity)
         request.record["age"] = self._clock() - request.arrival
         request.record["num_paid_tokens"] = len(request.record["tokens"]) - 1 if request.num_output_tokens else 0
-        target.send("submit", request.record, life)
+        target.send("submit", request.record, attempt)
 
     def _choose(self, wanted: Wanted, request: OpenRequest, replicas: Replicas) -> int | None:
         """The index of the policy's choice. A call's requests have a prompt prefix in common, so a further request

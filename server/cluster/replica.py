@@ -192,7 +192,7 @@ class _Front:
         self._worker = replica.worker
         self._stream = stream
         self._loop = asyncio.get_running_loop()
-        self._open: dict[str, int] = {}  # lives
+        self._open: dict[str, int] = {}  # attempts
         self._rows: list[list[Any]] = []
         self._step: StepInfo | None = None
         self._handlers: dict[str, Callable[..., None]] = {
@@ -228,30 +228,30 @@ class _Front:
         except (TypeError, ValueError, KeyError) as error:
             raise Malformed(f"a frame {frame.kind} can't be read: {error!r}") from None
 
-    def _submit(self, record: Mapping[str, Any], life: int) -> None:
+    def _submit(self, record: Mapping[str, Any], attempt: int) -> None:
         request_id = record["id"]
         _check_text(request_id)
-        if not isinstance(life, int):
-            raise TypeError("a life is no number")
+        if not isinstance(attempt, int):
+            raise TypeError("an attempt must be an integer")
         if request_id in self._open:
             raise ValueError(f"request {request_id} is open here")
         _check_tokens(record["tokens"])
         if self._replica.draining:
-            self.send("refused", request_id, life, DRAINING, "the replica is about to end")
+            self.send("refused", request_id, attempt, DRAINING, "the replica is about to end")
             return
-        self._open[request_id] = life
+        self._open[request_id] = attempt
         params = record.get("params")
         if isinstance(params, Mapping) and isinstance(params.get("grammar"), Mapping):
             compiled = self._replica.compile(params["grammar"])
-            compiled.add_done_callback(lambda _: self._call_soon(self._resume, record, request_id, life))
+            compiled.add_done_callback(lambda _: self._call_soon(self._resume, record, request_id, attempt))
         else:
-            self._resume(record, request_id, life)
+            self._resume(record, request_id, attempt)
 
-    def _resume(self, record: Mapping[str, Any], request_id: str, life: int) -> None:
-        if self._open.get(request_id) != life:  # aborted while its grammar was compiled
+    def _resume(self, record: Mapping[str, Any], request_id: str, attempt: int) -> None:
+        if self._open.get(request_id) != attempt:  # aborted while its grammar was compiled
             return
-        future = self._worker.resume(record, partial(self._put, life), self._loop)
-        future.add_done_callback(partial(self._call_soon, self._answer, request_id, life))
+        future = self._worker.resume(record, partial(self._put, attempt), self._loop)
+        future.add_done_callback(partial(self._call_soon, self._answer, request_id, attempt))
 
     def _call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
         try:
@@ -259,12 +259,12 @@ class _Front:
         except RuntimeError:  # the loop has ended, and the process with it
             log.debug("an answer came after the end")
 
-    def _answer(self, request_id: str, life: int, future: Future[NotHere | None]) -> None:
+    def _answer(self, request_id: str, attempt: int, future: Future[NotHere | None]) -> None:
         error = future.exception()
         if error is None and future.result() is None:
-            self.send("taken", request_id, life)
+            self.send("taken", request_id, attempt)
             return
-        if self._open.get(request_id) == life:
+        if self._open.get(request_id) == attempt:
             del self._open[request_id]
         if error is None:
             reason, text = NOT_HERE, "no adapter of this content is registered here"
@@ -275,9 +275,9 @@ class _Front:
         else:
             log.warning("a record was refused: %r", error)
             reason, text = MALFORMED, f"the record can't be read: {error!r}"
-        self.send("refused", request_id, life, reason, text)
+        self.send("refused", request_id, attempt, reason, text)
 
-    def _put(self, life: int, output: RequestOutput) -> None:
+    def _put(self, attempt: int, output: RequestOutput) -> None:
         """Take an output, on the loop; all of a step leave in one frame, as they are handed over in one turn.
 
         The end of the engine is no end of a request: this process ends with it, and the front has the request go on
@@ -285,11 +285,11 @@ class _Front:
         """
         if output.finish_reason is FinishReason.ERROR and self._worker.failure is not None:
             return
-        if output.finish_reason is not None and self._open.get(output.request_id) == life:
+        if output.finish_reason is not None and self._open.get(output.request_id) == attempt:
             del self._open[output.request_id]
         if not self._rows:
             self._loop.call_soon(self._flush)
-        self._rows.append(to_row(output, life))
+        self._rows.append(to_row(output, attempt))
         self._step = output.step or self._step
 
     def _flush(self) -> None:

@@ -33,8 +33,8 @@ class Wired(Link):
 
     def send(self, kind, *fields):
         if kind == "submit":
-            record, life = fields
-            fields = record["id"], life, len(record["tokens"])
+            record, attempt = fields
+            fields = record["id"], attempt, len(record["tokens"])
         self.sent.append((kind, *fields))
 
 

@@ -69,7 +69,7 @@ def test_what_is_kept_up_to_date_is_what_a_recount_finds(moves):
             elif act == "back" and request.replica is not None:
                 in_flight.take_back(request)
             elif act in ("token", "end") and request.replica is not None:
-                in_flight.receive(request.id, request.life, [7], last=act == "end")
+                in_flight.receive(request.id, request.attempt, [7], last=act == "end")
                 if act == "end":
                     asked.remove(request)
     _, replicas = fleet.candidates(in_flight.add(record("last")))

@@ -33,9 +33,9 @@ def test_rows_of_an_earlier_life_are_dropped():
     in_flight.take_back(request)
     third = in_flight.place(request, "A", "kind")
     assert len({first, second, third}) == 3
-    for life in (first, second):
-        assert in_flight.receive("a", life, [101], last=True) is None
-        assert in_flight.note_accepted("a", life) is None and in_flight.give_back("a", life) is None
+    for attempt in (first, second):
+        assert in_flight.receive("a", attempt, [101], last=True) is None
+        assert in_flight.note_accepted("a", attempt) is None and in_flight.give_back("a", attempt) is None
     assert in_flight.receive("a", third, [101], last=False) is request
     assert request.record["tokens"] == [*PROMPT, 100, 101]
     assert (in_flight.num_moves, in_flight.num_stale) == (2, 6)
@@ -67,9 +67,9 @@ def test_only_replicas_of_the_kind_that_drew_its_tokens_go_on_with_a_request():
     request = in_flight.add(record())
     in_flight.place(request, "A", "old")
     in_flight.lose("A")
-    life = in_flight.place(request, "B", "new")
+    attempt = in_flight.place(request, "B", "new")
     assert request.kind == "new", "nothing had been drawn"
-    in_flight.receive("a", life, [100], last=False)
+    in_flight.receive("a", attempt, [100], last=False)
     in_flight.take_back(request)
     in_flight.place(request, "C", "newer")
     assert request.kind == "new"
@@ -100,7 +100,7 @@ class World(RuleBasedStateMachine):
         self.received: dict[str, list[int]] = {}
         self.ended: dict[str, bool] = {}  # False: by an error
         self.deaths: dict[str, int] = {}
-        self.runs: dict[tuple[str, int], tuple[str, int]] = {}  # request and life: its replica and next position
+        self.runs: dict[tuple[str, int], tuple[str, int]] = {}  # request and attempt: its replica and next position
         self.rows: list[tuple[str, int, list[int], bool]] = []  # under way
         self.count = 0
 
@@ -115,9 +115,9 @@ class World(RuleBasedStateMachine):
     @rule(data=st.data(), replica=st.sampled_from("ABC"))
     def place(self, data, replica) -> None:
         request = data.draw(st.sampled_from(self.in_flight.waiting()))
-        life = self.in_flight.place(request, replica, "kind")
-        assert (request.id, life) not in self.runs, "a life is lived once"
-        self.runs[request.id, life] = replica, len(request.record["tokens"]) - len(PROMPT)
+        attempt = self.in_flight.place(request, replica, "kind")
+        assert (request.id, attempt) not in self.runs, "an attempt is made once"
+        self.runs[request.id, attempt] = replica, len(request.record["tokens"]) - len(PROMPT)
 
     @precondition(lambda self: self.runs)
     @rule(data=st.data(), count=st.integers(1, 3))
@@ -136,10 +136,10 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
     def arrive(self, data) -> None:
-        """Rows of one life come in order, those of several in any."""
-        lives = sorted({row[:2] for row in self.rows})
-        life = data.draw(st.sampled_from(lives))
-        index = next(index for index, row in enumerate(self.rows) if row[:2] == life)
+        """Rows of one attempt come in order, those of several in any."""
+        attempts = sorted({row[:2] for row in self.rows})
+        attempt = data.draw(st.sampled_from(attempts))
+        index = next(index for index, row in enumerate(self.rows) if row[:2] == attempt)
         name, number, tokens, last = self.rows.pop(index)
         if self.in_flight.receive(name, number, tokens, last=last) is not None:
             assert name not in self.ended
@@ -198,15 +198,15 @@ TestWorld = World.TestCase
 
 @given(st.lists(st.sampled_from(["place", "lose", "back"]), max_size=30))
 def test_a_life_never_comes_again(events):
-    in_flight, lives = InFlightTable(), []
+    in_flight, attempts = InFlightTable(), []
     request = in_flight.add(record())
     for event in events:
         if request.id not in in_flight:
             break
         if request.replica is None and event == "place":
-            lives.append(in_flight.place(request, "A", "kind"))
+            attempts.append(in_flight.place(request, "A", "kind"))
         elif request.replica is not None and event == "lose":
             in_flight.lose("A")
         elif request.replica is not None and event == "back":
             in_flight.take_back(request)
-    assert lives == list(range(1, len(lives) + 1))
+    assert attempts == list(range(1, len(attempts) + 1))
