@@ -34,7 +34,7 @@ from .cuda_rank import CudaFollower
 from .cuda_rank_copies import CudaRankAdapters, RankCopies, RankTransfer
 from .cuda_rank_memory import DeviceSeat, RankDevices
 from .followers import STOP_SECONDS
-from .ranks import PATIENCE_SECONDS, RanksFront
+from .ranks import PATIENCE_SECONDS, RanksApiServer
 from .shared_memory import MemoryLayout, SharedMemory, image_bytes
 from .swaps import PageSwaps
 
@@ -51,7 +51,7 @@ _LOOK_SECONDS = 1.0
 _LOST = "a rank has ended or kept the others waiting for too long"
 
 
-class CudaRanksExecutor(RanksFront[CudaExecutor]):
+class CudaRanksExecutor(RanksApiServer[CudaExecutor]):
     """Runs steps on `config.tensor_parallel_size` GPUs, of which the first is a `CudaExecutor` of this process."""
 
     def __init__(

@@ -1,9 +1,9 @@
 """An executor of several ranks: processes of this machine that compute each layer together (tensor parallel).
 
 The first rank is this process. It draws the tokens, and what clocks decide is decided here, or by all ranks together: a
-step is done, and a shadow made, when it is on every rank, and a row is void that is void on any. `RanksFront` is what
-ranks on processors and on GPUs (`cuda_ranks`) have in common. On processors the first rank also reads and moves what
-lies in the arenas, which it sees all of; the other ranks compute their shares of the same steps.
+step is done, and a shadow made, when it is on every rank, and a row is void that is void on any. `RanksApiServer` is
+what ranks on processors and on GPUs (`cuda_ranks`) have in common. On processors the first rank also reads and moves
+what lies in the arenas, which it sees all of; the other ranks compute their shares of the same steps.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _ROW_ROOM = 32
 _MIB = 1 << 20
 
 
-class RanksFront(Generic[First]):
+class RanksApiServer(Generic[First]):
     """Ranks as an engine has them: one executor, of which `first` computes the first rank's share in this process.
 
     shapes: of the first rank. layout: of a page of all ranks.
@@ -119,7 +119,7 @@ def weights_of_rank(whole: ModelConfig, size: int) -> int:
     return embeddings + head + hidden + whole.num_layers * (2 * hidden + shared // size)
 
 
-class RanksExecutor(RanksFront[CpuExecutor]):
+class RanksExecutor(RanksApiServer[CpuExecutor]):
     """Runs steps on `config.tensor_parallel_size` ranks, of which the first is a `CpuExecutor` of this process."""
 
     start = None  # as of the CPU's executor

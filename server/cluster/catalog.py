@@ -1,4 +1,6 @@
-"""The catalog of a front: adapters by name, resolved here and nowhere else, so that no replica serves a stale one."""
+"""The catalog of an API server: adapters by name, resolved here and nowhere else, so that no replica serves a stale
+one.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One version of a name. version: its number within this front. label: the version as clients see it. pinned:
+    """One version of a name. version: its number within this API server. label: the version as clients see it. pinned:
     whether replicas are to keep it resident.
     """
 

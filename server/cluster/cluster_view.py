@@ -1,4 +1,4 @@
-"""What a front tells of its cluster: sums over replicas, metrics, and where adapters are."""
+"""What an API server tells of its cluster: sums over replicas, metrics, and where adapters are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..engine.engine_view import MAX_TIER_SERIES, AdapterRow, EngineView, Phase,
 from .catalog import Catalog
 from .dispatcher import Dispatcher
 from .fleet import Fleet
-from .in_flight import OpenRequest
+from .in_flight_table import OpenRequest
 from .link import Link
 
 _LATEST = ("last_step", "mode", "merged_adapter")
@@ -145,7 +145,8 @@ class ClusterCollector(Collector):
         yield GaugeMetricFamily(
             "chorus_scale_hint", "1: one more replica is needed; -1: one could be given back", dispatcher.scale.value
         )
-        yield GaugeMetricFamily("chorus_front_waiting", "Requests that wait at the front", in_flight.num_waiting)
+        for name in ("chorus_api_server_waiting", "chorus_front_waiting"):  # the second: until the next release
+            yield GaugeMetricFamily(name, "Requests queued at this API server", in_flight.num_waiting)
         yield CounterMetricFamily(
             "chorus_replica_deaths",
             "Connections to replicas that ended, but for replicas that were to",

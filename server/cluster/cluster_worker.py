@@ -85,7 +85,7 @@ class ClusterWorker:
         registry: Address | None = None,
         estimates: Estimates | None = None,
     ) -> None:
-        """on_stop: called at the end of `stop`, once. registry: address of the registry that several fronts share.
+        """on_stop: called at the end of `stop`, once. registry: address of the registry that several API servers share.
         estimates: the policy's.
         """
         self.links = links
@@ -132,7 +132,8 @@ class ClusterWorker:
     ) -> None:  # fmt: skip
         """Return once all replicas are there. EngineUnavailable with `trouble`'s text as soon as it has one.
 
-        was_whole: they were before, so that one will do: another one's absence must not keep a front from its clients.
+        was_whole: they were before, so that one will do: another one's absence must not keep an API server from its
+        clients.
         """
         with self._change:
             while not self._has_copy or self._num_up() < (1 if was_whole else self.dispatcher.num_replicas):
@@ -206,7 +207,7 @@ class ClusterWorker:
 
     @property
     def stats(self) -> EngineStats:
-        """The sum over the replicas; requests that wait at the front count as waiting."""
+        """The sum over the replicas; requests that wait at the API server count as waiting."""
         here = total([self._gone, *(link.stats for link in self.links if link.stats is not None)])
         return replace(here, num_waiting=here.num_waiting + self.dispatcher.in_flight.num_waiting)
 

@@ -1,4 +1,4 @@
-"""The dispatcher of a front: what happens to requests, by their clients and by replicas, until they end.
+"""The dispatcher of an API server: what happens to requests, by their clients and by replicas, until they end.
 
 All of it runs on one event loop. Where a request goes is the placer's.
 """
@@ -18,7 +18,7 @@ from ...core.requests.types import FinishReason, RequestOutput
 from ...memory.adapters.versions import split_version
 from ...memory.files.error import LoadFailure
 from .fleet import Fleet
-from .in_flight import InFlightTable, OpenRequest
+from .in_flight_table import InFlightTable, OpenRequest
 from .link import Link
 from .placer import Placer
 from .replica import BROKEN, DRAINING, MALFORMED

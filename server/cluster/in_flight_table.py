@@ -1,4 +1,4 @@
-"""The in-flight table of a front: its open requests, where each runs, and what its client has received. No I/O.
+"""The in-flight table of an API server: its open requests, where each runs, and what its client has received. No I/O.
 
 A request's `attempt` counts its placements and stands in every row about it, so that a row of an earlier placement,
 such as one of A in A → B → A, is known to be stale and dropped. All that another replica needs to go on is the record:
@@ -21,7 +21,7 @@ MAX_DEATHS = 2
 @dataclass(slots=True, eq=False)
 class OpenRequest:
     """A request that has not ended. rank: of its adapter, 0 for none. replica: where it runs; None while it waits at
-    the front.
+    the API server.
 
     record: see `core.requests.record`; `tokens` are the prompt's and all that the client was sent. kind: of the
     replicas that drew them, which alone may go on with them; None before the first. is_taken: whether the replica has
@@ -75,7 +75,9 @@ class Placements:
 
 
 class InFlightTable:
-    """Open requests by id. Each is in exactly one place: at the front, in the order of arrival, or at one replica."""
+    """Open requests by id. Each is in exactly one place: at the API server, in the order of arrival, or at one
+    replica.
+    """
 
     def __init__(self, placements: Placements | None = None) -> None:
         self._placements = placements or Placements()
@@ -102,7 +104,7 @@ class InFlightTable:
         return self._open.values()
 
     def waiting(self) -> list[OpenRequest]:
-        """Requests that wait at the front. A request with tokens comes first: its client has begun to read."""
+        """Requests that wait at the API server. A request with tokens comes first: its client has begun to read."""
         waiting = list(self._at[None].values())
         waiting.sort(key=lambda request: request.num_output_tokens == 0)
         return waiting

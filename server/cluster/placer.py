@@ -1,4 +1,4 @@
-"""The placer of a front: which replica a request goes to, or that it waits.
+"""The placer of an API server: which replica a request goes to, or that it waits.
 
 A request waits while no replica may take it: none is up, none has its adapter yet, none is of the kind that drew its
 tokens, or the policy has it wait; later ones then wait behind it.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ...memory.files.error import LoadFailure
 from .fleet import Fleet
-from .in_flight import InFlightTable, OpenRequest
+from .in_flight_table import InFlightTable, OpenRequest
 from .link import Link
 from .router import Policy, Replicas
 

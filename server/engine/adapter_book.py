@@ -32,7 +32,9 @@ class RegistryNames(NamedTuple):
 
 
 class AdapterNames(Protocol):
-    """What names mean: an engine's, or a front's. A version has a name, a number `version`, a label and a manifest."""
+    """What names mean: an engine's, or an API server's. A version has a name, a number `version`, a label and a
+    manifest.
+    """
 
     quarantine: dict[str, Quarantined]
     """Adapters that are not served, by name."""

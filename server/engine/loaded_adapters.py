@@ -24,14 +24,15 @@ log = logging.getLogger(__name__)
 NAMES_FILE = "names.sqlite"
 
 SHARED_SECONDS = 60.0
-"""Seconds for which a directory that other fronts may use is kept after its version was retired: their requests may not
-have reached a replica yet."""
+"""Seconds for which a directory that other API servers may use is kept after its version was retired: their requests
+may not have reached a replica yet."""
 
 
 class LoadedAdapters:
     """A directory of adapters' files, and a file in it of names; of any thread.
 
-    A cluster's registry keeps the names of its adapters: `names` is None there, and other fronts use the files, too.
+    A cluster's registry keeps the names of its adapters: `names` is None there, and other API servers use the files,
+    too.
     """
 
     def __init__(self, files: OwnedStore, names: RegistryStore | None) -> None:

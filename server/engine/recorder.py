@@ -128,7 +128,7 @@ def _open(path: Path) -> int:
     except OSError as error:
         raise NoTrace(f"--record {path}: {error.strerror}; name a file in a directory that is there") from None
     try:
-        fcntl.flock(file, fcntl.LOCK_EX)  # fronts of one cluster open it at the same time
+        fcntl.flock(file, fcntl.LOCK_EX)  # API servers of one cluster open it at the same time
         begin = os.pread(file, len(HEADER) + 1, 0)
         if not begin:
             os.write(file, f"{HEADER}\n".encode())

@@ -220,7 +220,7 @@ class SourcedAdapters:
 
         try:
             await asyncio.wrap_future(self._loads.load(name, find, roots, replace=False, by=BY))
-        except FileExistsError:  # another front, or an operator, was faster
+        except FileExistsError:  # another API server, or an operator, was faster
             pass
         except AdapterFormatError as error:
             reason = str(error).replace(f"{path}/", "").replace(str(path), "its directory")

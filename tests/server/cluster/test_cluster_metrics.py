@@ -1,11 +1,11 @@
-"""A front's metrics tell what its replicas have reported."""
+"""An API server's metrics tell what its replicas have reported."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 from chorus.server.cluster.cluster_view import ClusterCollector
-from chorus.server.cluster.in_flight import InFlightTable
+from chorus.server.cluster.in_flight_table import InFlightTable
 
 
 def costs(told):

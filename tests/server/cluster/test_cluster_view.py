@@ -1,4 +1,4 @@
-"""What a front knows for the operator's page: the nearest tiers, its own requests, each replica's counts."""
+"""What an API server knows for the operator's page: the nearest tiers, its own requests, each replica's counts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from chorus.memory.adapters.adapter import Tier
 from chorus.server.cluster.address import UnixSocket
 from chorus.server.cluster.cluster_view import NOTHING, picture_of
 from chorus.server.cluster.fleet import Fleet
-from chorus.server.cluster.in_flight import InFlightTable
+from chorus.server.cluster.in_flight_table import InFlightTable
 from chorus.server.cluster.link import Link
 from chorus.server.cluster.report import Report
 from chorus.server.engine.engine_view import Phase

@@ -1,4 +1,4 @@
-"""States that a front keeps up to date as requests come and go are those of a recount."""
+"""States that an API server keeps up to date as requests come and go are those of a recount."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chorus.core.executors.base import ModelInfo
 from chorus.server.cluster.address import UnixSocket
 from chorus.server.cluster.cluster_view import NOTHING
 from chorus.server.cluster.fleet import Fleet
-from chorus.server.cluster.in_flight import InFlightTable
+from chorus.server.cluster.in_flight_table import InFlightTable
 from chorus.server.cluster.link import Link
 from chorus.server.cluster.report import Hello, Identity, Report
 from chorus.server.cluster.router import ReplicaState

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from chorus.server.cluster.in_flight import MAX_DEATHS, InFlightTable
+from chorus.server.cluster.in_flight_table import MAX_DEATHS, InFlightTable
 
 PROMPT = [7, 8, 9]
 ANSWER = [100 + position for position in range(12)]
@@ -122,7 +122,7 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: self.runs)
     @rule(data=st.data(), count=st.integers(1, 3))
     def step(self, data, count) -> None:
-        """A replica draws tokens, and may go on after the front took the request from it."""
+        """A replica draws tokens, and may go on after the API server took the request from it."""
         key = data.draw(st.sampled_from(sorted(self.runs)))
         replica, position = self.runs[key]
         tokens = ANSWER[position : position + count]
