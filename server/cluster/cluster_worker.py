@@ -24,9 +24,9 @@ from ...memory.adapters.versions import versioned
 from ...memory.files.error import AdapterFormatError, LoadFailure
 from ...memory.files.format import AdapterManifest, inspect_adapter
 from ...memory.files.identity import with_content
-from ..engine.adapter_book import done
 from ..engine.backend import SHUTTING_DOWN, OnOutput
 from ..engine.engine_view import EngineView, Picture
+from ..engine.served_adapters import done
 from ..engine.subscribers import Subscribers
 from ..errors import EngineUnavailable
 from ..executors import DaemonPool, PoolFull

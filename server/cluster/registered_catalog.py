@@ -21,8 +21,8 @@ from ...memory.adapters.registry_store import Entry as Registered
 from ...memory.adapters.store import UnknownAdapter
 from ...memory.adapters.versions import versioned
 from ...memory.files.error import AdapterFormatError
-from ..engine.adapter_book import RegistryNames, done
 from ..engine.engine_view import AdapterState
+from ..engine.served_adapters import RegistryNames, done
 from .address import Address
 from .catalog import Catalog, Cluster, Entry, failed
 from .registry import EXISTS, TAKEN, UNKNOWN
@@ -223,6 +223,6 @@ class RegisteredCatalog(Catalog):
 
 
 def _exists(refusal: RegistryRefusal, name: str) -> Exception:
-    """A refusal to load, as `AdapterBook.put` says it."""
+    """A refusal to load, as `ServedAdapters.put` says it."""
     kinds = {EXISTS: FileExistsError(name), TAKEN: LabelTaken(refusal.message)}
     return kinds.get(refusal.reason, refusal)

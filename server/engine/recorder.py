@@ -19,7 +19,7 @@ from ..executors import Repeating
 
 if TYPE_CHECKING:
     from ...core.requests.request import Request
-    from .adapter_book import AdapterBook
+    from .served_adapters import ServedAdapters
 
 log = logging.getLogger(__name__)
 
@@ -64,10 +64,10 @@ class Recorder(Repeating):
         self._num_dropped = 0
         self._epoch = time.time() - time.monotonic()
         self._ranks: dict[str, int] = {}
-        self._adapters: AdapterBook | None = None
+        self._adapters: ServedAdapters | None = None
 
-    def start(self, adapters: AdapterBook | None = None) -> None:
-        """adapters: the book that knows their ranks."""
+    def start(self, adapters: ServedAdapters | None = None) -> None:
+        """adapters: knows their ranks."""
         self._adapters = adapters
         super().start()
 
