@@ -299,7 +299,7 @@ class LLM:
         self._of_known(name, lambda: self._loads.remove_now(name, force=force))
         self._sourced.forget(name)
 
-    # -- life
+    # -- start and stop
 
     def close(self) -> None:
         """End what is in progress and give back the model's memory."""

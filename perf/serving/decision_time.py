@@ -24,7 +24,7 @@ from ...core.executors.base import ModelInfo
 from ...server.cluster.address import UnixSocket
 from ...server.cluster.cluster_view import NOTHING
 from ...server.cluster.dispatcher import Dispatcher
-from ...server.cluster.ledger import OpenRequest
+from ...server.cluster.in_flight_table import OpenRequest
 from ...server.cluster.link import Link
 from ...server.cluster.placer import Wanted
 from ...server.cluster.report import Hello, Identity, Report
@@ -47,7 +47,7 @@ _HELLO = Hello(Identity("model", "bfloat16", "cuda", "1"), ModelInfo(32000, 4096
 _STATS = replace(NOTHING, num_pages=4096, num_free_pages=2000, num_kv_pages=1500, num_cached_pages=500)
 
 
-class Front:
+class ApiServer:
     """A dispatcher with replicas that are up and busy; requests are for adapters by a power law."""
 
     def __init__(self, policy: str, replicas: int, adapters: int) -> None:
@@ -131,8 +131,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ratios: dict[str, list[float]] = {}
     for size in SIZES:
         for policy in args.policies:
-            front = Front(policy, size, args.adapters)
-            chosen = timed(front.choose, args.decisions)
+            api_server = ApiServer(policy, size, args.adapters)
+            chosen = timed(api_server.choose, args.decisions)
             rows.append(dict(zip(columns, (policy, size, float(np.median(chosen))), strict=True)))
             if policy == OWN:
                 ratios = repeats(chosen)

@@ -125,7 +125,7 @@ class Works:
     """
 
     client: HostWork = _NO_WORK
-    front: HostWork = _NO_WORK
+    api_server: HostWork = _NO_WORK
     replica: HostWork = _NO_WORK
     latency: float = 0.0
     processors: float = math.inf
@@ -151,7 +151,9 @@ class Host:
     def __init__(self, works: Works = _NO_WORKS, speed: float = 1.0) -> None:
         """speed: of the machine's processors."""
         self.machine, self._works = Machine(works.processors, speed), works
-        self._front, self._client = (Process(self.machine, work.per_rest) for work in (works.front, works.client))
+        self._api_server, self._client = (
+            Process(self.machine, work.per_rest) for work in (works.api_server, works.client)
+        )
         self._firsts: dict[int, float] = {}  # when the client had the first token of each request
 
     def replica(self) -> Process:
@@ -163,7 +165,7 @@ class Host:
         works, tokens = self._works, request.prompt_tokens
 
         def sent(at: float) -> None:
-            self._front.do(at, works.front.of_prompt(tokens), come)
+            self._api_server.do(at, works.api_server.of_prompt(tokens), come)
 
         self._client.do(now, works.client.of_prompt(tokens), sent)
 
@@ -187,4 +189,4 @@ class Host:
         def passed_on(at: float) -> None:
             self._client.do(at, works.client.of_step(rows), seen)
 
-        self._front.do(now, works.front.of_step(rows), passed_on)
+        self._api_server.do(now, works.api_server.of_step(rows), passed_on)

@@ -201,8 +201,8 @@ class Api:
         try:
             state = await asyncio.wrap_future(self._worker.adapters.state(name if grant.allows(name) else NOWHERE))
         except UnknownAdapter:
-            base, book = self._settings.base_name, self._worker.adapters
-            raise await no_model_like(name, book, base, grant, self._threads) from None
+            base, adapters = self._settings.base_name, self._worker.adapters
+            raise await no_model_like(name, adapters, base, grant, self._threads) from None
         return JsonResponse(self._adapter_card(state))
 
     def _base_cards(self, grant: Grant) -> list[dict[str, object]]:

@@ -24,10 +24,10 @@ from ...memory.files.directory import MAX_PATH_BYTES, NO_GGUF
 from ...memory.files.error import AdapterFormatError, shown
 from ...memory.files.format import STEM
 from ..access.grants import NOWHERE
-from ..engine.adapter_book import AdapterBook
 from ..engine.adapter_loads import AdapterLoads
 from ..engine.backend import Backend
 from ..engine.engine_view import AdapterState
+from ..engine.served_adapters import ServedAdapters
 from ..engine.sourced_adapters import SourcedAdapters
 from ..errors import DISK_FAULTS, ApiError, Body, JsonResponse, clipped, read_body, validated
 from ..executors import DaemonPool
@@ -155,7 +155,7 @@ class AdapterApi:
         self, worker: Backend, settings: Settings, loads: AdapterLoads, sourced: SourcedAdapters, threads: DaemonPool
     ) -> None:
         """threads: for the list of the adapters."""
-        self._book = worker.adapters
+        self._adapters = worker.adapters
         self._settings = settings
         self._roots = AdapterRoots(settings.loadable_from)
         self._loads = loads
@@ -165,7 +165,7 @@ class AdapterApi:
     # --- our own ---
 
     async def list_all(self, request: Request) -> Response:
-        listing = await asyncio.wrap_future(self._book.listing())
+        listing = await asyncio.wrap_future(self._adapters.listing())
         stats, grant = listing.stats, request.state.identity.grant
         weights = {
             "mode_policy": self._settings.mode_policy,
@@ -192,7 +192,7 @@ class AdapterApi:
         name = request.path_params["name"]
         asked = name if request.state.identity.grant.allows(name) else NOWHERE
         with _known(name):
-            seen = await asyncio.wrap_future(self._book.state(asked))
+            seen = await asyncio.wrap_future(self._adapters.state(asked))
         return JsonResponse(_body(seen, request))
 
     async def add(self, request: Request) -> Response:
@@ -219,16 +219,16 @@ class AdapterApi:
         name = request.path_params["name"]
         with _known(name):
             if asked.paused is not None:
-                if await asyncio.wrap_future(self._book.is_version(name)):
+                if await asyncio.wrap_future(self._adapters.is_version(name)):
                     plain = split_version(name)[0]
                     message = f"paused: all versions of an adapter are paused together; PATCH /v1/adapters/{plain}"
                     raise ApiError(400, message, param="paused")
                 await self._loads.pause(name, paused=asked.paused)
             if asked.pinned:
-                await pin_adapter(self._book, name, self._settings.adapter_load_seconds)
+                await pin_adapter(self._adapters, name, self._settings.adapter_load_seconds)
             elif asked.pinned is False:
-                await asyncio.wrap_future(self._book.unpin(name))
-            seen = await asyncio.wrap_future(self._book.state(name))
+                await asyncio.wrap_future(self._adapters.unpin(name))
+            seen = await asyncio.wrap_future(self._adapters.state(name))
         changes = [("unpinned", "pinned")[asked.pinned]] if asked.pinned is not None else []
         changes += [("resumed", "paused")[asked.paused]] if asked.paused is not None else []
         audit.info("%s %s adapter %s", request.state.caller, " and ".join(changes), name)
@@ -238,10 +238,10 @@ class AdapterApi:
         """Answers once no request of any version of an adapter is in progress."""
         asked, name = await self._read(DrainAdapter, request), request.path_params["name"]
         with _known(name):
-            await asyncio.wrap_future(self._book.state(name))
+            await asyncio.wrap_future(self._adapters.state(name))
         loop = asyncio.get_running_loop()
         end = loop.time() + asked.seconds
-        while left := await asyncio.wrap_future(self._book.num_requests(name)):
+        while left := await asyncio.wrap_future(self._adapters.num_requests(name)):
             if loop.time() >= end:
                 message = f"{left} requests of adapter {name!r} have not ended; pause it, or ask again"
                 raise ApiError(504, message, code="drain_timed_out")
@@ -327,11 +327,11 @@ def checked_name(settings: Settings, full_name: str, field: str) -> tuple[str, s
     return name, label
 
 
-async def pin_adapter(book: AdapterBook, name: str, seconds: float) -> None:
+async def pin_adapter(adapters: ServedAdapters, name: str, seconds: float) -> None:
     """Pin an adapter once it has been read. seconds: that may take. Raises an ApiError, and UnknownAdapter."""
     try:
         async with asyncio.timeout(seconds):
-            while not await asyncio.wrap_future(book.pin(name)):
+            while not await asyncio.wrap_future(adapters.pin(name)):
                 await asyncio.sleep(PIN_SECONDS)
     except InvalidRequest as error:
         raise ApiError(400, str(error), param="pinned", code="no_room_to_pin") from None
@@ -339,7 +339,7 @@ async def pin_adapter(book: AdapterBook, name: str, seconds: float) -> None:
         status, again = (503, 1) if error.failure.may_pass else (424, None)
         raise ApiError(status, str(error), code=error.failure, retry_after=again) from None
     except TimeoutError:
-        book.unpin(name)  # a cluster's replicas would pin it later
+        adapters.unpin(name)  # a cluster's replicas would pin it later
         message = f"the disk did not answer within {seconds:g} seconds (adapter_load_seconds); nothing is pinned"
         raise ApiError(504, message, code="load_timed_out") from None
 

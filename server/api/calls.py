@@ -131,8 +131,8 @@ class Calls:
             for one in aside:
                 if one.name == asked:
                     raise not_served(f"adapter {asked!r} is not served: {one.reason}") from None
-            base, book = self.settings.base_name, self.worker.adapters
-            raise await no_model_like(model, book, base, caller.grant, self.threads) from None
+            base, adapters = self.settings.base_name, self.worker.adapters
+            raise await no_model_like(model, adapters, base, caller.grant, self.threads) from None
 
     def _names(self, caller: Caller, model: str | None, lora_path: str | None) -> tuple[str, str | None]:
         """The name that the answer goes by, and the adapter's; `NOWHERE` for what the caller may not use: the

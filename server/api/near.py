@@ -12,7 +12,7 @@ from ..errors import ApiError, no_model
 
 if TYPE_CHECKING:
     from ..access.grants import Grant
-    from ..engine.adapter_book import AdapterBook
+    from ..engine.served_adapters import ServedAdapters
     from ..executors import DaemonPool
 
 MAX_COMPARED = 64
@@ -26,13 +26,13 @@ ENDS = 2
 
 
 async def no_model_like(
-    name: str, book: AdapterBook, base: str, grant: Grant, threads: DaemonPool
+    name: str, adapters: ServedAdapters, base: str, grant: Grant, threads: DaemonPool
 ) -> ApiError:  # fmt: skip
     """The answer to a model's name that there is not, with the one that is meant if the key may use it.
 
     threads: compare the names, which may be thousands, beside the event loop.
     """
-    names = await asyncio.wrap_future(book.names())
+    names = await asyncio.wrap_future(adapters.names())
 
     def allows(each: str) -> bool:
         return grant.allows(None if each == base else each)

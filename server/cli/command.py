@@ -127,7 +127,7 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
 def _process_flags(parser: argparse.ArgumentParser) -> None:
     assert isinstance(parser, Parser)  # as all of this command's
     parser.usage = f"{parser.prog} [MODEL] [--host HOST] [--port PORT] [flags]"
-    parser.rare = ("engine_process", "fronts")
+    parser.rare = ("engine_process", "api_servers")
     parser.examples = (
         "chorus serve                                  the built-in model with its adapters",
         "chorus serve MODEL --adapters DIR             a checkpoint, and all adapters below DIR",
@@ -137,19 +137,27 @@ def _process_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine-process", choices=("auto", "on", "off"), default="auto",
         help="whether the engine has a process of its own beside the one that serves HTTP, as `chorus cluster up "
-        "--replicas 1` has; auto: with several fronts, and on a GPU, unless it publishes KV events (default: auto)",
+        "--replicas 1` has; auto: with several API servers, and on a GPU, unless it publishes KV events "
+        "(default: auto)",
     )  # fmt: skip
     parser.add_argument(
-        "--fronts", type=_positive, default=1, metavar="N", help="processes that serve HTTP on one port (default: 1)"
+        "--api-servers",
+        "--api-server-count",
+        "--fronts",
+        dest="api_servers",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="API server processes that share one port (default: 1)",
     )
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    choice, many = arguments.engine_process, arguments.fronts > 1
+    choice, many = arguments.engine_process, arguments.api_servers > 1
     if choice == "off" and many:
         raise UsageError(
-            f"chorus serve: error: --fronts {arguments.fronts} need an engine in a process of its own; leave out "
-            "--engine-process off"
+            f"chorus serve: error: --api-servers {arguments.api_servers} needs an engine in a process of its own; "
+            "leave out --engine-process off"
         )
     settings = _serve_settings(arguments)
     from ...core.executors.choice import may_use_gpu
@@ -157,7 +165,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     # on the CPU the engine computes on the same processors, and what a second process costs, the rate loses
     wants = settings.kv_events_endpoint is None and may_use_gpu(settings.device)
     if choice == "on" or (choice == "auto" and (many or wants)):
-        return _up(arguments, settings, plan.Plan(replicas=1, fronts=arguments.fronts))
+        return _up(arguments, settings, plan.Plan(replicas=1, api_servers=arguments.api_servers))
     from ..start.launch import serve
 
     return serve(settings)
@@ -184,16 +192,20 @@ def _serve_settings(arguments: argparse.Namespace) -> Settings:
 def _cluster_flags(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="cluster_command", metavar="COMMAND", required=True)
     up = commands.add_parser("up", help="start replicas on this machine and serve them over HTTP")
-    front = commands.add_parser("front", help="be one of several fronts, which `chorus cluster up` starts")
+    api_server = commands.add_parser(
+        "api-server", help="be one of several API servers, which `chorus cluster up` starts"
+    )
     plan.add_up_flags(up, _positive)
     _serve_flags(up)
     up.set_defaults(run_cluster=_cluster_up)
-    front.add_argument("--directory", type=Path, required=True, metavar="DIR", help="where the cluster's sockets are")
-    front.add_argument("--index", type=int, required=True, metavar="N", help="number of this front")
-    front.set_defaults(run_cluster=_cluster_front)
-    keeper = commands.add_parser("registry", help="be a cluster's registry, which `chorus cluster up` starts")
-    registry.add_flags(keeper)
-    keeper.set_defaults(run_cluster=_cluster_registry)
+    api_server.add_argument(
+        "--directory", type=Path, required=True, metavar="DIR", help="where the cluster's sockets are"
+    )
+    api_server.add_argument("--index", type=int, required=True, metavar="N", help="number of this API server")
+    api_server.set_defaults(run_cluster=_cluster_api_server)
+    health_checker = commands.add_parser("registry", help="be a cluster's registry, which `chorus cluster up` starts")
+    registry.add_flags(health_checker)
+    health_checker.set_defaults(run_cluster=_cluster_registry)
     join = commands.add_parser("join", help="make this machine a node of a Ray cluster, for replicas of `up --ray`")
     join.add_argument("address", metavar="HOST:PORT", help="address of the Ray cluster")
     join.add_argument("--cpus", type=_positive, metavar="N", help="processors for replicas (default: all)")
@@ -216,12 +228,12 @@ def _up(arguments: argparse.Namespace, settings: Settings, wanted: plan.Plan) ->
     return up(wanted, settings, given)
 
 
-def _cluster_front(arguments: argparse.Namespace) -> int:
+def _cluster_api_server(arguments: argparse.Namespace) -> int:
     from ..cluster.directory import ClusterDirectory
-    from ..cluster.up import front
+    from ..cluster.up import api_server
 
     log_to_stderr("info")
-    return front(ClusterDirectory(arguments.directory), arguments.index)
+    return api_server(ClusterDirectory(arguments.directory), arguments.index)
 
 
 def _cluster_registry(arguments: argparse.Namespace) -> int:

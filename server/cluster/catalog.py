@@ -1,4 +1,6 @@
-"""The catalog of a front: adapters by name, resolved here and nowhere else, so that no replica serves a stale one."""
+"""The catalog of an API server: adapters by name, resolved here and nowhere else, so that no replica serves a stale
+one.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ from ...memory.adapters.adapter import check_name
 from ...memory.adapters.store import UnknownAdapter
 from ...memory.adapters.versions import VersionNames, split_version, versioned
 from ...memory.files.error import LoadFailure
-from ..engine.adapter_book import AdapterBook, AdapterNames, done, is_current
 from ..engine.engine_view import AdapterState
+from ..engine.served_adapters import AdapterTable, ServedAdapters, done, is_current
 
 if TYPE_CHECKING:
     from ...core.engine_stats import EngineStats
@@ -32,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One version of a name. version: its number within this front. label: the version as clients see it. pinned:
+    """One version of a name. version: its number within this API server. label: the version as clients see it. pinned:
     whether replicas are to keep it resident.
     """
 
@@ -67,8 +69,8 @@ class Cluster:
         return self.call(self.dispatcher.end_users, name, reason, LoadFailure.REMOVED, otherwise=0)
 
 
-class Catalog(AdapterBook):
-    """The book of a cluster, and its own `AdapterNames`."""
+class Catalog(ServedAdapters):
+    """The adapters of a cluster, by name, and its own `AdapterTable`."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -190,7 +192,7 @@ class Catalog(AdapterBook):
 
     # --- AdapterBook ---
 
-    def _ask(self, function: Callable[[AdapterNames], T | Future[T]]) -> Future[T]:
+    def _ask(self, function: Callable[[AdapterTable], T | Future[T]]) -> Future[T]:
         """Answers at once, or with the future that the function gives."""
         try:
             with self._lock:
@@ -213,7 +215,7 @@ class Catalog(AdapterBook):
         return result
 
     def remove(self, name: str, *, force: bool) -> Future[tuple[AdapterState, int]]:
-        def remove(_: AdapterNames) -> tuple[AdapterState, int] | Future[tuple[AdapterState, int]]:
+        def remove(_: AdapterTable) -> tuple[AdapterState, int] | Future[tuple[AdapterState, int]]:
             entry = self.get(name)
             state = self.state_of(entry.name, entry)
             if name not in self._entries:
@@ -235,7 +237,7 @@ class Catalog(AdapterBook):
     def pin(self, name: str) -> Future[bool]:
         """True once all replicas keep it resident; False: ask again. One that can't has it unpinned everywhere."""
 
-        def pin(_: AdapterNames) -> bool | Future[bool]:
+        def pin(_: AdapterTable) -> bool | Future[bool]:
             entry = self.get(name)
             if name in self._entries.kept(entry.name):
                 raise InvalidRequest("pin", "of an adapter in a cluster the newest version can be pinned alone")

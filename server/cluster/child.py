@@ -128,6 +128,6 @@ def _how(status: int | None) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, without keys: fronts have them from a file, and replicas have no use for them."""
+    """This process's, without keys: API servers have them from a file, and replicas have no use for them."""
     keys = "CHORUS_API_KEY", "CHORUS_ADMIN_KEY"
     return {name: value for name, value in os.environ.items() if not name.startswith(keys)}

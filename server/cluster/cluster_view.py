@@ -1,4 +1,4 @@
-"""What a front tells of its cluster: sums over replicas, metrics, and where adapters are."""
+"""What an API server tells of its cluster: sums over replicas, metrics, and where adapters are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..engine.engine_view import MAX_TIER_SERIES, AdapterRow, EngineView, Phase,
 from .catalog import Catalog
 from .dispatcher import Dispatcher
 from .fleet import Fleet
-from .ledger import OpenRequest
+from .in_flight_table import OpenRequest
 from .link import Link
 
 _LATEST = ("last_step", "mode", "merged_adapter")
@@ -138,28 +138,29 @@ class ClusterCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        dispatcher, ledger = self._dispatcher, self._dispatcher.ledger
+        dispatcher, in_flight = self._dispatcher, self._dispatcher.in_flight
         up = sum(link.takes_requests for link in dispatcher.links)
         yield GaugeMetricFamily("chorus_replicas", "Replicas that there are to be", dispatcher.num_replicas)
         yield GaugeMetricFamily("chorus_replicas_up", "Replicas that take requests", up)
         yield GaugeMetricFamily(
             "chorus_scale_hint", "1: one more replica is needed; -1: one could be given back", dispatcher.scale.value
         )
-        yield GaugeMetricFamily("chorus_front_waiting", "Requests that wait at the front", ledger.num_waiting)
+        for name in ("chorus_api_server_waiting", "chorus_front_waiting"):  # the second: until the next release
+            yield GaugeMetricFamily(name, "Requests queued at this API server", in_flight.num_waiting)
         yield CounterMetricFamily(
             "chorus_replica_deaths",
             "Connections to replicas that ended, but for replicas that were to",
             dispatcher.num_deaths,
         )
         yield CounterMetricFamily(
-            "chorus_requests_moved", "Times that a request went on at another replica", ledger.num_moves
+            "chorus_requests_moved", "Times that a request went on at another replica", in_flight.num_moves
         )
         yield CounterMetricFamily(
-            "chorus_stale_rows", "Rows of a request's earlier places, which were dropped", ledger.num_stale
+            "chorus_stale_rows", "Rows of a request's earlier places, which were dropped", in_flight.num_stale
         )
         at = GaugeMetricFamily("chorus_replica_requests", "Open requests at a replica", labels=("replica",))
         for link in dispatcher.links:
-            at.add_metric((link.name,), ledger.num_at(link.name))
+            at.add_metric((link.name,), in_flight.num_at(link.name))
         yield at
         costs = GaugeMetricFamily(
             "chorus_replica_cost_seconds", "What replicas have learned that a step takes, on average", labels=("term",)

@@ -24,9 +24,9 @@ from ...memory.adapters.versions import versioned
 from ...memory.files.error import AdapterFormatError, LoadFailure
 from ...memory.files.format import AdapterManifest, inspect_adapter
 from ...memory.files.identity import with_content
-from ..engine.adapter_book import done
 from ..engine.backend import SHUTTING_DOWN, OnOutput
 from ..engine.engine_view import EngineView, Picture
+from ..engine.served_adapters import done
 from ..engine.subscribers import Subscribers
 from ..errors import EngineUnavailable
 from ..executors import DaemonPool, PoolFull
@@ -85,7 +85,7 @@ class ClusterWorker:
         registry: Address | None = None,
         estimates: Estimates | None = None,
     ) -> None:
-        """on_stop: called at the end of `stop`, once. registry: address of the registry that several fronts share.
+        """on_stop: called at the end of `stop`, once. registry: address of the registry that several API servers share.
         estimates: the policy's.
         """
         self.links = links
@@ -113,7 +113,7 @@ class ClusterWorker:
         self._stopping = False
         self._model: ModelInfo  # once a replica has been there
 
-    # --- life ---
+    # --- start and stop ---
 
     def start(self) -> None:
         """Begin to connect, and register the adapters of the start; see `wait_until_ready`.
@@ -132,7 +132,8 @@ class ClusterWorker:
     ) -> None:  # fmt: skip
         """Return once all replicas are there. EngineUnavailable with `trouble`'s text as soon as it has one.
 
-        was_whole: they were before, so that one will do: another one's absence must not keep a front from its clients.
+        was_whole: they were before, so that one will do: another one's absence must not keep an API server from its
+        clients.
         """
         with self._change:
             while not self._has_copy or self._num_up() < (1 if was_whole else self.dispatcher.num_replicas):
@@ -206,9 +207,9 @@ class ClusterWorker:
 
     @property
     def stats(self) -> EngineStats:
-        """The sum over the replicas; requests that wait at the front count as waiting."""
+        """The sum over the replicas; requests that wait at the API server count as waiting."""
         here = total([self._gone, *(link.stats for link in self.links if link.stats is not None)])
-        return replace(here, num_waiting=here.num_waiting + self.dispatcher.ledger.num_waiting)
+        return replace(here, num_waiting=here.num_waiting + self.dispatcher.in_flight.num_waiting)
 
     @property
     def healthy(self) -> bool:
@@ -247,7 +248,7 @@ class ClusterWorker:
         if self._settings.max_waiting is None:
             return
         most = self._settings.max_waiting * self.dispatcher.num_replicas
-        unstarted = self.dispatcher.ledger.unstarted
+        unstarted = self.dispatcher.in_flight.unstarted
         own = unstarted[tenant] + count - 1 if tenant else 0
         check_bounds(sum(unstarted.copy().values()) + count - 1, own, most, lambda: 1.0)
 
@@ -260,7 +261,7 @@ class ClusterWorker:
         return done(view_of(self.dispatcher.fleet, self.adapters))
 
     def picture(self) -> Future[Picture]:
-        open_requests = self.dispatcher.ledger.open
+        open_requests = self.dispatcher.in_flight.open
         return self._call(
             lambda: picture_of(self.dispatcher.fleet, self.adapters, open_requests()), otherwise=Picture()
         )

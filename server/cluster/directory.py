@@ -26,7 +26,7 @@ class ClusterDirectory:
         self.path = path
         self.secret_file = path / "secret"
         self.settings_file = path / "replica.json"
-        self.given_file = path / "front.json"
+        self.given_file = path / "api-server.json"
         self.registry_file = path / "registry.address"
         self._locked: IO[str] | None = None
         self._count_file = path / "replicas"
@@ -71,12 +71,12 @@ class ClusterDirectory:
         """The file that tells where a replica listens."""
         return self.path / f"r{index}.address"
 
-    def ready_file(self, front: int) -> Path:
-        """The file that a front makes once it listens for the first time."""
-        return self.path / f"f{front}.ready"
+    def ready_file(self, api_server: int) -> Path:
+        """The file that an API server makes once it listens for the first time."""
+        return self.path / f"f{api_server}.ready"
 
     def stuck_file(self, name: str) -> Path:
-        """The file in which a front names the process of a replica that hangs."""
+        """The file in which an API server names the process of a replica that hangs."""
         return self.path / f"{name}.stuck"
 
     @property
@@ -87,19 +87,19 @@ class ClusterDirectory:
     def tell_replicas(self, count: int) -> None:
         _replace(self._count_file, str(count))
 
-    def hint(self, front: int) -> tuple[int, int] | None:
-        """A front's scale hint and the number of replicas that it is about; None before the first."""
+    def hint(self, api_server: int) -> tuple[int, int] | None:
+        """An API server's scale hint and the number of replicas that it is about; None before the first."""
         with suppress(FileNotFoundError):
-            hint, about = map(int, self._hint_file(front).read_text().split())
+            hint, about = map(int, self._hint_file(api_server).read_text().split())
             return hint, about
         return None
 
-    def tell_hint(self, front: int, hint: int, about: int) -> None:
-        if self.hint(front) != (hint, about):
-            _replace(self._hint_file(front), f"{hint} {about}")
+    def tell_hint(self, api_server: int, hint: int, about: int) -> None:
+        if self.hint(api_server) != (hint, about):
+            _replace(self._hint_file(api_server), f"{hint} {about}")
 
-    def _hint_file(self, front: int) -> Path:
-        return self.path / f"f{front}.hint"
+    def _hint_file(self, api_server: int) -> Path:
+        return self.path / f"f{api_server}.hint"
 
     def links(self, count: int, silent_seconds: float, tls: Path | None = None) -> list[Link]:
         """Links to so many replicas."""

@@ -29,9 +29,9 @@ class DirectoryFiles:
         self._soon(self._read_count)
         return self._count
 
-    def tell_hint(self, front: int, hint: int, about: int) -> None:
-        """Write a front's scale hint down."""
-        self._soon(partial(self._directory.tell_hint, front, hint, about))
+    def tell_hint(self, api_server: int, hint: int, about: int) -> None:
+        """Write an API server's scale hint down."""
+        self._soon(partial(self._directory.tell_hint, api_server, hint, about))
 
     def tell_stuck(self, name: str, pid: int | None) -> None:
         """Name the process of a replica that hangs."""

@@ -1,4 +1,4 @@
-"""The dispatcher of a front: what happens to requests, by their clients and by replicas, until they end.
+"""The dispatcher of an API server: what happens to requests, by their clients and by replicas, until they end.
 
 All of it runs on one event loop. Where a request goes is the placer's.
 """
@@ -18,7 +18,7 @@ from ...core.requests.types import FinishReason, RequestOutput
 from ...memory.adapters.versions import split_version
 from ...memory.files.error import LoadFailure
 from .fleet import Fleet
-from .ledger import Ledger, OpenRequest
+from .in_flight_table import InFlightTable, OpenRequest
 from .link import Link
 from .placer import Placer
 from .replica import BROKEN, DRAINING, MALFORMED
@@ -55,7 +55,7 @@ class Dispatcher:
         """
         self.links = links
         self.fleet = Fleet(links)
-        self.ledger = Ledger(self.fleet)
+        self.in_flight = InFlightTable(self.fleet)
         self.num_deaths = 0
         self.scale = SteadyHint()
         self.num_replicas = len(links)
@@ -77,7 +77,7 @@ class Dispatcher:
         self._give_up_seconds = give_up_seconds
         self._clock = clock
         self._estimates = Estimates() if estimates is None else estimates
-        self.placer = Placer(self.ledger, self.fleet, policy, self._fail, clock)
+        self.placer = Placer(self.in_flight, self.fleet, policy, self._fail, clock)
         self._next_prices = 0.0
         self._users: Counter[str] = Counter()  # open requests by content hash
         self._sizes: dict[str, int] = {}  # bytes of their adapters
@@ -96,7 +96,7 @@ class Dispatcher:
         if not accepted.set_running_or_notify_cancel():
             return
         try:
-            request = self.ledger.add(record, rank)
+            request = self.in_flight.add(record, rank)
         except ValueError as error:
             accepted.set_exception(error)
             return
@@ -110,7 +110,7 @@ class Dispatcher:
 
     def abort(self, request_id: str) -> bool:
         """End a request, of which nothing more is delivered; False when it is unknown."""
-        request = self.ledger.get(request_id)
+        request = self.in_flight.get(request_id)
         if request is None:
             return False
         self.fleet.abort(request)
@@ -131,7 +131,7 @@ class Dispatcher:
 
     def paths(self) -> set[Path]:
         """Directories of the adapters of open requests."""
-        return {one.path for one in self.ledger.open() if one.path is not None}
+        return {one.path for one in self.in_flight.open() if one.path is not None}
 
     def end_all(self) -> None:
         """Forget all requests; their replicas abort them."""
@@ -141,7 +141,7 @@ class Dispatcher:
     def move(self, request: OpenRequest, target: Link | None = None) -> None:
         """Take a request from its replica and place it again: at `target` if that may have it, else by the policy."""
         self.fleet.abort(request)
-        self.ledger.take_back(request)
+        self.in_flight.take_back(request)
         self.placer.place(request, target)
 
     def placed(self) -> list[tuple[OpenRequest, Link, list[Link]]]:
@@ -155,7 +155,7 @@ class Dispatcher:
 
     def move_to(self, request_id: str, source: Link, target: Link) -> bool:
         """Carry out a plan that was made a while ago; False where it holds no more."""
-        request = self.ledger.get(request_id)
+        request = self.in_flight.get(request_id)
         if request is None or request.replica != source.name:
             return False
         if target not in self.fleet.candidates(request)[0]:
@@ -181,8 +181,8 @@ class Dispatcher:
         self.on_change()
 
     def on_down(self, link: Link, *, stuck: bool) -> None:
-        lost = list(self.ledger.at(link.name))
-        ended = self.ledger.lose(link.name)
+        lost = list(self.in_flight.at(link.name))
+        ended = self.in_flight.lose(link.name)
         self.fleet.note_down(link)
         if link.draining and not lost:
             log.info("replica %s has ended, as it was to", link.name)
@@ -216,9 +216,9 @@ class Dispatcher:
             raise Malformed("an out frame has no list of rows")
         info, outputs, ended = read_step(step), [], False
         for row in rows:
-            output, life = from_row(row, info)
-            request = self.ledger.receive(
-                output.request_id, life, output.token_ids, last=output.finish_reason is not None
+            output, attempt = from_row(row, info)
+            request = self.in_flight.receive(
+                output.request_id, attempt, output.token_ids, last=output.finish_reason is not None
             )
             if request is None:
                 continue
@@ -233,15 +233,15 @@ class Dispatcher:
                 self._forget(request)
         if outputs:
             self._deliver(outputs)
-        if ended and self.ledger.num_waiting:
+        if ended and self.in_flight.num_waiting:
             self.placer.place_waiting()
 
-    def _on_taken(self, request_id: str, life: int) -> None:
-        if (request := self.ledger.note_accepted(request_id, life)) is not None:
+    def _on_taken(self, request_id: str, attempt: int) -> None:
+        if (request := self.in_flight.note_accepted(request_id, attempt)) is not None:
             self._accept(request)
 
-    def _on_refused(self, link: Link, request_id: str, life: int, reason: str, text: str) -> None:
-        request = self.ledger.give_back(request_id, life)
+    def _on_refused(self, link: Link, request_id: str, attempt: int, reason: str, text: str) -> None:
+        request = self.in_flight.give_back(request_id, attempt)
         if request is None:
             return
         if reason.startswith("field:") and not request.accepted.done():
@@ -278,10 +278,10 @@ class Dispatcher:
     def _on_report(self, link: Link) -> None:
         self.fleet.note_report(link)
         if link.draining:
-            for request in list(self.ledger.at(link.name)):
+            for request in list(self.in_flight.at(link.name)):
                 if self.fleet.candidates(request)[0]:
                     self.move(request)
-        if self.ledger.num_waiting:
+        if self.in_flight.num_waiting:
             self.placer.place_waiting()
 
     def reported_costs(self) -> list[dict[str, float]]:
@@ -303,11 +303,11 @@ class Dispatcher:
         states = [self.fleet.state_of(link) for link in self.links if link.takes_requests]
         before, self.num_replicas = self.num_replicas, self.count_replicas()
         is_whole = len(states) == self.num_replicas == before
-        if self.scale.update(scale_hint(states, self.ledger.num_waiting) if is_whole else None, now):
+        if self.scale.update(scale_hint(states, self.in_flight.num_waiting) if is_whole else None, now):
             log.info("scale hint: %s", HINTS[self.scale.value])
         self.on_hint(self.scale.value, self.num_replicas)
         self.placer.place_waiting()
-        for request in self.ledger.waiting():
+        for request in self.in_flight.waiting():
             since = request.stuck_since
             if since is not None and now - since > self._give_up_seconds:
                 text = f"no replica could take this request within {self._give_up_seconds:g} s"
@@ -316,7 +316,7 @@ class Dispatcher:
     # --- ends ---
 
     def _all(self) -> list[OpenRequest]:
-        return list(self.ledger.open())
+        return list(self.in_flight.open())
 
     def _accept(self, request: OpenRequest) -> None:
         if not request.accepted.done():
@@ -327,7 +327,7 @@ class Dispatcher:
         self._deliver([RequestOutput(request.id, (), FinishReason.ERROR, error=reason, failure=failure)])
 
     def _forget(self, request: OpenRequest) -> None:
-        self.ledger.remove(request.id)
+        self.in_flight.remove(request.id)
         self._accept(request)
         self.placer.forget(request)
         content = request.content_hash

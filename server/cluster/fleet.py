@@ -1,4 +1,4 @@
-"""The replicas of a front: what is known of each, and which of them may take a request."""
+"""The replicas of an API server: what is known of each, and which of them may take a request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ...memory.adapters.adapter import Tier
 from ...memory.files.error import AdapterFormatError, LoadFailure
-from .ledger import OpenRequest, Placements
+from .in_flight_table import OpenRequest, Placements
 from .link import Link
 from .router import Holders, Replicas, ReplicaState
 
@@ -16,8 +16,8 @@ _NEAREST = (Tier.DEVICE, Tier.LOADING, Tier.HOST, Tier.FAILED)
 
 
 class Fleet(Placements):
-    """Links, and the load behind each: what it reported of other fronts' requests, and this front's, as they come and
-    go. No call but `note_up`, `note_down` and `changed` takes longer the more replicas or requests there are.
+    """Links, and the load behind each: what it reported of other API servers' requests, and this API server's, as they
+    come and go. No call but `note_up`, `note_down` and `changed` takes longer the more replicas or requests there are.
     """
 
     def __init__(self, links: Sequence[Link]) -> None:
@@ -163,20 +163,20 @@ class Fleet(Placements):
     # --- links ---
 
     def note_up(self, link: Link) -> None:
-        """A replica is there, with nothing of this front's."""
+        """A replica is there, with nothing of this API server's."""
         if link.hello is not None:
             self.state_of(link).max_num_seqs = link.hello.max_num_seqs
         self.changed()
         self.keep_pins(link)
 
     def note_down(self, link: Link) -> None:
-        """A replica is gone, and this front's requests have left it."""
+        """A replica is gone, and this API server's requests have left it."""
         self._holders.remove(link.name, self._loads[link.name].held)
         self._loads[link.name] = _Load(link)
         self.changed()
 
     def note_report(self, link: Link) -> None:
-        """A replica has reported its state. Adapters of this front's requests are there, or on their way."""
+        """A replica has reported its state. Adapters of this API server's requests are there, or on their way."""
         load, hello, report = self._loads[link.name], link.hello, link.report
         if hello is not None and report is not None:
             stats, state = report.stats, load.state
@@ -197,8 +197,8 @@ class Fleet(Placements):
 class _Load:
     """A replica's state, and what it is made of.
 
-    num_others: requests of other fronts. adapters: how many of this front's requests are for each. resident, held: the
-    state's `resident` and `on_host`, which this front adds to.
+    num_others: requests of other API servers. adapters: how many of this API server's requests are for each. resident,
+    held: the state's `resident` and `on_host`, which this API server adds to.
     """
 
     def __init__(self, link: Link) -> None:

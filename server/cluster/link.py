@@ -1,4 +1,4 @@
-"""A front's connection to one replica: it is opened again whenever it ends, until the front does."""
+"""An API server's connection to one replica: it is opened again whenever it ends, until the API server does."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ class LinkEvents(Protocol):
     def on_up(self, link: Link) -> None: ...
     def on_frame(self, link: Link, frame: Frame) -> None: ...
     def on_down(self, link: Link, *, stuck: bool) -> None:
-        """The connection has ended, and with it what the replica ran for this front. stuck: it did not say anything."""
+        """The connection has ended, and with it what the replica ran for this API server. stuck: it did not say
+        anything.
+        """
         ...
 
 
 class Link:
-    """A replica as a front sees it; what it holds is of the current connection.
+    """A replica as an API server sees it; what it holds is of the current connection.
 
     loaded: content hashes of adapters that are registered there; loading: of adapters that it was sent to load;
     failed: why it could not load an adapter, as a `LoadFailure` and a text. pinned: what it keeps resident, with None,

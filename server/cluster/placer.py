@@ -1,4 +1,4 @@
-"""The placer of a front: which replica a request goes to, or that it waits.
+"""The placer of an API server: which replica a request goes to, or that it waits.
 
 A request waits while no replica may take it: none is up, none has its adapter yet, none is of the kind that drew its
 tokens, or the policy has it wait; later ones then wait behind it.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ...memory.files.error import LoadFailure
 from .fleet import Fleet
-from .ledger import Ledger, OpenRequest
+from .in_flight_table import InFlightTable, OpenRequest
 from .link import Link
 from .router import Policy, Replicas
 
@@ -26,18 +26,18 @@ class Wanted:
 
 
 class Placer:
-    """Gives waiting requests of a ledger to replicas of a fleet."""
+    """Gives waiting requests of an in-flight table to replicas of a fleet."""
 
     def __init__(
         self,
-        ledger: Ledger,
+        in_flight: InFlightTable,
         fleet: Fleet,
         policy: Policy,
         fail: Callable[[OpenRequest, str, LoadFailure], None],
         clock: Callable[[], float],
     ) -> None:
         """fail: ends a request whose adapter no replica can load."""
-        self._ledger = ledger
+        self._in_flight = in_flight
         self._fleet = fleet
         self._policy = policy
         self._fail = fail
@@ -47,7 +47,7 @@ class Placer:
 
     def place_waiting(self) -> None:
         self._is_held = False
-        for request in self._ledger.waiting():
+        for request in self._in_flight.waiting():
             self.place(request)
 
     def place(self, request: OpenRequest, target: Link | None = None) -> None:
@@ -69,10 +69,10 @@ class Placer:
                 self._is_held = True
                 return
             target = links[index]
-        life = self._ledger.place(request, target.name, target.identity)
+        attempt = self._in_flight.place(request, target.name, target.identity)
         request.record["age"] = self._clock() - request.arrival
         request.record["num_paid_tokens"] = len(request.record["tokens"]) - 1 if request.num_output_tokens else 0
-        target.send("submit", request.record, life)
+        target.send("submit", request.record, attempt)
 
     def _choose(self, wanted: Wanted, request: OpenRequest, replicas: Replicas) -> int | None:
         """The index of the policy's choice. A call's requests have a prompt prefix in common, so a further request

@@ -36,7 +36,7 @@ class Plan:
     min_replicas: int | None = None
     max_replicas: int | None = None
     scale_seconds: float = STEADY_SECONDS
-    fronts: int = 1
+    api_servers: int = 1
     policy: str = "least-delay"
     slo_tpot: float | None = None
     registry: str | None = None
@@ -72,11 +72,11 @@ class Plan:
 
     @property
     def most(self) -> int:
-        """Most replicas that it runs with: fronts have addresses for as many."""
+        """Most replicas that it runs with: API servers have addresses for as many."""
         return self.replicas if self.max_replicas is None else self.max_replicas
 
     def to_json(self) -> dict[str, Any]:
-        """For the file that fronts read."""
+        """For the file that API servers read."""
         return _PLAN.dump_python(self, mode="json")
 
     @classmethod
@@ -122,7 +122,16 @@ def add_up_flags(parser: argparse.ArgumentParser, count: Callable[[str], int]) -
             help=f"{what} replicas, when they follow the load by scale hints (default: as many as --replicas)",
         )  # fmt: skip
     add_secret_flag(parser, required=False)
-    parser.add_argument("--fronts", type=count, default=1, metavar="N", help="processes that serve HTTP (default: 1)")
+    parser.add_argument(
+        "--api-servers",
+        "--api-server-count",
+        "--fronts",
+        dest="api_servers",
+        type=count,
+        default=1,
+        metavar="N",
+        help="API server processes (default: 1)",
+    )
     parser.add_argument(
         "--registry", metavar="FILE",
         help="SQLite file that keeps the adapters that are added over HTTP, or unix:PATH or tcp://HOST:PORT of a "

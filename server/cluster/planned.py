@@ -1,4 +1,4 @@
-"""What a thread plans beside a front's loop: which requests move, and which adapters are preloaded."""
+"""What a thread plans beside an API server's loop: which requests move, and which adapters are preloaded."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Planned(ABC, Generic[T]):
 
 
 class Mover(Planned[Plan]):
-    """Migration: requests of this front go on at other replicas where the load is uneven."""
+    """Migration: requests of this API server go on at other replicas where the load is uneven."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Mover(Planned[Plan]):
 class Preloader(Planned[list[list[str]]]):
     """Preloading: replicas have adapters in their arenas before the next request, by burst tolerance.
 
-    It knows what this front is asked for.
+    It knows what this API server is asked for.
     """
 
     def __init__(self, dispatcher: Dispatcher, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,4 +1,4 @@
-"""The processes of a cluster: replicas, which may be a Ray cluster's, the registry and fronts; their directory."""
+"""The processes of a cluster: replicas, which may be a Ray cluster's, the registry and API servers; their directory."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Processes:
         self._leaving: list[Kept] = []  # the replica behind `replicas`, while it is given back
         self._plan = plan
         self._grace_seconds = settings.grace_seconds
-        self.fronts: list[Child] = []
+        self.api_servers: list[Child] = []
         self._registry: list[Child] = []
         self._stopping = threading.Event()
         self._changing = threading.Lock()  # see `is_changing`
@@ -112,19 +112,19 @@ class Processes:
             self.stop()
             raise
 
-    def start_fronts(self, count: int) -> None:
+    def start_api_servers(self, count: int) -> None:
         for index in range(count):
             where = ["--directory", str(self.directory.path), "--index", str(index)]
-            self.fronts.append(Child(f"front f{index}", ["cluster", "front", *where]))
-            self.fronts[-1].start()
+            self.api_servers.append(Child(f"api server {index}", ["cluster", "api-server", *where]))
+            self.api_servers[-1].start()
 
     @property
-    def fronts_ready(self) -> bool:
-        return all(self.directory.ready_file(index).exists() for index in range(len(self.fronts)))
+    def api_servers_ready(self) -> bool:
+        return all(self.directory.ready_file(index).exists() for index in range(len(self.api_servers)))
 
     def trouble(self) -> str | None:
         """Why the cluster will not be there: a child that could not start."""
-        for child in (*self._registry, *self.replicas, *self.fronts):
+        for child in (*self._registry, *self.replicas, *self.api_servers):
             if (text := child.trouble()) is not None:
                 return text
         return None
@@ -136,7 +136,7 @@ class Processes:
             found.signal(signal.SIGKILL, pid)
 
     def kill_stuck(self) -> None:
-        """End the replicas' processes that fronts have named in their directory."""
+        """End the replicas' processes that API servers have named in their directory."""
         for index in range(self._plan.most):
             file = self.directory.stuck_file(f"r{index}")
             with suppress(FileNotFoundError, ValueError):
@@ -145,11 +145,11 @@ class Processes:
                 self.kill(f"r{index}", pid)
 
     def follow_hints(self) -> None:
-        """Obey the fronts: one more replica where any of them asks for it, one less where all of them say so."""
+        """Obey the API servers: one more replica where any of them asks for it, one less where all of them say so."""
         count = len(self.replicas)
-        told = [self.directory.hint(front) for front in range(len(self.fronts))]
+        told = [self.directory.hint(api_server) for api_server in range(len(self.api_servers))]
         hints = [found[0] for found in told if found is not None and found[1] == count]
-        if len(hints) == len(self.fronts):
+        if len(hints) == len(self.api_servers):
             self.scale(max(hints), count)
 
     def scale(self, hint: int, about: int) -> None:
@@ -191,7 +191,7 @@ class Processes:
         self.directory.tell_replicas(index + 1)
 
     def _give_back(self) -> None:
-        """The fronts move the last replica's requests to others, and it ends."""
+        """The API servers move the last replica's requests to others, and it ends."""
         replica = self.replicas.pop()
         self._leaving.append(replica)
         index = len(self.replicas)
@@ -217,20 +217,20 @@ class Processes:
                 while address.stamp() in (before, None):
                     if self._stopping.wait(RESTART_POLL_SECONDS):
                         return
-                if self._stopping.wait(2 * LAST_RETRY_SECONDS):  # fronts connect again
+                if self._stopping.wait(2 * LAST_RETRY_SECONDS):  # API servers connect again
                     return
             log.info("all replicas have been replaced")
 
-    def drain_fronts(self, seconds: float) -> None:
-        """Have the fronts end their answers, within so many seconds."""
-        for front in self.fronts:
-            front.finish()
-        _join(self.fronts, seconds)
+    def drain_api_servers(self, seconds: float) -> None:
+        """Have the API servers end their answers, within so many seconds."""
+        for api_server in self.api_servers:
+            api_server.finish()
+        _join(self.api_servers, seconds)
 
     def stop(self) -> None:
         """End all of them, and wait for it."""
         self._stopping.set()
-        everything = [*self.fronts, *self.replicas, *self._leaving, *self._registry]
+        everything = [*self.api_servers, *self.replicas, *self._leaving, *self._registry]
         for child in everything:
             child.stop()
         _join(everything, STOP_SECONDS)
@@ -253,7 +253,7 @@ def _registry_of(plan: Plan, directory: ClusterDirectory, settings: Settings) ->
     Where adapters are uploaded, their names lie beside them, so that the cluster has both again after a restart.
     """
     file = plan.registry
-    if file is None and plan.fronts == 1:
+    if file is None and plan.api_servers == 1:
         return []
     if file is not None and file.startswith(("unix:", "tcp://")):
         if plan.secret_file is None:

@@ -124,7 +124,7 @@ class RayReplica:
         self._thread.join(seconds)
 
     def _follow(self) -> None:
-        """Have fronts connect to where the replica is: it, its actor and its node may be replaced at any time."""
+        """Have API servers connect to where the replica is: it, its actor and its node may be replaced at any time."""
         import ray
         from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 

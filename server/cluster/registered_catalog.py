@@ -1,8 +1,8 @@
-"""The catalog of one of several fronts: its names are the registry's.
+"""The catalog of one of several API servers: its names are the registry's.
 
-A change is made at the registry, and here, as in every other front, once it tells of it. What a front has registered
-from its directories at the start is its own until a client changes it. A kept version is an entry of its own there,
-named `name@version`.
+A change is made at the registry, and here, as in every other API server, once it tells of it. What an API server has
+registered from its directories at the start is its own until a client changes it. A kept version is an entry of its own
+there, named `name@version`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ...memory.adapters.registry_store import Entry as Registered
 from ...memory.adapters.store import UnknownAdapter
 from ...memory.adapters.versions import versioned
 from ...memory.files.error import AdapterFormatError
-from ..engine.adapter_book import RegistryNames, done
 from ..engine.engine_view import AdapterState
+from ..engine.served_adapters import RegistryNames, done
 from .address import Address
 from .catalog import Catalog, Cluster, Entry, failed
 from .registry import EXISTS, TAKEN, UNKNOWN
@@ -43,13 +43,15 @@ Check = Callable[[Path], "AdapterManifest"]
 
 
 class RegisteredCatalog(Catalog):
-    """A catalog; its `put` and `remove` are done when every front knows; RegistryAway while the registry is away."""
+    """A catalog; its `put` and `remove` are done when every API server knows; RegistryAway while the registry is
+    away.
+    """
 
     def __init__(self, cluster: Cluster, check: Check) -> None:
-        """check: for adapters that other fronts have registered."""
+        """check: for adapters that other API servers have registered."""
         super().__init__(cluster)
         self._check = check
-        self._checked: dict[str, AdapterManifest] = {}  # of this front's own writes, by content hash
+        self._checked: dict[str, AdapterManifest] = {}  # of this API server's own writes, by content hash
         self._client: RegistryClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -123,13 +125,13 @@ class RegisteredCatalog(Catalog):
                 raise AdapterFormatError(f"{now.path}: the files have changed since in the cluster")
             self.register(name, manifest, label=now.label, pinned=now.pinned)
         except Exception as error:  # whatever it is: the old content must not be served under this name
-            log.warning("adapter %s of the cluster can't be served by this front: %s", name, error)
+            log.warning("adapter %s of the cluster can't be served by this API server: %s", name, error)
             if name in self:
                 self.unregister(name)
             self.quarantine[name] = Quarantined(name, path, str(error))
 
     def _known(self, path: Path, content: str) -> AdapterManifest | None:
-        """The manifest of a version that this front serves: its directory may hold other files by now."""
+        """The manifest of a version that this API server serves: its directory may hold other files by now."""
         served = (one.manifest for _, one in self.registered())
         return next((one for one in served if one.content_hash == content and one.path == path), None)
 
@@ -193,7 +195,9 @@ class RegisteredCatalog(Catalog):
         client, entry = self._known_client, self.get(name)
         state = self.state_of(name, entry)
         try:
-            if entry.name not in client.copy.entries:  # of the start: other fronts have it, too, and must learn of this
+            if (
+                entry.name not in client.copy.entries
+            ):  # of the start: other API servers have it, too, and must learn of this
                 await self._put(entry.name, await self._hashed(entry.manifest), label=entry.label)
             await client.remove(name)
         except RegistryRefusal as refusal:
@@ -209,7 +213,7 @@ class RegisteredCatalog(Catalog):
 
     @property
     def _known_client(self) -> RegistryClient:
-        assert self._client is not None, "the registry is followed before the front serves"
+        assert self._client is not None, "the registry is followed before the API server serves"
         return self._client
 
     def _soon(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
@@ -219,6 +223,6 @@ class RegisteredCatalog(Catalog):
 
 
 def _exists(refusal: RegistryRefusal, name: str) -> Exception:
-    """A refusal to load, as `AdapterBook.put` says it."""
+    """A refusal to load, as `ServedAdapters.put` says it."""
     kinds = {EXISTS: FileExistsError(name), TAKEN: LabelTaken(refusal.message)}
     return kinds.get(refusal.reason, refusal)

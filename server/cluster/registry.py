@@ -1,8 +1,9 @@
-"""The registry of a cluster: a process that owns what the adapters' names mean, and tells every front of each change.
+"""The registry of a cluster: a process that owns what the adapters' names mean, and tells every API server of each
+change.
 
-A front sends `subscribe` once and gets a copy, in parts, and then each change. It answers each with `seen`, and a write
-is done when all fronts have seen it: none of them begins a request with the old content from then on. A peer that
-breaks the protocol loses its connection and nothing else.
+An API server sends `subscribe` once and gets a copy, in parts, and then each change. It answers each with `seen`, and a
+write is done when all API servers have seen it: none of them begins a request with the old content from then on. A peer
+that breaks the protocol loses its connection and nothing else.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ TO_REGISTRY = ("subscribe", "seen", "put", "load", "remove")
 FROM_REGISTRY = ("copy", "changed", "removed", "done", "failed")
 
 MAX_REQUEST_BYTES = 64 << 10
-"""Largest payload of a front's frame: a name, a path and little else."""
+"""Largest payload of an API server's frame: a name, a path and little else."""
 
 MAX_COPY_BYTES = 16 << 20
 """Largest payload of the registry's frame."""
@@ -46,12 +47,12 @@ MAX_WRITES = 1024
 """Writes that are not done yet; further ones are refused."""
 
 SEEN_SECONDS = 45.0
-"""Seconds that a front may take to act on a change, which may be to have an adapter read from a disk; then it loses its
-connection, and the write does not wait for it."""
+"""Seconds that an API server may take to act on a change, which may be to have an adapter read from a disk; then it
+loses its connection, and the write does not wait for it."""
 
 FIRST_WRITE_SECONDS = 2.0
-"""Seconds after the start in which nothing is written, so that the fronts of the last run come back first: one that has
-not would not see the change, and go on with the old content. They try again within `LAST_RETRY_SECONDS`."""
+"""Seconds after the start in which nothing is written, so that the API servers of the last run come back first: one
+that has not would not see the change, and go on with the old content. They try again within `LAST_RETRY_SECONDS`."""
 
 INVALID, EXISTS, UNKNOWN, FULL, UNWRITABLE, BUSY = "invalid", "exists", "unknown", "full", "unwritable", "busy"
 TAKEN = "taken"
@@ -59,16 +60,16 @@ TAKEN = "taken"
 
 
 class Registry:
-    """Serves one store to fronts; on one event loop: its thread never waits for the disk."""
+    """Serves one store to API servers; on one event loop: its thread never waits for the disk."""
 
     def __init__(self, store: RegistryStore, secret: bytes, first_write_seconds: float = FIRST_WRITE_SECONDS) -> None:
         self._store = store
         self._secret = secret
         self._refusals = RareLog(log)
         self._disk = ThreadPoolExecutor(1, "chorus-registry")
-        self._fronts: dict[FrameStream, int] = {}  # subscribed ones, and the generation that each has seen
+        self._api_servers: dict[FrameStream, int] = {}  # subscribed ones, and the generation that each has seen
         self._news = asyncio.Condition()
-        self._writing = asyncio.Lock()  # one change at a time, so that all fronts see them in one order
+        self._writing = asyncio.Lock()  # one change at a time, so that all API servers see them in one order
         self._open_at = asyncio.get_running_loop().time() + first_write_seconds
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -85,16 +86,16 @@ class Registry:
                 await self._take(stream, frame)
         except WireError as error:
             reason = str(error)
-            log.warning("a front's connection to the registry ends: %s", error)
+            log.warning("an API server's connection to the registry ends: %s", error)
         except OSError as error:
-            log.info("a front's connection to the registry broke: %s", error)
+            log.info("an API server's connection to the registry broke: %s", error)
         finally:
             await self._forget(stream, reason)
 
     async def close(self) -> None:
         """End all connections and close the file; changes that have begun are finished."""
         async with self._writing:
-            for stream in list(self._fronts):
+            for stream in list(self._api_servers):
                 await self._forget(stream, "the registry ends")
             for task in self._tasks:
                 task.cancel()
@@ -103,24 +104,24 @@ class Registry:
 
     async def _take(self, stream: FrameStream, frame: Frame) -> None:
         kind, fields = frame
-        if kind == "subscribe" and not fields and stream not in self._fronts:
+        if kind == "subscribe" and not fields and stream not in self._api_servers:
             await self._subscribe(stream)
-        elif kind == "seen" and len(fields) == 1 and type(fields[0]) is int and stream in self._fronts:
-            if not self._fronts[stream] <= fields[0] <= self._store.generation:
-                raise Malformed(f"a front has seen generation {fields[0]}, which was not its next")
-            self._fronts[stream] = fields[0]
+        elif kind == "seen" and len(fields) == 1 and type(fields[0]) is int and stream in self._api_servers:
+            if not self._api_servers[stream] <= fields[0] <= self._store.generation:
+                raise Malformed(f"an API server has seen generation {fields[0]}, which was not its next")
+            self._api_servers[stream] = fields[0]
             async with self._news:
                 self._news.notify_all()
         elif kind in ("put", "load", "remove") and fields and type(fields[0]) is int:
             if len(self._tasks) >= MAX_WRITES:
                 self._send(stream, "failed", fields[0], BUSY, f"{MAX_WRITES} writes wait already; try again")
                 return
-            # not awaited: the writer, which is a front too, has to be read to have seen its own change
+            # not awaited: the writer, which is an API server too, has to be read to have seen its own change
             task = asyncio.get_running_loop().create_task(self._write(stream, kind, fields[0], fields[1:]))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         else:
-            raise Malformed(f"a front sent {kind} with {len(fields)} fields, or not in its place")
+            raise Malformed(f"an API server sent {kind} with {len(fields)} fields, or not in its place")
 
     async def _subscribe(self, stream: FrameStream) -> None:
         async with self._writing:  # between two changes
@@ -128,10 +129,10 @@ class Registry:
             for first in range(0, max(1, len(entries)), COPY_PART):
                 part = [list(entry) for entry in entries[first : first + COPY_PART]]
                 stream.send("copy", self._store.identity, generation, part, first + COPY_PART >= len(entries))
-            self._fronts[stream] = generation
+            self._api_servers[stream] = generation
 
     async def _write(self, stream: FrameStream, kind: str, call: int, fields: list[Any]) -> None:
-        """Make a change, have all fronts see it, and answer."""
+        """Make a change, have all API servers see it, and answer."""
         loop = asyncio.get_running_loop()
         await asyncio.sleep(max(0.0, self._open_at - loop.time()))
         try:
@@ -181,7 +182,7 @@ class Registry:
         return await self._change(lambda: (self._store.change(plan_removal(self._store, fields[0])), True, ""))
 
     async def _change(self, change: Callable[[], tuple[Done, bool, str]]) -> tuple[int, bool, str]:
-        """Write a change, and tell it to all fronts."""
+        """Write a change, and tell it to all API servers."""
         async with self._writing:
             done, existed, label = await self._on_disk(change)
             for count, (name, entry) in enumerate(done.told, self._store.generation + 1 - len(done.told)):
@@ -194,31 +195,31 @@ class Registry:
             return self._store.generation, existed, label
 
     async def _wait_until_seen(self, generation: int) -> None:
-        """Return once no front is left that knows less; one that takes too long loses its connection."""
+        """Return once no API server is left that knows less; one that takes too long loses its connection."""
         async with self._news:
             try:
                 async with asyncio.timeout(SEEN_SECONDS):
-                    await self._news.wait_for(lambda: all(seen >= generation for seen in self._fronts.values()))
+                    await self._news.wait_for(lambda: all(seen >= generation for seen in self._api_servers.values()))
                     return
             except TimeoutError:
-                slow = [stream for stream, seen in self._fronts.items() if seen < generation]
+                slow = [stream for stream, seen in self._api_servers.items() if seen < generation]
         for stream in slow:
-            log.warning("a front has not seen generation %d and loses its connection", generation)
-            await self._forget(stream, f"this front has not seen generation {generation} in time")
+            log.warning("an API server has not seen generation %d and loses its connection", generation)
+            await self._forget(stream, f"this API server has not seen generation {generation} in time")
 
     def _tell(self, kind: str, *fields: Any) -> None:
-        for stream in list(self._fronts):
+        for stream in list(self._api_servers):
             self._send(stream, kind, *fields)
 
     def _send(self, stream: FrameStream, kind: str, *fields: Any) -> None:
         try:
             stream.send(kind, *fields)
         except (WireError, OSError) as error:
-            log.warning("a front's connection to the registry ends: %s", error)
+            log.warning("an API server's connection to the registry ends: %s", error)
             stream.close()  # its reader finds out, and forgets it
 
     async def _forget(self, stream: FrameStream, reason: str | None) -> None:
-        self._fronts.pop(stream, None)
+        self._api_servers.pop(stream, None)
         stream.close(reason)
         async with self._news:
             self._news.notify_all()
@@ -253,7 +254,8 @@ async def serve(
 ) -> None:
     """Serve a file at an address until the task is cancelled.
 
-    RegistryError for a file that can't be used, OSError for the address. `ready` is called once fronts may connect.
+    RegistryError for a file that can't be used, OSError for the address. `ready` is called once API servers may
+    connect.
     """
     store = await asyncio.to_thread(RegistryStore, file)
     registry, server = Registry(store, secret, first_write_seconds), None

@@ -1,4 +1,4 @@
-"""A front's copy of the registry, and its way to change it.
+"""An API server's copy of the registry, and its way to change it.
 
 The copy follows the registry's changes; while the registry is away it stays as it is, so that requests are routed all
 the same, and changes are refused with 503.
@@ -24,7 +24,7 @@ from .wire import Frame, Malformed, WireError
 log = logging.getLogger(__name__)
 
 WRITE_SECONDS = 60.0
-"""Seconds that a change may take, with all fronts' having seen it."""
+"""Seconds that a change may take, with all API servers' having seen it."""
 
 MAX_RETIRED = 10_000
 """Retired entries whose files wait to be removed; what more there are is set aside, not removed."""
@@ -33,7 +33,7 @@ Change = tuple[str, Entry | None]
 """A name, and what it means now; None for nothing."""
 
 Adopt = Callable[[str, Entry | None], Awaitable[None]]
-"""Has the front act on a change. Once it returns, no request begins with what the name meant before."""
+"""Has the API server act on a change. Once it returns, no request begins with what the name meant before."""
 
 _STATUS = {INVALID: 400, EXISTS: 409, UNKNOWN: 404}
 
@@ -66,7 +66,7 @@ class RegistryCopy:
         self._coming: dict[str, Entry] | None = {}  # of a copy until its last part comes
         self.identity: str | None = None
         self.generation = 0
-        self._retired: deque[Entry] = deque(maxlen=MAX_RETIRED)  # by changes that this front was told of
+        self._retired: deque[Entry] = deque(maxlen=MAX_RETIRED)  # by changes that this API server was told of
 
     @property
     def entries(self) -> Mapping[str, Entry]:
@@ -145,7 +145,7 @@ class RegistryClient:
     """Keeps a copy up to date over one connection, which is made again whenever it breaks; on one event loop.
 
     The client confirms a change to the registry once `adopt` has returned for it; so `adopt` has `SEEN_SECONDS`. An
-    error of `adopt` is logged: the front has to see to it that it serves nothing under the name then.
+    error of `adopt` is logged: the API server has to see to it that it serves nothing under the name then.
     """
 
     def __init__(self, address: Address, secret: bytes, adopt: Adopt | None = None) -> None:
@@ -178,7 +178,8 @@ class RegistryClient:
         return self._stream is not None
 
     async def put(self, entry: Entry, *, replace: bool = True) -> tuple[int, bool]:
-        """Register what a name means; its generation, and whether it meant something before. On return all fronts know.
+        """Register what a name means; its generation, and whether it meant something before. On return all API servers
+        know.
 
         RegistryAway; RegistryRefusal.
         """
@@ -244,7 +245,9 @@ class RegistryClient:
         self._end_call(frame)
 
     async def _adopt_all(self) -> None:
-        """Have the front act on what was applied; what is left when this is cut short is acted on the next time."""
+        """Have the API server act on what was applied; what is left when this is cut short is acted on the next
+        time.
+        """
         while self.copy.changes:
             name, now = self.copy.changes[0]
             if self._adopt is not None:

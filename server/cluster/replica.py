@@ -1,7 +1,7 @@
-"""A replica: an engine's worker behind a socket, which any number of fronts share.
+"""A replica: an engine's worker behind a socket, which any number of API servers share.
 
-It knows adapters by the hash of their content, under which they are registered here. What a front has sent ends with
-the front's connection; a peer that breaks the protocol loses its connection and nothing else.
+It knows adapters by the hash of their content, under which they are registered here. What an API server has sent ends
+with the API server's connection; a peer that breaks the protocol loses its connection and nothing else.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class WrongContent(AdapterFormatError):
 
 
 class Replica:
-    """Serves fronts. worker: a started one. hello: what it is. roots: directories below which adapters must lie."""
+    """Serves API servers. worker: a started one. hello: what it is. roots: directories below which adapters must
+    lie.
+    """
 
     def __init__(self, worker: EngineWorker, hello: Hello, secret: bytes, roots: Sequence[Path]) -> None:
         self.worker = worker
@@ -78,7 +80,7 @@ class Replica:
         self._refusals = RareLog(log)
         self._roots = tuple(roots)
         self._hello = hello.to_wire()
-        self._fronts: set[_Front] = set()
+        self._api_servers: set[_ApiServer] = set()
         self._loads = DaemonPool("replica-loads", threads=LOAD_THREADS, max_waiting=MAX_LOADS)
         self._compiler = DaemonPool("replica-grammars", threads=1, max_waiting=MAX_LOADS)
         self._loading: dict[str, asyncio.Future[None]] = {}
@@ -86,7 +88,7 @@ class Replica:
         self._pinned: set[str] = set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve a front that has connected, until it goes; the handler of an address's `listen`."""
+        """Serve an API server that has connected, until it goes; the handler of an address's `listen`."""
         with suppress(asyncio.CancelledError):  # at the process's end, which asyncio would log as an error
             await self._serve(reader, writer)
 
@@ -96,20 +98,20 @@ class Replica:
         except (WireError, OSError) as error:
             self._refusals.warning("a connection was refused: %s: %s", type(error).__name__, error)
             return
-        front = _Front(self, stream)
-        self._fronts.add(front)
+        api_server = _ApiServer(self, stream)
+        self._api_servers.add(api_server)
         try:
             stream.send("hello", self._hello)
-            await front.run()
+            await api_server.run()
         except (WireError, OSError) as error:
-            log.warning("a front's connection ends: %s: %s", type(error).__name__, error)
+            log.warning("an API server's connection ends: %s: %s", type(error).__name__, error)
             stream.close(f"{type(error).__name__}: {error}")
         finally:
-            self._fronts.discard(front)
-            front.end()
+            self._api_servers.discard(api_server)
+            api_server.end()
 
     async def report(self) -> None:
-        """Tell the fronts how the replica is, again and again."""
+        """Tell the API servers how the replica is, again and again."""
         count, seen, costs = 0, None, LearnedCosts()
         while True:
             await asyncio.sleep(REPORT_SECONDS)
@@ -122,16 +124,16 @@ class Replica:
                 about = await asyncio.wrap_future(self.worker.call(partial(_about, costs)))
             except EngineUnavailable:
                 return
-            for front in list(self._fronts):
-                front.send("stats", Report(stats, front.num_open, self.draining, **about).to_wire())
+            for api_server in list(self._api_servers):
+                api_server.send("stats", Report(stats, api_server.num_open, self.draining, **about).to_wire())
 
     def drain(self) -> None:
-        """Take no more requests; the fronts move the running requests."""
+        """Take no more requests; the API servers move the running requests."""
         self.draining = True
 
     @property
     def is_empty(self) -> bool:
-        return not any(front.num_open for front in self._fronts)
+        return not any(api_server.num_open for api_server in self._api_servers)
 
     async def load(self, content_hash: str, path: Path) -> None:
         """Register the adapter of this content that lies at a path. Errors: AdapterFormatError, PoolFull."""
@@ -177,22 +179,22 @@ class Replica:
             grammars.compile(Grammar(**grammar))
 
     def forget(self, content_hash: str) -> None:
-        """Unregister an adapter that no front has a request for; requests that hold it finish with it."""
+        """Unregister an adapter that no API server has a request for; requests that hold it finish with it."""
         if content_hash in self._loaded:
             self._loaded.discard(content_hash)
             self._pinned.discard(content_hash)
             self.worker.adapters.remove(content_hash, force=False)
 
 
-class _Front:
-    """One front's connection, and the requests that it has sent."""
+class _ApiServer:
+    """One API server's connection, and the requests that it has sent."""
 
     def __init__(self, replica: Replica, stream: FrameStream) -> None:
         self._replica = replica
         self._worker = replica.worker
         self._stream = stream
         self._loop = asyncio.get_running_loop()
-        self._open: dict[str, int] = {}  # lives
+        self._open: dict[str, int] = {}  # attempts
         self._rows: list[list[Any]] = []
         self._step: StepInfo | None = None
         self._handlers: dict[str, Callable[..., None]] = {
@@ -205,7 +207,7 @@ class _Front:
         return len(self._open)
 
     async def run(self) -> None:
-        """Obey the front until it closes the connection."""
+        """Obey the API server until it closes the connection."""
         while (frame := await self._stream.read()) is not None:
             self._obey(frame)
 
@@ -216,7 +218,7 @@ class _Front:
             self._stream.close(str(error))
 
     def end(self) -> None:
-        """Abort what the front has sent."""
+        """Abort what the API server has sent."""
         for request_id in self._open:
             self._worker.abort(request_id)
         self._open.clear()
@@ -228,30 +230,30 @@ class _Front:
         except (TypeError, ValueError, KeyError) as error:
             raise Malformed(f"a frame {frame.kind} can't be read: {error!r}") from None
 
-    def _submit(self, record: Mapping[str, Any], life: int) -> None:
+    def _submit(self, record: Mapping[str, Any], attempt: int) -> None:
         request_id = record["id"]
         _check_text(request_id)
-        if not isinstance(life, int):
-            raise TypeError("a life is no number")
+        if not isinstance(attempt, int):
+            raise TypeError("an attempt must be an integer")
         if request_id in self._open:
             raise ValueError(f"request {request_id} is open here")
         _check_tokens(record["tokens"])
         if self._replica.draining:
-            self.send("refused", request_id, life, DRAINING, "the replica is about to end")
+            self.send("refused", request_id, attempt, DRAINING, "the replica is about to end")
             return
-        self._open[request_id] = life
+        self._open[request_id] = attempt
         params = record.get("params")
         if isinstance(params, Mapping) and isinstance(params.get("grammar"), Mapping):
             compiled = self._replica.compile(params["grammar"])
-            compiled.add_done_callback(lambda _: self._call_soon(self._resume, record, request_id, life))
+            compiled.add_done_callback(lambda _: self._call_soon(self._resume, record, request_id, attempt))
         else:
-            self._resume(record, request_id, life)
+            self._resume(record, request_id, attempt)
 
-    def _resume(self, record: Mapping[str, Any], request_id: str, life: int) -> None:
-        if self._open.get(request_id) != life:  # aborted while its grammar was compiled
+    def _resume(self, record: Mapping[str, Any], request_id: str, attempt: int) -> None:
+        if self._open.get(request_id) != attempt:  # aborted while its grammar was compiled
             return
-        future = self._worker.resume(record, partial(self._put, life), self._loop)
-        future.add_done_callback(partial(self._call_soon, self._answer, request_id, life))
+        future = self._worker.resume(record, partial(self._put, attempt), self._loop)
+        future.add_done_callback(partial(self._call_soon, self._answer, request_id, attempt))
 
     def _call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
         try:
@@ -259,12 +261,12 @@ class _Front:
         except RuntimeError:  # the loop has ended, and the process with it
             log.debug("an answer came after the end")
 
-    def _answer(self, request_id: str, life: int, future: Future[NotHere | None]) -> None:
+    def _answer(self, request_id: str, attempt: int, future: Future[NotHere | None]) -> None:
         error = future.exception()
         if error is None and future.result() is None:
-            self.send("taken", request_id, life)
+            self.send("taken", request_id, attempt)
             return
-        if self._open.get(request_id) == life:
+        if self._open.get(request_id) == attempt:
             del self._open[request_id]
         if error is None:
             reason, text = NOT_HERE, "no adapter of this content is registered here"
@@ -275,21 +277,21 @@ class _Front:
         else:
             log.warning("a record was refused: %r", error)
             reason, text = MALFORMED, f"the record can't be read: {error!r}"
-        self.send("refused", request_id, life, reason, text)
+        self.send("refused", request_id, attempt, reason, text)
 
-    def _put(self, life: int, output: RequestOutput) -> None:
+    def _put(self, attempt: int, output: RequestOutput) -> None:
         """Take an output, on the loop; all of a step leave in one frame, as they are handed over in one turn.
 
-        The end of the engine is no end of a request: this process ends with it, and the front has the request go on
-        elsewhere.
+        The end of the engine is no end of a request: this process ends with it, and the API server has the request go
+        on elsewhere.
         """
         if output.finish_reason is FinishReason.ERROR and self._worker.failure is not None:
             return
-        if output.finish_reason is not None and self._open.get(output.request_id) == life:
+        if output.finish_reason is not None and self._open.get(output.request_id) == attempt:
             del self._open[output.request_id]
         if not self._rows:
             self._loop.call_soon(self._flush)
-        self._rows.append(to_row(output, life))
+        self._rows.append(to_row(output, attempt))
         self._step = output.step or self._step
 
     def _flush(self) -> None:

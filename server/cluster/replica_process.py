@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 
 class ReplicaSettings(BaseModel):
-    """engine: without adapters; fronts name the adapters to load. roots: directories below which adapters must lie."""
+    """engine: without adapters; API servers name the adapters to load. roots: directories below which adapters must
+    lie.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -63,7 +65,7 @@ REFUSING_SECONDS = 0.3
 
 def run(listener: Listener, settings_file: Path) -> int:
     """Serve until SIGTERM, then drain; the exit code. The process ends at once when its standard input does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the front's, which drains
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the API server's, which drains
     end_with_parent()
     settings = ReplicaSettings.model_validate_json(settings_file.read_text())
     log_to_stderr("warning", settings.log_format)

@@ -1,4 +1,4 @@
-"""Reports of a replica to its fronts: what it is, how it is, and what its steps cost."""
+"""Reports of a replica to its API servers: what it is, how it is, and what its steps cost."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _Model = Annotated[
     PlainValidator(lambda told: ModelInfo(*_MODEL.validate_python(told))),
     PlainSerializer(lambda model: (model.vocab_size, model.max_model_len, model.eos_token_ids, model.window)),
 ]
-"""Without the model's grammars, which a front has no use for."""
+"""Without the model's grammars, which an API server has no use for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +132,9 @@ class Hello(Told):
 class Report(Told):
     """A replica at one moment.
 
-    num_yours: requests of the front that it is sent to. tiers: of adapters that are not only on disk, by content hash.
-    running, waiting: names of adapters. overflowing: content hashes of adapters to set aside. costs: of its steps and
-    transfers, see `LearnedCosts`; empty before the first step.
+    num_yours: requests of the API server that it is sent to. tiers: of adapters that are not only on disk, by content
+    hash. running, waiting: names of adapters. overflowing: content hashes of adapters to set aside. costs: of its steps
+    and transfers, see `LearnedCosts`; empty before the first step.
     """
 
     stats: EngineStats

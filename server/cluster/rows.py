@@ -1,4 +1,4 @@
-"""Rows of `out` frames: a step's outputs as plain data. The plain row of one token is `[id, life, [token]]`."""
+"""Rows of `out` frames: a step's outputs as plain data. The plain row of one token is `[id, attempt, [token]]`."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ preemptions is sent with the end.
 """
 
 
-def to_row(output: RequestOutput, life: int) -> list[Any]:
+def to_row(output: RequestOutput, attempt: int) -> list[Any]:
     """An output as a row. What is as in most outputs is left out."""
     if output[2:5] == _ENDS and output[6:11] == _MORE:  # as most rows are
-        return [output.request_id, life, output.token_ids]
+        return [output.request_id, attempt, output.token_ids]
     values = ((key, getattr(output, name), getattr(_PLAIN, name), write) for key, name, write, _ in _REST)
     rest = {key: write(value) for key, value, usual, write in values if value != usual}
-    return [output.request_id, life, output.token_ids, rest]
+    return [output.request_id, attempt, output.token_ids, rest]
 
 
 def from_row(row: Any, step: StepInfo | None) -> tuple[RequestOutput, int]:
-    """The output and the life of a row. Malformed for what `to_row` does not give."""
+    """The output and the attempt of a row. Malformed for what `to_row` does not give."""
     try:
-        request_id, life, tokens, *more = row
-        if not (isinstance(request_id, str) and isinstance(life, int) and _INT.issuperset(map(type, tokens))):
-            raise TypeError("an id, a life or a token is of another type")
+        request_id, attempt, tokens, *more = row
+        if not (isinstance(request_id, str) and isinstance(attempt, int) and _INT.issuperset(map(type, tokens))):
+            raise TypeError("an id, an attempt or a token is of another type")
         if not more:
-            return RequestOutput(request_id, tuple(tokens), None, None, None, step), life
+            return RequestOutput(request_id, tuple(tokens), None, None, None, step), attempt
         rest = {name: read(more[0][key]) for key, name, _, read in _REST if key in more[0]}
-        return RequestOutput(request_id, tuple(tokens), step=step, **rest), life
+        return RequestOutput(request_id, tuple(tokens), step=step, **rest), attempt
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise Malformed(f"a row of an out frame can't be read: {error}") from None
 

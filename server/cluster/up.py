@@ -1,4 +1,6 @@
-"""A cluster of this machine: one front in this process, or several in processes of their own, and what they need."""
+"""A cluster of this machine: one API server in this process, or several in processes of their own, and what they
+need.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ STUCK_POLL_SECONDS = 1.0
 
 
 def up(plan: Plan, settings: Settings, given: dict[str, Any]) -> int:
-    """Serve a cluster until a signal; the exit code. given: the settings of flags, by name, for fronts."""
+    """Serve a cluster until a signal; the exit code. given: the settings of flags, by name, for API servers."""
     check_model(settings)
     if plan.migration in NEED_HIGHS and not has_highs():
         raise LaunchError(f"--migration {plan.migration} needs highspy: pip install 'chorus-lora[plan]'")
@@ -53,25 +55,25 @@ def up(plan: Plan, settings: Settings, given: dict[str, Any]) -> int:
         MigrationSettings.of(plan.migration_setting)
     except ValueError as error:
         raise LaunchError(f"--migration-setting: {error}") from None
-    if plan.fronts == 1:
+    if plan.api_servers == 1:
         return serve(settings, partial(_open_one, plan))
     return _supervise(plan, settings, given)
 
 
-def front(directory: ClusterDirectory, index: int) -> int:
-    """Be one of several fronts of a cluster, until a signal."""
+def api_server(directory: ClusterDirectory, index: int) -> int:
+    """Be one of several API servers of a cluster, until a signal."""
     end_with_parent()
     given = json.loads(directory.given_file.read_text())
     plan, settings = Plan.from_json(given["plan"]), read_settings(Namespace(**given["settings"]))
     log_to_stderr(settings.log_level, settings.log_format)
     ready = directory.ready_file(index)
     was_whole = ready.exists()
-    open_front = partial(_open_front, directory, index, plan, was_whole)
-    return serve(settings, open_front, shares_port=True, on_listening=ready.touch)
+    open_api_server = partial(_open_api_server, directory, index, plan, was_whole)
+    return serve(settings, open_api_server, shares_port=True, on_listening=ready.touch)
 
 
 def _open_one(plan: Plan, settings: Settings) -> tuple[Backend, Tokenizer]:
-    """Start all but fronts; the backend's `stop` ends it."""
+    """Start all but API servers; the backend's `stop` ends it."""
     # until the server takes the signal over: its default would leave the children to find out by themselves
     signal.signal(signal.SIGTERM, _interrupt)
     processes = _start(plan, settings)
@@ -86,10 +88,10 @@ def _open_one(plan: Plan, settings: Settings) -> tuple[Backend, Tokenizer]:
         raise
 
 
-def _open_front(
+def _open_api_server(
     directory: ClusterDirectory, index: int, plan: Plan, was_whole: bool, settings: Settings
 ) -> tuple[Backend, Tokenizer]:  # fmt: skip
-    """was_whole: an earlier process of this front has served the cluster."""
+    """was_whole: an earlier process of this API server has served the cluster."""
     files = DirectoryFiles(directory)
     registry = AddressFile(directory.registry_file, plan.tls)
     owner = _Owner(lambda link: files.tell_stuck(link.name, link.pid), partial(files.tell_hint, index))
@@ -109,7 +111,7 @@ def _start(plan: Plan, settings: Settings) -> Processes:
 
 
 class _Owner(NamedTuple):
-    """The owner of the replicas' processes, as a front asks it: in this process, or by files of the directory."""
+    """The owner of the replicas' processes, as an API server asks it: in this process, or by files of the directory."""
 
     kill: Callable[[Link], None]
     hint: Callable[[int, int], None]
@@ -156,7 +158,7 @@ def _open(
 
 
 def _supervise(plan: Plan, settings: Settings, given: dict[str, Any]) -> int:
-    """Keep the processes of a cluster with several fronts running, until SIGTERM or SIGINT."""
+    """Keep the processes of a cluster with several API servers running, until SIGTERM or SIGINT."""
     told = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: told.set())
@@ -168,8 +170,8 @@ def _supervise(plan: Plan, settings: Settings, given: dict[str, Any]) -> int:
             flags = {**given, **_keys(settings), "port": str(bound.getsockname()[1])}
             settings_flags = {f"setting_{name}": value for name, value in flags.items()}
             directory.given_file.write_text(json.dumps({"plan": plan.to_json(), "settings": settings_flags}))
-            processes.start_fronts(plan.fronts)
-            while not processes.fronts_ready and not told.wait(READY_POLL_SECONDS):
+            processes.start_api_servers(plan.api_servers)
+            while not processes.api_servers_ready and not told.wait(READY_POLL_SECONDS):
                 if (text := processes.trouble()) is not None:
                     raise LaunchError(f"can't serve {settings.model}: {text}")
             if not told.is_set():
@@ -177,7 +179,7 @@ def _supervise(plan: Plan, settings: Settings, given: dict[str, Any]) -> int:
             while not told.wait(STUCK_POLL_SECONDS):
                 processes.kill_stuck()
                 processes.follow_hints()
-            processes.drain_fronts(settings.grace_seconds + 2 * DEADLINE_SECONDS)
+            processes.drain_api_servers(settings.grace_seconds + 2 * DEADLINE_SECONDS)
         finally:
             processes.stop()
     return 0

@@ -19,7 +19,7 @@ from ...memory.files.identity import open_unchanged, with_content
 from ...memory.host.daemon_pool import DaemonPool, PoolFull, ask_for_short_slices
 from ...memory.host.image import HostImage
 from ...memory.host.reads import SLOW_SECONDS
-from .adapter_keeper import AdapterKeeper
+from .adapter_health import AdapterHealthChecker
 from .backend import Backend
 from .engine_view import AdapterState
 from .name_changes import NameChanges, Removed
@@ -58,7 +58,7 @@ class AdapterLoads:
     Beside a disk that takes longer others are read, but loads under one name follow each other. seconds: how long a
     disk may take over one; then the load fails, and its thread is left behind. places: directories below which a broken
     adapter may be mended. loaded: remembers loads, and owns files that came as bytes. What was loaded is looked after
-    from `start` to `stop`: see `AdapterKeeper`. templates: warns of adapters with a chat template of their own.
+    from `start` to `stop`: see `AdapterHealthChecker`. templates: warns of adapters with a chat template of their own.
     """
 
     def __init__(
@@ -79,19 +79,19 @@ class AdapterLoads:
         self._changes = DaemonPool("adapter-changes", threads=MAX_LOAD_THREADS, max_waiting=MAX_LOADS)
         self._names = NameChanges(worker.adapters, self._names_file(), seconds, self._retired)
         sweep = None if loaded is None else partial(loaded.sweep, worker.adapters)
-        self._keeper = AdapterKeeper(worker, seconds, places, sweep)
+        self._health_checker = AdapterHealthChecker(worker, seconds, places, sweep)
 
     def start(self) -> None:
         """Restore what was loaded before a restart, and begin to look after adapters."""
         if self.loaded is not None:
             self.loaded.restore(self._worker)
-        self._keeper.start()
+        self._health_checker.start()
         if self._templates is not None:
             self._pool.submit(self._templates.note_all)
 
     def stop(self) -> None:
         """Begin nothing more; waits for nothing but, for a moment, that files are closed."""
-        self._keeper.stop()
+        self._health_checker.stop()
         for pool in (self._pool, self._threads, self._uploads, self._ends, self._changes):
             pool.shutdown()
         self._names.close()

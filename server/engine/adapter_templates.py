@@ -16,8 +16,8 @@ from ..text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from ..executors import DaemonPool
-    from .adapter_book import AdapterBook
     from .engine_view import AdapterState
+    from .served_adapters import ServedAdapters
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +39,9 @@ class AdapterTemplates:
     run on one event loop.
     """
 
-    def __init__(self, tokenizer: Tokenizer, book: AdapterBook, threads: DaemonPool, *, used: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, adapters: ServedAdapters, threads: DaemonPool, *, used: bool) -> None:
         self._tokenizer = tokenizer
-        self._book = book
+        self._adapters = adapters
         self._threads = threads
         self._used = used
         self._own: OrderedDict[tuple[Path, int], Tokenizer] = OrderedDict()
@@ -51,7 +51,7 @@ class AdapterTemplates:
         if not self._used or adapter is None:
             return self._tokenizer
         try:
-            state = await asyncio.wrap_future(self._book.state(adapter))
+            state = await asyncio.wrap_future(self._adapters.state(adapter))
         except UnknownAdapter:  # the request is refused when it is queued
             return self._tokenizer
         key = state.manifest.path, state.version
@@ -79,7 +79,7 @@ class AdapterTemplates:
     def note_all(self) -> None:
         """The same of all that are registered."""
         if not self._used:
-            self.note(self._book.listing().result().adapters())
+            self.note(self._adapters.listing().result().adapters())
 
     def _has_own(self, one: AdapterState) -> bool:
         try:

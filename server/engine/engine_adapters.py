@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ...core.requests.sampling_params import InvalidRequest
 from ...memory.adapters.adapter import Tier
 from ...memory.files.error import AdapterFormatError
-from .adapter_book import AdapterBook, AdapterNames, is_current
 from .engine_view import AdapterState
+from .served_adapters import AdapterTable, ServedAdapters, is_current
 
 if TYPE_CHECKING:
     from ...core.engine import Engine
@@ -31,7 +31,7 @@ MOST_OVERFLOWS = 3
 
 
 class EngineNames:
-    """`AdapterNames` of an engine, on its thread. `state_of` may be called on any: it looks at one attribute or entry
+    """`AdapterTable` of an engine, on its thread. `state_of` may be called on any: it looks at one attribute or entry
     after another, so that no step has to wait for it.
     """
 
@@ -64,7 +64,7 @@ class EngineNames:
         self._store.note(self.get(name), manifest)
 
     def set_aside(self, one: Quarantined, version: int, *, in_use: bool) -> bool:
-        """See `AdapterBook.set_aside`."""
+        """See `ServedAdapters.set_aside`."""
         if not is_current(self, one.name, version):
             return True
         adapter = self.get(one.name)
@@ -88,9 +88,9 @@ class EngineNames:
             log.warning("adapter %s was pinned, its new version is not: %s", name, reason)
 
 
-class EngineAdapters(AdapterBook):
-    """The book of an engine. call: runs a function of the engine between two steps. tell_ended: has clients learn of
-    requests that were ended, also while no step runs.
+class EngineAdapters(ServedAdapters):
+    """The adapters of an engine, by name. call: runs a function of the engine between two steps. tell_ended: has
+    clients learn of requests that were ended, also while no step runs.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class EngineAdapters(AdapterBook):
         self.call = call
         self._tell_ended = tell_ended
 
-    def _ask(self, function: Callable[[AdapterNames], T]) -> Future[T]:
+    def _ask(self, function: Callable[[AdapterTable], T]) -> Future[T]:
         return self.call(lambda engine: function(EngineNames(engine)))
 
     def num_requests(self, name: str) -> Future[int]:

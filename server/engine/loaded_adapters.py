@@ -16,22 +16,23 @@ from ...memory.host.image import HostImage
 
 if TYPE_CHECKING:
     from ..settings import Settings
-    from .adapter_book import AdapterBook, RegistryNames
     from .backend import Backend
+    from .served_adapters import RegistryNames, ServedAdapters
 
 log = logging.getLogger(__name__)
 
 NAMES_FILE = "names.sqlite"
 
 SHARED_SECONDS = 60.0
-"""Seconds for which a directory that other fronts may use is kept after its version was retired: their requests may not
-have reached a replica yet."""
+"""Seconds for which a directory that other API servers may use is kept after its version was retired: their requests
+may not have reached a replica yet."""
 
 
 class LoadedAdapters:
     """A directory of adapters' files, and a file in it of names; of any thread.
 
-    A cluster's registry keeps the names of its adapters: `names` is None there, and other fronts use the files, too.
+    A cluster's registry keeps the names of its adapters: `names` is None there, and other API servers use the files,
+    too.
     """
 
     def __init__(self, files: OwnedStore, names: RegistryStore | None) -> None:
@@ -39,12 +40,12 @@ class LoadedAdapters:
         self.names = names
 
     @classmethod
-    def of(cls, settings: Settings, book: AdapterBook) -> LoadedAdapters | None:
+    def of(cls, settings: Settings, adapters: ServedAdapters) -> LoadedAdapters | None:
         """None without a directory. Raises OSError, RegistryError and OtherOwner for one that can't be used."""
         if (root := settings.adapter_uploads) is None:
             return None
         root.mkdir(parents=True, exist_ok=True)
-        registry = book.registry().result()
+        registry = adapters.registry().result()
         names = None if registry is not None else RegistryStore(root / NAMES_FILE)
         try:
             files = _files(settings, root, registry, names)
@@ -98,9 +99,9 @@ class LoadedAdapters:
         """Have the files of versions go that lost their names; nothing happens where another name means them."""
         self._files.retire(Path(entry.path) for entry in entries)
 
-    def sweep(self, book: AdapterBook) -> None:
+    def sweep(self, adapters: ServedAdapters) -> None:
         """Remove the files of retired versions that no name means and no request holds, and set orphans aside."""
-        registry = book.registry().result()
+        registry = adapters.registry().result()
         if registry is None:
             assert self.names is not None
             entries = self.names.entries()
@@ -116,7 +117,7 @@ class LoadedAdapters:
         named = {Path(entry.path).name for entry in entries}
 
         def used() -> set[str]:
-            return {path.name for path in book.paths_in_use().result()}
+            return {path.name for path in adapters.paths_in_use().result()}
 
         self._files.sweep(named, used)
 

@@ -21,8 +21,8 @@ from ..errors import ApiError
 if TYPE_CHECKING:
     from ...memory.files.format import AdapterManifest
     from ...memory.host.image import HostImage
-    from .adapter_book import AdapterBook
     from .engine_view import AdapterState
+    from .served_adapters import ServedAdapters
 
 log = logging.getLogger(__name__)
 
@@ -52,13 +52,13 @@ class NameChanges:
     """The one way to change names; of any thread, one change at a time. Each call may wait for the disk."""
 
     def __init__(
-        self, book: AdapterBook, names: RegistryStore | None, seconds: float,
+        self, adapters: ServedAdapters, names: RegistryStore | None, seconds: float,
         on_retired: Callable[[list[Entry]], None] = lambda _: None,
     ) -> None:  # fmt: skip
         """names: the file; None where a cluster's registry writes changes down. seconds: that its disk may take.
         on_retired: called with entries that lost their names.
         """
-        self._book = book
+        self._adapters = adapters
         self._names = names
         self._seconds = seconds
         self._on_retired = on_retired
@@ -77,17 +77,17 @@ class NameChanges:
         label: the version; None: the name's next number. The same content under a version that is there changes
         nothing. FileExistsError for a name that it may not `replace`, LabelTaken, StorageUnavailable, RegistryFull.
         """
-        book = self._book
+        adapters = self._adapters
         if self._names is None:
-            return book.put(name, manifest, image, replace=replace, label=label, keep=keep).result()
+            return adapters.put(name, manifest, image, replace=replace, label=label, keep=keep).result()
         with self._alone() as names:
-            served = book.versions(name).result()
+            served = adapters.versions(name).result()
             entry = _entry(name, manifest, label or "")
             there = names.find(versioned(name, label)) if label else None
             if there is not None and not any(one.label == label for one in served):  # it could not be restored
                 self._write(lambda: names.change(plan_removal(names, versioned(name, there.label))))
             before = self._unwritten(names, name, served, keep)
-            number = book.newest_number(name).result()
+            number = adapters.newest_number(name).result()
 
             def write() -> tuple[Load, Done]:
                 can = replace or not served
@@ -96,9 +96,9 @@ class NameChanges:
 
             plan, done = self._write(write, lambda result: result[1])
             if not plan.changes:
-                return _newest_or(book, name, plan.entry.label), True
+                return _newest_or(adapters, name, plan.entry.label), True
             with self._undone(done):
-                put = book.put(name, manifest, image, replace=True, label=plan.entry.label, keep=keep)
+                put = adapters.put(name, manifest, image, replace=True, label=plan.entry.label, keep=keep)
                 state, existed = put.result()
             self._on_retired(done.retired)
             return state, existed
@@ -106,17 +106,17 @@ class NameChanges:
     def remove(self, name: str, *, force: bool) -> Removed:
         """Forget an adapter with its kept versions, or one version. UnknownAdapter, StorageUnavailable."""
         if self._names is None:
-            state, ended = self._book.remove(name, force=force).result()
+            state, ended = self._adapters.remove(name, force=force).result()
             return Removed(state.label, state.manifest.content_hash, ended)
         with self._alone() as names:
             entry = names.find(name)
             if entry is None:
-                self._book.state(name).result()
+                self._adapters.state(name).result()
             changes = [] if entry is None else plan_removal(names, name)
             done = self._write(lambda: names.change(changes), lambda result: result)
             with self._undone(done):
                 try:
-                    state, ended = self._book.remove(name, force=force).result()
+                    state, ended = self._adapters.remove(name, force=force).result()
                     removed = Removed(state.label, state.manifest.content_hash, ended)
                 except UnknownAdapter:
                     if entry is None:
@@ -128,21 +128,21 @@ class NameChanges:
     def pause(self, name: str, *, paused: bool) -> None:
         """Refuse new requests of all versions of a name, or take them again. UnknownAdapter, StorageUnavailable."""
         if self._names is None:
-            self._book.pause(name, paused=paused).result()
+            self._adapters.pause(name, paused=paused).result()
             return
         with self._alone() as names:
-            state = self._book.state(name).result()
+            state = self._adapters.state(name).result()
             if (entry := names.get(name)) is None:
                 try:
                     entry = _entry(name, with_content(state.manifest), state.label)
                 except AdapterFormatError as error:  # after a restart it is not served, either
                     log.warning("adapter %s: a restart would forget that it is paused or not: %s", name, error)
-                    self._book.pause(name, paused=paused).result()
+                    self._adapters.pause(name, paused=paused).result()
                     return
             changes: Changes = [(name, entry._replace(paused=paused))]
             done = self._write(lambda: names.change(changes), lambda result: result)
             with self._undone(done):
-                self._book.pause(name, paused=paused).result()
+                self._adapters.pause(name, paused=paused).result()
 
     def _unwritten(self, names: RegistryStore, name: str, served: list[AdapterState], keep: int) -> Entry | None:
         """The newest version of a name that the file does not know: one of the start."""
@@ -208,10 +208,10 @@ class NameChanges:
         self._names.change(done.before, retires=False)
 
 
-def _newest_or(book: AdapterBook, name: str, label: str) -> AdapterState:
+def _newest_or(adapters: ServedAdapters, name: str, label: str) -> AdapterState:
     """The state of a version: under the name itself if it is the newest."""
-    newest = book.state(name).result()
-    return newest if newest.label == label else book.state(versioned(name, label)).result()
+    newest = adapters.state(name).result()
+    return newest if newest.label == label else adapters.state(versioned(name, label)).result()
 
 
 def _entry(name: str, manifest: AdapterManifest, label: str) -> Entry:

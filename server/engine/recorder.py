@@ -19,7 +19,7 @@ from ..executors import Repeating
 
 if TYPE_CHECKING:
     from ...core.requests.request import Request
-    from .adapter_book import AdapterBook
+    from .served_adapters import ServedAdapters
 
 log = logging.getLogger(__name__)
 
@@ -64,10 +64,10 @@ class Recorder(Repeating):
         self._num_dropped = 0
         self._epoch = time.time() - time.monotonic()
         self._ranks: dict[str, int] = {}
-        self._adapters: AdapterBook | None = None
+        self._adapters: ServedAdapters | None = None
 
-    def start(self, adapters: AdapterBook | None = None) -> None:
-        """adapters: the book that knows their ranks."""
+    def start(self, adapters: ServedAdapters | None = None) -> None:
+        """adapters: knows their ranks."""
         self._adapters = adapters
         super().start()
 
@@ -128,7 +128,7 @@ def _open(path: Path) -> int:
     except OSError as error:
         raise NoTrace(f"--record {path}: {error.strerror}; name a file in a directory that is there") from None
     try:
-        fcntl.flock(file, fcntl.LOCK_EX)  # fronts of one cluster open it at the same time
+        fcntl.flock(file, fcntl.LOCK_EX)  # API servers of one cluster open it at the same time
         begin = os.pread(file, len(HEADER) + 1, 0)
         if not begin:
             os.write(file, f"{HEADER}\n".encode())

@@ -105,7 +105,7 @@ class SharedCounts(Repeating, Collector):
             self.publish()
         except OSError as error:  # the directory may be gone at the end
             if not self._stopping.is_set():
-                log.warning("counts of requests can't be shared with the other fronts: %s", error)
+                log.warning("counts of requests can't be shared with the other API servers: %s", error)
 
 
 def _counts_of(family: Metric) -> dict[_Key, float]:

@@ -26,9 +26,9 @@ from ..stores.cache import Cache
 from ..stores.download import download
 from ..stores.errors import CacheFull, NotInStore, StoreAway, StoreError, StoreRefused
 from ..stores.rules import Location
-from .adapter_book import AdapterBook
 from .adapter_loads import AdapterLoads, LoadTimedOut
 from .generation import Generation
+from .served_adapters import ServedAdapters
 
 log = logging.getLogger(__name__)
 
@@ -79,9 +79,9 @@ class _Failure:
 class SourcedAdapters:
     """Adapters by rule. Its coroutines run on one event loop; all that asks a disk or a store runs on threads."""
 
-    def __init__(self, settings: Settings, book: AdapterBook, loads: AdapterLoads) -> None:
+    def __init__(self, settings: Settings, adapters: ServedAdapters, loads: AdapterLoads) -> None:
         self._settings = settings
-        self._book = book
+        self._adapters = adapters
         self._loads = loads
         self._rules = settings.adapter_rules
         self._roots = tuple(root.resolve() for root in settings.loadable_from)
@@ -171,7 +171,7 @@ class SourcedAdapters:
 
     async def _bring(self, name: str, number: int, location: Location) -> bool:
         plain, version = split_version(name)
-        if version and await asyncio.wrap_future(self._book.versions(plain)):
+        if version and await asyncio.wrap_future(self._adapters.versions(plain)):
             return False  # a version that is not kept: nothing else may answer in its place
         try:
             if location.scheme:
@@ -220,7 +220,7 @@ class SourcedAdapters:
 
         try:
             await asyncio.wrap_future(self._loads.load(name, find, roots, replace=False, by=BY))
-        except FileExistsError:  # another front, or an operator, was faster
+        except FileExistsError:  # another API server, or an operator, was faster
             pass
         except AdapterFormatError as error:
             reason = str(error).replace(f"{path}/", "").replace(str(path), "its directory")
@@ -293,9 +293,9 @@ class SourcedAdapters:
     def _let_go(self, name: str, directory: Path) -> bool:
         """Unregister a fetched adapter; False while there are requests for it."""
         try:
-            state = self._book.state(name).result()
+            state = self._adapters.state(name).result()
             if state.manifest.path.is_relative_to(directory):
-                if self._book.num_requests(name).result():
+                if self._adapters.num_requests(name).result():
                     return False
                 self._loads.remove_now(name, force=False)
         except UnknownAdapter:

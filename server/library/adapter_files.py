@@ -12,20 +12,20 @@ from typing import Any
 from ...core.requests.sampling_params import InvalidRequest
 from ...memory.files.content_store import Draft, StoreFull, TooLarge
 from ...memory.files.format import CONFIG_FILE, WEIGHTS_FILE
-from ..engine.adapter_book import AdapterBook
 from ..engine.loaded_adapters import LoadedAdapters
+from ..engine.served_adapters import ServedAdapters
 from ..settings import Settings
 
 
 class AdapterFiles:
     """A directory for adapters that have none: `adapter_uploads`, or one that is gone when the LLM is closed."""
 
-    def __init__(self, settings: Settings, book: AdapterBook) -> None:
+    def __init__(self, settings: Settings, adapters: ServedAdapters) -> None:
         self._made: tempfile.TemporaryDirectory[str] | None = None
         if settings.adapter_uploads is None:
             self._made = tempfile.TemporaryDirectory(prefix="chorus-adapters-", ignore_cleanup_errors=True)
             settings = settings.model_copy(update={"adapter_uploads": Path(self._made.name)})
-        loaded = LoadedAdapters.of(settings, book)
+        loaded = LoadedAdapters.of(settings, adapters)
         assert loaded is not None  # a directory was named
         self.loaded = loaded
 

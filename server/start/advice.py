@@ -37,7 +37,6 @@ NOTED = {
 
 INSTEAD = {
     "--block-size": "use --block-tokens",
-    "--api-server-count": "use --fronts",
     "--code-revision": "no code of a model is ever run",
     "--compilation-config": "nothing is compiled that can be chosen; use --graph-capture",
     "--cpu-offload-gb": "weights stay where they are computed with; use a smaller model, or more memory",

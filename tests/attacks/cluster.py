@@ -1,16 +1,16 @@
 """Answers of a cluster while replicas are killed: right, lost and stale ones, and requests that went on elsewhere.
 
     python -m tests.attacks.cluster --check
-    python -m tests.attacks.cluster --check --fronts 2 --front-kill-seconds 30
-    python -m tests.attacks.cluster --check --fronts 2 --uploads --registry-kill-seconds 25 --full-disk-seconds 40
+    python -m tests.attacks.cluster --check --api-servers 2 --api-server-kill-seconds 30
+    python -m tests.attacks.cluster --check --api-servers 2 --uploads --registry-kill-seconds 25 --full-disk-seconds 40
 
 `chorus cluster up` serves the built-in model. Clients ask for its skills, and for long answers that outlive a replica;
 every answer is compared with the one that the same cluster gave before. Meanwhile one replica after another is killed
 (-9), and an adapter is replaced under its name: a request that was sent after the answer to a reload must have the
-content of that reload, or of a later one. Fronts are killed, too, where there are several: a client whose connection
+content of that reload, or of a later one. API servers are killed, too, where there are several: a client whose connection
 breaks just then asks again, as `cut` counts. With `--uploads` adapters are uploaded; the registry
 may be killed, and the disk be full for some seconds. In the end no replica may still hold a request or a page of KV,
-every front must serve the last content, and no uploaded adapter may be gone.
+every API server must serve the last content, and no uploaded adapter may be gone.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ class Reloads:
 
 
 AGAIN_SECONDS = 0.1
-"""Seconds before a client asks again where a front was killed, or the registry was away."""
+"""Seconds before a client asks again where an API server was killed, or the registry was away."""
 
 CUT_SECONDS = 5.0
-"""Seconds from the death of a front in which it may be the reason for a broken connection."""
+"""Seconds from the death of an API server in which it may be the reason for a broken connection."""
 
 REST_SECONDS = 60.0
 """Seconds that replicas may take to be all there, and without work, once clients ask no more."""
 
 
 MOVES_SECONDS = 2.0
-"""Seconds between two looks at what fronts have counted."""
+"""Seconds between two looks at what API servers have counted."""
 
 HELD = ("chorus_requests_running", "chorus_requests_waiting", 'chorus_pages{kind="kv"}')
 """Metrics of what replicas hold for requests."""
@@ -90,19 +90,19 @@ LISTENS = "0A"
 """State of a socket in /proc/net/tcp."""
 
 LAST_ASKS = 12
-"""Connections by which every front of a few is met."""
+"""Connections by which every API server of a few is met."""
 
 
 class Chaos:
     """A cluster under load, and counts of what became of its answers."""
 
-    def __init__(self, server: LaunchedServer, root: Path, fronts: int, seed: int, uploads: bool = False) -> None:
+    def __init__(self, server: LaunchedServer, root: Path, api_servers: int, seed: int, uploads: bool = False) -> None:
         """uploads: adapters are sent as bytes, not by their path."""
         self._uploads = uploads
         self.counts: Counter[str] = Counter()
         self.examples: list[str] = []
         self._server = server
-        self._fronts = fronts
+        self._api_servers = api_servers
         self._client = httpx.Client(base_url=server.url, timeout=TIMEOUT_SECONDS)
         self._root = root
         self._random = random.Random(seed)
@@ -120,7 +120,7 @@ class Chaos:
         self._expected: list[str] = []
         self._word = "".join(self._random.choices("abcdefghij", k=6))
         self._stop = threading.Event()
-        self._front_killed_at = -CUT_SECONDS
+        self._api_server_killed_at = -CUT_SECONDS
         self._moves: dict[int, int] = {}  # by the process that counted
 
     # --- before ---
@@ -138,13 +138,13 @@ class Chaos:
     # --- during ---
 
     def run(
-        self, seconds: float, clients: int, kill_seconds: float, front_kill_seconds: float, reload_seconds: float,
+        self, seconds: float, clients: int, kill_seconds: float, api_server_kill_seconds: float, reload_seconds: float,
         registry_kill_seconds: float = 1e9, full_disk_seconds: float = 1e9,
     ) -> None:  # fmt: skip
         with ThreadPoolExecutor(clients + 6) as threads:
             tasks = [threads.submit(self._load, index) for index in range(clients)]
             tasks.append(threads.submit(self._every, kill_seconds, partial(self._kill, "replica")))
-            tasks.append(threads.submit(self._every, front_kill_seconds, self._kill_front))
+            tasks.append(threads.submit(self._every, api_server_kill_seconds, self._kill_api_server))
             tasks.append(threads.submit(self._every, registry_kill_seconds, partial(self._kill, "registry")))
             tasks.append(threads.submit(self._every, full_disk_seconds, self._fill_disk))
             tasks.append(threads.submit(self._every, reload_seconds, self._reload_next))
@@ -187,20 +187,20 @@ class Chaos:
             os.kill(self._random.choice(there), signal.SIGKILL)
             self.counts[f"{kind} kills"] += 1
 
-    def _kill_front(self) -> None:
-        """Kill a front once all of them listen: clients are to find another one."""
+    def _kill_api_server(self) -> None:
+        """Kill an API server once all of them listen: clients are to find another one."""
         while not self._stop.is_set():
             if self._all_listen():
-                self._front_killed_at = time.monotonic()
-                self._kill("front")
+                self._api_server_killed_at = time.monotonic()
+                self._kill("api-server")
                 return
             self._stop.wait(AGAIN_SECONDS)
 
     def _all_listen(self) -> bool:
-        """True if each of several fronts listens on the port that they share."""
+        """True if each of several API servers listens on the port that they share."""
         sockets = [line.split()[1:4] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
         here = f":{self._server.address[1]:04X}"
-        return sum(where.endswith(here) and state == LISTENS for where, _, state in sockets) >= self._fronts
+        return sum(where.endswith(here) and state == LISTENS for where, _, state in sockets) >= self._api_servers
 
     def _reload_next(self) -> None:
         with self._reloads.lock:
@@ -276,7 +276,7 @@ class Chaos:
             return None
 
     def _ask_again_if_cut(self, body: dict[str, Any]) -> str:
-        """Ask; and again, as a client would, where a front was killed in the middle of the answer."""
+        """Ask; and again, as a client would, where an API server was killed in the middle of the answer."""
         while True:
             began = time.monotonic()
             try:
@@ -288,8 +288,8 @@ class Chaos:
                 time.sleep(AGAIN_SECONDS)
 
     def _is_cut(self, began: float) -> bool:
-        """True if the death of a front may have broken a connection of a request that began then."""
-        return self._front_killed_at > began - CUT_SECONDS
+        """True if the death of an API server may have broken a connection of a request that began then."""
+        return self._api_server_killed_at > began - CUT_SECONDS
 
     def _ask(self, body: dict[str, Any]) -> str:
         answer = self._client.post("/v1/completions", json=body)
@@ -317,7 +317,7 @@ class Chaos:
             time.sleep(1)
 
     def check_last_content(self) -> None:
-        """Ask every front for the reloaded adapter: the system picks one for each connection."""
+        """Ask every API server for the reloaded adapter: the system picks one for each connection."""
         for _ in range(LAST_ASKS):
             with httpx.Client(base_url=self._server.url, timeout=TIMEOUT_SECONDS) as self._client:
                 self._ask_reloaded()
@@ -331,31 +331,33 @@ class Chaos:
         return sum(answer != self._of_content[KEPT[name]] for name, answer in answers.items())
 
     def num_moves(self) -> int:
-        """Requests that went on elsewhere, as the fronts have counted; what one counted just before its death lacks."""
+        """Requests that went on elsewhere, as the API servers have counted; what one counted just before its death
+        lacks.
+        """
         for _ in range(LAST_ASKS):
             self._note_moves()
         return sum(self._moves.values())
 
     def _note_moves(self) -> None:
-        """Read the count of the front that answers."""
+        """Read the count of the API server that answers."""
         host, port = self._server.address
         connection = HTTPConnection(host, port, timeout=TIMEOUT_SECONDS)
         try:
             connection.request("GET", "/metrics")
             text = connection.getresponse().read().decode()
             pid = self._peer(connection.sock.getsockname()[1])
-        except (OSError, HTTPException, AttributeError):  # the front was killed
+        except (OSError, HTTPException, AttributeError):  # the API server was killed
             return
         finally:
             connection.close()
         self._moves[pid] = max(self._moves.get(pid, 0), _metric(text, "chorus_requests_moved_total"))
 
     def _peer(self, port: int) -> int:
-        """Process id of the front at the other end of a connection from a port."""
+        """Process id of the API server at the other end of a connection from a port."""
         for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
             fields = line.split()
             if int(fields[2].rpartition(":")[2], 16) == port:
-                for pid in self._server.children("front"):
+                for pid in self._server.children("api-server"):
                     if any(
                         os.readlink(one) == f"socket:[{fields[9]}]" for one in Path(f"/proc/{pid}/fd").iterdir()
                     ):  # fmt: skip
@@ -375,8 +377,10 @@ def main() -> int:
     command.add_argument("--seconds", type=float, default=300, help="of load")
     command.add_argument("--kill-seconds", type=float, default=20, help="between two kills")
     command.add_argument("--ray", metavar="ADDRESS", help="place replicas on a Ray cluster: local")
-    command.add_argument("--fronts", type=int, default=1)
-    command.add_argument("--front-kill-seconds", type=float, default=1e9, help="between two kills of a front")
+    command.add_argument("--api-servers", type=int, default=1)
+    command.add_argument(
+        "--api-server-kill-seconds", type=float, default=1e9, help="between two kills of an API server"
+    )
     command.add_argument("--reload-seconds", type=float, default=3, help="between two reloads")
     command.add_argument("--uploads", action="store_true", help="send adapters as bytes")
     command.add_argument("--registry-kill-seconds", type=float, default=1e9, help="between two kills of the registry")
@@ -390,15 +394,15 @@ def main() -> int:
         for name in CONTENTS:
             shutil.copytree(BUILTIN_ADAPTERS / name, root / name)
         flags = ["--replicas", str(args.replicas), "--policy", args.policy, "--threads", "1"]
-        flags += ["--fronts", str(args.fronts), "--adapter-roots", str(root)]
+        flags += ["--api-servers", str(args.api_servers), "--adapter-roots", str(root)]
         flags += [] if args.ray is None else ["--ray", args.ray]
         flags += ["--adapter-uploads", str(root / "uploads")] if args.uploads else []
         with launched(flags, command=("cluster", "up")) as server:
-            chaos = Chaos(server, root, args.fronts, args.seed, args.uploads)
+            chaos = Chaos(server, root, args.api_servers, args.seed, args.uploads)
             chaos.prepare()
             say(f"{args.replicas} replicas are there; killing one every {args.kill_seconds:g} s")
             chaos.run(
-                args.seconds, args.clients, args.kill_seconds, args.front_kill_seconds, args.reload_seconds,
+                args.seconds, args.clients, args.kill_seconds, args.api_server_kill_seconds, args.reload_seconds,
                 args.registry_kill_seconds, args.full_disk_seconds,
             )  # fmt: skip
             held = chaos.held()
@@ -412,7 +416,7 @@ def main() -> int:
                     "stale",
                     "cut",
                     "replica kills",
-                    "front kills",
+                    "API server kills",
                     "registry kills",
                     "full disks",
                     "reloads",

@@ -304,7 +304,7 @@ def on_a_server(root: Path) -> tuple[dict[str, dict[str, bool]], dict[str, float
 
 
 def on_a_cluster(root: Path) -> dict[str, dict[str, bool]]:
-    uploads, flags, up = root / "shared", ("--replicas", "1", "--fronts", "2"), ("cluster", "up")
+    uploads, flags, up = root / "shared", ("--replicas", "1", "--api-servers", "2"), ("cluster", "up")
     with target(uploads, *flags, command=up) as one:
         parts = {"cluster numbers": numbers(one), "cluster labels": labels(one)}
         before, kept = one.served(), one.files()

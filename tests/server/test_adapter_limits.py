@@ -35,7 +35,7 @@ def root(tmp_path, reference):
 
 @pytest.fixture
 def make_live(start, reference, root, monkeypatch):
-    monkeypatch.setattr("chorus.server.engine.adapter_keeper.TURN_SECONDS", 0.05)
+    monkeypatch.setattr("chorus.server.engine.adapter_health.TURN_SECONDS", 0.05)
 
     def make(adapters=None, keys=None, **options):
         if keys is not None:
@@ -323,7 +323,7 @@ def test_finite_weights_that_overflow_are_set_aside(make_live, root):
     assert (refused.status_code, refused.json()["error"]["code"]) == (424, "adapter_quarantined")
     assert "not finite" in refused.json()["error"]["message"] and str(root) not in refused.text
     assert works(live)
-    time.sleep(0.3)  # some turns of the keeper, which does not take it back while its files are the same
+    time.sleep(0.3)  # some turns of the health checker, which does not take it back while its files are the same
     assert "r3-mlp" in quarantined(live)
     save_file(weights, root / "r3-mlp" / WEIGHTS)
     live.wait_until(lambda: live.post(model="r3-mlp", prompt=[5, 6], max_tokens=3).status_code == 200, 60)

@@ -168,4 +168,4 @@ def test_uploads_look_at_the_new_files_alone(serve, reference, monkeypatch):
     for _ in range(20):
         empty = live.client.post("/v1/load_lora_adapter", data={"lora_name": "x"}, files={"y": ("y", b"")})
         assert empty.status_code == 400
-    assert len(looks) < 10, "the keeper's turns look, requests don't"
+    assert len(looks) < 10, "the health checker's turns look, requests don't"

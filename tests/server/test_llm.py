@@ -121,7 +121,7 @@ def test_what_is_loaded_is_hashed_as_over_http(monkeypatch):
         hashed.set()
         return known
 
-    monkeypatch.setattr("chorus.server.engine.adapter_keeper.with_content", hash_it)
+    monkeypatch.setattr("chorus.server.engine.adapter_health.with_content", hash_it)
     with LLM(adapters={}, memory_bytes=8 << 20, threads=1) as it:
         it.load_adapter("voice", BUILTIN_ADAPTERS / "reverse")
         assert hashed.wait(60)

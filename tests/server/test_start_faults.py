@@ -163,7 +163,7 @@ def test_every_point_of_a_start_may_fail(start, roots, monkeypatch):
 
 
 def test_a_replica_that_can_not_begin_says_why_in_a_line(tmp_path):
-    """Of a process of its own; the front beside it ends with its own line, and looks for no replica afterwards."""
+    """Of a process of its own; the API server beside it ends with its own line, and looks for no replica afterwards."""
     command = [sys.executable, "-m", "chorus.server", "serve", str(BUILTIN_MODEL), "--port", "0"]
     command += ["--device", "cuda", "--tensor-parallel-size", "2"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=10 * SECONDS, cwd=tmp_path)

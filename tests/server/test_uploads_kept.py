@@ -9,7 +9,7 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.memory.files import owned_store
 from chorus.memory.files.owned_store import LOST, OtherOwner
-from chorus.server.engine import adapter_keeper
+from chorus.server.engine import adapter_health
 
 from ..attacks.swaps import FILES, NAME
 from .conftest import live_server
@@ -31,7 +31,7 @@ def uploads(tmp_path):
 @pytest.fixture
 def serve(tokenizer, reference, uploads, monkeypatch):
     """One start each, for a `with` block; keepers take turns quickly, and orphans have no grace."""
-    monkeypatch.setattr(adapter_keeper, "TURN_SECONDS", TURN_SECONDS)
+    monkeypatch.setattr(adapter_health, "TURN_SECONDS", TURN_SECONDS)
     monkeypatch.setattr(owned_store, "ORPHAN_SECONDS", 0.0)
     monkeypatch.setattr(owned_store, "CLAIM_SECONDS", 0.2)
 

@@ -111,7 +111,7 @@ class Migration:
     def task(self, replicas: Sequence[ReplicaState], requests: Sequence[Movable], now: float) -> Task | None:
         """A problem of the most and the least loaded replicas; None while the load is even, or nothing may move.
 
-        requests: in order of arrival. The replicas' other requests belong to other fronts, and stay.
+        requests: in order of arrival. The replicas' other requests belong to other API servers, and stay.
         """
         chosen = self._chosen(replicas)
         at = {index: number for number, index in enumerate(chosen)}

@@ -1,4 +1,4 @@
-"""Routing of requests to replicas: pure policy code, the same in a cluster's fronts and in the simulator."""
+"""Routing of requests to replicas: pure policy code, the same in a cluster's API servers and in the simulator."""
 
 from collections.abc import Callable, Mapping
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from chorus.memory.host.budget import HostBudget
 
 
-class Keeper:
+class HealthChecker:
     """Keeps things of some bytes, the first of which may be dropped."""
 
     def __init__(self, budget, *sizes, fixed=0):
@@ -31,7 +31,7 @@ class Keeper:
 
 def test_the_first_gives_way_first():
     budget = HostBudget(100)
-    first, second = Keeper(budget, 30, 10), Keeper(budget, 60)
+    first, second = HealthChecker(budget, 30, 10), HealthChecker(budget, 60)
     budget.make_room(0)
     assert (first.sizes, second.sizes) == ([30, 10], [60])
     budget.make_room(20)
@@ -42,9 +42,9 @@ def test_the_first_gives_way_first():
 
 def test_what_may_not_be_dropped_stays():
     budget = HostBudget(100)
-    keeper = Keeper(budget, 10, fixed=95)
+    health_checker = HealthChecker(budget, 10, fixed=95)
     budget.make_room(50)
-    assert (keeper.num_bytes, budget.excess(50)) == (95, 45)
+    assert (health_checker.num_bytes, budget.excess(50)) == (95, 45)
 
 
 sizes = st.lists(st.integers(1, 20), max_size=6)
@@ -53,9 +53,9 @@ sizes = st.lists(st.integers(1, 20), max_size=6)
 @given(sizes, sizes, st.integers(0, 50), st.integers(0, 120), st.integers(0, 150))
 def test_a_claim_takes_from_others_or_nothing_at_all(mine, others, fixed, wanted, capacity):
     budget = HostBudget(capacity)
-    other, keeper = Keeper(budget, *others, fixed=fixed), Keeper(budget, *mine)
-    granted = budget.claim(wanted, keeper)
-    assert keeper.sizes == mine
+    other, health_checker = HealthChecker(budget, *others, fixed=fixed), HealthChecker(budget, *mine)
+    granted = budget.claim(wanted, health_checker)
+    assert health_checker.sizes == mine
     assert granted == (sum(mine) + fixed + wanted <= capacity)
     if granted:
         assert budget.num_bytes + wanted <= capacity

@@ -176,17 +176,17 @@ def test_a_replica_is_slower_only_while_another_is_busy():
 
 
 def test_front_and_client_work_before_a_request_comes_and_after_each_step():
-    front, client = HostWork(0.5, 0.01, 0.002, 0.0), HostWork(0.25, 0.0, 0.0, 0.001)
+    api_server, client = HostWork(0.5, 0.01, 0.002, 0.0), HostWork(0.25, 0.0, 0.0, 0.001)
     alone = served([asked(0, 0.0)], 1)[0]
-    found = served([asked(0, 0.0)], 1, Host(Works(client, front, latency=0.125)))[0]
+    found = served([asked(0, 0.0)], 1, Host(Works(client, api_server, latency=0.125)))[0]
     around = 0.25 + 0.5 + 30 * 0.01 + 0.002 + 0.001 + 0.125  # steps take longer than what follows them
     assert found[1:3] == pytest.approx((alone[1] + around, alone[2] + around), rel=1e-5)
 
 
 def test_requests_and_tokens_queue_for_the_front():
     """Three requests that come at once are routed one after another; tokens of the first wait behind the last."""
-    front = HostWork(per_prompt=100.0)  # longer than any answer
-    found = served([asked(number, 0.0, 1) for number in range(3)], 3, Host(Works(front=front)))
+    api_server = HostWork(per_prompt=100.0)  # longer than any answer
+    found = served([asked(number, 0.0, 1) for number in range(3)], 3, Host(Works(api_server=api_server)))
     step = served([asked(0, 0.0, 1)], 1)[0][1]
     assert sorted(ttft for _, ttft, *_ in found) == pytest.approx([300, 300, 300 + step], rel=1e-6)
 
@@ -194,7 +194,7 @@ def test_requests_and_tokens_queue_for_the_front():
 def test_the_fronts_work_for_tokens_slows_the_replica_down():
     """One processor: each step, but the last, shares it with the front's work for the step before."""
     alone = served([asked(0, 0.0)], 1)[0]
-    found = served([asked(0, 0.0)], 1, Host(Works(front=HostWork(per_step=0.001), processors=1)))[0]
+    found = served([asked(0, 0.0)], 1, Host(Works(api_server=HostWork(per_step=0.001), processors=1)))[0]
     assert found[2] == pytest.approx(alone[2] + 20 * 0.001, rel=1e-4)
 
 

@@ -110,7 +110,7 @@ def test_bytes_that_are_not_taken_change_nothing(serve, reference, tmp_path):
     assert live.post("/v1/load_lora_adapter", **body, lora_path="x").status_code == 400
     assert live.client.get(f"/v1/adapters/{NAME}").json()["version"] == 1
     answer(live, reference, NAME, "r2-qv")
-    live.wait_until(lambda: len(directories(tmp_path)) == 1, 30)  # at the keeper's next turn
+    live.wait_until(lambda: len(directories(tmp_path)) == 1, 30)  # at the health checker's next turn
 
 
 def test_bytes_are_refused_without_a_directory_for_them(shared, reference):

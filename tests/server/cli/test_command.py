@@ -319,29 +319,34 @@ def test_the_readmes_example_prints_what_it_says(capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "fronts"),
+    ("flags", "api_servers"),
     [
         ([], None),
         (["--engine-process", "off"], None),
         (["--engine-process", "on"], 1),
-        (["--fronts", "3"], 3),
-        (["--engine-process", "on", "--fronts", "2"], 2),
+        (["--api-servers", "3"], 3),
+        (["--engine-process", "on", "--api-servers", "2"], 2),
         (["--device", "cuda"], 1),
         (["--device", "cuda", "--engine-process", "off"], None),
         (["--device", "cuda", "--kv-events-endpoint", "tcp://127.0.0.1:5557"], None),
     ],
 )
-def test_an_engine_in_a_process_of_its_own_is_a_cluster_of_one(monkeypatch, model_dir, flags, fronts):
+def test_an_engine_in_a_process_of_its_own_is_a_cluster_of_one(monkeypatch, model_dir, flags, api_servers):
     asked = []
     monkeypatch.setattr("chorus.server.start.launch.serve", lambda settings: asked.append(None) or 0)
     monkeypatch.setattr("chorus.server.cluster.up.up", lambda plan, settings, given: asked.append((plan, given)) or 0)
     assert main(["serve", "--model", str(model_dir), *flags]) == 0
     (found,) = asked
-    if fronts is None:
+    if api_servers is None:
         assert found is None
     else:
         plan, given = found
-        assert (plan.replicas, plan.fronts, plan.registry, given["model"]) == (1, fronts, None, str(model_dir))
+        assert (plan.replicas, plan.api_servers, plan.registry, given["model"]) == (
+            1,
+            api_servers,
+            None,
+            str(model_dir),
+        )
 
 
 @pytest.mark.parametrize(("driver", "visible", "found"), [(True, None, True), (True, "", False), (False, None, False)])
@@ -355,5 +360,5 @@ def test_a_gpu_is_looked_for_where_the_driver_shows_one(monkeypatch, tmp_path, d
 
 
 def test_several_fronts_share_no_process_with_the_engine(capsys, model_dir):
-    assert main(["serve", "--model", str(model_dir), "--fronts", "2", "--engine-process", "off"]) == 2
-    assert "--fronts 2 need an engine in a process of its own" in capsys.readouterr().err
+    assert main(["serve", "--model", str(model_dir), "--api-servers", "2", "--engine-process", "off"]) == 2
+    assert "--api-servers 2 needs an engine in a process of its own" in capsys.readouterr().err

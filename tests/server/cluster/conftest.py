@@ -1,4 +1,4 @@
-"""A cluster of real replica processes of the built-in model behind one front."""
+"""A cluster of real replica processes of the built-in model behind one API server."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def cluster_up(replicas: int, *flags: str, command: tuple[str, ...] = ("cluster"
             try:
                 yield up
             finally:
-                children = up.replicas + up.children("front") + up.children("registry")
+                children = up.replicas + up.children("api-server") + up.children("registry")
                 if process.poll() is None:
                     process.send_signal(signal.SIGTERM)
                 process.wait(SECONDS)

@@ -248,10 +248,10 @@ def test_several_fronts_on_one_port_know_the_same_adapters_share_bounds_and_outl
         "sk-frugal-key frugal tokens_per_minute=6",
     )
     keys.write_text("\n".join(lines))
-    flags = "--fronts", "2", "--adapter-roots", str(roots), "--api-key-file", str(keys), *source_flags
+    flags = "--api-servers", "2", "--adapter-roots", str(roots), "--api-key-file", str(keys), *source_flags
     with cluster_up(2, *flags, key="sk-operator-key") as several:
-        url, fronts = str(several.client.base_url), several.children("front")
-        assert len(fronts) == 2 and len(several.replicas) == 2
+        url, api_servers = str(several.client.base_url), several.children("api-server")
+        assert len(api_servers) == 2 and len(several.replicas) == 2
         for name, answer in (("upper", "ABC"), ("reverse", "cba")):
             body = {"lora_name": "mine", "lora_path": str(roots / name), "load_inplace": True}
             assert several.client.post("/v1/load_lora_adapter", json=body).status_code == 200
@@ -259,7 +259,7 @@ def test_several_fronts_on_one_port_know_the_same_adapters_share_bounds_and_outl
                 assert set(threads.map(lambda _: ask(), range(12))) == {(200, answer)}
                 assert set(threads.map(ask, [f"stored/{name}"] * 12)) == {(200, answer)}
                 assert 1 <= store.asked[f"/{name}/adapter_model.safetensors"] <= 3
-        several.wait_until(lambda: {num_ended() for _ in range(8)} == {48})  # whichever front is asked
+        several.wait_until(lambda: {num_ended() for _ in range(8)} == {48})  # whichever API server is asked
         assert post("mine", "frugal").status_code == 200
         time.sleep(2 * MERGE_SECONDS)
         assert {post("mine", "frugal").status_code for _ in range(12)} == {429}
@@ -269,14 +269,14 @@ def test_several_fronts_on_one_port_know_the_same_adapters_share_bounds_and_outl
             several.wait_until(lambda: post("mine", "narrow").status_code == 429)
             assert {post("mine", "narrow").status_code for _ in range(12)} == {429}
         several.wait_until(lambda: post("mine", "narrow").status_code == 200)
-        os.kill(fronts[0], signal.SIGKILL)
-        several.wait_until(lambda: not running(fronts[0]))
+        os.kill(api_servers[0], signal.SIGKILL)
+        several.wait_until(lambda: not running(api_servers[0]))
         assert {ask() for _ in range(4)} == {(200, "cba")}
-        several.wait_until(lambda: len(several.children("front")) == 2)
+        several.wait_until(lambda: len(several.children("api-server")) == 2)
 
 
 def test_a_planned_restart_logs_no_warning_and_all_lines_have_one_format():
-    with cluster_up(2, "--log-format", "json", "--access-log", "--fronts", "2") as up:
+    with cluster_up(2, "--log-format", "json", "--access-log", "--api-servers", "2") as up:
         first = set(up.replicas)
         unbroken = read(up.client, 0)
         up.process.send_signal(signal.SIGUSR1)

@@ -1,16 +1,16 @@
-"""A front's metrics tell what its replicas have reported."""
+"""An API server's metrics tell what its replicas have reported."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 from chorus.server.cluster.cluster_view import ClusterCollector
-from chorus.server.cluster.ledger import Ledger
+from chorus.server.cluster.in_flight_table import InFlightTable
 
 
 def costs(told):
     dispatcher = SimpleNamespace(
-        links=[], ledger=Ledger(), num_replicas=2, num_deaths=0, scale=SimpleNamespace(value=0),
+        links=[], in_flight=InFlightTable(), num_replicas=2, num_deaths=0, scale=SimpleNamespace(value=0),
         reported_costs=lambda: told,
     )  # fmt: skip
     families = {one.name: one for one in ClusterCollector(dispatcher).collect()}

@@ -1,4 +1,6 @@
-"""Uploads of a cluster with several fronts: names and files are there again after a restart, and after a wrong one."""
+"""Uploads of a cluster with several API servers: names and files are there again after a restart, and after a wrong
+one.
+"""
 
 import os
 import shutil
@@ -37,7 +39,7 @@ def weights(uploads):
 @pytest.mark.long
 def test_uploads_outlive_restarts_and_wrong_ones(tmp_path):
     uploads = tmp_path / "uploads"
-    flags = ("--fronts", "2", "--adapter-uploads", str(uploads), "--keep-versions", "2")
+    flags = ("--api-servers", "2", "--adapter-uploads", str(uploads), "--keep-versions", "2")
     with cluster_up(1, *flags) as up:
         assert push(up.client, "upper").json()["version"] == 1
         assert push(up.client, "reverse").json()["version"] == 2
@@ -82,10 +84,10 @@ def test_no_process_of_a_cluster_asks_the_disk_on_its_event_loop(tmp_path, monke
     path = [str(tmp_path), str(root), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
     monkeypatch.setenv(DIRECTORY, str(found))
-    with cluster_up(1, "--fronts", "2", "--adapter-uploads", str(tmp_path / "uploads")) as up:
+    with cluster_up(1, "--api-servers", "2", "--adapter-uploads", str(tmp_path / "uploads")) as up:
 
         def ask():
-            for number in range(4):  # either front
+            for number in range(4):  # either API server
                 assert push(up.client, "upper", f"n{number}").status_code in (200, 201)
                 answer = up.client.post("/v1/completions", json={"model": f"n{number}", "prompt": "a", "max_tokens": 2})
                 assert answer.status_code == 200
@@ -95,7 +97,7 @@ def test_no_process_of_a_cluster_asks_the_disk_on_its_event_loop(tmp_path, monke
             assert up.client.delete("/v1/adapters/n0").status_code == 200
 
         ask()  # modules are imported where they are needed first
-        processes = up.replicas + up.children("front") + up.children("registry")
+        processes = up.replicas + up.children("api-server") + up.children("registry")
         for pid in processes:
             os.kill(pid, signal.SIGUSR2)
         up.wait_until(lambda: len(list(found.iterdir())) == len(processes) == 4)

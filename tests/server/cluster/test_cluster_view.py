@@ -1,4 +1,4 @@
-"""What a front knows for the operator's page: the nearest tiers, its own requests, each replica's counts."""
+"""What an API server knows for the operator's page: the nearest tiers, its own requests, each replica's counts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from chorus.memory.adapters.adapter import Tier
 from chorus.server.cluster.address import UnixSocket
 from chorus.server.cluster.cluster_view import NOTHING, picture_of
 from chorus.server.cluster.fleet import Fleet
-from chorus.server.cluster.ledger import Ledger
+from chorus.server.cluster.in_flight_table import InFlightTable
 from chorus.server.cluster.link import Link
 from chorus.server.cluster.report import Report
 from chorus.server.engine.engine_view import Phase
@@ -32,12 +32,12 @@ def test_a_front_s_picture():
         paused={"a2"},
         quarantine={"worn": Quarantined("worn", Path("/x"), "no lora_A")},
     )
-    ledger = Ledger()
+    in_flight = InFlightTable()
     for number, (adapter, tokens) in enumerate([("a1", [1]), (None, []), ("a1", [])]):
         record = {"id": str(number), "tokens": [7], "num_prompt_tokens": 1, "content_hash": None, "tenant": "acme"}
-        request = ledger.add({**record, "adapter": adapter})
-        ledger.receive(request.id, ledger.place(request, "r0", "kind"), tokens, last=False)
-    picture = picture_of(Fleet(links), catalog, ledger.open())
+        request = in_flight.add({**record, "adapter": adapter})
+        in_flight.receive(request.id, in_flight.place(request, "r0", "kind"), tokens, last=False)
+    picture = picture_of(Fleet(links), catalog, in_flight.open())
     tiers = {row[0]: row[1] for row in picture.adapters()}
     assert tiers == {"a1": Tier.DEVICE, "a2": Tier.FAILED, "a3": Tier.LOADING, "a4": Tier.DISK, "n": Tier.DISK}
     assert all(row[2:7] == (8, 0, None, False, "7") for row in picture.adapters()) and not picture.kinds

@@ -89,7 +89,9 @@ def test_a_front_waits_for_all_replicas_at_the_cluster_s_start_and_for_one_when_
 
 
 def test_names_are_asked_for_once_a_replica_is_there_to_check_their_adapters(tmp_path, monkeypatch):
-    """A front that was started again had put the registry's adapters into quarantine, as no replica was there yet."""
+    """An API server that was started again had put the registry's adapters into quarantine, as no replica was there
+    yet.
+    """
     followed = threading.Event()
 
     class Client:

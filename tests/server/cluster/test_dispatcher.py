@@ -33,12 +33,12 @@ class Wired(Link):
 
     def send(self, kind, *fields):
         if kind == "submit":
-            record, life = fields
-            fields = record["id"], life, len(record["tokens"])
+            record, attempt = fields
+            fields = record["id"], attempt, len(record["tokens"])
         self.sent.append((kind, *fields))
 
 
-class Front:
+class ApiServer:
     def __init__(self, count: int = 2, policy=None, estimates=None) -> None:
         self.links = [Wired(f"r{index}") for index in range(count)]
         self.outputs = []
@@ -77,7 +77,7 @@ class Front:
         self.dispatcher.on_frame(link, Frame(kind, list(fields)))
 
     def at(self, name="q") -> Wired:
-        request = self.dispatcher.ledger.get(name)
+        request = self.dispatcher.in_flight.get(name)
         return next(link for link in self.links if link.name == request.replica)
 
     def tokens(self, name="q") -> list[int]:
@@ -88,270 +88,270 @@ class Front:
 
 
 @pytest.fixture
-def front():
-    return Front()
+def api_server():
+    return ApiServer()
 
 
-def test_a_dead_replicas_request_goes_on_elsewhere_with_what_the_client_has(front):
-    accepted = front.ask()
-    first = front.at()
-    front.frame(first, "taken", "q", 1)
+def test_a_dead_replicas_request_goes_on_elsewhere_with_what_the_client_has(api_server):
+    accepted = api_server.ask()
+    first = api_server.at()
+    api_server.frame(first, "taken", "q", 1)
     assert accepted.done()
-    front.frame(first, "out", None, [["q", 1, [10]], ["q", 1, [11]]])
-    front.down(first)
-    second = front.at()
+    api_server.frame(first, "out", None, [["q", 1, [10]], ["q", 1, [11]]])
+    api_server.down(first)
+    second = api_server.at()
     assert second is not first
     assert second.sent == [("submit", "q", 2, 4)]
-    front.frame(first, "out", None, [["q", 1, [12]]])  # too late
-    front.frame(second, "out", None, [["q", 2, [12], {"finish": "stop", "stop": 2}]])
-    assert front.tokens() == [10, 11, 12]
-    (end,) = front.ends()
+    api_server.frame(first, "out", None, [["q", 1, [12]]])  # too late
+    api_server.frame(second, "out", None, [["q", 2, [12], {"finish": "stop", "stop": 2}]])
+    assert api_server.tokens() == [10, 11, 12]
+    (end,) = api_server.ends()
     assert (end.finish_reason, end.stop_token_id) == (FinishReason.STOP, 2)
-    assert len(front.dispatcher.ledger) == 0
+    assert len(api_server.dispatcher.in_flight) == 0
 
 
-def test_a_replica_that_was_to_end_has_not_died(front, caplog):
-    first, second = front.links[:2]
+def test_a_replica_that_was_to_end_has_not_died(api_server, caplog):
+    first, second = api_server.links[:2]
     first.draining = True
     with caplog.at_level("INFO"):
-        front.down(first)
-    assert front.dispatcher.num_deaths == 0 and "as it was to" in caplog.text
-    front.down(second)
-    assert front.dispatcher.num_deaths == 1
+        api_server.down(first)
+    assert api_server.dispatcher.num_deaths == 0 and "as it was to" in caplog.text
+    api_server.down(second)
+    assert api_server.dispatcher.num_deaths == 1
 
 
-def test_after_two_deaths_a_request_ends_with_an_error(front):
-    front.ask()
-    front.down(front.at())
-    front.down(front.at())
-    (end,) = front.ends()
+def test_after_two_deaths_a_request_ends_with_an_error(api_server):
+    api_server.ask()
+    api_server.down(api_server.at())
+    api_server.down(api_server.at())
+    (end,) = api_server.ends()
     assert (end.finish_reason, end.error) == (FinishReason.ERROR, DIED_TWICE)
 
 
-def test_a_request_waits_for_a_replica_and_not_for_ever(front):
-    for link in front.links:
-        front.down(link)
-    accepted = front.ask()
-    front.dispatcher.look()
-    front.now = 29.0
-    front.dispatcher.look()
-    assert not front.outputs and not accepted.done()
-    front.now = 31.0
-    front.dispatcher.look()
-    assert "within 30 s" in front.ends()[0].error
+def test_a_request_waits_for_a_replica_and_not_for_ever(api_server):
+    for link in api_server.links:
+        api_server.down(link)
+    accepted = api_server.ask()
+    api_server.dispatcher.look()
+    api_server.now = 29.0
+    api_server.dispatcher.look()
+    assert not api_server.outputs and not accepted.done()
+    api_server.now = 31.0
+    api_server.dispatcher.look()
+    assert "within 30 s" in api_server.ends()[0].error
 
 
-def test_a_replica_of_another_kind_takes_new_requests_only(front):
-    front.ask()
-    first = front.at()
-    front.frame(first, "out", None, [["q", 1, [10]]])
-    other = next(link for link in front.links if link is not first)
-    front.down(other)
-    front.up(other, OTHER)
-    front.down(first)
-    assert front.dispatcher.ledger.num_waiting == 1, "another level's tokens may differ"
-    front.ask("new")
-    assert front.at("new") is other
-    front.up(first)
-    assert front.at() is first
+def test_a_replica_of_another_kind_takes_new_requests_only(api_server):
+    api_server.ask()
+    first = api_server.at()
+    api_server.frame(first, "out", None, [["q", 1, [10]]])
+    other = next(link for link in api_server.links if link is not first)
+    api_server.down(other)
+    api_server.up(other, OTHER)
+    api_server.down(first)
+    assert api_server.dispatcher.in_flight.num_waiting == 1, "another level's tokens may differ"
+    api_server.ask("new")
+    assert api_server.at("new") is other
+    api_server.up(first)
+    assert api_server.at() is first
 
 
-def test_a_refusal_reaches_the_client_before_the_answer_begins_and_never_after(front):
-    accepted = front.ask()
-    front.frame(front.at(), "refused", "q", 1, "field:prompt", "too long")
+def test_a_refusal_reaches_the_client_before_the_answer_begins_and_never_after(api_server):
+    accepted = api_server.ask()
+    api_server.frame(api_server.at(), "refused", "q", 1, "field:prompt", "too long")
     with pytest.raises(InvalidRequest, match="too long") as raised:
         accepted.result(0)
-    assert raised.value.field == "prompt" and not front.outputs
-    front.ask("r")
-    first = front.at("r")
-    front.frame(first, "out", None, [["r", 1, [10]]])
-    front.down(first)
-    second = front.at("r")
-    front.frame(second, "refused", "r", 2, "field:max_tokens", "no room")
-    assert front.dispatcher.ledger.num_waiting == 1 and not front.ends("r")
-    front.up(first)
-    assert front.at("r") is first and front.tokens("r") == [10]
+    assert raised.value.field == "prompt" and not api_server.outputs
+    api_server.ask("r")
+    first = api_server.at("r")
+    api_server.frame(first, "out", None, [["r", 1, [10]]])
+    api_server.down(first)
+    second = api_server.at("r")
+    api_server.frame(second, "refused", "r", 2, "field:max_tokens", "no room")
+    assert api_server.dispatcher.in_flight.num_waiting == 1 and not api_server.ends("r")
+    api_server.up(first)
+    assert api_server.at("r") is first and api_server.tokens("r") == [10]
 
 
-def test_adapters_are_loaded_everywhere_and_requests_wait_for_the_first(front):
-    front.ask(content="h1")
-    assert [link.sent for link in front.links] == [[("load", "h1", "/adapters/h1")]] * 2
-    a, b = front.links
-    front.frame(b, "loaded", "h1", None, None)
-    assert front.at() is b
-    front.frame(a, "loaded", "h1", "adapter_changed", "it changed")
-    front.down(b)
-    end = front.ends()
+def test_adapters_are_loaded_everywhere_and_requests_wait_for_the_first(api_server):
+    api_server.ask(content="h1")
+    assert [link.sent for link in api_server.links] == [[("load", "h1", "/adapters/h1")]] * 2
+    a, b = api_server.links
+    api_server.frame(b, "loaded", "h1", None, None)
+    assert api_server.at() is b
+    api_server.frame(a, "loaded", "h1", "adapter_changed", "it changed")
+    api_server.down(b)
+    end = api_server.ends()
     assert end[0].failure is LoadFailure.CHANGED and end[0].error == "it changed"
 
 
-def test_a_replaced_content_is_forgotten_with_its_last_request(front):
-    front.ask(content="old")
-    for link in front.links:
-        front.frame(link, "loaded", "old", None, None)
-    front.dispatcher.retire("old")
-    assert not any(("forget", "old") in link.sent for link in front.links)
-    front.frame(front.at(), "out", None, [["q", 1, [5], {"finish": "length"}]])
-    assert all(("forget", "old") in link.sent for link in front.links)
-    assert not any(link.loaded for link in front.links)
+def test_a_replaced_content_is_forgotten_with_its_last_request(api_server):
+    api_server.ask(content="old")
+    for link in api_server.links:
+        api_server.frame(link, "loaded", "old", None, None)
+    api_server.dispatcher.retire("old")
+    assert not any(("forget", "old") in link.sent for link in api_server.links)
+    api_server.frame(api_server.at(), "out", None, [["q", 1, [5], {"finish": "length"}]])
+    assert all(("forget", "old") in link.sent for link in api_server.links)
+    assert not any(link.loaded for link in api_server.links)
 
 
-def test_requests_leave_a_draining_replica(front):
-    front.ask()
-    first = front.at()
-    front.frame(first, "out", None, [["q", 1, [10]]])
+def test_requests_leave_a_draining_replica(api_server):
+    api_server.ask()
+    first = api_server.at()
+    api_server.frame(first, "out", None, [["q", 1, [10]]])
     first.draining = True
-    front.frame(first, "stats", {})
-    assert front.at() is not first and ("abort", "q") in first.sent
-    assert front.dispatcher.ledger.get("q").deaths == 0
+    api_server.frame(first, "stats", {})
+    assert api_server.at() is not first and ("abort", "q") in first.sent
+    assert api_server.dispatcher.in_flight.get("q").deaths == 0
 
 
-def test_what_a_policy_has_wait_is_no_fault(front):
-    front = Front(1, FirstFit())
-    front.up(front.links[0], max_num_seqs=1)
-    front.ask("a")
-    front.ask("b")
-    front.now = 1000.0
-    front.dispatcher.look()
-    assert front.dispatcher.ledger.num_waiting == 1 and not front.outputs
-    front.frame(front.links[0], "out", None, [["a", 1, [5], {"finish": "length"}]])
-    assert front.at("b") is front.links[0]
+def test_what_a_policy_has_wait_is_no_fault(api_server):
+    api_server = ApiServer(1, FirstFit())
+    api_server.up(api_server.links[0], max_num_seqs=1)
+    api_server.ask("a")
+    api_server.ask("b")
+    api_server.now = 1000.0
+    api_server.dispatcher.look()
+    assert api_server.dispatcher.in_flight.num_waiting == 1 and not api_server.outputs
+    api_server.frame(api_server.links[0], "out", None, [["a", 1, [5], {"finish": "length"}]])
+    assert api_server.at("b") is api_server.links[0]
 
 
-def test_prompt_scores_reach_the_client_once(front):
-    front.ask()
-    first = front.at()
-    front.frame(first, "out", None, [["q", 1, [10], {"prompt": [[2, -0.5, []]]}]])
-    front.down(first)
-    front.frame(front.at(), "out", None, [["q", 2, [11], {"prompt": [[2, -0.5, []]]}]])
-    assert [output.prompt_logprobs is not None for output in front.outputs] == [True, False]
+def test_prompt_scores_reach_the_client_once(api_server):
+    api_server.ask()
+    first = api_server.at()
+    api_server.frame(first, "out", None, [["q", 1, [10], {"prompt": [[2, -0.5, []]]}]])
+    api_server.down(first)
+    api_server.frame(api_server.at(), "out", None, [["q", 2, [11], {"prompt": [[2, -0.5, []]]}]])
+    assert [output.prompt_logprobs is not None for output in api_server.outputs] == [True, False]
 
 
-def test_reports_of_other_fronts_requests_count_and_own_are_known(front):
-    link = front.links[0]
+def test_reports_of_other_fronts_requests_count_and_own_are_known(api_server):
+    link = api_server.links[0]
     stats = SimpleNamespace(num_running=5, num_waiting=1, num_free_pages=10, num_cached_pages=2, num_kv_pages=3)
     link.report = SimpleNamespace(stats=stats, num_yours=2, tiers={}, tenants=[], costs={})
-    front.frame(link, "stats")
-    state = front.dispatcher.fleet.state_of(link)
+    api_server.frame(link, "stats")
+    state = api_server.dispatcher.fleet.state_of(link)
     assert (state.num_requests, state.free_tokens, state.kv_tokens) == (4, 192, 48)
-    front.ask("a")  # goes to the other, which has none
-    front.ask("b")
-    assert front.dispatcher.fleet.state_of(front.links[1]).num_requests == 2
-    assert front.dispatcher.fleet.state_of(front.links[1]).pending_tokens == 4
+    api_server.ask("a")  # goes to the other, which has none
+    api_server.ask("b")
+    assert api_server.dispatcher.fleet.state_of(api_server.links[1]).num_requests == 2
+    assert api_server.dispatcher.fleet.state_of(api_server.links[1]).pending_tokens == 4
 
 
 def test_answers_of_one_call_stay_together_while_there_is_room():
-    front = Front(3)
+    api_server = ApiServer(3)
     for name in ("a", "b", "c"):
-        front.ask(name, call="one")
-    together = {front.at(name).name for name in "abc"}
+        api_server.ask(name, call="one")
+    together = {api_server.at(name).name for name in "abc"}
     assert len(together) == 1
-    front.ask("other")
-    assert front.at("other").name not in together
+    api_server.ask("other")
+    assert api_server.at("other").name not in together
     for index in range(8):
-        front.ask(f"d{index}", call="two")
-    assert len({front.at(f"d{index}").name for index in range(8)}) == 1
-    front.ask("d8", call="two")
-    assert front.at("d8") is not front.at("d0"), "a replica has 8 slots"
-    front.down(front.at("a"))
-    assert len({front.at(name).name for name in "abc"}) == 1
+        api_server.ask(f"d{index}", call="two")
+    assert len({api_server.at(f"d{index}").name for index in range(8)}) == 1
+    api_server.ask("d8", call="two")
+    assert api_server.at("d8") is not api_server.at("d0"), "a replica has 8 slots"
+    api_server.down(api_server.at("a"))
+    assert len({api_server.at(name).name for name in "abc"}) == 1
     for name in ("a", "b", "c"):
-        assert front.dispatcher.abort(name)
-    assert "one" not in front.dispatcher.placer._calls  # noqa: SLF001 - nothing is kept of it
+        assert api_server.dispatcher.abort(name)
+    assert "one" not in api_server.dispatcher.placer._calls  # noqa: SLF001 - nothing is kept of it
 
 
 def test_while_the_policy_has_a_request_wait_none_overtakes_it():
-    front = Front(2, Consolidate())
-    for link in front.links:
-        front.up(link, max_num_seqs=1)
+    api_server = ApiServer(2, Consolidate())
+    for link in api_server.links:
+        api_server.up(link, max_num_seqs=1)
     for name in "abcd":
-        front.ask(name)
-    assert [front.at(name).name for name in "ab"] == ["r1", "r0"], "ties go to the highest index"
-    front.dispatcher.abort("a")
-    front.ask("e")
-    assert front.dispatcher.ledger.get("e").replica is None
-    front.dispatcher.look()
-    assert front.at("c").name == "r1"
-    front.frame(front.links[0], "out", None, [["b", 1, [5], {"finish": "length"}]])
-    assert front.at("d").name == "r0" and front.dispatcher.ledger.get("e").replica is None
+        api_server.ask(name)
+    assert [api_server.at(name).name for name in "ab"] == ["r1", "r0"], "ties go to the highest index"
+    api_server.dispatcher.abort("a")
+    api_server.ask("e")
+    assert api_server.dispatcher.in_flight.get("e").replica is None
+    api_server.dispatcher.look()
+    assert api_server.at("c").name == "r1"
+    api_server.frame(api_server.links[0], "out", None, [["b", 1, [5], {"finish": "length"}]])
+    assert api_server.at("d").name == "r0" and api_server.dispatcher.in_flight.get("e").replica is None
 
 
 def test_a_request_that_fits_no_replica_holds_up_none():
-    front = Front(1, FirstFit())
-    front.dispatcher.fleet.state_of(front.links[0]).free_tokens = 1
-    front.ask("large")
-    assert front.at("large") is front.links[0], "it refuses by name what it can't serve"
-    front.ask("b")
-    assert front.dispatcher.ledger.get("b").replica is None
-    front.frame(front.links[0], "refused", "large", 1, "field:prompt", "too long")
-    front.dispatcher.look()
-    assert front.at("b") is front.links[0]
+    api_server = ApiServer(1, FirstFit())
+    api_server.dispatcher.fleet.state_of(api_server.links[0]).free_tokens = 1
+    api_server.ask("large")
+    assert api_server.at("large") is api_server.links[0], "it refuses by name what it can't serve"
+    api_server.ask("b")
+    assert api_server.dispatcher.in_flight.get("b").replica is None
+    api_server.frame(api_server.links[0], "refused", "large", 1, "field:prompt", "too long")
+    api_server.dispatcher.look()
+    assert api_server.at("b") is api_server.links[0]
 
 
 def test_an_adapter_that_is_on_its_way_counts_as_there_and_answers_are_learned():
     estimates = Estimates()
-    front = Front(2, LeastDelay(estimates), estimates)
-    front.ask("a", "h1")
-    for link in front.links:
-        front.frame(link, "loaded", "h1", None, None)
-    link = front.at("a")
-    state = front.dispatcher.fleet.state_of(link)
+    api_server = ApiServer(2, LeastDelay(estimates), estimates)
+    api_server.ask("a", "h1")
+    for link in api_server.links:
+        api_server.frame(link, "loaded", "h1", None, None)
+    link = api_server.at("a")
+    state = api_server.dispatcher.fleet.state_of(link)
     assert "h1" in state.resident and "h1" in state.on_host
-    front.frame(link, "out", None, [["a", 1, [5, 6, 7]]])
-    front.frame(link, "out", None, [["a", 1, [8], {"finish": "length"}]])
+    api_server.frame(link, "out", None, [["a", 1, [5, 6, 7]]])
+    api_server.frame(link, "out", None, [["a", 1, [8], {"finish": "length"}]])
     assert estimates.answers.expected("h1") == 4
 
 
 def test_requests_are_priced_by_what_replicas_say_of_their_steps():
     estimates = Estimates()
-    front = Front(2, MostIdle(), estimates)
-    for link, base in zip(front.links, (0.02, 0.04), strict=True):
+    api_server = ApiServer(2, MostIdle(), estimates)
+    for link, base in zip(api_server.links, (0.02, 0.04), strict=True):
         told = {"base": base, "per_row": 1e-3, "per_token": 1e-4, "disk": 1e-8, "link": 1e-9}
         link.report = SimpleNamespace(costs=told)
-    front.dispatcher.look()
+    api_server.dispatcher.look()
     assert estimates.costs.batch_seconds(1, 0, 0, 0) == pytest.approx(0.0311)
     assert estimates.slo == pytest.approx(1.5 * 0.0311)
     assert estimates.costs.disk.seconds(10**6) == pytest.approx(0.01)
 
 
-def test_an_abort_ends_it_here_and_there(front):
-    front.ask()
-    link = front.at()
-    assert front.dispatcher.abort("q") and not front.dispatcher.abort("q")
+def test_an_abort_ends_it_here_and_there(api_server):
+    api_server.ask()
+    link = api_server.at()
+    assert api_server.dispatcher.abort("q") and not api_server.dispatcher.abort("q")
     assert ("abort", "q") in link.sent
-    front.frame(link, "out", None, [["q", 1, [10]]])
-    assert not front.outputs
+    api_server.frame(link, "out", None, [["q", 1, [10]]])
+    assert not api_server.outputs
 
 
 def test_a_front_asks_for_a_replica_while_requests_wait_but_for_none_that_is_being_started():
-    front = Front(2, FirstFit())
-    for link in front.links:
-        front.up(link, max_num_seqs=1)
+    api_server = ApiServer(2, FirstFit())
+    for link in api_server.links:
+        api_server.up(link, max_num_seqs=1)
     for name in "abc":
-        front.ask(name)
-    assert front.dispatcher.ledger.num_waiting == 1
+        api_server.ask(name)
+    assert api_server.dispatcher.in_flight.num_waiting == 1
 
     def hint_after(seconds):
-        front.dispatcher.look()
-        front.now += seconds
-        front.dispatcher.look()
-        return front.dispatcher.scale.value
+        api_server.dispatcher.look()
+        api_server.now += seconds
+        api_server.dispatcher.look()
+        return api_server.dispatcher.scale.value
 
     assert hint_after(STEADY_SECONDS - 1) == 0
     assert hint_after(1) == 1
-    front.down(front.links[1])
+    api_server.down(api_server.links[1])
     assert hint_after(STEADY_SECONDS) == 0
 
 
 def test_links_to_replicas_that_are_not_to_be_count_for_nothing_and_a_hint_is_about_those_that_are():
-    front, told = Front(3), []
-    dispatcher, wanted = front.dispatcher, 2
+    api_server, told = ApiServer(3), []
+    dispatcher, wanted = api_server.dispatcher, 2
     dispatcher.count_replicas = lambda: wanted
     dispatcher.on_hint = lambda hint, about: told.append((hint, about))
-    front.down(front.links[2])
+    api_server.down(api_server.links[2])
 
     def look(seconds):
-        front.now += seconds
+        api_server.now += seconds
         dispatcher.look()
         return told[-1]
 
@@ -359,12 +359,12 @@ def test_links_to_replicas_that_are_not_to_be_count_for_nothing_and_a_hint_is_ab
     assert look(STEADY_SECONDS) == (-1, 2)
     wanted = 1
     assert look(1) == (0, 1)  # the hint was about two
-    front.down(front.links[1])
+    api_server.down(api_server.links[1])
     assert look(1) == (0, 1) and look(STEADY_SECONDS) == (0, 1)
     for name in "abcde":
-        front.ask(name)
+        api_server.ask(name)
     assert look(1) == (0, 1) and look(STEADY_SECONDS) == (1, 1)
     wanted = 2
     assert look(1) == (0, 2) and look(2 * STEADY_SECONDS) == (0, 2)  # it is being started
-    front.up(front.links[1])
+    api_server.up(api_server.links[1])
     assert look(1) == (0, 2) and look(STEADY_SECONDS - 2) == (0, 2)

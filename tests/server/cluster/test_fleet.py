@@ -1,4 +1,4 @@
-"""States that a front keeps up to date as requests come and go are those of a recount."""
+"""States that an API server keeps up to date as requests come and go are those of a recount."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chorus.core.executors.base import ModelInfo
 from chorus.server.cluster.address import UnixSocket
 from chorus.server.cluster.cluster_view import NOTHING
 from chorus.server.cluster.fleet import Fleet
-from chorus.server.cluster.ledger import Ledger
+from chorus.server.cluster.in_flight_table import InFlightTable
 from chorus.server.cluster.link import Link
 from chorus.server.cluster.report import Hello, Identity, Report
 from chorus.server.cluster.router import ReplicaState
@@ -33,7 +33,7 @@ def made_fleet(count=COUNT):
     for link in links:
         link.hello = HELLO
         fleet.note_up(link)
-    return fleet, Ledger(fleet)
+    return fleet, InFlightTable(fleet)
 
 
 def record(number, content=None, tokens=1):
@@ -45,15 +45,15 @@ def record(number, content=None, tokens=1):
 
 @given(st.lists(acts, max_size=60))
 def test_what_is_kept_up_to_date_is_what_a_recount_finds(moves):
-    fleet, ledger = made_fleet()
+    fleet, in_flight = made_fleet()
     others, near, asked = Counter(), {}, []
     for number, (act, which, at, rank) in enumerate(moves):
         link = fleet.links[at]
         request = asked[which % len(asked)] if asked else None
         if act == "ask":
-            asked.append(ledger.add(record(number, f"h{which % 4}" if rank else None, 1 + which), rank))
+            asked.append(in_flight.add(record(number, f"h{which % 4}" if rank else None, 1 + which), rank))
         elif act == "down":
-            for ended in ledger.lose(link.name):
+            for ended in in_flight.lose(link.name):
                 asked.remove(ended)
             fleet.note_down(link)
             others[link.name], near[link.name] = 0, set()
@@ -65,23 +65,23 @@ def test_what_is_kept_up_to_date_is_what_a_recount_finds(moves):
             others[link.name], near[link.name] = 1, {f"h{rank}"}
         elif request is not None:
             if act == "place" and request.replica is None:
-                ledger.place(request, link.name, "kind")
+                in_flight.place(request, link.name, "kind")
             elif act == "back" and request.replica is not None:
-                ledger.take_back(request)
+                in_flight.take_back(request)
             elif act in ("token", "end") and request.replica is not None:
-                ledger.receive(request.id, request.life, [7], last=act == "end")
+                in_flight.receive(request.id, request.attempt, [7], last=act == "end")
                 if act == "end":
                     asked.remove(request)
-    _, replicas = fleet.candidates(ledger.add(record("last")))
+    _, replicas = fleet.candidates(in_flight.add(record("last")))
     for link in fleet.links:
         expected = ReplicaState(8, name=link.name)
-        for request in ledger.at(link.name):
+        for request in in_flight.at(link.name):
             expected.add(request.rank)
             if not request.is_started:
                 expected.add_waiting(len(request.record["tokens"]), request.rank)
         expected.num_requests += others[link.name]
         state = fleet.state_of(link)
-        adapters = {request.content_hash for request in ledger.at(link.name)} - {None}
+        adapters = {request.content_hash for request in in_flight.at(link.name)} - {None}
         assert near.get(link.name, set()) | adapters <= state.resident <= state.on_host
         for adapter in ("h0", "h1", "h2", "h3", "h8", "h64", "h9"):
             assert (link.name in replicas.holders(adapter)) == (adapter in state.on_host)
@@ -91,8 +91,8 @@ def test_what_is_kept_up_to_date_is_what_a_recount_finds(moves):
 
 def test_replicas_that_may_take_all_adapters_are_one_view_though_no_request_was_for_the_base_model():
     """Otherwise each adapter has a view and homes of its own, which grow with the replicas."""
-    fleet, ledger = made_fleet()
+    fleet, in_flight = made_fleet()
     for link in fleet.links:
         link.loaded.update(("h0", "h1"))
-    first, second = (fleet.candidates(ledger.add(record(n, f"h{n}")))[1] for n in range(2))
+    first, second = (fleet.candidates(in_flight.add(record(n, f"h{n}")))[1] for n in range(2))
     assert first is second

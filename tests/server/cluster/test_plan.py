@@ -1,4 +1,4 @@
-"""The plan of a cluster, and what its fronts are told of it."""
+"""The plan of a cluster, and what its API servers are told of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A front that migrates and preloads, over links without sockets."""
+"""An API server that migrates and preloads, over links without sockets."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ import pytest
 from chorus.server.cluster.placement.settings import MigrationSettings
 from chorus.server.cluster.planned import INTERVAL_SECONDS, Mover, Preloader
 from chorus.server.cluster.router import FirstFit
-from tests.server.cluster.test_dispatcher import OTHER, Front
+from tests.server.cluster.test_dispatcher import OTHER, ApiServer
 
 SETTINGS = MigrationSettings(excess_requests=2.0)
 NAMES = [f"q{index}" for index in range(6)]
 
 
 @pytest.fixture
-def front():
+def api_server():
     """All requests begin at the first of two replicas, which have adapter h."""
-    front = Front(2, FirstFit())
-    front.calls = SimpleQueue()  # of its loop
-    for link in front.links:
-        front.up(link, max_num_seqs=64)
+    api_server = ApiServer(2, FirstFit())
+    api_server.calls = SimpleQueue()  # of its loop
+    for link in api_server.links:
+        api_server.up(link, max_num_seqs=64)
         link.loaded.add("h")
-    return front
+    return api_server
 
 
-def mover_of(front):
-    return Mover(front.dispatcher, "greedy", SETTINGS, front.calls.put, lambda: front.now)
+def mover_of(api_server):
+    return Mover(api_server.dispatcher, "greedy", SETTINGS, api_server.calls.put, lambda: api_server.now)
 
 
-def moved(front, mover):
+def moved(api_server, mover):
     """Requests that move by one plan."""
-    front.now += SETTINGS.interval_seconds
-    before = {name: front.at(name).name for name in NAMES}
+    api_server.now += SETTINGS.interval_seconds
+    before = {name: api_server.at(name).name for name in NAMES}
     mover.look()
     if mover.is_planning:
-        front.calls.get(timeout=60)()
+        api_server.calls.get(timeout=60)()
         assert not mover.is_planning, "the plan waited for the next look"
-    return {name for name, replica in before.items() if front.at(name).name != replica}
+    return {name for name, replica in before.items() if api_server.at(name).name != replica}
 
 
 def finish(look, is_under_way):
@@ -51,91 +51,91 @@ def finish(look, is_under_way):
         look()
 
 
-def test_requests_leave_a_replica_that_has_too_many_and_stay_there(front):
-    mover = mover_of(front)
+def test_requests_leave_a_replica_that_has_too_many_and_stay_there(api_server):
+    mover = mover_of(api_server)
     for name in NAMES:
-        front.ask(name, "h")
-    busy, idle = front.links
-    front.frame(busy, "out", None, [["q0", 1, [10, 11]]])
-    found = moved(front, mover)
+        api_server.ask(name, "h")
+    busy, idle = api_server.links
+    api_server.frame(busy, "out", None, [["q0", 1, [10, 11]]])
+    found = moved(api_server, mover)
     assert len(found) == 3
     for name in found:
         assert ("abort", name) in busy.sent
         assert ("submit", name, 2, 4 if name == "q0" else 2) in idle.sent
-    assert moved(front, mover) == set()
+    assert moved(api_server, mover) == set()
 
 
-def test_answers_of_a_request_that_moved_reach_the_client_once(front):
-    mover = mover_of(front)
+def test_answers_of_a_request_that_moved_reach_the_client_once(api_server):
+    mover = mover_of(api_server)
     for name in NAMES:
-        front.ask(name, "h")
-    busy, idle = front.links
-    (name, *_) = moved(front, mover)
-    front.frame(busy, "out", None, [[name, 1, [10]]])  # too late
-    front.frame(idle, "out", None, [[name, 2, [10]], [name, 2, [11], {"finish": "length"}]])
-    assert front.tokens(name) == [10, 11] and len(front.ends(name)) == 1
+        api_server.ask(name, "h")
+    busy, idle = api_server.links
+    (name, *_) = moved(api_server, mover)
+    api_server.frame(busy, "out", None, [[name, 1, [10]]])  # too late
+    api_server.frame(idle, "out", None, [[name, 2, [10]], [name, 2, [11], {"finish": "length"}]])
+    assert api_server.tokens(name) == [10, 11] and len(api_server.ends(name)) == 1
 
 
-def test_no_request_moves_to_a_replica_that_may_not_have_it(front):
-    mover = mover_of(front)
+def test_no_request_moves_to_a_replica_that_may_not_have_it(api_server):
+    mover = mover_of(api_server)
     for name in NAMES:
-        front.ask(name, "h")
-    busy, idle = front.links
+        api_server.ask(name, "h")
+    busy, idle = api_server.links
     idle.loaded.clear()
-    front.dispatcher.fleet.changed()
-    assert moved(front, mover) == set()
+    api_server.dispatcher.fleet.changed()
+    assert moved(api_server, mover) == set()
     idle.loaded.add("h")
-    front.down(idle)
-    front.up(idle, OTHER)
+    api_server.down(idle)
+    api_server.up(idle, OTHER)
     idle.loaded.add("h")
-    front.frame(busy, "out", None, [[name, 1, [10]] for name in NAMES])
-    assert moved(front, mover) == set(), "another level's tokens may differ"
+    api_server.frame(busy, "out", None, [[name, 1, [10]] for name in NAMES])
+    assert moved(api_server, mover) == set(), "another level's tokens may differ"
 
 
-def test_a_plan_that_holds_no_more_is_not_carried_out(front):
-    mover = mover_of(front)
+def test_a_plan_that_holds_no_more_is_not_carried_out(api_server):
+    mover = mover_of(api_server)
     for name in NAMES:
-        front.ask(name, "h")
+        api_server.ask(name, "h")
     mover.look()
     assert mover.is_planning
-    front.links[1].draining = True
-    front.dispatcher.fleet.changed()
-    assert moved(front, mover) == set()
+    api_server.links[1].draining = True
+    api_server.dispatcher.fleet.changed()
+    assert moved(api_server, mover) == set()
 
 
-def test_few_requests_stay(front):
-    mover = mover_of(front)
+def test_few_requests_stay(api_server):
+    mover = mover_of(api_server)
     for name in NAMES[:3]:
-        front.ask(name, "h")
+        api_server.ask(name, "h")
     mover.look()
     assert not mover.is_planning
 
 
-def test_replicas_have_adapters_before_the_next_request(front):
-    preloader = Preloader(front.dispatcher, lambda: front.now)
-    front.ask("q", "h")
-    front.ask("base")
+def test_replicas_have_adapters_before_the_next_request(api_server):
+    preloader = Preloader(api_server.dispatcher, lambda: api_server.now)
+    api_server.ask("q", "h")
+    api_server.ask("base")
     stats = SimpleNamespace(num_pages=100, num_adapter_pages=0)
-    for link in front.links:
+    for link in api_server.links:
         link.report = SimpleNamespace(stats=stats, num_yours=0)
-    first, second = front.links
+    first, second = api_server.links
     first.resident = frozenset("h")
     second.loaded.clear()  # it was started again
 
     def place():
-        front.now += INTERVAL_SECONDS
+        api_server.now += INTERVAL_SECONDS
         preloader.look()
         finish(preloader.look, lambda: preloader.is_planning)
 
     place()
     assert ("prefetch", "h") not in first.sent and second.sent == [("load", "h", "/adapters/h")]
-    front.frame(second, "loaded", "h", None, None)
+    api_server.frame(second, "loaded", "h", None, None)
     place()
     assert second.sent[-1] == ("prefetch", "h")
     second.resident = frozenset("h")
     place()
     assert second.sent.count(("prefetch", "h")) == 1
-    front.dispatcher.retire("h")
+    api_server.dispatcher.retire("h")
     second.loaded.clear()
     place()
     assert second.sent.count(("load", "h", "/adapters/h")) == 1, "it was removed"

@@ -199,12 +199,12 @@ def test_replicas_come_and_go_by_hints_about_as_many_as_there_are_within_bounds(
 
 def test_one_front_is_enough_to_ask_for_a_replica_and_all_must_agree_to_give_one_back(make):
     processes = make(Plan(replicas=2, min_replicas=1, max_replicas=3))
-    processes.fronts = [Replica(), Replica()]
+    processes.api_servers = [Replica(), Replica()]
     directory = processes.directory
 
     def told(*hints):
-        for front, (hint, about) in enumerate(hints):
-            directory.tell_hint(front, hint, about)
+        for api_server, (hint, about) in enumerate(hints):
+            directory.tell_hint(api_server, hint, about)
         processes.follow_hints()
         wait_until(lambda: not processes.is_changing)
         return directory.num_replicas

@@ -1,4 +1,4 @@
-"""Catalogs of several fronts over one registry."""
+"""Catalogs of several API servers over one registry."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def manifest(path, digit):
     return AdapterManifest(Path(path), parts, file_size=100, content_hash=digit * 64)
 
 
-class Front:
+class ApiServer:
     """A catalog with replicas that load whatever is on the disk: `disk`, by path."""
 
     def __init__(self, disk):
@@ -73,19 +73,21 @@ class Front:
         return self.catalog.find(name).manifest.content_hash[0]
 
 
-def fronts_of(test, count=2, disk=None):
-    """Run `test(directory, fronts)` with fronts that follow one registry; they read the same disk unless given one."""
+def api_servers_of(test, count=2, disk=None):
+    """Run `test(directory, api_servers)` with API servers that follow one registry; they read the same disk unless
+    given one.
+    """
 
-    async def with_fronts(directory):
-        fronts = [Front({} if disk is None else disk) for _ in range(count)]
+    async def with_api_servers(directory):
+        api_servers = [ApiServer({} if disk is None else disk) for _ in range(count)]
         async with registry(directory):
-            await asyncio.gather(*(one.follow(directory) for one in fronts))
+            await asyncio.gather(*(one.follow(directory) for one in api_servers))
             try:
-                await test(directory, *fronts)
+                await test(directory, *api_servers)
             finally:
-                await asyncio.gather(*(one.client.stop() for one in fronts))
+                await asyncio.gather(*(one.client.stop() for one in api_servers))
 
-    return with_fronts
+    return with_api_servers
 
 
 def test_a_name_means_the_same_at_every_front_once_it_is_registered(tmp_path):
@@ -107,7 +109,7 @@ def test_a_name_means_the_same_at_every_front_once_it_is_registered(tmp_path):
         with pytest.raises(UnknownAdapter):
             await two.remove("alice")
 
-    run(fronts_of(test, disk=disk)(tmp_path))
+    run(api_servers_of(test, disk=disk)(tmp_path))
 
 
 def test_what_a_front_can_not_read_it_does_not_serve_and_never_stale(tmp_path):
@@ -128,7 +130,7 @@ def test_what_a_front_can_not_read_it_does_not_serve_and_never_stale(tmp_path):
         await one.put(new, "alice")
         assert two.content("alice") == "2", "it is served again"
 
-    run(fronts_of(test)(tmp_path))
+    run(api_servers_of(test)(tmp_path))
 
 
 def test_a_pinned_adapter_is_pinned_at_every_front_with_its_next_version_until_one_has_no_room(tmp_path):
@@ -151,7 +153,7 @@ def test_a_pinned_adapter_is_pinned_at_every_front_with_its_next_version_until_o
             await pin()
         await until(lambda: not a.pins and not b.pins)
 
-    run(fronts_of(test, disk={one.path.as_posix(): one for one in (one, two)})(tmp_path))
+    run(api_servers_of(test, disk={one.path.as_posix(): one for one in (one, two)})(tmp_path))
 
 
 def test_adapters_of_the_start_are_removed_everywhere(tmp_path):
@@ -165,19 +167,19 @@ def test_adapters_of_the_start_are_removed_everywhere(tmp_path):
         await one.remove("a")
         assert "a" not in one.catalog and "a" not in two.catalog
 
-    run(fronts_of(test, disk=disk)(tmp_path))
+    run(api_servers_of(test, disk=disk)(tmp_path))
 
 
 def test_versions_and_pauses_are_the_same_at_every_front(tmp_path):
     disk = {f"/a/{digit}": manifest(f"/a/{digit}", str(digit)) for digit in range(1, 6)}
 
-    def versions(front):
-        return {name: one.manifest.content_hash[0] for name, one in front.catalog.registered()}
+    def versions(api_server):
+        return {name: one.manifest.content_hash[0] for name, one in api_server.catalog.registered()}
 
     async def test(directory, one, two):
         await asyncio.wrap_future(one.catalog.put("policy", disk["/a/1"], None, replace=True, label="first", keep=3))
-        for digit, front in ((2, one), (3, two)):
-            await asyncio.wrap_future(front.catalog.put("policy", disk[f"/a/{digit}"], None, replace=True, keep=3))
+        for digit, api_server in ((2, one), (3, two)):
+            await asyncio.wrap_future(api_server.catalog.put("policy", disk[f"/a/{digit}"], None, replace=True, keep=3))
         second = next(each.label for _, each in one.catalog.registered() if each.manifest.content_hash[0] == "2")
         kept = {"policy": "3", "policy@first": "1", f"policy@{second}": "2"}
         assert versions(one) == versions(two) == kept
@@ -196,21 +198,21 @@ def test_versions_and_pauses_are_the_same_at_every_front(tmp_path):
             two.catalog.find("policy")
         await asyncio.wrap_future(one.catalog.pause("policy", paused=False))
         assert versions(two) == {"policy": "4", f"policy@{newest}": "3"}
-        three = Front(disk)  # as after a restart
+        three = ApiServer(disk)  # as after a restart
         await three.follow(directory)
         assert versions(three) == versions(two) and three.content(f"policy@{newest}") == "3"
         await three.client.stop()
         await two.remove("policy")
         assert versions(one) == versions(two) == {}
 
-    run(fronts_of(test, disk=disk)(tmp_path))
+    run(api_servers_of(test, disk=disk)(tmp_path))
 
 
 def test_without_the_registry_names_stay_and_changes_are_503(tmp_path):
     disk = {"/a/1": manifest("/a/1", "1")}
 
     async def test():
-        one = Front(disk)
+        one = ApiServer(disk)
         async with registry(tmp_path):
             await one.follow(tmp_path)
             await one.put(disk["/a/1"], "alice")
@@ -221,8 +223,8 @@ def test_without_the_registry_names_stay_and_changes_are_503(tmp_path):
                 await change
             assert away.value.status == 503
         assert one.content("alice") == "1" and "bob" not in one.catalog
-        two = Front(disk)
-        async with registry(tmp_path):  # a front that starts now has what was registered before
+        two = ApiServer(disk)
+        async with registry(tmp_path):  # an API server that starts now has what was registered before
             await two.follow(tmp_path)
             assert two.content("alice") == "1"
             await until(lambda: one.client.is_connected)

@@ -1,4 +1,4 @@
-"""The registry's process and the fronts' copies of it."""
+"""The registry's process and the API servers' copies of it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def registry(directory):
 
 
 @asynccontextmanager
-async def front(directory, adopt=None, secret=SECRET):
+async def api_server(directory, adopt=None, secret=SECRET):
     client = RegistryClient(UnixSocket(directory / "socket"), secret, adopt)
     client.start()
     try:
@@ -80,10 +80,10 @@ def test_copies_converge_and_a_write_is_done_when_all_have_seen_it(tmp_path):
         async def adopt(name, now):
             changes.append((name, now and now.generation))
 
-        async with registry(tmp_path), front(tmp_path) as one, front(tmp_path, adopt) as two:
+        async with registry(tmp_path), api_server(tmp_path) as one, api_server(tmp_path, adopt) as two:
             await asyncio.gather(one.wait_for_copy(), two.wait_for_copy())
             assert await one.put(entry("alice")) == (1, False)
-            assert names(two) == {"alice": "a"}, "no wait: the other front knew when the write was done"
+            assert names(two) == {"alice": "a"}, "no wait: the other API server knew when the write was done"
             assert await two.put(entry("alice", "b")) == (2, True)
             assert names(one) == names(two) == {"alice": "b"} and one.copy.entries["alice"].generation == 2
             assert await one.remove("alice") == 3
@@ -91,7 +91,7 @@ def test_copies_converge_and_a_write_is_done_when_all_have_seen_it(tmp_path):
             await asyncio.gather(*(client.put(entry(f"n{i}")) for i, client in enumerate([one, two] * 20)))
             assert names(one) == names(two) and len(names(one)) == 40
             assert sorted(it.generation for it in one.copy.entries.values()) == list(range(4, 44))
-            async with front(tmp_path) as late:
+            async with api_server(tmp_path) as late:
                 await late.wait_for_copy()
                 assert names(late) == names(one) and late.copy.generation == 43
         assert changes[:3] == [("alice", 1), ("alice", 2), ("alice", None)] and len(changes) == 43
@@ -101,7 +101,7 @@ def test_copies_converge_and_a_write_is_done_when_all_have_seen_it(tmp_path):
 
 def test_a_write_waits_for_a_front_that_has_not_seen_it(tmp_path, monkeypatch):
     async def test():
-        async with registry(tmp_path), front(tmp_path) as one:
+        async with registry(tmp_path), api_server(tmp_path) as one:
             await one.wait_for_copy()
             lazy = await connect(UnixSocket(tmp_path / "socket"), SECRET, FROM_REGISTRY)
             lazy.send("subscribe")
@@ -131,9 +131,9 @@ def test_a_write_is_done_when_every_front_has_acted_on_it(tmp_path):
         async def adopt(name, now):
             acting.set()
             await may_go_on.wait()
-            raise ValueError("its files can't be read here")  # the front then serves nothing under the name
+            raise ValueError("its files can't be read here")  # the API server then serves nothing under the name
 
-        async with registry(tmp_path), front(tmp_path) as one, front(tmp_path, adopt) as two:
+        async with registry(tmp_path), api_server(tmp_path) as one, api_server(tmp_path, adopt) as two:
             await asyncio.gather(one.wait_for_copy(), two.wait_for_copy())
             write = asyncio.create_task(one.put(entry("alice")))
             await acting.wait()
@@ -148,7 +148,7 @@ def test_a_write_is_done_when_every_front_has_acted_on_it(tmp_path):
 
 def test_refusals_say_why(tmp_path):
     async def test():
-        async with registry(tmp_path), front(tmp_path) as one:
+        async with registry(tmp_path), api_server(tmp_path) as one:
             await one.wait_for_copy()
             await one.put(entry("alice"))
             for call, status, code, text in (
@@ -167,7 +167,7 @@ def test_refusals_say_why(tmp_path):
 
 def test_while_it_is_away_names_stay_and_writes_are_refused(tmp_path):
     async def test():
-        async with front(tmp_path) as one:
+        async with api_server(tmp_path) as one:
             with pytest.raises(RegistryAway, match="registry does not answer") as away:
                 await one.put(entry("alice"))
             assert (away.value.status, away.value.code) == (503, "registry_unavailable")
@@ -201,7 +201,7 @@ def test_a_write_under_way_when_it_goes_away_is_an_error_that_says_so(tmp_path):
             stream.close()
 
         server = await asyncio.start_unix_server(half_a_registry, tmp_path / "socket")
-        async with front(tmp_path) as one:
+        async with api_server(tmp_path) as one:
             await one.wait_for_copy()
             with pytest.raises(RegistryAway, match="look whether the change was made"):
                 await one.put(entry("alice"))
@@ -220,7 +220,7 @@ def test_a_write_under_way_when_it_goes_away_is_an_error_that_says_so(tmp_path):
 )  # fmt: skip
 def test_a_peer_that_breaks_the_protocol_loses_its_connection_and_nothing_else(tmp_path, frames):
     async def test():
-        async with registry(tmp_path), front(tmp_path) as one:
+        async with registry(tmp_path), api_server(tmp_path) as one:
             await one.wait_for_copy()
             hostile = await connect(UnixSocket(tmp_path / "socket"), SECRET, FROM_REGISTRY)
             for frame in frames:
@@ -238,14 +238,14 @@ def test_a_peer_that_breaks_the_protocol_loses_its_connection_and_nothing_else(t
 )
 def test_bytes_that_are_no_frames(tmp_path, data):
     async def test():
-        async with registry(tmp_path), front(tmp_path) as one:
+        async with registry(tmp_path), api_server(tmp_path) as one:
             await one.wait_for_copy()
             reader, writer = await asyncio.open_unix_connection(tmp_path / "socket")
             writer.write(data)
             writer.write_eof()
             await reader.read()
             writer.close()
-            async with front(tmp_path, secret=b"w" * 32) as stranger:
+            async with api_server(tmp_path, secret=b"w" * 32) as stranger:
                 await asyncio.sleep(0.05)
                 assert not stranger.is_connected
             assert await one.put(entry("alice")) == (1, False)
@@ -320,7 +320,7 @@ def test_a_copy_of_itself_that_contradicts_itself_is_refused():
 
 @pytest.fixture
 def begin(tmp_path):
-    """Starts the registry's process; gives it once fronts may connect."""
+    """Starts the registry's process; gives it once API servers may connect."""
     processes = []
     new_secret(tmp_path / "secret")
 
@@ -366,7 +366,7 @@ def test_kill_9_in_the_middle_of_writes_loses_none_that_was_acknowledged(begin, 
 
     async def test():
         secret = bytes.fromhex((tmp_path / "secret").read_text())
-        async with front(tmp_path, secret=secret) as client:
+        async with api_server(tmp_path, secret=secret) as client:
             for _ in range(rounds):
                 process = begin()
                 await until(lambda: client.is_connected)

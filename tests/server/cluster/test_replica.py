@@ -65,7 +65,7 @@ class World:
         self.engine.gate.set()
         await asyncio.to_thread(self.worker.stop)
 
-    async def front(self) -> FrameStream:
+    async def api_server(self) -> FrameStream:
         stream = await connect(UnixSocket(self.socket), SECRET, FROM_REPLICA)
         frame = await stream.read()
         assert frame is not None and frame.kind == "hello" and Hello.from_wire(frame.fields[0]) == HELLO
@@ -113,10 +113,10 @@ async def answer(stream: FrameStream) -> tuple[list[int], str | None]:
 
 def test_an_answer_comes_in_rows_of_its_life(play):
     async def act(world):
-        front = await world.front()
-        front.send("submit", record("q"), 7)
-        assert await frames(front, "taken") == ("taken", ["q", 7])
-        _, (_, rows) = await frames(front, "out")
+        api_server = await world.api_server()
+        api_server.send("submit", record("q"), 7)
+        assert await frames(api_server, "taken") == ("taken", ["q", 7])
+        _, (_, rows) = await frames(api_server, "out")
         assert rows[0][:2] == ["q", 7]
 
     play(act)
@@ -133,18 +133,18 @@ def test_grammars_are_compiled_beside_the_steps(play):
             may_end.wait(20)
 
         world.worker.model.grammars = SimpleNamespace(compile=compile_)
-        front = await world.front()
+        api_server = await world.api_server()
         for name in ("kept", "aborted"):
             asked = record(name)
             asked["params"]["grammar"] = {"kind": "regex", "text": name}
-            front.send("submit", asked, 1)
-        front.send("abort", "aborted")
-        front.send("submit", record("other"), 1)
-        assert await answer(front) == ([5, 6, 7, EOS], "stop")
+            api_server.send("submit", asked, 1)
+        api_server.send("abort", "aborted")
+        api_server.send("submit", record("other"), 1)
+        assert await answer(api_server) == ([5, 6, 7, EOS], "stop")
         may_end.set()
-        assert await answer(front) == ([5, 6, 7, EOS], "stop")
-        front.send("submit", record("last"), 1)
-        assert await answer(front) == ([5, 6, 7, EOS], "stop")
+        assert await answer(api_server) == ([5, 6, 7, EOS], "stop")
+        api_server.send("submit", record("last"), 1)
+        assert await answer(api_server) == ([5, 6, 7, EOS], "stop")
         assert [grammar.text for grammar, _ in compiled] == ["kept", "aborted"]
         assert not world.engine.threads & {thread for _, thread in compiled}
         assert [request.id for request in world.engine.asked] == ["other", "kept", "last"]
@@ -154,7 +154,7 @@ def test_grammars_are_compiled_beside_the_steps(play):
 
 def test_what_a_front_sent_ends_with_its_connection_and_others_go_on(play):
     async def act(world):
-        leaving, staying = await world.front(), await world.front()
+        leaving, staying = await world.api_server(), await world.api_server()
         world.engine.step_seconds = 0.02
         leaving.send("submit", record("gone", prompt=[5] * 400), 1)
         staying.send("submit", record("kept"), 1)
@@ -180,11 +180,11 @@ def test_a_front_has_adapters_brought_from_host_memory_into_the_arena(play):
     async def act(world):
         world.engine.store = store = Store(["bob", "large", "cold"])
         store.tiers |= {"bob": Tier.HOST, "large": Tier.HOST}
-        front = await world.front()
+        api_server = await world.api_server()
         for name in ("nobody", "large", "cold", "bob"):
-            front.send("prefetch", name)
+            api_server.send("prefetch", name)
         while store.tiers["bob"] is not Tier.DEVICE:
-            await frames(front, "stats")
+            await frames(api_server, "stats")
         assert store.tiers == {"bob": Tier.DEVICE, "large": Tier.HOST, "cold": Tier.DISK}
 
     play(act)
@@ -201,7 +201,7 @@ def test_a_front_has_adapters_brought_from_host_memory_into_the_arena(play):
 )  # fmt: skip
 def test_a_peer_that_breaks_the_protocol_is_told_and_hurts_no_other(play, fields):
     async def act(world):
-        good, bad = await world.front(), await world.front()
+        good, bad = await world.api_server(), await world.api_server()
         world.engine.gate.clear()
         good.send("submit", record("kept"), 1)
         await frames(good, "taken")
@@ -217,15 +217,15 @@ def test_a_peer_that_breaks_the_protocol_is_told_and_hurts_no_other(play, fields
 
 def test_a_record_of_another_version_or_with_wrong_parameters_is_refused_alone(play):
     async def act(world):
-        front = await world.front()
-        front.send("submit", record("old", v=99), 1)
-        front.send("submit", record("odd", params={"temperature": "hot"}), 1)
-        front.send("submit", record("long", prompt=range(1, 600)), 1)
-        front.send("submit", record("away", adapter="x", content_hash="x"), 1)
-        front.send("submit", record("good"), 1)
+        api_server = await world.api_server()
+        api_server.send("submit", record("old", v=99), 1)
+        api_server.send("submit", record("odd", params={"temperature": "hot"}), 1)
+        api_server.send("submit", record("long", prompt=range(1, 600)), 1)
+        api_server.send("submit", record("away", adapter="x", content_hash="x"), 1)
+        api_server.send("submit", record("good"), 1)
         seen = {}
         while len(seen) < 5:
-            kind, (name, _, *more) = await frames(front, "taken", "refused")
+            kind, (name, _, *more) = await frames(api_server, "taken", "refused")
             seen[name] = more[0] if kind == "refused" else kind
         assert seen == {"old": "malformed", "odd": "malformed", "long": "field:prompt", "away": "not_here",
                         "good": "taken"}  # fmt: skip
@@ -235,11 +235,11 @@ def test_a_record_of_another_version_or_with_wrong_parameters_is_refused_alone(p
 
 def test_a_draining_replica_refuses_and_says_so(play):
     async def act(world):
-        front = await world.front()
-        front.send("drain")
-        front.send("submit", record("q"), 1)
-        assert (await frames(front, "refused"))[1][2] == "draining"
-        while not Report.from_wire((await frames(front, "stats"))[1][0]).draining:
+        api_server = await world.api_server()
+        api_server.send("drain")
+        api_server.send("submit", record("q"), 1)
+        assert (await frames(api_server, "refused"))[1][2] == "draining"
+        while not Report.from_wire((await frames(api_server, "stats"))[1][0]).draining:
             pass
         assert world.replica.is_empty
 
@@ -248,7 +248,7 @@ def test_a_draining_replica_refuses_and_says_so(play):
 
 def test_requests_of_a_broken_engine_get_no_end_as_their_front_has_them_go_on_elsewhere(play):
     async def act(world):
-        stream = await world.front()
+        stream = await world.api_server()
         world.engine.gate.clear()
         stream.send("submit", record("a"), 1)
         await frames(stream, "taken")
@@ -265,7 +265,7 @@ def test_requests_of_a_broken_engine_get_no_end_as_their_front_has_them_go_on_el
 
 
 def test_a_front_that_fails_over_a_frame_connects_anew(play):
-    """A fault of the front's own costs a connection, not the replica for good."""
+    """A fault of the API server's own costs a connection, not the replica for good."""
 
     class Events:
         def __init__(self) -> None:
@@ -296,7 +296,7 @@ def test_a_front_that_fails_over_a_frame_connects_anew(play):
 
 def test_a_wrong_secret_and_a_stranger_leave_all_as_it_is(play):
     async def act(world):
-        good = await world.front()
+        good = await world.api_server()
         with pytest.raises(WireError):
             await connect(UnixSocket(world.socket), b"t" * 32, FROM_REPLICA)
         _, writer = await asyncio.open_unix_connection(str(world.socket))
@@ -320,7 +320,7 @@ def test_strangers_bring_one_line_of_the_log_however_many_they_are(play, caplog)
 
 def test_a_frame_that_announces_more_than_the_limit_is_not_waited_for(play):
     async def act(world):
-        bad = await world.front()
+        bad = await world.api_server()
         bad._writer.write(b"CW" + bytes([VERSION]) + (2).to_bytes(4, "big") + (MAX_BYTES + 1).to_bytes(4, "big"))  # noqa: SLF001
         with pytest.raises(Refused, match="FrameTooLarge"):
             while await bad.read() is not None:
@@ -331,8 +331,8 @@ def test_a_frame_that_announces_more_than_the_limit_is_not_waited_for(play):
 
 def test_a_report_comes_through_as_it_was_sent(play):
     async def act(world):
-        front = await world.front()
-        report = Report.from_wire((await frames(front, "stats"))[1][0])
+        api_server = await world.api_server()
+        report = Report.from_wire((await frames(api_server, "stats"))[1][0])
         assert report.stats == world.engine.stats() and report.num_yours == 0
 
     play(act)

@@ -15,7 +15,7 @@ class Stream:
 
 
 def test_a_lasting_trouble_is_said_once_and_a_fault_of_its_own_does_not_end_it(caplog):
-    """A front whose certificate has expired tries for hours; one that fails over a frame goes on."""
+    """An API server whose certificate has expired tries for hours; one that fails over a frame goes on."""
     refusals = [WrongSecret("the peer does not have this cluster's secret")] * 5
     tries = iter([FileNotFoundError(), *refusals, None, *refusals, None, None])
     ends = iter([KeyError("a fault of its own"), None])

@@ -1,4 +1,4 @@
-"""A replica learns what its steps take, and fronts price requests by it."""
+"""A replica learns what its steps take, and API servers price requests by it."""
 
 from __future__ import annotations
 

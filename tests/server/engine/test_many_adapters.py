@@ -16,7 +16,7 @@ from chorus.core.requests.sampling_params import SamplingParams
 from chorus.perf.bench.schedule_time import FakeExecutor, StoppedReads
 from chorus.server.cluster.replica import _about
 from chorus.server.cluster.report import LearnedCosts
-from chorus.server.engine.adapter_keeper import AdapterKeeper
+from chorus.server.engine.adapter_health import AdapterHealthChecker
 from chorus.server.engine.engine_adapters import EngineAdapters
 from chorus.server.engine.engine_view import EngineView
 
@@ -41,7 +41,7 @@ def engine(monkeypatch):
 
 
 def ended(engine):
-    """Runs a book's function at once."""
+    """Runs a function of the registry at once."""
 
     def call(function):
         future = Future()
@@ -68,17 +68,17 @@ def test_the_keeper_looks_at_adapters_that_it_has_something_to_do_for(engine):
     for index in range(1, REGISTERED):
         adapter = engine.store.get(f"a{index}")
         engine.store.note(adapter, dataclasses.replace(adapter.manifest, content_hash=f"{index:064}"))
-    book = EngineAdapters(ended(engine))
-    assert [one.name for one in book.unhashed().result()] == ["a0"]
-    assert book.overflowing().result() == []
+    adapters = EngineAdapters(ended(engine))
+    assert [one.name for one in adapters.unhashed().result()] == ["a0"]
+    assert adapters.overflowing().result() == []
     assert set(engine.asked) == {"a0"}
 
 
 def test_adapters_in_the_arena_are_hashed_first(engine):
     """KV events of their blocks wait for it."""
-    book = EngineAdapters(ended(engine))
-    keeper = AdapterKeeper(SimpleNamespace(adapters=book), 1.0)
-    names = [one.name for one in keeper._unhashed()]  # noqa: SLF001
+    adapters = EngineAdapters(ended(engine))
+    health_checker = AdapterHealthChecker(SimpleNamespace(adapters=adapters), 1.0)
+    names = [one.name for one in health_checker._unhashed()]  # noqa: SLF001
     assert names[0] == "a7" and len(names) == REGISTERED
 
 

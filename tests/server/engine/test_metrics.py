@@ -111,9 +111,9 @@ class TestAlerts:
         live = start(fake_engine)
         live.post(model="alice", prompt="abc")
         families = set(re.findall(r"^# TYPE (\S+) ", live.client.get("/metrics").text, re.MULTILINE))
-        ledger = SimpleNamespace(num_waiting=0, num_moves=0, num_stale=0, num_at=lambda name: 0)
+        in_flight = SimpleNamespace(num_waiting=0, num_moves=0, num_stale=0, num_at=lambda name: 0)
         dispatcher = SimpleNamespace(
-            ledger=ledger, links=(), num_replicas=2, num_deaths=0, scale=SimpleNamespace(value=0),
+            in_flight=in_flight, links=(), num_replicas=2, num_deaths=0, scale=SimpleNamespace(value=0),
             reported_costs=list,
         )  # fmt: skip
         registry = CollectorRegistry()

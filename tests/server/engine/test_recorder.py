@@ -35,7 +35,7 @@ def ended(adapter=None, prompt=3, output=2, tenant="", arrival=5.0):
     return SimpleNamespace(arrival_time=arrival, adapter_name=adapter, tenant=tenant), prompt, output
 
 
-class Book:
+class Adapters:
     """Adapters of rank 8, but for one that is gone."""
 
     def __init__(self):
@@ -84,10 +84,10 @@ def test_an_answer_that_a_client_leaves_is_recorded_with_what_it_had(start, fake
 
 
 def test_a_trace_is_gone_on_with_and_ranks_are_asked_for_once(tmp_path):
-    path, book = tmp_path / "trace.csv", Book()
+    path, adapters = tmp_path / "trace.csv", Adapters()
     for tenant in ("one", "two"):
         recorder = Recorder(path)
-        recorder.start(book)
+        recorder.start(adapters)
         for adapter in ("a", "gone", None, "a"):
             recorder.note(*ended(adapter, output=0, tenant=tenant))
         recorder.stop()
@@ -97,12 +97,12 @@ def test_a_trace_is_gone_on_with_and_ranks_are_asked_for_once(tmp_path):
         ("a", 8, 1), ("gone", None, 1), (None, 0, 1)
     ]  # fmt: skip
     assert len(found) == 8 and len({one.tenant for one in found}) == 2
-    assert book.asked.count("a") == 2
+    assert adapters.asked.count("a") == 2
 
 
 def test_a_second_stop_closes_no_file_of_another(tmp_path):
     recorder = Recorder(tmp_path / "trace.csv")
-    recorder.start(Book())
+    recorder.start(Adapters())
     recorder.stop()
     with (tmp_path / "other").open("wb") as other:  # it gets the descriptor that was closed
         recorder.stop()
@@ -128,7 +128,7 @@ def test_rows_that_a_full_disk_does_not_take_are_counted_and_none_is_cut_off(tmp
     write = module.os.write
     monkeypatch.setattr(module.os, "write", lambda file, data: write(file, data[:10]))
     with caplog.at_level(logging.WARNING):
-        recorder.start(Book())
+        recorder.start(Adapters())
         recorder.note(*ended())
         recorder.stop()
     assert path.read_text() == f"{HEADER}\n"
@@ -141,6 +141,6 @@ def test_rows_are_dropped_rather_than_kept_without_end(tmp_path, monkeypatch, ca
     for _ in range(5):
         recorder.note(*ended())
     with caplog.at_level(logging.WARNING):
-        recorder.start(Book())
+        recorder.start(Adapters())
         recorder.stop()
     assert len(rows(tmp_path / "trace.csv")) == 2 and "3 requests are missing" in caplog.text

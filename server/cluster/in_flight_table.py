@@ -1,7 +1,7 @@
-"""The ledger of a front: its open requests, where each runs, and what its client has received. No I/O.
+"""The in-flight table of an API server: its open requests, where each runs, and what its client has received. No I/O.
 
-A request's `life` counts its placements and stands in every row about it, so that a row of an earlier placement, such
-as one of A in A → B → A, is known to be stale and dropped. All that another replica needs to go on is the record:
+A request's `attempt` counts its placements and stands in every row about it, so that a row of an earlier placement,
+such as one of A in A → B → A, is known to be stale and dropped. All that another replica needs to go on is the record:
 prompt, tokens received, seed and parameters (`core.requests.record`).
 """
 
@@ -21,11 +21,11 @@ MAX_DEATHS = 2
 @dataclass(slots=True, eq=False)
 class OpenRequest:
     """A request that has not ended. rank: of its adapter, 0 for none. replica: where it runs; None while it waits at
-    the front.
+    the API server.
 
     record: see `core.requests.record`; `tokens` are the prompt's and all that the client was sent. kind: of the
     replicas that drew them, which alone may go on with them; None before the first. is_taken: whether the replica has
-    accepted it. is_started: whether a token came in this life.
+    accepted it. is_started: whether a token came in this attempt.
 
     path, version: its adapter's directory, and the adapter as `name@version`. accepted: ends once a replica has taken
     the request, or with InvalidRequest. arrival: on this process's clock. refused_by: names of replicas.
@@ -35,7 +35,7 @@ class OpenRequest:
     id: str
     record: dict[str, Any]
     rank: int = 0
-    life: int = 0
+    attempt: int = 0
     replica: str | None = None
     kind: Hashable | None = None
     deaths: int = 0
@@ -62,7 +62,7 @@ class OpenRequest:
 
 
 class Placements:
-    """What a ledger tells of requests at replicas, on its thread; here nothing is done about it."""
+    """Notified of requests at replicas, on its thread; here nothing is done about it."""
 
     def placed(self, request: OpenRequest, replica: str) -> None:
         """A request comes to a replica."""
@@ -74,8 +74,10 @@ class Placements:
         """It leaves a replica, or has ended there."""
 
 
-class Ledger:
-    """Open requests by id. Each is in exactly one place: at the front, in the order of arrival, or at one replica."""
+class InFlightTable:
+    """Open requests by id. Each is in exactly one place: at the API server, in the order of arrival, or at one
+    replica.
+    """
 
     def __init__(self, placements: Placements | None = None) -> None:
         self._placements = placements or Placements()
@@ -86,7 +88,7 @@ class Ledger:
         self.num_moves = 0
         """Placements of requests that had been placed before."""
         self.num_stale = 0
-        """Rows that were dropped because they were of an earlier life."""
+        """Rows that were dropped because they were of an earlier attempt."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -102,7 +104,7 @@ class Ledger:
         return self._open.values()
 
     def waiting(self) -> list[OpenRequest]:
-        """Requests that wait at the front. A request with tokens comes first: its client has begun to read."""
+        """Requests that wait at the API server. A request with tokens comes first: its client has begun to read."""
         waiting = list(self._at[None].values())
         waiting.sort(key=lambda request: request.num_output_tokens == 0)
         return waiting
@@ -128,25 +130,25 @@ class Ledger:
         return request
 
     def place(self, request: OpenRequest, replica: str, kind: Hashable) -> int:
-        """Give a waiting request to a replica; returns its life there."""
-        if request.life:
+        """Give a waiting request to a replica; returns the number of the attempt."""
+        if request.attempt:
             self.num_moves += 1
         self._put(request, replica)
-        request.life += 1
+        request.attempt += 1
         if not request.num_output_tokens:
             request.kind = kind
-        return request.life
+        return request.attempt
 
-    def note_accepted(self, request_id: str, life: int) -> OpenRequest | None:
+    def note_accepted(self, request_id: str, attempt: int) -> OpenRequest | None:
         """Note that the replica has accepted a request; None if the row is stale."""
-        request = self._current(request_id, life)
+        request = self._current(request_id, attempt)
         if request is not None:
             request.is_taken = True
         return request
 
-    def receive(self, request_id: str, life: int, tokens: Sequence[int], *, last: bool) -> OpenRequest | None:
+    def receive(self, request_id: str, attempt: int, tokens: Sequence[int], *, last: bool) -> OpenRequest | None:
         """Note tokens that came, and the end; None if the row is stale and nothing of it may reach the client."""
-        request = self._current(request_id, life)
+        request = self._current(request_id, attempt)
         if request is None:
             return None
         request.is_taken = True
@@ -160,9 +162,9 @@ class Ledger:
             self.remove(request_id)
         return request
 
-    def give_back(self, request_id: str, life: int) -> OpenRequest | None:
+    def give_back(self, request_id: str, attempt: int) -> OpenRequest | None:
         """A replica refused a request: it waits again; None if the row is stale."""
-        request = self._current(request_id, life)
+        request = self._current(request_id, attempt)
         if request is not None:
             self._put(request, None)
         return request
@@ -191,11 +193,11 @@ class Ledger:
             self._leave(request)
         return request
 
-    def _current(self, request_id: str, life: int) -> OpenRequest | None:
+    def _current(self, request_id: str, attempt: int) -> OpenRequest | None:
         request = self._open.get(request_id)
         if request is None:  # it has ended, or was aborted
             return None
-        if request.replica is None or request.life != life:
+        if request.replica is None or request.attempt != attempt:
             self.num_stale += 1
             return None
         return request

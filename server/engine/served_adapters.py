@@ -1,4 +1,4 @@
-"""The book of a backend: adapters by name, for requests, operators and the keeper to ask about."""
+"""Interface of a backend's adapter registry: adapters by name, for requests, operators and the health checker."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ class RegistryNames(NamedTuple):
     retired: list[Entry]
 
 
-class AdapterNames(Protocol):
-    """What names mean: an engine's, or a front's. A version has a name, a number `version`, a label and a manifest."""
+class AdapterTable(Protocol):
+    """What names mean: an engine's, or an API server's. A version has a name, a number `version`, a label and a
+    manifest.
+    """
 
     quarantine: dict[str, Quarantined]
     """Adapters that are not served, by name."""
@@ -71,7 +73,7 @@ class AdapterNames(Protocol):
     def stats(self) -> EngineStats: ...
 
 
-class AdapterBook(ABC):
+class ServedAdapters(ABC):
     """Adapters by name. Methods may be called from any thread; UnknownAdapter for a name that is not registered."""
 
     def registry(self) -> Future[RegistryNames | None]:
@@ -79,11 +81,11 @@ class AdapterBook(ABC):
         return done(None)
 
     @abstractmethod
-    def _ask(self, function: Callable[[AdapterNames], T]) -> Future[T]:
+    def _ask(self, function: Callable[[AdapterTable], T]) -> Future[T]:
         """Call a function of the names while nothing else asks them."""
 
     def listing(self) -> Future[AdapterListing]:
-        def listing(names: AdapterNames) -> AdapterListing:
+        def listing(names: AdapterTable) -> AdapterListing:
             states = partial(_states, names, names.registered())
             return AdapterListing(states, list(names.quarantine.values()), names.stats())
 
@@ -105,7 +107,7 @@ class AdapterBook(ABC):
         a version that there is. label, keep: as of `AdapterStore.register`.
         """
 
-        def put(names: AdapterNames) -> tuple[AdapterState, bool]:
+        def put(names: AdapterTable) -> tuple[AdapterState, bool]:
             replaced = name in names
             if replaced and not replace:
                 raise FileExistsError(name)
@@ -123,7 +125,7 @@ class AdapterBook(ABC):
     def versions(self, name: str) -> Future[list[AdapterState]]:
         """The newest version of a name and the kept ones; none of a name that is not registered."""
 
-        def versions(names: AdapterNames) -> list[AdapterState]:
+        def versions(names: AdapterTable) -> list[AdapterState]:
             found = [*([name] if name in names else ()), *names.kept(name)]
             return [names.state_of(each, names.get(each)) for each in found]
 
@@ -132,7 +134,7 @@ class AdapterBook(ABC):
     def pause(self, name: str, *, paused: bool) -> Future[None]:
         """Refuse new requests of all versions of a name, with AdapterPaused, or take them again."""
 
-        def pause(names: AdapterNames) -> None:
+        def pause(names: AdapterTable) -> None:
             names.get(name)
             (names.paused.add if paused else names.paused.discard)(name)
 
@@ -163,7 +165,7 @@ class AdapterBook(ABC):
     @abstractmethod
     def unpin(self, name: str) -> Future[Any]: ...
 
-    # --- what the keeper asks ---
+    # --- for the health checker ---
 
     def unhashed(self) -> Future[list[AdapterState]]:
         """Adapters without a known content hash."""
@@ -178,7 +180,7 @@ class AdapterBook(ABC):
     def note(self, name: str, version: int, manifest: AdapterManifest) -> Future[bool]:
         """Keep what was found out about a version; False if it is not the current one any more."""
 
-        def note(names: AdapterNames) -> bool:
+        def note(names: AdapterTable) -> bool:
             if not is_current(names, name, version):
                 return False
             names.learn(name, manifest)
@@ -199,7 +201,7 @@ class AdapterBook(ABC):
     def keep_aside(self, one: Quarantined) -> Future[None]:
         """Keep a quarantined adapter so, with another reason, unless it was replaced meanwhile."""
 
-        def keep(names: AdapterNames) -> None:
+        def keep(names: AdapterTable) -> None:
             if one.name in names.quarantine:
                 names.quarantine[one.name] = one
 
@@ -208,7 +210,7 @@ class AdapterBook(ABC):
     def release(self, name: str, manifest: AdapterManifest, image: HostImage | None) -> Future[bool]:
         """Out of quarantine; False if it was removed or replaced meanwhile."""
 
-        def release(names: AdapterNames) -> bool:
+        def release(names: AdapterTable) -> bool:
             if names.quarantine.pop(name, None) is None or name in names:
                 return False
             names.register(name, manifest, image)
@@ -224,10 +226,10 @@ def done(result: T) -> Future[T]:
     return future
 
 
-def is_current(names: AdapterNames, name: str, version: int) -> bool:
+def is_current(names: AdapterTable, name: str, version: int) -> bool:
     """True if a name means the version of a number."""
     return name in names and names.get(name).version == version
 
 
-def _states(names: AdapterNames, registered: Iterable[tuple[str, Any]]) -> list[AdapterState]:
+def _states(names: AdapterTable, registered: Iterable[tuple[str, Any]]) -> list[AdapterState]:
     return [names.state_of(*each) for each in sorted(registered, key=itemgetter(0))]

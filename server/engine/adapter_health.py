@@ -46,7 +46,7 @@ BATCH = 64
 """Quarantined directories that one thread looks at; where one hangs, the rest of the batch waits with it."""
 
 
-class AdapterKeeper(Repeating):
+class AdapterHealthChecker(Repeating):
     """Looks after adapters beside the engine, from `start` to `stop`, which waits for nothing.
 
     Disk reads run on threads of their own, and are abandoned after `seconds`.
@@ -62,13 +62,13 @@ class AdapterKeeper(Repeating):
         sweep: Callable[[], None] | None = None,
     ) -> None:
         """sweep: removes files that are not used any more."""
-        super().__init__("keeper", TURN_SECONDS)
+        super().__init__("adapter-health", TURN_SECONDS)
         self._worker = worker
         self._sweep = sweep
-        self._book = worker.adapters
+        self._adapters = worker.adapters
         self._places = tuple(place.resolve() for place in places)
         self._look_seconds = seconds
-        self._threads = DaemonPool("adapter-keeper", MAX_STUCK, 0, initializer=ask_for_short_slices)
+        self._threads = DaemonPool("adapter-health", MAX_STUCK, 0, initializer=ask_for_short_slices)
         self._hashers = DaemonPool("adapter-hash", MAX_STUCK, 0, initializer=_stand_back)
         self._stamps: dict[str, Stamp] = {}  # of quarantined adapters, as of the last turn
         self._hopeless: set[int] = set()  # versions that could not be hashed
@@ -94,7 +94,7 @@ class AdapterKeeper(Repeating):
     # -- quarantine
 
     def _try_again(self) -> None:
-        quarantined = [one for one in self._book.quarantined().result() if one.can_mend]
+        quarantined = [one for one in self._adapters.quarantined().result() if one.can_mend]
         for first in range(0, len(quarantined), BATCH):
             batch = quarantined[first : first + BATCH]
             stamps = self._beside(partial(_stamps_of, batch))
@@ -112,9 +112,9 @@ class AdapterKeeper(Repeating):
         except AdapterFormatError as error:
             log.warning("adapter %s changed, but is not served: %s", one.name, error)
             again = replace(one, reason=str(error), stamp=stamp)
-            self._book.keep_aside(again).result()
+            self._adapters.keep_aside(again).result()
             return
-        if manifest is not None and self._book.release(one.name, manifest, image).result():
+        if manifest is not None and self._adapters.release(one.name, manifest, image).result():
             audit.info("adapter %s has changed and is served now: content %s", one.name, manifest.content_hash)
             report(one.name, manifest)
 
@@ -135,7 +135,7 @@ class AdapterKeeper(Repeating):
             else:
                 if known is None:
                     self._hopeless.add(version)
-                elif self._book.note(name, version, known).result() and known.no_effect and not manifest.no_effect:
+                elif self._adapters.note(name, version, known).result() and known.no_effect and not manifest.no_effect:
                     report_contents(name, known)
             self._stopping.wait((time.monotonic() - start) * (1 / HASH_SHARE - 1))
 
@@ -155,7 +155,7 @@ class AdapterKeeper(Repeating):
         is_broken = manifest.no_effect is None and not isinstance(error.__cause__, OSError)
         if (
             not is_broken
-            or self._book.set_aside(self._quarantined(name, manifest, str(error)), version, in_use=False).result()
+            or self._adapters.set_aside(self._quarantined(name, manifest, str(error)), version, in_use=False).result()
         ):
             self._hopeless.add(version)
 
@@ -168,13 +168,13 @@ class AdapterKeeper(Repeating):
     def _set_aside_overflowing(self) -> None:
         """Quarantine adapters with finite weights and non-finite logits."""
         reason = f"its logits were not finite in its first {MOST_OVERFLOWS} requests; train it again, or scale it down"
-        for one in self._book.overflowing().result():
+        for one in self._adapters.overflowing().result():
             aside = self._quarantined(one.name, one.manifest, reason)
-            self._book.set_aside(aside, one.version, in_use=True).result()
+            self._adapters.set_aside(aside, one.version, in_use=True).result()
 
     def _unhashed(self) -> list[AdapterState]:
         """Return what is to be hashed, adapters in the arena first: KV events of their blocks wait for it."""
-        states = [one for one in self._book.unhashed().result() if one.version not in self._hopeless]
+        states = [one for one in self._adapters.unhashed().result() if one.version not in self._hopeless]
         return sorted(states, key=lambda one: not one.pages)
 
     # -- common
