@@ -1,5 +1,5 @@
 # What a change must pass, step by step; `.ci/run` runs all of it in an environment of its own.
-.PHONY: help check format style complexity types imports spelling constraints docs docs-check test sanitize demo kernels gate lives bench rest \
+.PHONY: help check format style complexity types imports spelling constraints docs docs-check test sanitize demo kernels gate simulation lives bench rest \
     timed studies compare levels plain
 .DEFAULT_GOAL := check
 SHELL := bash
@@ -91,9 +91,11 @@ gate: ## kernels, studies, timed and compare, one after another
 	rm -rf $(RESULTS)
 	$(MAKE) --no-print-directory kernels studies timed compare
 
-lives: ## simulation tests of the engine, by seeds
-	python -m tests.world.seeds --seeds $(SEEDS) --jobs $(JOBS)
-	python -m tests.attacks.history --questions 60
+simulation: ## simulation tests of the engine, by seeds
+	python -m tests.simulation.seeds --seeds $(SEEDS) --jobs $(JOBS)
+	python -m tests.attacks.linearizability --questions 60
+
+lives: simulation
 
 level-%: ## native tests at one ISA level, such as level-avx2
 	CHORUS_CPU_ISA=$* pytest -q -n 0 -m native
@@ -105,7 +107,7 @@ plain: ## numerics tests against a package built without a compiler in PLAIN
 
 levels: $(addprefix level-,$(LEVELS))
 
-rest: studies lives types plain levels kernels check ## everything that .ci/run does after README's commands
+rest: studies simulation types plain levels kernels check ## everything that .ci/run does after README's commands
 
 bench: ## race peers: BESIDE="--beside vllm=ENV/bin/vllm llamacpp=TREE"
 	python -m chorus.perf.bench --quick --device cpu --model-size 125m --out build/bench --sections limits peers $(BESIDE)

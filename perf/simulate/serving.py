@@ -23,12 +23,12 @@ from ..workload import WorkloadSpec
 from ..workload.fields import wrong_fields
 from ..workload.popularity import FromTrace
 from ..workload.request import TraceRequest
+from .baselines import CountsOwn, HashedSlots, RankShares, RoundRobin, mean_rank, rank_blind
 from .cluster import first
 from .controllers import Migrating, Scaling
 from .engine import MODEL
 from .merging import MergedOnly, ProfilePrices
 from .metrics import LOOK, Outcome, metrics_of
-from .opponents import CountsOwn, HashedSlots, RankShares, RoundRobin, mean_rank, rank_blind
 from .replica import Replica
 from .setup import Flash, Limit, Preload, Router, Setup, StudyError
 from .simulation import Simulation

@@ -28,7 +28,7 @@ from chorus.memory.files.format import inspect_adapter
 from chorus.memory.host.images import InlineReads, Reads
 from chorus.memory.pages.adapter_layout import AdapterLayout
 
-from ..world.late_results import LateResults
+from ..simulation.late_results import LateResults
 from .executors.thread_ranks import ThreadProcess
 
 #: The CPU operators; tests of those that this machine lacks skip.

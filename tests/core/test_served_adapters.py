@@ -8,14 +8,16 @@ import pytest
 
 from chorus.memory.adapters.adapter import Tier
 
-from ..world.house import House
+from ..simulation.checked_engine import CheckedEngine
 from .scheduling.test_scheduling import HeldReads
 
 
 def test_a_pin_waits_for_the_read_of_an_image_that_made_room_for_what_the_pin_evicts():
     """Host memory has room for one image: the evicted adapter's, which a waiting request needs, replaces its own."""
     reads = HeldReads()
-    house = House(reads, "ab", num_pages=1 + 7, host_cache_bytes=300, preemption="recompute", max_load_stall_seconds=0)
+    house = CheckedEngine(
+        reads, "ab", num_pages=1 + 7, host_cache_bytes=300, preemption="recompute", max_load_stall_seconds=0
+    )
     used = house.add("used", "a", prompt=[5])
     house.step()
     reads.finish()
@@ -36,7 +38,7 @@ def test_a_pin_waits_for_the_read_of_an_image_that_made_room_for_what_the_pin_ev
 @pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "unpinned"])
 def test_an_engine_with_nothing_else_to_do_sees_a_pinned_adapter_s_copy_end(is_kept):
     """It stayed "loading" until the next request came, and the pages of a copy given up stayed taken."""
-    house = House(adapters="a")
+    house = CheckedEngine(adapters="a")
     backend, store = house.executor.adapters, house.engine.store
     inner, looks = backend.place, iter([False] * 3)
 

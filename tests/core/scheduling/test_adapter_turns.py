@@ -9,7 +9,7 @@ import pytest
 
 from chorus.memory.host.images import InlineReads
 
-from ...world.house import House
+from ...simulation.checked_engine import CheckedEngine
 
 OVERTAKE = 1.0
 STEP = 0.02
@@ -19,7 +19,7 @@ LONG = 36
 class Stream:
     """Requests of one adapter without end: as many as `count` are in progress at any time."""
 
-    def __init__(self, house: House, adapter: str, count: int, **params):
+    def __init__(self, house: CheckedEngine, adapter: str, count: int, **params):
         self.house, self.adapter, self.count, self.params = house, adapter, count, params
         self.numbers = itertools.count()
 
@@ -30,7 +30,7 @@ class Stream:
             self.house.add(f"{self.adapter} stream {next(self.numbers)}", self.adapter, max_tokens=LONG, **self.params)
 
 
-def first_token(house: House, name: str, *streams: Stream, within: float) -> float:
+def first_token(house: CheckedEngine, name: str, *streams: Stream, within: float) -> float:
     """Return the seconds until a request's first token."""
     start = house.clock.now
     while not house.asked[name].told.tokens:
@@ -46,7 +46,7 @@ def first_token(house: House, name: str, *streams: Stream, within: float) -> flo
 @pytest.mark.parametrize("count", [2, 4, 9])
 @pytest.mark.parametrize("tenant", ["", "other"])
 def test_neither_adapter_waits_for_an_answer_of_the_other_to_end(is_ahead, count, tenant):
-    house = House(
+    house = CheckedEngine(
         InlineReads(), "ab", max_adapters_per_step=1, max_num_seqs=4, max_overtake_seconds=OVERTAKE, num_pages=400,
         is_ahead=is_ahead,
     )  # fmt: skip
@@ -64,7 +64,7 @@ def test_neither_adapter_waits_for_an_answer_of_the_other_to_end(is_ahead, count
 
 def test_requests_of_an_adapter_in_the_batch_begin_beside_an_overdue_one_of_another():
     """An overdue request reserved its adapter's place, and all later ones waited with it."""
-    house = House(InlineReads(), "ab", max_adapters_per_step=1, max_num_seqs=4, max_overtake_seconds=OVERTAKE)
+    house = CheckedEngine(InlineReads(), "ab", max_adapters_per_step=1, max_num_seqs=4, max_overtake_seconds=OVERTAKE)
     house.add("a", "a", max_tokens=LONG)
     house.step()
     house.add("b", "b", max_tokens=LONG)
@@ -85,7 +85,7 @@ def test_requests_of_an_adapter_in_the_batch_begin_beside_an_overdue_one_of_anot
 def test_each_of_many_adapters_has_its_turn(most, seats, is_ahead):
     """More adapters than have their turn one after another: each waits for the bound and a round of the others."""
     names = "abcdefgh"
-    house = House(
+    house = CheckedEngine(
         InlineReads(), names, max_adapters_per_step=most, max_num_seqs=seats, max_overtake_seconds=OVERTAKE,
         num_pages=800, is_ahead=is_ahead,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from chorus.core.scheduling.queues import WaitingQueue
 from chorus.core.scheduling.service import SomeTurns, TokenCounters, Turns
 from chorus.memory.adapters.adapter import Tier
 
-from ...world.house import House
+from ...simulation.checked_engine import CheckedEngine
 
 RANK = {None: 0, Tier.DEVICE: 0, Tier.HOST: 1, Tier.LOADING: 1, Tier.FAILED: 1}
 
@@ -333,7 +333,7 @@ def test_nobody_starves(popular, rare, max_num_seqs, max_adapters, max_overtake,
     """Requests of a resident adapter come faster than they are served: once its time is up and its adapter is here,
     nobody who came later starts before a cold one. Where adapters take turns, nobody of its own adapter does.
     """
-    house = House(
+    house = CheckedEngine(
         None, "0123", num_pages=60, max_num_seqs=max_num_seqs, max_num_batched_tokens=40, prefix_cache=True,
         max_adapters_per_step=max_adapters, max_overtake_seconds=max_overtake, lookahead=1, seed=1,
         host_cache_bytes=host_pages * 256,

@@ -32,7 +32,7 @@ from chorus.memory.adapters.adapter import Tier
 from chorus.memory.host.images import InlineReads
 
 from ...memory.fakes import SlowReads
-from ...world.house import House
+from ...simulation.checked_engine import CheckedEngine
 
 
 class HeldReads(InlineReads):
@@ -68,7 +68,7 @@ class HeldReads(InlineReads):
 
 def test_overdue_requests_whose_adapters_never_come_keep_nobody_waiting():
     """Today's admission ended at the first of them, with seats free."""
-    house = House(HeldReads(), "abcdef", max_num_seqs=4, max_overtake_seconds=0.1, max_load_stall_seconds=0)
+    house = CheckedEngine(HeldReads(), "abcdef", max_num_seqs=4, max_overtake_seconds=0.1, max_load_stall_seconds=0)
     for name in "abcdef":
         house.add(f"slow {name}", name)
     house.step()
@@ -83,7 +83,7 @@ def test_overdue_requests_whose_adapters_never_come_keep_nobody_waiting():
 
 def test_a_request_whose_adapter_is_late_gives_its_seat_and_pages():
     reads = HeldReads()
-    house = House(reads, "a", max_num_seqs=1)
+    house = CheckedEngine(reads, "a", max_num_seqs=1)
     slow = house.add("slow", "a")
     house.step()  # asks for the read
     house.first_layer("a")
@@ -105,7 +105,7 @@ def test_a_request_whose_adapter_is_late_gives_its_seat_and_pages():
 
 
 def test_a_late_adapters_pages_are_given_to_who_needs_them():
-    house = House(HeldReads(), "a", num_pages=1 + 10, max_num_seqs=2)
+    house = CheckedEngine(HeldReads(), "a", num_pages=1 + 10, max_num_seqs=2)
     house.add("slow", "a")
     house.step()
     house.first_layer("a")
@@ -119,7 +119,7 @@ def test_a_late_adapters_pages_are_given_to_who_needs_them():
 
 def test_after_one_late_adapter_no_step_waits_for_another():
     """Estimates know only of reads that have ended."""
-    house = House(HeldReads(), "abcd", max_num_seqs=8)
+    house = CheckedEngine(HeldReads(), "abcd", max_num_seqs=8)
     house.add("base", max_tokens=30)
     for name in "abcd":
         house.add(f"slow {name}", name)
@@ -134,7 +134,7 @@ def test_after_one_late_adapter_no_step_waits_for_another():
 def test_a_failed_load_of_a_replaced_version_ends_its_own_request_alone():
     """Its last request takes the version with it, before the load is cleared away."""
     reads = HeldReads()
-    house = House(reads, "a", max_load_stall_seconds=10.0)
+    house = CheckedEngine(reads, "a", max_load_stall_seconds=10.0)
     slow, base = house.add("slow", "a"), house.add("base", max_tokens=9)
     house.step()  # asks for the read
     house.first_layer("a")
@@ -153,7 +153,7 @@ def test_a_failed_load_of_a_replaced_version_ends_its_own_request_alone():
 def test_nothing_starts_whose_read_brings_nothing(begins):
     """Its step would wait in vain, and whoever comes meanwhile would wait, too, though the engine is idle."""
     reads = HeldReads(begins)
-    house = House(reads, "ab", adapter_read_seconds=1000)
+    house = CheckedEngine(reads, "ab", adapter_read_seconds=1000)
     house.add("slow a", "a")
     house.step()
     house.step()
@@ -170,7 +170,7 @@ def test_nothing_starts_whose_read_brings_nothing(begins):
 def test_who_asks_again_for_a_late_adapter_waits_for_its_read():
     """Its pages are there, but not its bytes."""
     reads = HeldReads()
-    house = House(reads, "a")
+    house = CheckedEngine(reads, "a")
     for attempt in range(4):
         house.add(f"slow {attempt}", "a")
         for index in range(3):
@@ -193,7 +193,7 @@ def test_who_asks_again_for_a_late_adapter_waits_for_its_read():
 
 
 def test_an_overdue_request_takes_an_adapters_index_and_others_run_beside_it():
-    house = House(InlineReads(), "ab", max_adapters_per_step=1, max_num_seqs=3, max_overtake_seconds=0.1)
+    house = CheckedEngine(InlineReads(), "ab", max_adapters_per_step=1, max_num_seqs=3, max_overtake_seconds=0.1)
     house.add("first", "a", max_tokens=20)
     house.step()
     house.step()
@@ -216,7 +216,7 @@ def test_an_overdue_request_takes_an_adapters_index_and_others_run_beside_it():
 
 
 def test_a_newcomer_is_not_behind_everything_that_another_has_queued():
-    house = House(max_num_seqs=2, max_overtake_seconds=0.01, max_waiting=None)
+    house = CheckedEngine(max_num_seqs=2, max_overtake_seconds=0.01, max_waiting=None)
     for index in range(300):
         house.add(f"many {index}", tenant="many")
     for _ in range(4):
@@ -230,7 +230,7 @@ def test_a_newcomer_is_not_behind_everything_that_another_has_queued():
 
 def test_a_newcomers_adapter_is_not_read_behind_all_that_another_has_asked_for():
     reads = SlowReads()
-    house = House(reads, "abcdef", max_num_seqs=2)
+    house = CheckedEngine(reads, "abcdef", max_num_seqs=2)
     for name in "abcde":
         house.add(f"many {name}", name, tenant="many")
     house.step()
@@ -244,7 +244,7 @@ def test_a_newcomers_adapter_is_not_read_behind_all_that_another_has_asked_for()
 
 
 def test_a_full_queue_refuses_and_one_client_cannot_fill_it():
-    house = House(max_num_seqs=1, max_waiting=8)
+    house = CheckedEngine(max_num_seqs=1, max_waiting=8)
     for index in range(4):
         house.add(f"many {index}", tenant="many")
     with pytest.raises(Overloaded, match="4 of your generations wait") as caught:
@@ -261,7 +261,7 @@ def test_a_full_queue_refuses_and_one_client_cannot_fill_it():
 
 
 def test_who_is_not_known_may_fill_the_queue_and_the_rate_says_when_to_try_again():
-    house = House(max_num_seqs=1, max_waiting=40)
+    house = CheckedEngine(max_num_seqs=1, max_waiting=40)
     for index in range(40):
         house.add(str(index), max_tokens=1)
     for _ in range(10):
@@ -278,7 +278,7 @@ def test_who_is_not_known_may_fill_the_queue_and_the_rate_says_when_to_try_again
 
 @pytest.mark.parametrize("budget", [64, 12])
 def test_answers_of_one_prompt_compute_it_once(budget):
-    house = House(prefix_cache=True, max_num_seqs=8, max_num_batched_tokens=budget)
+    house = CheckedEngine(prefix_cache=True, max_num_seqs=8, max_num_batched_tokens=budget)
     prompt = [5 + index for index in range(30)]
     for index in range(8):
         house.add(f"answer {index}", prompt=prompt, max_tokens=2, seed=index)
@@ -288,7 +288,7 @@ def test_answers_of_one_prompt_compute_it_once(budget):
 
 
 def test_followers_go_on_when_the_leader_is_aborted_and_one_of_them_leads():
-    house = House(prefix_cache=True, max_num_batched_tokens=8)
+    house = CheckedEngine(prefix_cache=True, max_num_batched_tokens=8)
     prompt = [5 + index for index in range(30)]
     requests = [house.add(f"answer {index}", prompt=prompt, max_tokens=2) for index in range(4)]
     house.step()
@@ -301,7 +301,7 @@ def test_followers_go_on_when_the_leader_is_aborted_and_one_of_them_leads():
 
 
 def test_who_waits_for_another_prompt_does_not_keep_others_waiting():
-    house = House(prefix_cache=True, max_num_batched_tokens=16, max_num_seqs=3)
+    house = CheckedEngine(prefix_cache=True, max_num_batched_tokens=16, max_num_seqs=3)
     prompt = [5 + index for index in range(30)]
     for index in range(2):
         house.add(f"twin {index}", prompt=prompt)
@@ -312,7 +312,7 @@ def test_who_waits_for_another_prompt_does_not_keep_others_waiting():
 
 
 def test_tenants_do_not_wait_for_each_others_prompts():
-    house = House(prefix_cache=True, max_num_batched_tokens=64)
+    house = CheckedEngine(prefix_cache=True, max_num_batched_tokens=64)
     prompt = [5 + index for index in range(30)]
     house.add("one", prompt=prompt, tenant="one")
     house.add("two", prompt=prompt, tenant="two")
@@ -326,7 +326,7 @@ def test_tenants_do_not_wait_for_each_others_prompts():
 @pytest.mark.parametrize("prefix_cache", [False, True])
 @pytest.mark.parametrize("max_tokens", [20, 36])
 def test_little_is_computed_twice_when_the_arena_is_short(prefix_cache, max_tokens):
-    house = House(num_pages=1 + 22, max_num_seqs=16, prefix_cache=prefix_cache)
+    house = CheckedEngine(num_pages=1 + 22, max_num_seqs=16, prefix_cache=prefix_cache)
     for index in range(40):
         house.add(str(index), prompt=[2 + index, 3, 4, 5], max_tokens=max_tokens)
     house.drain()
@@ -339,7 +339,7 @@ def test_little_is_computed_twice_when_the_arena_is_short(prefix_cache, max_toke
 @pytest.mark.parametrize("lengths", [[4, 60], [8, 16, 32, 64], [4, 4, 4, 44], [1, 1, 1, 44]])
 @pytest.mark.parametrize("stops", [(), (7, 11, 13), tuple(range(20))])
 def test_little_is_computed_twice_whatever_the_lengths_and_wherever_answers_end(prefix_cache, lengths, stops):
-    house = House(num_pages=1 + 40, max_num_seqs=16, prefix_cache=prefix_cache)
+    house = CheckedEngine(num_pages=1 + 40, max_num_seqs=16, prefix_cache=prefix_cache)
     requests = []
     for index in range(60):
         prompt, count = [2 + index % 40, 3, 4, 5], lengths[index * 7 % len(lengths)]
@@ -352,7 +352,7 @@ def test_little_is_computed_twice_whatever_the_lengths_and_wherever_answers_end(
 
 def test_room_that_others_give_back_in_time_is_given_again():
     """Two are near their end when a third comes: what they hold is what it will grow into."""
-    house = House(num_pages=1 + 22, max_num_seqs=4)
+    house = CheckedEngine(num_pages=1 + 22, max_num_seqs=4)
     for name in "ab":
         house.add(name, prompt=range(2, 14), max_tokens=21)
     for _ in range(15):
@@ -377,7 +377,7 @@ class Free(TokenCounters):
 
 @pytest.mark.parametrize(("policy", "victim"), [(TokenCounters(), "a1"), (Free(), "b1")])
 def test_the_victim_is_of_who_was_served_most_by_the_queue_policy(monkeypatch, policy, victim):
-    house = House(num_pages=1 + 12, max_num_seqs=4, policies=Policies(policy))
+    house = CheckedEngine(num_pages=1 + 12, max_num_seqs=4, policies=Policies(policy))
     monkeypatch.setattr(OutputLengths, "final_lengths", lambda _, some: [each.num_tokens for each in some])
     for name, prompt, tenant in (("a0", 12, "free"), ("b0", 5, "b"), ("a1", 14, "free"), ("b1", 7, "b")):
         house.add(name, prompt=[5] * prompt, max_tokens=20, tenant=tenant)
@@ -406,7 +406,7 @@ def test_answers_that_their_limit_cut_off_do_not_make_longer_ones_look_short():
 
 def test_steps_of_the_same_decodes_reuse_the_rows_of_their_plan():
     """Until one comes, ends or is preempted, or only some of them share the step."""
-    house = House(None, "ab", max_num_seqs=4)
+    house = CheckedEngine(None, "ab", max_num_seqs=4)
     plans = []
     house.executor.on_plan = plans.append
 
@@ -440,7 +440,7 @@ def test_a_step_ahead_of_rows_that_go_on_calls_nothing_for_each_though_others_wa
     """As the host plans it beside each step of the device, for hundreds of rows; counted, as calls need no quiet."""
 
     def fewest_calls(rows):
-        house = House(max_num_seqs=rows, max_num_batched_tokens=8 * rows, num_pages=1000, is_ahead=True)
+        house = CheckedEngine(max_num_seqs=rows, max_num_batched_tokens=8 * rows, num_pages=1000, is_ahead=True)
         foresee, counts = house.engine.scheduler.foresee, []
 
         def counted(plan):
@@ -467,7 +467,7 @@ class TestTokensOfAStep:
     """Prompts of several tenants share the tokens of a step."""
 
     def test_a_newcomer_does_not_wait_behind_anothers_long_prompt(self):
-        house = House(max_num_batched_tokens=8)
+        house = CheckedEngine(max_num_batched_tokens=8)
         house.add("long", prompt=[5] * 36, tenant="many")
         house.step()
         house.add("short", prompt=[6] * 3, tenant="few")
@@ -477,7 +477,7 @@ class TestTokensOfAStep:
 
     def test_a_newcomer_that_can_not_come_leaves_its_share_to_others(self):
         reads = HeldReads()
-        house = House(reads, ["cold"], max_num_batched_tokens=8, max_load_stall_seconds=0)
+        house = CheckedEngine(reads, ["cold"], max_num_batched_tokens=8, max_load_stall_seconds=0)
         house.add("long", prompt=[5] * 36, tenant="many")
         house.step()
         house.add("short", "cold", prompt=[6] * 3, tenant="few")
@@ -487,7 +487,7 @@ class TestTokensOfAStep:
         house.drain()
 
     def test_two_long_prompts_advance_alike(self):
-        house = House(max_num_batched_tokens=8)
+        house = CheckedEngine(max_num_batched_tokens=8)
         house.add("one", prompt=[5] * 36, tenant="a")
         house.step()
         house.add("other", prompt=[6] * 36, tenant="b")
@@ -499,7 +499,7 @@ class TestTokensOfAStep:
 
     @pytest.mark.parametrize("weight", [0.5, 2.0])
     def test_two_long_prompts_advance_by_their_tenants_weights(self, weight):
-        house = House(max_num_batched_tokens=6, weights={"a": weight})
+        house = CheckedEngine(max_num_batched_tokens=6, weights={"a": weight})
         for name, tenant in (("first", "a"), ("one", "a"), ("other", "b")):
             house.add(name, prompt=[5] * 36, tenant=tenant)
             house.step()
@@ -510,7 +510,7 @@ class TestTokensOfAStep:
         house.drain()
 
     def test_a_newcomers_share_is_of_its_weight(self):
-        house = House(max_num_batched_tokens=6, weights={"few": 2.0})
+        house = CheckedEngine(max_num_batched_tokens=6, weights={"few": 2.0})
         house.add("long", prompt=[5] * 36, tenant="many")
         house.step()
         house.add("short", prompt=[6] * 36, tenant="few")
@@ -520,7 +520,7 @@ class TestTokensOfAStep:
 
     @pytest.mark.parametrize("tenants", ["aa", "ab"])
     def test_prompts_that_must_not_be_cut_are_not(self, tenants):
-        house = House(max_num_batched_tokens=64, chunked_prefill=False)
+        house = CheckedEngine(max_num_batched_tokens=64, chunked_prefill=False)
         for name, tenant in zip("xyz", tenants + "a", strict=True):
             house.add(name, prompt=[5] * 30, tenant=tenant)
         house.drain()
@@ -550,7 +550,7 @@ def test_a_split_is_max_min_fair_by_weight(wanted, amount, weights, others):
 
 class TestPreemption:
     def test_who_has_been_served_most_gives_way(self, monkeypatch):
-        house = House(num_pages=1 + 14, max_num_seqs=4)
+        house = CheckedEngine(num_pages=1 + 14, max_num_seqs=4)
         monkeypatch.setattr(OutputLengths, "final_lengths", lambda _, some: [each.num_prompt_tokens for each in some])
         for name, tenant in (("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b")):
             house.add(name, prompt=[5] * 8, max_tokens=30, tenant=tenant)
@@ -562,7 +562,7 @@ class TestPreemption:
         house.drain()
 
     def test_who_is_preempted_does_not_pay_for_it(self):
-        house = House(max_num_seqs=2)
+        house = CheckedEngine(max_num_seqs=2)
         for name in ("spared", "preempted"):
             house.add(name, prompt=[5] * 12, max_tokens=9, tenant=name)
         for _ in range(3):
@@ -578,7 +578,7 @@ class TestPreemption:
 
 def test_pages_of_an_aborted_request_come_back_without_another_request():
     """It was preempted, and its KV is on the way to host memory."""
-    house = House(swap_seconds=0.1, preemption="swap")
+    house = CheckedEngine(swap_seconds=0.1, preemption="swap")
     request = house.add("preempted", prompt=[5] * 12, max_tokens=9)
     for _ in range(3):
         house.step()
@@ -606,7 +606,7 @@ def test_a_tenant_that_gave_pages_begins_before_the_taker_only_if_owed_a_turn(is
 
 
 def test_tenants_are_told_with_their_requests():
-    house = House(max_num_seqs=1, adapters=["one", "other"], fair_by="adapter")
+    house = CheckedEngine(max_num_seqs=1, adapters=["one", "other"], fair_by="adapter")
     for name, adapter in (("a", "one"), ("b", "one"), ("c", "other"), ("d", None)):
         house.add(name, adapter, tenant="same")
     house.step()
@@ -626,7 +626,7 @@ def test_tenants_are_told_with_their_requests():
     st.integers(1, 12),
 )  # fmt: skip
 def test_requests_by_adapter_are_counted_as_by_a_walk(events, most):
-    house = House(adapters="abc", max_num_seqs=3, num_pages=40)
+    house = CheckedEngine(adapters="abc", max_num_seqs=3, num_pages=40)
     scheduler = house.engine.scheduler
     for index, (event, number) in enumerate(events):
         if event == "add":

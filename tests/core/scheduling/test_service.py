@@ -21,12 +21,12 @@ from chorus.core.scheduling.draft import Draft
 from chorus.core.scheduling.queues import Running, WaitingQueue
 from chorus.core.scheduling.service import WINDOW_SECONDS, Service, TokenCounters
 
-from .test_scheduling import HeldReads, House
+from .test_scheduling import CheckedEngine, HeldReads
 
 
 def flooded(prompt_tokens=4, **config):
     """A house in which every seat is taken by one tenant, with more of its requests behind them."""
-    house = House(**config)
+    house = CheckedEngine(**config)
     for index in range(8):
         house.add(f"many {index}", prompt=[5] * prompt_tokens, max_tokens=30, tenant="many")
     for _ in range(3):
@@ -63,7 +63,7 @@ class TestWhoIsLeftOut:
 
     def test_takes_the_row_of_a_request_that_ends_in_the_step_under_way(self):
         """The step behind is planned before that one has ended."""
-        house = House(max_num_seqs=2, is_ahead=True)
+        house = CheckedEngine(max_num_seqs=2, is_ahead=True)
         for index in range(2):
             house.add(f"many {index}", max_tokens=24, tenant="many")
         for _ in range(4):
@@ -77,7 +77,7 @@ class TestWhoIsLeftOut:
 
     def test_goes_on_at_once_though_its_next_token_is_its_last(self):
         """It has no row of the step under way: it is none of the requests that this step ends."""
-        house = House(max_num_seqs=2, is_ahead=True)
+        house = CheckedEngine(max_num_seqs=2, is_ahead=True)
         house.add("long", max_tokens=24, tenant="many")
         house.add("paused", max_tokens=6, tenant="many")
         for _ in range(4):
@@ -101,7 +101,7 @@ class TestWhoIsLeftOut:
         assert len(house.engine.scheduler.running) == 4
 
     def test_waits_for_a_turn_where_its_tenant_has_nothing_that_runs(self):
-        house = House(adapters=["one", "other"])
+        house = CheckedEngine(adapters=["one", "other"])
         for name in ("one", "other"):
             house.add(f"own {name}", name, max_tokens=12, tenant="own")
         house.step()
@@ -158,7 +158,7 @@ class TestNewcomer:
         house.drain()
 
     def test_has_its_adapter_read_though_others_have_sent_more_than_are_looked_at(self):
-        house = House(adapters=["cold"], lookahead=2, max_load_stall_seconds=0)
+        house = CheckedEngine(adapters=["cold"], lookahead=2, max_load_stall_seconds=0)
         for index in range(12):
             house.add(f"many {index}", max_tokens=30, tenant="many")
         for _ in range(3):
@@ -192,7 +192,7 @@ class TestNewcomer:
         house.drain()
 
     def test_waits_for_an_end_where_each_row_is_another_tenants(self):
-        house = House(max_num_seqs=2)
+        house = CheckedEngine(max_num_seqs=2)
         for tenant in "abc":
             house.add(tenant, max_tokens=9, tenant=tenant)
         for _ in range(9):
@@ -221,7 +221,7 @@ class TestRoom:
 
     def test_who_made_way_does_not_begin_again_in_that_step(self):
         """Sent back it is charged for less, so that it would come next, and take what it has given."""
-        house = House(num_pages=1 + 30)
+        house = CheckedEngine(num_pages=1 + 30)
         for index in range(2):
             house.add(f"rich {index}", prompt=[5] * 4, max_tokens=16, tenant="rich")
         house.add("many 0", prompt=[6] * 4, max_tokens=12, tenant="many")
@@ -239,7 +239,7 @@ class TestRoom:
 
     @pytest.mark.parametrize("limit", [{"max_turn_steps": 10}, {"max_turn_seconds": 0.015}])
     def test_who_is_late_for_its_turn_gets_pages_of_who_has_more(self, limit):
-        house = House(num_pages=1 + 20, max_num_seqs=8, **limit)
+        house = CheckedEngine(num_pages=1 + 20, max_num_seqs=8, **limit)
         for index in range(2):
             house.add(f"many {index}", prompt=[5] * 20, max_tokens=16, tenant="many")
         house.step()
@@ -252,7 +252,7 @@ class TestRoom:
 
     def test_that_is_late_is_not_passed_over_for_small_ones_however_many_pages_it_needs(self):
         """Another's request lacks pages first: from then on, tenants begin no more than their shares of the pages."""
-        house = House(num_pages=1 + 14, max_num_seqs=8, max_turn_steps=3)
+        house = CheckedEngine(num_pages=1 + 14, max_num_seqs=8, max_turn_steps=3)
         for index in range(2):
             house.add(f"large {index}", prompt=[5] * 24, max_tokens=16, tenant="large")
         house.step()
@@ -267,7 +267,7 @@ class TestRoom:
         house.drain()
 
     def test_that_gave_pages_waits_for_them_only_until_the_request_begins_that_they_were_taken_for(self):
-        house = House(num_pages=1 + 20, max_num_seqs=8, max_overtake_seconds=1000.0)
+        house = CheckedEngine(num_pages=1 + 20, max_num_seqs=8, max_overtake_seconds=1000.0)
         for index in range(3):
             house.add(f"many {index}", prompt=[5] * 16, max_tokens=8, tenant="many")
         house.step()
@@ -284,7 +284,7 @@ class TestRoom:
 
     def test_who_has_just_begun_yields_no_pages(self):
         """Two are late in one step: the first begins, the second lacks pages and would take them from it."""
-        house = House(num_pages=1 + 14, max_turn_steps=3)
+        house = CheckedEngine(num_pages=1 + 14, max_turn_steps=3)
         house.add("first 0", prompt=[5] * 4, max_tokens=20, tenant="first")
         house.add("other", prompt=[6] * 30, max_tokens=6, tenant="other")
         house.step()
@@ -299,7 +299,7 @@ class TestRoom:
     def test_as_many_sit_out_as_memory_holds(self):
         most = {}
         for num_pages in (1 + 60, 1 + 1000):
-            house = House(max_num_seqs=4, num_pages=num_pages)
+            house = CheckedEngine(max_num_seqs=4, num_pages=num_pages)
             most[num_pages] = 0
             for wave in range(6):
                 for index in range(4):
@@ -322,7 +322,9 @@ def test_an_tenant_with_a_request_held_back_does_not_come_anew():
             self.seen.append(tenant)
             super().arrive(tenant, waiting, least)
 
-    house = House(policies=Policies(Arrivals()), prefix_cache=True, share_prefix_cache=True, max_num_batched_tokens=8)
+    house = CheckedEngine(
+        policies=Policies(Arrivals()), prefix_cache=True, share_prefix_cache=True, max_num_batched_tokens=8
+    )
     prompt = [5] * 30
     house.add("leader", prompt=prompt, tenant="a")
     house.step()

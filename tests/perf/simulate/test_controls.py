@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from chorus.core.config import EngineConfig
 from chorus.core.costs.profile import load_profile
 from chorus.perf.simulate.adapters import SimAdapters
+from chorus.perf.simulate.baselines import CountsOwn, mean_rank, rank_blind
 from chorus.perf.simulate.engine import MODEL
-from chorus.perf.simulate.opponents import CountsOwn, mean_rank, rank_blind
 from chorus.perf.simulate.replica import Replica
 from chorus.perf.simulate.setup import Router
 from chorus.perf.workload import WorkloadSpec

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from chorus.core.costs.profile import load_profile
-from chorus.perf.simulate.opponents import EVERY, HashedSlots, RankShares
+from chorus.perf.simulate.baselines import EVERY, HashedSlots, RankShares
 from chorus.server.cluster.router import AnswerLengths, Estimates, Replicas, ReplicaState
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from chorus.perf.simulate import cluster, opponents, serving, setup, simulation
+from chorus.perf.simulate import baselines, cluster, serving, setup, simulation
 from chorus.perf.simulate.setup import Router
 from chorus.server.cluster import dispatcher, fleet, plan, router, up
 from chorus.server.cluster.router import POLICIES, Estimates, Replicas
@@ -19,7 +19,7 @@ from ..replica_states import replica_state
 def test_cluster_and_simulator_have_the_same_objects():
     assert plan.POLICIES is up.POLICIES is serving.POLICIES is setup.POLICIES is router.POLICIES
     assert dispatcher.Estimates is up.Estimates is simulation.Estimates
-    assert fleet.Replicas is cluster.Replicas is opponents.Replicas
+    assert fleet.Replicas is cluster.Replicas is baselines.Replicas
     for module in (serving, setup, cluster, up, dispatcher):
         classes = {
             node.name for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.ClassDef)

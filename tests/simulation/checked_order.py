@@ -13,7 +13,7 @@ from chorus.core.scheduling.adapter_turns import LONGEST_ROUND
 from chorus.memory.adapters.adapter import Adapter, Tier
 
 from .asked import Asked, promise
-from .books import STATES
+from .invariants import STATES
 from .made_up_model import seconds_of
 
 Moment = tuple[float, int]

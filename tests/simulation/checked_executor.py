@@ -20,7 +20,7 @@ from .checked_adapters import CheckedAdapters
 from .checked_shadow import CheckedShadow
 from .checked_swaps import CheckedSwaps
 from .made_up_model import EOS, MAX_MODEL_LEN, VOCAB, Memory, content_of, kv_of, next_token, seconds_of
-from .virtual_reads import World
+from .virtual_reads import VirtualClock
 
 
 class CheckedExecutor:
@@ -36,7 +36,7 @@ class CheckedExecutor:
         self,
         config: EngineConfig,
         adapters: CheckedAdapters,
-        world: World,
+        clock: VirtualClock,
         memory: Memory,
         asked: Mapping[str, Asked],
         reached: Counter[str],
@@ -64,10 +64,10 @@ class CheckedExecutor:
         self._step_id = 0
         self._asked = asked
         self._reached = reached
-        self._world = world
+        self._clock = clock
 
     def execute(self, plan: StepPlan) -> StepResult:
-        self._world.advance(seconds_of(plan))
+        self._clock.advance(seconds_of(plan))
         try:
             if self.begins_anew or plan.step_id != self._step_id:
                 self.begins_anew, self._step_id = False, plan.step_id

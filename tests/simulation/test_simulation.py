@@ -1,4 +1,4 @@
-"""One checked world and two drivers of it: lives pass, go everywhere, and find the faults that are planted."""
+"""Simulation tests under both drivers: runs pass, reach every rare event, and find the faults that are planted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from chorus.core.requests.request import RequestState
 
 from . import machine, seeds
-from .checked_life import CheckedLife
+from .checked_run import CheckedRun
 from .faults import FAULTS, found_after
 
 EVERYWHERE = {
@@ -23,24 +23,24 @@ EVERYWHERE = {
     "no room to pin", "no room for a shadow", "reloaded in place", "answered", "answered from the prefix cache",
     *(f"state {state}" for state in RequestState if state is not RequestState.DONE),
 }  # fmt: skip
-"""What lives must come to, or they check little."""
+"""Events that the runs must reach, or they check little."""
 
 
-def test_lives_from_seeds_keep_every_promise():
-    assert [(seed, cause) for seed, cause, _ in map(seeds.live, range(30)) if cause is not None] == []
+def test_runs_from_seeds_keep_every_promise():
+    assert [(seed, cause) for seed, cause, _ in map(seeds.simulate, range(30)) if cause is not None] == []
 
 
-def test_a_seed_gives_the_same_life():
-    assert seeds.live(7) == seeds.live(7)
+def test_a_seed_gives_the_same_run():
+    assert seeds.simulate(7) == seeds.simulate(7)
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.long
-def test_lives_of_hypothesis_keep_every_promise_and_go_everywhere():
-    """Some places are rare: there are more lives until one has been there, for a while."""
+def test_runs_of_hypothesis_keep_every_promise_and_reach_every_event():
+    """Some events are rare: more runs follow, up to a limit, until each was reached."""
     reached = set()
 
-    class Noted(CheckedLife):
+    class Noted(CheckedRun):
         def finish(self) -> None:
             super().finish()
             reached.update(+self.reached)
@@ -54,5 +54,5 @@ def test_lives_of_hypothesis_keep_every_promise_and_go_everywhere():
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault):
-    """By the seeds; `python -m tests.world.faults` says how soon by hypothesis, too, which takes minutes."""
-    assert found_after(fault, seeds.lives_until_one_fails, 600) is not None
+    """By the seeds; `python -m tests.simulation.faults` says how soon by hypothesis, too, which takes minutes."""
+    assert found_after(fault, seeds.runs_until_one_fails, 600) is not None

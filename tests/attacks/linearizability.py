@@ -1,4 +1,4 @@
-"""A check that answers never mix adapter versions: `python -m tests.attacks.history`.
+"""Linearizability test of adapter versions: `python -m tests.attacks.linearizability`.
 
 A real server on the built-in model, with adapters of one skill each. Operators load, reload in place and delete
 adapters under a few names while clients send requests to them. Every change and every answer is recorded with the
@@ -55,7 +55,7 @@ class Asked:
 
 @dataclass
 class History:
-    """All that happened, by name."""
+    """All changes and answers, by name."""
 
     changes: dict[str, list[Change]]
     asked: list[Asked] = field(default_factory=list)

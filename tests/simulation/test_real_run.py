@@ -1,12 +1,12 @@
-"""Lives of the real engine: it passes them, and a wrong token, a lost request and a lost page are found."""
+"""Simulation tests of the real engine: it passes them, and a wrong token, a lost request and a lost page are found."""
 
 import pytest
 
 from chorus.core.scheduling.scheduler import Scheduler
 from chorus.memory.pages.pool import PagePool
 
-from . import life
-from .life import Calm, live
+from . import real_run
+from .real_run import Calm, simulate
 
 
 @pytest.fixture(scope="module")
@@ -16,24 +16,24 @@ def calm():
 
 @pytest.fixture(autouse=True)
 def few_answers(monkeypatch):
-    monkeypatch.setattr(life, "ANSWERS_PER_ENGINE", {"auto": 30, "torch": 12})
+    monkeypatch.setattr(real_run, "ANSWERS_PER_ENGINE", {"auto": 30, "torch": 12})
 
 
 def test_the_engine_keeps_its_promises(calm):
-    lives = [live(seed, calm) for seed in range(4)]
-    assert [cause for _, cause, _ in lives if cause is not None] == []
-    assert all(reached["answered"] >= 12 for *_, reached in lives)
+    runs = [simulate(seed, calm) for seed in range(4)]
+    assert [cause for _, cause, _ in runs if cause is not None] == []
+    assert all(reached["answered"] >= 12 for *_, reached in runs)
 
 
 def another_token(monkeypatch):
-    execute = life.Faulty.execute
+    execute = real_run.Faulty.execute
 
     def wrong(self, plan):
         result = execute(self, plan)
         result.tokens = {id: (token + (plan.step_id == 20)) % 100 for id, token in result.tokens.items()}
         return result
 
-    monkeypatch.setattr(life.Faulty, "execute", wrong)
+    monkeypatch.setattr(real_run.Faulty, "execute", wrong)
 
 
 def deaf_aborts(monkeypatch):
@@ -48,4 +48,4 @@ def lasting_pages(monkeypatch):
 @pytest.mark.parametrize("plant", [another_token, deaf_aborts, lasting_pages])
 def test_a_planted_fault_is_found(plant, calm, monkeypatch):
     plant(monkeypatch)
-    assert any(live(seed, calm)[1] is not None for seed in range(4))
+    assert any(simulate(seed, calm)[1] is not None for seed in range(4))

@@ -1,4 +1,4 @@
-"""What an engine's books must say at any time between two steps."""
+"""The engine's accounting invariants, which hold between any two steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RUNNING, _LOADING = RequestState.RUNNING, RequestState.LOADING
 _KINDS = [kind for kind in PageKind if kind is not PageKind.RESERVED]
 
 
-class Books:
+class Invariants:
     """Compares an engine's counts with what it holds. reached: counts what is rare."""
 
     def __init__(self, engine: Engine, reached: Counter[str]) -> None:
@@ -106,5 +106,5 @@ class Books:
         images = self._engine.store.images
         num_bytes = images.num_bytes + self._engine.swapped.num_bytes
         promise(images.budget.num_bytes == num_bytes, "the budget of host memory counts other bytes")
-        entries = {*images._entries.values(), *images._given_up.values()}  # noqa: SLF001 - the books themselves
+        entries = {*images._entries.values(), *images._given_up.values()}  # noqa: SLF001 - the accounting itself
         promise(images.num_bytes == sum(entry.num_bytes for entry in entries), "host images have other bytes")

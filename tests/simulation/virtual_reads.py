@@ -16,10 +16,10 @@ from chorus.memory.host.images import Reads
 
 
 class Abandoned(BaseException):
-    """Raised inside a read that is still under way when its world ends."""
+    """Raised inside a read that is still in progress when its simulation ends."""
 
 
-class World:
+class VirtualClock:
     """A clock, and what will happen at which time. Everything happens on the caller's thread or on one it waits for."""
 
     def __init__(self) -> None:
@@ -92,14 +92,14 @@ _idle: list[_Worker] = []
 class _Read(Future):
     """A read under way; waiting for its result lets virtual time go by until it has ended."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, clock: VirtualClock) -> None:
         super().__init__()
-        self._world = world
+        self._clock = clock
 
     def result(self, timeout: float | None = None) -> Any:
-        end = math.inf if timeout is None else self._world.now + timeout
-        while not self.done() and self._world.next_time <= end:
-            if not self._world.next_event():
+        end = math.inf if timeout is None else self._clock.now + timeout
+        while not self.done() and self._clock.next_time <= end:
+            if not self._clock.next_event():
                 break
         if not self.done():
             raise TimeoutError("a read never ends, and its result is awaited")
@@ -109,8 +109,8 @@ class _Read(Future):
 class VirtualReads(Reads):
     """Runs reads on a few threads in turns; a read takes virtual time by calling `pause` on its thread."""
 
-    def __init__(self, world: World, threads: int) -> None:
-        self._world = world
+    def __init__(self, clock: VirtualClock, threads: int) -> None:
+        self._clock = clock
         self._threads = threads
         self._queue: deque[tuple[_Read, Callable[[], Any]]] = deque()
         self._busy: set[_Worker] = set()
@@ -118,18 +118,18 @@ class VirtualReads(Reads):
         self._closing = False
 
     def submit(self, read: Callable[[], Any], group: str = "") -> Future:
-        future = _Read(self._world)
+        future = _Read(self._clock)
         self._queue.append((future, read))
-        self._world.after(0.0, self._start)
+        self._clock.after(0.0, self._start)
         return future
 
     def wait(self, pending: list[Future], timeout: float) -> None:
         """Let time go by until one of `pending` has ended, at most `timeout` seconds."""
-        end = self._world.now + timeout
-        while not any(read.done() for read in pending) and self._world.next_time <= end:
-            self._world.next_event()
+        end = self._clock.now + timeout
+        while not any(read.done() for read in pending) and self._clock.next_time <= end:
+            self._clock.next_event()
         if not any(read.done() for read in pending):
-            self._world.advance(max(0.0, end - self._world.now))
+            self._clock.advance(max(0.0, end - self._clock.now))
 
     def arrange(self, futures: Sequence[Future]) -> None:
         places = {future: place for place, future in enumerate(futures)}
@@ -142,7 +142,7 @@ class VirtualReads(Reads):
         if future not in self._aside:
             self._aside.add(future)
             self._threads += 1
-            self._world.after(0.0, self._start)
+            self._clock.after(0.0, self._start)
         return True
 
     def pause(self, seconds: float) -> None:
@@ -150,7 +150,7 @@ class VirtualReads(Reads):
         worker = threading.current_thread()
         assert isinstance(worker, _Worker)
         if math.isfinite(seconds):
-            self._world.after(seconds, lambda: self._resume(worker))
+            self._clock.after(seconds, lambda: self._resume(worker))
         worker.pause()
         if self._closing:
             raise Abandoned
@@ -178,7 +178,7 @@ class VirtualReads(Reads):
         """Let a worker go on, with a new job if there is one, until it pauses or ends."""
         worker.resume(job)
         if self._queue and len(self._busy) < self._threads:
-            self._world.after(0.0, self._start)
+            self._clock.after(0.0, self._start)
 
     def _run(self, worker: _Worker, future: _Read, read: Callable[[], Any]) -> None:
         try:

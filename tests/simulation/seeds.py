@@ -1,13 +1,13 @@
-"""Lives of an engine drawn from seeds: `python -m tests.world.seeds --seeds 10000`.
+"""Simulation tests of the engine, by seed: `python -m tests.simulation.seeds --seeds 10000`.
 
 The real engine, scheduler, adapter store, page pool and prefix cache run in virtual time over an executor that checks
 every step, with reads that are slow, fail, end early or never end, and with aborts, reloads in place, pins, preemption,
 KV that is copied out and back, merges, moves of requests, faults and tiny memory, under options drawn from all there
-are. After every step the books must add up, every answer must be the one that the request gets alone, a token at a
+are. After every step the invariants must hold, every answer must be the one that the request gets alone, a token at a
 time, and nothing may come from the cache of another tenant. Prints each failing seed with its cause; the same seed
-gives the same life.
+gives the same run.
 
-    python -m tests.world.seeds --first 250000 --seeds 750000 --jobs 1 --log seeds.log
+    python -m tests.simulation.seeds --first 250000 --seeds 750000 --jobs 1 --log seeds.log
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from pathlib import Path
 
 from chorus.perf.report.command import conclude, parser
 
-from .checked_life import CheckedLife
-from .engine_life import Campaign, Lived, lived
+from .checked_run import CheckedRun
+from .engine_run import Campaign, Outcome, run_seed
 
 LOG_EVERY = 1000
 
 
-def live(seed: int) -> Lived:
-    return lived(seed, CheckedLife)
+def simulate(seed: int) -> Outcome:
+    return run_seed(seed, CheckedRun)
 
 
-def lives_until_one_fails(most: int) -> int | None:
-    return next((seed + 1 for seed in range(most) if live(seed)[1] is not None), None)
+def runs_until_one_fails(most: int) -> int | None:
+    return next((seed + 1 for seed in range(most) if simulate(seed)[1] is not None), None)
 
 
-def lives(seeds: range, jobs: int) -> Iterator[Lived]:
+def outcomes(seeds: range, jobs: int) -> Iterator[Outcome]:
     if jobs == 1:
-        yield from map(live, seeds)
+        yield from map(simulate, seeds)
         return
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(live, seeds, chunksize=50)
+        yield from pool.map(simulate, seeds, chunksize=50)
 
 
 def main(argv: list[str] | None = None) -> int:
     command = parser(__spec__, __doc__)
-    command.add_argument("--seeds", type=int, default=10_000, help="how many lives")
+    command.add_argument("--seeds", type=int, default=10_000, help="number of runs")
     command.add_argument("--first", type=int, default=0, help="the first seed; with --seeds 1 to see one again")
     command.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes")
     command.add_argument("--log", type=Path, help="file to which progress is appended, to go on from with --first")
     args = command.parse_args(argv)
     campaign = Campaign(args.log, LOG_EVERY)
-    for life in lives(range(args.first, args.first + args.seeds), args.jobs):
-        campaign.add(life)
+    for outcome in outcomes(range(args.first, args.first + args.seeds), args.jobs):
+        campaign.add(outcome)
     return conclude(campaign.result(), not campaign.failed)
 
 

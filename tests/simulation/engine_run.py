@@ -1,4 +1,4 @@
-"""Life of an engine, drawn from a seed: what callers, operators and faults do to it, and what must hold meanwhile."""
+"""A simulated run of an engine, drawn from a seed: acts of callers, operators and faults, and the checks after each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .asked import Asked, Violation, promise
 OVERLOADED = "too many wait"
 
 
-class EngineLife:
+class EngineRun:
     """An engine from its start to its end; a subclass makes it, over an executor that has the faults of `_fault`.
 
     `acts` names what may happen, and how often it does. `rng`, which all of it is drawn from, may be another for each.
@@ -66,9 +66,9 @@ class EngineLife:
             self.engine.close()
 
     def act(self, name: str) -> None:
-        """Let one of `acts` happen, after which the books must add up."""
+        """Perform one of `acts`, then check the invariants."""
         getattr(self, f"_{name}")()
-        self._check_books()
+        self._check_invariants()
 
     def _note_sent_back(self) -> None:
         """Note from now on which requests have been: they may begin again before the step ends that sent them back."""
@@ -325,7 +325,7 @@ class EngineLife:
                 merging.advance(0.0)
             for _ in range(self.rng.randint(0, 3)):
                 self._step()
-                self._check_books()
+                self._check_invariants()
                 self.engine.unmerge()
                 if merging.shadowed is not adapter:
                     break
@@ -408,7 +408,7 @@ class EngineLife:
 
     # -- what must hold
 
-    def _check_books(self) -> None:
+    def _check_invariants(self) -> None:
         self._note()
         here, unseen = {None: False}, [asked for asked in self.active.values() if not asked.was_here]
         for asked in unseen:
@@ -416,7 +416,7 @@ class EngineLife:
                 here[asked.adapter] = self.engine.store.tier(asked.adapter) in (Tier.HOST, Tier.DEVICE)
             asked.was_here = here[asked.adapter]
         live = [request for asked in self.active.values() if (request := asked.request).state is not RequestState.DONE]
-        self.books.check(live, self.pinned)
+        self.invariants.check(live, self.pinned)
 
     def _take(self, output: RequestOutput) -> None:
         asked = self.asked[output.request_id]
@@ -447,25 +447,25 @@ class EngineLife:
         promise("changed on disk" not in text or not asked.was_here, f"{id} lost bytes that were here: {text}")
 
 
-Lived = tuple[int, str | None, Counter[str]]
-"""A life's seed, why it failed or None, and what it reached."""
+Outcome = tuple[int, str | None, Counter[str]]
+"""A run's seed, the reason why it failed or None, and the rare events that it reached."""
 
 
-def lived(seed: int, begin: Callable[[random.Random], EngineLife]) -> Lived:
-    """Live the life that a seed gives."""
+def run_seed(seed: int, begin: Callable[[random.Random], EngineRun]) -> Outcome:
+    """Run the simulation of a seed."""
     logging.disable(logging.CRITICAL)
-    life = None
+    run = None
     try:
-        life = begin(random.Random(seed))
-        life.run()
+        run = begin(random.Random(seed))
+        run.run()
     except Exception as error:
-        return seed, f"{type(error).__name__}: {error}", life.reached if life else Counter()
-    return seed, None, life.reached
+        return seed, f"{type(error).__name__}: {error}", run.reached if run else Counter()
+    return seed, None, run.reached
 
 
 @dataclass
 class Campaign:
-    """Many lives: what they reached and which failed. log: a file to which progress is appended now and then."""
+    """Many runs: the events that they reached, and the seeds that failed. log: a file to which progress is appended."""
 
     log: Path | None
     log_every: int
@@ -474,8 +474,8 @@ class Campaign:
     reached: Counter[str] = field(default_factory=Counter)
     began: float = field(default_factory=time.perf_counter)
 
-    def add(self, life: Lived) -> None:
-        seed, cause, found = life
+    def add(self, outcome: Outcome) -> None:
+        seed, cause, found = outcome
         self.count += 1
         self.reached += found
         if cause is not None:
@@ -484,7 +484,7 @@ class Campaign:
                 print(f"seed {seed}: {cause}", flush=True)
         if self.log is not None and (cause is not None or (seed + 1) % self.log_every == 0):
             with self.log.open("a") as log:
-                where = f"{time.strftime('%H:%M:%S')} {self.count} lives to {seed}: {len(self.failed)} failed"
+                where = f"{time.strftime('%H:%M:%S')} {self.count} runs to {seed}: {len(self.failed)} failed"
                 log.write(f"{where}, {self.reached['answered']} answers{f', seed {seed}: {cause}' if cause else ''}\n")
 
     def result(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from chorus.memory.pages.pool import PageKind, PagePool
 
 from .asked import Violation, promise
 from .made_up_model import Memory
-from .virtual_reads import World
+from .virtual_reads import VirtualClock
 
 
 class CheckedShadow:
@@ -19,13 +19,13 @@ class CheckedShadow:
     too much.
     """
 
-    def __init__(self, memory: Memory, world: World) -> None:
+    def __init__(self, memory: Memory, clock: VirtualClock) -> None:
         self.adapter: Adapter | None = None
         self.runs: list[range] = []
         self.last: list[range] = []
         self.made = 0
         self._memory = memory
-        self._world = world
+        self._clock = clock
 
     def sizes(self, adapter: Adapter) -> list[int]:
         return [1, 2, 3][: adapter.num_pages]
@@ -40,7 +40,7 @@ class CheckedShadow:
         self.adapter, self.runs, self.last, self.made = adapter, runs, runs, 0
 
     def advance(self, max_seconds: float) -> bool:
-        self._world.advance(0.0003)
+        self._clock.advance(0.0003)
         adapter = self.adapter
         if adapter is None or not adapter.pages:
             raise Violation(f"{adapter} was evicted while it is merged")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from .asked import promise
 from .made_up_model import Memory
-from .virtual_reads import World
+from .virtual_reads import VirtualClock
 
 
 class CheckedSwaps:
@@ -17,12 +17,12 @@ class CheckedSwaps:
     page_seconds = 1e-4
 
     def __init__(
-        self, memory: Memory, world: World, rng: random.Random, reached: Counter[str], delay: float = 0.0,
+        self, memory: Memory, clock: VirtualClock, rng: random.Random, reached: Counter[str], delay: float = 0.0,
         trouble: float = 0.0,
     ) -> None:  # fmt: skip
         """delay: typical seconds of a copy; without any it ends at once. trouble: part of the late copies that fail."""
         self._memory = memory
-        self._world = world
+        self._clock = clock
         self._rng = rng
         self._reached = reached
         self._delay = delay
@@ -52,9 +52,9 @@ class CheckedSwaps:
 
     def wait(self, timeout: float) -> None:
         self._reached["waited for a copy"] += bool(self._num_under_way)
-        end, before = self._world.now + timeout, self._num_under_way
-        while self._num_under_way == before and self._world.next_time <= end:
-            self._world.next_event()
+        end, before = self._clock.now + timeout, self._num_under_way
+        while self._num_under_way == before and self._clock.next_time <= end:
+            self._clock.next_event()
 
     def _begin(self, write: Callable[[], None]) -> SwapCopy | None:
         if not self._delay:
@@ -67,7 +67,7 @@ class CheckedSwaps:
             self._num_under_way -= 1
             copy.end()
 
-        self._world.after(self._delay * self._rng.uniform(0.1, 2.0), end)
+        self._clock.after(self._delay * self._rng.uniform(0.1, 2.0), end)
         return copy
 
 

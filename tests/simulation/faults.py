@@ -1,4 +1,7 @@
-"""Faults to plant in the engine: `python -m tests.world.faults` prints how many lives each driver takes to find one."""
+"""Faults to plant in the engine, to see that the simulation tests find them: `python -m tests.simulation.faults`.
+
+Prints how many runs each driver needs to find each fault.
+"""
 
 from __future__ import annotations
 
@@ -298,32 +301,32 @@ FAULTS: tuple[Fault, ...] = (
 )  # fmt: skip
 
 
-def found_after(fault: Fault, lives_until: Callable[[int], int | None], most: int) -> int | None:
-    """Return how many lives it takes a driver to find a planted fault; None if `most` don't."""
+def found_after(fault: Fault, runs_until: Callable[[int], int | None], most: int) -> int | None:
+    """Return the number of runs that a driver needs to find a planted fault; None if `most` find nothing."""
     with MonkeyPatch.context() as patch:
         fault(patch)
-        return lives_until(most)
+        return runs_until(most)
 
 
 DRIVERS: dict[str, Callable[[int], int | None]] = {
-    "seeds": seeds.lives_until_one_fails, "hypothesis": machine.lives_until_one_fails
+    "seeds": seeds.runs_until_one_fails, "hypothesis": machine.runs_until_one_fails
 }  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
     command = parser(__spec__, __doc__)
     command.add_argument("names", nargs="*", help="faults; without any, all of them")
-    command.add_argument("--lives", type=int, default=600, help="lives in which a fault is to be found")
+    command.add_argument("--runs", type=int, default=600, help="runs within which a fault must be found")
     args = command.parse_args(argv)
-    print(f"{'lives until it is found':28}", *(f"{name:>12}" for name in DRIVERS))
+    print(f"{'runs until it is found':28}", *(f"{name:>12}" for name in DRIVERS))
     found: dict[str, list[int | None]] = {}
     for fault in (each for each in FAULTS if each.__name__ in (args.names or [each.__name__])):
-        counts = found[fault.__name__] = [found_after(fault, driver, args.lives) for driver in DRIVERS.values()]
+        counts = found[fault.__name__] = [found_after(fault, driver, args.runs) for driver in DRIVERS.values()]
         print(f"{fault.__name__:28}", *(f"{count or 'never':>12}" for count in counts), flush=True)
     columns = list(zip(*found.values(), strict=True))
     rates = {name: sum(each is not None for each in column) for name, column in zip(DRIVERS, columns, strict=True)}
     missed = any(count is None for count in itertools.chain(*columns))
-    return conclude({"faults": len(found), "found": rates, "lives": found}, not missed)
+    return conclude({"faults": len(found), "found": rates, "runs": found}, not missed)
 
 
 if __name__ == "__main__":

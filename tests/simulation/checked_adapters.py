@@ -16,7 +16,7 @@ from chorus.memory.pages.layout import MODULES
 
 from .asked import promise
 from .made_up_model import Memory
-from .virtual_reads import World
+from .virtual_reads import VirtualClock
 
 
 @dataclass
@@ -75,12 +75,12 @@ class CheckedAdapters:
     """
 
     def __init__(
-        self, disk: Disk, pause: Callable[[float], None], world: World, memory: Memory, rng: random.Random,
+        self, disk: Disk, pause: Callable[[float], None], clock: VirtualClock, memory: Memory, rng: random.Random,
         reached: Counter[str],
     ) -> None:  # fmt: skip
         self._disk = disk
         self._pause = pause
-        self._world = world
+        self._clock = clock
         self._memory = memory
         self._rng = rng
         self._reached = reached
@@ -123,7 +123,7 @@ class CheckedAdapters:
         return image
 
     def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> CheckedTransfer | None:
-        transfer = CheckedTransfer(image, layout, pages, self._memory, self._world, self._rng)
+        transfer = CheckedTransfer(image, layout, pages, self._memory, self._clock, self._rng)
         self._reached["streamed"] += not transfer.is_done()
         return None if transfer.is_done() else transfer
 
@@ -132,14 +132,14 @@ class CheckedTransfer:
     """Layers on their way into pages. After `cancel` a copy may still be writing, until `is_quiet`."""
 
     def __init__(
-        self, image: HostImage, layout: AdapterLayout, pages: list[int], memory: Memory, world: World,
+        self, image: HostImage, layout: AdapterLayout, pages: list[int], memory: Memory, clock: VirtualClock,
         rng: random.Random,
     ) -> None:  # fmt: skip
         self._image = image
         self._num_layers = layout.num_layers
         self._pages = pages
         self._memory = memory
-        self._world = world
+        self._clock = clock
         self._rng = rng
         self._copied = 0
         self._cancelled = False
@@ -158,9 +158,9 @@ class CheckedTransfer:
             self._image.unfollow(self._advance)
 
     def wait_layer(self, layer: int, timeout: float) -> bool:
-        end = self._world.now + timeout
-        while self._copied <= layer and not self.has_failed() and self._world.next_time <= end:
-            self._world.next_event()
+        end = self._clock.now + timeout
+        while self._copied <= layer and not self.has_failed() and self._clock.next_time <= end:
+            self._clock.next_event()
         return self._copied > layer
 
     def is_done(self) -> bool:
@@ -173,7 +173,7 @@ class CheckedTransfer:
         self._cancelled = True
         if self._rng.random() < 0.8:
             self._quiet = False
-            self._world.after(self._rng.uniform(0, 0.1), self._end)
+            self._clock.after(self._rng.uniform(0, 0.1), self._end)
 
     def _end(self) -> None:
         for page in self._pages:

@@ -1,4 +1,4 @@
-"""Lives in which some requests have heavy grammars, which steps leave out."""
+"""Simulation tests in which some requests have heavy grammars, which steps leave out."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from chorus.core.scheduling.grammar_budget import GrammarBudget
 from chorus.core.scheduling.scheduler import Scheduler
 
 from . import checked_order
-from .seeds import live
+from .seeds import simulate
 
 BY_DESIGN = ("one that is alone in its call sat out", "a tenant whose requests all sit out")
 """Promises that hold for requests without heavy grammars."""
 
 
-def test_lives_go_on_whatever_steps_leave_out(monkeypatch):
+def test_runs_make_progress_whatever_steps_leave_out(monkeypatch):
     """Every other promise holds: each request ends once, with its own tokens, KV and pages."""
     update, choose, promise, seen = Scheduler.update, GrammarBudget.choose, checked_order.promise, Counter()
 
@@ -39,6 +39,6 @@ def test_lives_go_on_whatever_steps_leave_out(monkeypatch):
         checked_order, "promise", lambda holds, what, *more: what in BY_DESIGN or promise(holds, what, *more)
     )
     for seed in range(120):
-        _, failure, *_ = live(seed)
+        _, failure, *_ = simulate(seed)
         assert failure is None, f"seed {seed}: {failure}"
     assert seen["left out"] > 500 and seen["steps"] > 4 * seen["left out"], seen

@@ -1,5 +1,5 @@
-"""Routing policies that only studies compare with: controls of rank-aware routing, turns, and newer routers, by which
-adapters get replicas by their demand.
+"""Baseline routing policies for studies: controls of rank-aware routing, round robin, and newer routers that place
+adapters on replicas by their demand.
 """
 
 from __future__ import annotations

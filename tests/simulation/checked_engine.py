@@ -23,10 +23,10 @@ from .checked_shadow import CheckedShadow
 from .checked_swaps import CheckedSwaps
 from .late_results import LateResults
 from .made_up_model import answer_alone, empty_memory
-from .virtual_reads import World
+from .virtual_reads import VirtualClock
 
 
-class House:
+class CheckedEngine:
     """adapters: names, of two pages each. is_ahead: steps are launched ahead. swap_seconds: typical, of a copy of KV.
     config: what differs from a small engine's options.
     """
@@ -39,7 +39,7 @@ class House:
             "num_pages": 200, "block_tokens": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64, "prefix_cache": False
         }  # fmt: skip
         self.config = EngineConfig(model=Path("made-up"), **{**defaults, **config})
-        self.clock, self.asked, self.plans = World(), dict[str, Asked](), list[list[tuple[str, int]]]()
+        self.clock, self.asked, self.plans = VirtualClock(), dict[str, Asked](), list[list[tuple[str, int]]]()
         memory = empty_memory(self.config.num_pages, self.config.block_tokens)
         rng, reached = random.Random(0), Counter[str]()
         self.disk = Disk(rng)

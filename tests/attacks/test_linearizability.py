@@ -1,8 +1,8 @@
-"""The check of histories: what it must find wrong, and a short run against a real server."""
+"""The linearizability test: histories that it must find wrong, and a short run against a real server."""
 
 import pytest
 
-from .history import Asked, Change, History, run
+from .linearizability import Asked, Change, History, run
 
 EXPECTED = {("reverse", "ab"): "ba", ("upper", "ab"): "AB"}
 

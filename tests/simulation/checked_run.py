@@ -1,4 +1,4 @@
-"""Life of an engine in virtual time, over an executor that checks every step, with options drawn from all there are."""
+"""A simulated run in virtual time, over an executor that checks every step, with options drawn from all there are."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from chorus.memory.pages.pool import PageKind
 from chorus.memory.pages.prefix import BASE_VERSION
 
 from .asked import Asked, Told, Violation, promise
-from .books import Books
 from .checked_adapters import CheckedAdapters, Disk
 from .checked_executor import CheckedExecutor
 from .checked_order import CheckedOrder
 from .checked_shadow import CheckedShadow
 from .checked_swaps import CheckedSwaps
-from .engine_life import EngineLife
+from .engine_run import EngineRun
+from .invariants import Invariants
 from .late_results import late_results
 from .made_up_model import MAX_MODEL_LEN, VOCAB, answer_alone, content_of, empty_memory, kv_before, kv_behind
-from .virtual_reads import VirtualReads, World
+from .virtual_reads import VirtualClock, VirtualReads
 
 PATIENCE = 120.0
 """Virtual seconds within which every request must have ended once nothing new comes."""
@@ -33,15 +33,15 @@ LONGEST_NAP = 0.5
 """Virtual seconds between two steps at most while only reads are waited for and nothing new comes."""
 
 
-class CheckedLife(EngineLife):
+class CheckedRun(EngineRun):
     """One engine in virtual time, all of it drawn from `rng`."""
 
     names = ("alto", "bass", "tenor", "soprano")
-    acts = {**EngineLife.acts, "preempt": 2, "pin": 3, "load_checked": 1, "load_nothing": 1}
+    acts = {**EngineRun.acts, "preempt": 2, "pin": 3, "load_checked": 1, "load_nothing": 1}
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__(rng)
-        self.world = World()
+        self.clock = VirtualClock()
         own = random.Random(rng.getrandbits(32))  # of what happens beside the acts, on threads that read
         self.prompts = [[own.randrange(2, VOCAB) for _ in range(own.randint(1, 30))] for _ in range(3)]
         config = self._draw_config()
@@ -50,18 +50,18 @@ class CheckedLife(EngineLife):
         self.disk = Disk(own, speed, config.adapter_read_seconds, trouble)
         memory = empty_memory(config.num_pages, config.block_tokens)
         is_inline = rng.random() < 0.1  # what is asked for in a step is there at once
-        reads = InlineReads() if is_inline else VirtualReads(self.world, rng.randint(1, 3))
+        reads = InlineReads() if is_inline else VirtualReads(self.clock, rng.randint(1, 3))
         pause = reads.pause if isinstance(reads, VirtualReads) else lambda seconds: None
-        adapters = CheckedAdapters(self.disk, pause, self.world, memory, own, self.reached)
-        shadow = CheckedShadow(memory, self.world) if rng.random() < 0.7 else None
+        adapters = CheckedAdapters(self.disk, pause, self.clock, memory, own, self.reached)
+        shadow = CheckedShadow(memory, self.clock) if rng.random() < 0.7 else None
         delay, trouble = rng.choice([0.0, 0.005, 0.005, 0.1, 0.1, 0.1]), rng.choice([0.0, 0.3, 0.3])
-        swaps = CheckedSwaps(memory, self.world, own, self.reached, delay, trouble)
+        swaps = CheckedSwaps(memory, self.clock, own, self.reached, delay, trouble)
         swaps = None if config.preemption == "recompute" else swaps
-        self.executor = CheckedExecutor(config, adapters, self.world, memory, self.asked, self.reached, shadow, swaps)
-        self.engine = Engine(config, late_results(self.executor, rng), self.world, reads)
+        self.executor = CheckedExecutor(config, adapters, self.clock, memory, self.asked, self.reached, shadow, swaps)
+        self.engine = Engine(config, late_results(self.executor, rng), self.clock, reads)
         self.executor.pool, self.executor.prefix = self.engine.pool, self.engine.prefix
-        self.books = Books(self.engine, self.reached)
-        self.order = CheckedOrder(self.engine, self.world, self.asked, self.reached)
+        self.invariants = Invariants(self.engine, self.reached)
+        self.order = CheckedOrder(self.engine, self.clock, self.asked, self.reached)
         self.executor.on_plan = self.order.on_plan
         self._note_sent_back()
         self._let_images_wait()
@@ -151,7 +151,7 @@ class CheckedLife(EngineLife):
         for _ in range(self.rng.choice([1, 1, 2, 4])):
             if has_steps:
                 self._step()
-                self._check_books()
+                self._check_invariants()
             self._note()  # its tenant may have had nothing waiting until now
             super()._preempt()
 
@@ -214,23 +214,23 @@ class CheckedLife(EngineLife):
     # -- time
 
     def _wait(self) -> None:
-        self.world.advance(self.rng.choice([0.001, 0.05, 2.0]))
+        self.clock.advance(self.rng.choice([0.001, 0.05, 2.0]))
 
     def _pause(self) -> None:
-        self.world.advance(0.0005)
+        self.clock.advance(0.0005)
 
     def _drain(self) -> None:
-        end, nap = self.world.now + PATIENCE, 0.0
+        end, nap = self.clock.now + PATIENCE, 0.0
         while self.engine.has_work():
-            promise(self.world.now < end, f"requests never end: {list(self.active)}")
+            promise(self.clock.now < end, f"requests never end: {list(self.active)}")
             if self._step():
                 nap = 0.0
-                self._check_books()
+                self._check_invariants()
             else:  # the next step would do the same, until a read goes on or was waited for long enough
                 nap = min(LONGEST_NAP, 2 * nap + 0.0005)
-                self.world.advance(min(nap, max(0.0, self.world.next_time - self.world.now)))
+                self.clock.advance(min(nap, max(0.0, self.clock.next_time - self.clock.now)))
         self._remove_adapters()
-        self.world.advance(1.0)
+        self.clock.advance(1.0)
 
     # -- what must hold
 
@@ -246,8 +246,8 @@ class CheckedLife(EngineLife):
         if self.order.has_run:
             self._check_cached_blocks()
 
-    def _check_books(self) -> None:
-        super()._check_books()
+    def _check_invariants(self) -> None:
+        super()._check_invariants()
         if (shadow := self.executor.shadow) is not None:
             adapter = self.engine.merging.shadowed
             promise(adapter is shadow.adapter, f"the shadow is of {shadow.adapter}, not of {adapter}")

@@ -1,14 +1,15 @@
-"""Random life of the real engine on the CPU: `python -m tests.world.life --answers 30000 --seed 1`.
+"""Simulation test of the real engine on the CPU: `python -m tests.simulation.real_run --answers 30000 --seed 1`.
 
 The built-in model and its adapters, one engine after another under options drawn from all there are, with a small
 arena, tenants and salts, all that a request may ask, aborts, reloads, removals, pins, merges, preemption, KV that is
 swapped at once or late or is lost on its way, moves of requests, steps that fail and reads that come late, in pieces,
-fail or hang. The books are checked after every step. Every answer
-must be the one that a request gets alone in a calm engine, with its log-probabilities.
+fail or hang. The invariants are
+checked after every step. Every answer must be the one that a request gets alone in a calm engine, with its
+log-probabilities.
 
-    python -m tests.world.life --answers 30000 --seed 1 --log life.log
-    python -m tests.world.life --answers 20000 --seed 1 --first 31
-    python -m tests.world.life --ranks 2           # or: --assistants 1, with adapters over a slow link
+    python -m tests.simulation.real_run --answers 30000 --seed 1 --log runs.log
+    python -m tests.simulation.real_run --answers 20000 --seed 1 --first 31
+    python -m tests.simulation.real_run --ranks 2           # or: --assistants 1, with adapters over a slow link
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from chorus.server.demo.skills import BASE, SKILLS, prompt, sample_inputs
 from ..attacks.slow_reads import hold_up
 from ..core.executors.slow_link import slow_down
 from .asked import Asked, Told, Violation, promise
-from .books import Books
-from .engine_life import Campaign, EngineLife, Lived, lived
+from .engine_run import Campaign, EngineRun, Outcome, run_seed
+from .invariants import Invariants
 from .late_results import late_results
 from .late_swaps import LateSwaps
 
@@ -111,12 +112,12 @@ class Faulty:
         return result
 
 
-class Life(EngineLife):
+class RealRun(EngineRun):
     """One engine on the built-in model. where: a folder for its adapters. over: lets go of the reads that hang. ranks,
     assistants: processes beside it; with assistants, layers come over a slow link.
     """
 
-    acts = {**EngineLife.acts, "ask": 48, "step": 144}
+    acts = {**EngineRun.acts, "ask": 48, "step": 144}
     not_pinned = (Tier.LOADING, Tier.HOST, Tier.FAILED)  # it may have been read meanwhile
 
     def __init__(
@@ -132,7 +133,7 @@ class Life(EngineLife):
         inner = open_executor(config)
         self.executor: Any = Faulty(inner)
         self.engine = Engine(config, late_results(self.executor, rng))
-        self.books = Books(self.engine, self.reached)
+        self.invariants = Invariants(self.engine, self.reached)
         self._note_sent_back()
         self._draw = random.Random(self.rng.random())  # for the threads that read
         if isinstance(inner, CpuExecutor) and assistants:
@@ -226,7 +227,7 @@ class Life(EngineLife):
             if not self.engine.has_work() and not self.engine.swapped.copies:
                 break
             self._step()
-            self._check_books()
+            self._check_invariants()
         promise(not self.active, f"requests never end: {list(self.active)[:5]}")
         self._remove_adapters()
         self.over.set()
@@ -242,11 +243,11 @@ def _config(**options: Any) -> EngineConfig:
     return EngineConfig(**{"model": BUILTIN_MODEL, "device": "cpu", "dtype": "float32", "threads": 1, **options})
 
 
-def live(seed: int, calm: Calm, ranks: int = 1, assistants: int = 0) -> Lived:
+def simulate(seed: int, calm: Calm, ranks: int = 1, assistants: int = 0) -> Outcome:
     over = threading.Event()
-    with tempfile.TemporaryDirectory(prefix="chorus-life-") as where:
+    with tempfile.TemporaryDirectory(prefix="chorus-run-") as where:
         try:
-            return lived(seed, lambda rng: Life(rng, calm, Path(where), over, ranks, assistants))
+            return run_seed(seed, lambda rng: RealRun(rng, calm, Path(where), over, ranks, assistants))
         finally:
             over.set()
 
@@ -262,7 +263,7 @@ def main(argv: list[str] | None = None) -> int:
     args = command.parse_args(argv)
     calm, campaign = Calm(), Campaign(args.log, 1)
     while campaign.reached["answered"] < args.answers and len(campaign.failed) <= 20:
-        campaign.add(live(1_000_000 * args.seed + args.first + campaign.count, calm, args.ranks, args.assistants))
+        campaign.add(simulate(1_000_000 * args.seed + args.first + campaign.count, calm, args.ranks, args.assistants))
     return conclude({"ok": not campaign.failed, **campaign.result()}, not campaign.failed)
 
 
