@@ -7,10 +7,10 @@
 `chorus cluster up` serves the built-in model. Clients ask for its skills, and for long answers that outlive a replica;
 every answer is compared with the one that the same cluster gave before. Meanwhile one replica after another is killed
 (-9), and an adapter is replaced under its name: a request that was sent after the answer to a reload must have the
-content of that reload, or of a later one. API servers are killed, too, where there are several: a client whose connection
-breaks just then asks again, as `cut` counts. With `--uploads` adapters are uploaded; the registry
-may be killed, and the disk be full for some seconds. In the end no replica may still hold a request or a page of KV,
-every API server must serve the last content, and no uploaded adapter may be gone.
+content of that reload, or of a later one. API servers are killed, too, where there are several: a client whose
+connection breaks just then asks again, as `cut` counts. With `--uploads` adapters are uploaded; the registry may be
+killed, and the disk be full for some seconds. In the end no replica may still hold a request or a page of KV, every API
+server must serve the last content, and no uploaded adapter may be gone.
 """
 
 from __future__ import annotations
@@ -212,9 +212,9 @@ class Chaos:
             self._reloads.ended = number
 
     def _fill_disk(self) -> None:
-        """Let no file of the registry and the fronts grow for a while: what can't be written down is refused."""
+        """Let no file of the registry and the API servers grow for a while: what can't be written down is refused."""
         limits: dict[int, tuple[int, int]] = {}
-        for pid in (*self._server.children("registry"), *self._server.children("front")):
+        for pid in (*self._server.children("registry"), *self._server.children("api-server")):
             with suppress(ProcessLookupError):
                 limits[pid] = resource.prlimit(pid, resource.RLIMIT_FSIZE)
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, limits[pid][1]))
