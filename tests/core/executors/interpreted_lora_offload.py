@@ -175,7 +175,7 @@ def test_offloads_where_the_products_way_back_is_shorter_than_the_adapters(with_
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_offload_worker_that_ends_leaves_its_prompt_to_wait(with_offload, tiny, monkeypatch, caplog, number):  # noqa: F811
-    """A process, within a layer: the device goes on, the prompt is void and runs again, and none is assisted then."""
+    """A process, within a layer: the device goes on, the prompt is void and runs again, and none is offloaded then."""
     monkeypatch.setattr(cuda_lora_offload, "PATIENCE_SECONDS", 2.0)
     monkeypatch.setattr(worker_processes, "STOP_SECONDS", 0.5)
     driver, cuda, offload = with_offload(2, processes=True, adapters=["r17-all", "r1-qv"])
@@ -186,7 +186,7 @@ def test_an_offload_worker_that_ends_leaves_its_prompt_to_wait(with_offload, tin
     assert driver.executor.inner.steps.lora.offloaded is not None
     assert not driver.answers["0-r17-all"].tokens, "its products are void"
     assert "no prompt is offloaded any more until the next start" in caplog.text
-    why = "assistant 2 of 2 has ended (signal SIGKILL)" if number == signal.SIGKILL else "kept the GPU waiting for 2 s"
+    why = "offload worker 2 of 2 has ended (signal SIGKILL)" if number == signal.SIGKILL else "kept the GPU waiting for 2 s"
     assert why in caplog.text
     words = cuda.num_words
     check(driver, want | ask(driver, tiny, ("r1-qv", 4, 2)))

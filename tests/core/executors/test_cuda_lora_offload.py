@@ -22,7 +22,7 @@ from ...processes import PYTEST, run_python
 
 pytestmark = [
     pytest.mark.native,
-    pytest.mark.skipif(not native_library.available(torch.float32), reason="assistants run the native library"),
+    pytest.mark.skipif(not native_library.available(torch.float32), reason="offload workers run the native library"),
 ]
 
 HERE = Path(__file__).parent

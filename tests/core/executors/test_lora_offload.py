@@ -24,7 +24,7 @@ from .thread_ranks import ThreadProcess
 
 pytestmark = [
     pytest.mark.native,
-    pytest.mark.skipif(not native_library.available(torch.float32), reason="assistants run the native library"),
+    pytest.mark.skipif(not native_library.available(torch.float32), reason="offload workers run the native library"),
 ]
 
 
@@ -214,7 +214,7 @@ def test_an_offload_worker_that_dies_leaves_prompts_to_wait(subject, with_offloa
     for _ in range(5):
         driver.step()
     assert "no prompt is offloaded any more" in caplog.text
-    assert "assistant 1 of 2 has ended" in caplog.text
+    assert "offload worker 1 of 2 has ended" in caplog.text
     before = offload.starts.num_offloaded, offload.starts.num_streamed
     later = make_cases(it, 1, adapters=["r33-all"], seed=9, longest=60, tokens=(4, 6))
     add_all(driver, later)
@@ -273,9 +273,9 @@ def test_an_offload_worker_that_can_not_join_ends_the_start(subject, monkeypatch
         raise MemoryError("no room")
 
     monkeypatch.setattr("chorus.core.executors.worker_processes.Popen", ThreadProcess)
-    monkeypatch.setattr("chorus.core.executors.offload worker.SharedMemory", broken)
+    monkeypatch.setattr("chorus.core.executors.offload_worker.SharedMemory", broken)
     settings = EngineConfig(
         model=subject("gqa").model, dtype="float32", memory_bytes=8 << 20, device="cpu", offload_workers=2
     )
-    with pytest.raises(RuntimeError, match="assistant 1 of 2 could not join: MemoryError: no room"):
+    with pytest.raises(RuntimeError, match="offload worker 1 of 2 could not join: MemoryError: no room"):
         open_executor(settings)
