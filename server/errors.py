@@ -25,7 +25,7 @@ from ..memory.files.error import LoadFailure
 from .executors import PoolFull
 from .wanted import problem_of
 
-Body = TypeVar("Body", bound=BaseModel)
+T = TypeVar("T", bound=BaseModel)
 
 REQUEST_ID = "x-request-id"
 """Header with the id that a request is known by on its way."""
@@ -246,7 +246,7 @@ def from_validation(error: ValidationError) -> ApiError:
     return ApiError(400, f"{param}{problem_of(first)}", param=param)
 
 
-def validated(kind: type[Body], body: bytes | dict[str, Any], context: Any = None) -> Body:
+def validated(kind: type[T], body: bytes | dict[str, Any], context: Any = None) -> T:
     """A request's body as a model of its fields; raises an ApiError that names the wrong field."""
     try:
         if isinstance(body, dict):

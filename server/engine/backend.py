@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ...core.requests.types import RequestOutput
+from .backend_adapters import BackendAdapters
 from .engine_view import EngineView
-from .served_adapters import ServedAdapters
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
@@ -45,7 +45,7 @@ class Backend(Protocol):
         ...
 
     @property
-    def adapters(self) -> ServedAdapters: ...
+    def adapters(self) -> BackendAdapters: ...
     @property
     def model(self) -> ModelInfo: ...
     @property

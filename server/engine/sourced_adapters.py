@@ -26,9 +26,9 @@ from ..stores.cache import Cache
 from ..stores.download import download
 from ..stores.errors import CacheFull, NotInStore, StoreAway, StoreError, StoreRefused
 from ..stores.rules import Location
-from .adapter_loads import AdapterLoads, LoadTimedOut
+from .adapter_loader import AdapterLoader, LoadTimedOut
+from .backend_adapters import BackendAdapters
 from .generation import Generation
-from .served_adapters import ServedAdapters
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class _Failure:
 class SourcedAdapters:
     """Adapters by rule. Its coroutines run on one event loop; all that asks a disk or a store runs on threads."""
 
-    def __init__(self, settings: Settings, adapters: ServedAdapters, loads: AdapterLoads) -> None:
+    def __init__(self, settings: Settings, adapters: BackendAdapters, loads: AdapterLoader) -> None:
         self._settings = settings
         self._adapters = adapters
         self._loads = loads
