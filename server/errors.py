@@ -122,7 +122,7 @@ _ANTHROPICS_TYPES = {
 
 
 class ApiError(Exception):
-    """An answer other than success. `param` names the wrong field, the message says how to mend it."""
+    """An answer other than success. `param` names the wrong field, the message says how to fix it."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class EngineUnavailable(Exception):
 
 
 class GenerationFailed(Exception):
-    """The engine gave up a request that it had accepted. failure: what adapters have to do with it, if they have."""
+    """The engine ended a request that it had accepted. failure: what adapters have to do with it, if they have."""
 
     def __init__(self, message: str, failure: LoadFailure | None = None) -> None:
         super().__init__(message)

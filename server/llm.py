@@ -150,7 +150,7 @@ class LLM:
         prompts: a text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`, or a list of these.
         params, adapter: one for all prompts, or one for each; no adapter is the base model, `NAME@VERSION` an earlier
         version. stop: texts that end an answer. Raises InvalidRequest, naming the prompt, for what can't be served as
-        asked, and GenerationFailed when an answer ends with an error; the other prompts are then given up.
+        asked, and GenerationFailed when an answer ends with an error; the other prompts are then cancelled.
         """
         return self._loop.run(self._generate(prompts, params, adapter, stop, unknown))
 

@@ -377,7 +377,7 @@ def shown_path(path: Path, request: Request) -> str:
 
 @contextmanager
 def _load_errors(name_field: str, path_field: str) -> Iterator[None]:
-    """Answer why a load failed, by the field that says what to mend."""
+    """Answer why a load failed, by the field to fix."""
     try:
         yield
     except AdapterFormatError as error:

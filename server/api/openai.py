@@ -191,7 +191,9 @@ class GenerationRequest(GrammarFields):
     @property
     @abstractmethod
     def asked_logprobs(self) -> int | None:
-        """Number of likeliest tokens that the client asks for with each generated token; None: no log-probabilities."""
+        """Number of top log-probabilities that the client asks for with each generated token; None: no
+        log-probabilities.
+        """
 
     @property
     def num_logprobs(self) -> int | None:

@@ -158,7 +158,7 @@ class ClusterWorker:
                 return
             self._stopping = True
         self.failure = self.failure or SHUTTING_DOWN
-        self.give_up(SHUTTING_DOWN)
+        self.cancel_all(SHUTTING_DOWN)
         if self._thread.is_alive():  # no server has taken the loop
             loop = self.take_loop()
             with asyncio.Runner(loop_factory=lambda: loop):
@@ -167,7 +167,7 @@ class ClusterWorker:
             self.soon(self._cancel)
         self._on_stop()
 
-    def give_up(self, reason: str) -> int:
+    def cancel_all(self, reason: str) -> int:
         ended, _ = self._subscribers.end_all(FinishReason.ABORT, reason)
         self.soon(self.dispatcher.end_all)
         return len(ended)

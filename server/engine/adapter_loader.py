@@ -57,7 +57,7 @@ class AdapterLoader:
 
     Beside a disk that takes longer others are read, but loads under one name follow each other. seconds: how long a
     disk may take over one; then the load fails, and its thread is left behind. places: directories below which a broken
-    adapter may be mended. loaded: remembers loads, and owns files that came as bytes. What was loaded is looked after
+    adapter may be fixed. loaded: remembers loads, and owns files that came as bytes. What was loaded is looked after
     from `start` to `stop`: see `AdapterHealthChecker`. templates: warns of adapters with a chat template of their own.
     """
 

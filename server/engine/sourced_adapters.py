@@ -132,7 +132,7 @@ class SourcedAdapters:
     async def start(self, generation: Generation, until: Until = _awaited) -> None:
         """Have the engine accept a call, once its adapter has been brought if it is not registered.
 
-        until: awaits that, or gives up when the client has gone. Raises as `Generation.start` does, and ApiError.
+        until: awaits that, or stops when the client has disconnected. Raises as `Generation.start` does, and ApiError.
         """
         name = generation.choices[0].request.adapter_name
         try:
