@@ -21,13 +21,13 @@ from .access.keys import KeyWatch, Right
 from .api.about import Api
 from .api.absent import ABSENT, absent
 from .api.adapter_api import AdapterApi
-from .api.answers import Answers
-from .api.calls import Calls
 from .api.generation_api import ROUTES, GenerationApi
+from .api.generation_builder import GenerationBuilder
 from .api.openapi import openapi_route
+from .api.responder import Responder
 from .api.sampling_defaults import SamplingDefaults
 from .api.text_api import TextApi
-from .engine.adapter_loads import AdapterLoads
+from .engine.adapter_loader import AdapterLoader
 from .engine.adapter_templates import AdapterTemplates
 from .engine.backend import Backend
 from .engine.kv_publisher import KvPublisher
@@ -92,13 +92,28 @@ def create_app(
     templates = AdapterTemplates(
         tokenizer, worker.adapters, executors.text, used=settings.adapter_chat_templates
     )  # fmt: skip
-    loads = AdapterLoads(worker, settings.adapter_load_seconds, settings.adapter_places, loaded, templates)
+    loads = AdapterLoader(worker, settings.adapter_load_seconds, settings.adapter_places, loaded, templates)
     sourced = SourcedAdapters(settings, worker.adapters, loads)
     telemetry = Telemetry(api.metrics, recorder, tracer)
-    calls = Calls(worker, tokenizer, settings, defaults, telemetry, executors.text, templates)
-    answers = Answers(worker, tokenizer, settings, telemetry, executors.text, sourced)
-    generation = GenerationApi(calls, answers)
-    texts = TextApi(worker, tokenizer, calls, executors.text)
+    builder = GenerationBuilder(
+        worker=worker,
+        tokenizer=tokenizer,
+        settings=settings,
+        defaults=defaults,
+        telemetry=telemetry,
+        threads=executors.text,
+        templates=templates,
+    )
+    responder = Responder(
+        worker=worker,
+        tokenizer=tokenizer,
+        settings=settings,
+        telemetry=telemetry,
+        threads=executors.text,
+        sourced=sourced,
+    )
+    generation = GenerationApi(builder, responder)
+    texts = TextApi(worker, tokenizer, builder, executors.text)
     adapters = AdapterApi(worker, settings, loads, sourced, executors.text)
     statuses = Statuses()
     watchers = Watchers(worker, api.metrics, executors.page, gate, settings.base_name, statuses, private)

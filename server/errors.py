@@ -25,7 +25,7 @@ from ..memory.files.error import LoadFailure
 from .executors import PoolFull
 from .wanted import problem_of
 
-Body = TypeVar("Body", bound=BaseModel)
+T = TypeVar("T", bound=BaseModel)
 
 REQUEST_ID = "x-request-id"
 """Header with the id that a request is known by on its way."""
@@ -122,7 +122,7 @@ _ANTHROPICS_TYPES = {
 
 
 class ApiError(Exception):
-    """An answer other than success. `param` names the wrong field, the message says how to mend it."""
+    """An answer other than success. `param` names the wrong field, the message says how to fix it."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class EngineUnavailable(Exception):
 
 
 class GenerationFailed(Exception):
-    """The engine gave up a request that it had accepted. failure: what adapters have to do with it, if they have."""
+    """The engine ended a request that it had accepted. failure: what adapters have to do with it, if they have."""
 
     def __init__(self, message: str, failure: LoadFailure | None = None) -> None:
         super().__init__(message)
@@ -246,7 +246,7 @@ def from_validation(error: ValidationError) -> ApiError:
     return ApiError(400, f"{param}{problem_of(first)}", param=param)
 
 
-def validated(kind: type[Body], body: bytes | dict[str, Any], context: Any = None) -> Body:
+def validated(kind: type[T], body: bytes | dict[str, Any], context: Any = None) -> T:
     """A request's body as a model of its fields; raises an ApiError that names the wrong field."""
     try:
         if isinstance(body, dict):

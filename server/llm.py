@@ -18,11 +18,11 @@ from ..core.requests.sampling_params import InvalidRequest
 from ..memory.adapters.store import UnknownAdapter
 from ..memory.adapters.versions import versioned
 from .api.adapter_api import AddAdapter, checked_name, pin_adapter
-from .api.calls import Calls
 from .api.fields import unknown_field
+from .api.generation_builder import GenerationBuilder
 from .api.near import nearest
 from .api.sampling_defaults import SamplingDefaults
-from .engine.adapter_loads import AdapterLoads
+from .engine.adapter_loader import AdapterLoader
 from .engine.adapter_templates import AdapterTemplates
 from .engine.engine_view import AdapterState
 from .engine.sourced_adapters import SourcedAdapters
@@ -30,7 +30,7 @@ from .engine.telemetry import Telemetry
 from .errors import validated
 from .executors import DaemonPool
 from .library.adapter_files import AdapterFiles
-from .library.asking import Asked, Asking
+from .library.asking import Asking, PromptRequest
 from .library.completion import Completion as Completion
 from .library.loop import LoopThread
 from .library.options import settings_of
@@ -46,7 +46,7 @@ IN_FLIGHT = 256
 """Answers that the engine is given at once; the others follow as these end."""
 
 Params = SamplingParams | Sequence[SamplingParams] | None
-Adapter = str | Sequence[str | None] | None
+AdapterChoice = str | Sequence[str | None] | None
 
 ARGUMENTS = {
     "lora_path": "name the adapter by adapter=",
@@ -111,11 +111,19 @@ class LLM:
             self.tokenizer, self._worker.adapters, self._threads, used=settings.adapter_chat_templates
         )  # fmt: skip
         places = settings.adapter_places
-        self._loads = AdapterLoads(self._worker, settings.adapter_load_seconds, places, self._files.loaded, templates)
+        self._loads = AdapterLoader(self._worker, settings.adapter_load_seconds, places, self._files.loaded, templates)
         self._sourced = SourcedAdapters(settings, self._worker.adapters, self._loads)
-        calls = Calls(self._worker, self.tokenizer, settings, defaults, Telemetry(), self._threads, templates)
+        builder = GenerationBuilder(
+            worker=self._worker,
+            tokenizer=self.tokenizer,
+            settings=settings,
+            defaults=defaults,
+            telemetry=Telemetry(),
+            threads=self._threads,
+            templates=templates,
+        )
         self._loop = LoopThread()
-        self._asking = Asking(calls, self._sourced, IN_FLIGHT)
+        self._asking = Asking(builder, self._sourced, IN_FLIGHT)
         self._loads.start()
 
     # -- answers
@@ -129,12 +137,12 @@ class LLM:
 
     @overload
     def generate(
-        self, prompts: Sequence[Prompt], params: Params = None, adapter: Adapter = None, *,
+        self, prompts: Sequence[Prompt], params: Params = None, adapter: AdapterChoice = None, *,
         stop: str | Sequence[str] = (),
     ) -> list[Completion]: ...  # fmt: skip
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: Params = None, adapter: Adapter = None, *,
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None, adapter: AdapterChoice = None, *,
         stop: str | Sequence[str] = (), **unknown: Never,
     ) -> Completion | list[Completion]:  # fmt: skip
         """Answer one prompt, or a list of them in their order.
@@ -142,7 +150,7 @@ class LLM:
         prompts: a text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`, or a list of these.
         params, adapter: one for all prompts, or one for each; no adapter is the base model, `NAME@VERSION` an earlier
         version. stop: texts that end an answer. Raises InvalidRequest, naming the prompt, for what can't be served as
-        asked, and GenerationFailed when an answer ends with an error; the other prompts are then given up.
+        asked, and GenerationFailed when an answer ends with an error; the other prompts are then cancelled.
         """
         return self._loop.run(self._generate(prompts, params, adapter, stop, unknown))
 
@@ -154,12 +162,12 @@ class LLM:
 
     @overload
     async def agenerate(
-        self, prompts: Sequence[Prompt], params: Params = None, adapter: Adapter = None, *,
+        self, prompts: Sequence[Prompt], params: Params = None, adapter: AdapterChoice = None, *,
         stop: str | Sequence[str] = (),
     ) -> list[Completion]: ...  # fmt: skip
 
     async def agenerate(
-        self, prompts: Prompt | Sequence[Prompt], params: Params = None, adapter: Adapter = None, *,
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None, adapter: AdapterChoice = None, *,
         stop: str | Sequence[str] = (), **unknown: Never,
     ) -> Completion | list[Completion]:  # fmt: skip
         """The same for a program with an event loop; cancelling it ends the requests."""
@@ -173,12 +181,12 @@ class LLM:
 
     @overload
     def chat(
-        self, messages: Sequence[Messages], params: Params = None, adapter: Adapter = None, *,
+        self, messages: Sequence[Messages], params: Params = None, adapter: AdapterChoice = None, *,
         stop: str | Sequence[str] = (),
     ) -> list[Completion]: ...  # fmt: skip
 
     def chat(
-        self, messages: Messages | Sequence[Messages], params: Params = None, adapter: Adapter = None, *,
+        self, messages: Messages | Sequence[Messages], params: Params = None, adapter: AdapterChoice = None, *,
         stop: str | Sequence[str] = (), **unknown: Never,
     ) -> Completion | list[Completion]:  # fmt: skip
         """Answer a conversation through the model's chat template, or a list of conversations.
@@ -195,12 +203,12 @@ class LLM:
 
     @overload
     async def achat(
-        self, messages: Sequence[Messages], params: Params = None, adapter: Adapter = None, *,
+        self, messages: Sequence[Messages], params: Params = None, adapter: AdapterChoice = None, *,
         stop: str | Sequence[str] = (),
     ) -> list[Completion]: ...  # fmt: skip
 
     async def achat(
-        self, messages: Messages | Sequence[Messages], params: Params = None, adapter: Adapter = None, *,
+        self, messages: Messages | Sequence[Messages], params: Params = None, adapter: AdapterChoice = None, *,
         stop: str | Sequence[str] = (), **unknown: Never,
     ) -> Completion | list[Completion]:  # fmt: skip
         """The same for a program with an event loop; cancelling it ends the requests."""
@@ -336,7 +344,7 @@ class LLM:
 
     def _asked(
         self, given: Sequence[Any], params: Any, adapter: Any, stop: Any, unknown: Mapping[str, Any], *, is_chat: bool
-    ) -> list[Asked]:
+    ) -> list[PromptRequest]:
         """What is asked, prompt by prompt. Raises InvalidRequest for arguments that don't fit."""
         _refuse(unknown)
         count = len(given)
@@ -344,11 +352,11 @@ class LLM:
         all_adapters = for_each(adapter, count, "adapter", (str, type(None)), "an adapter's name")
         what = "conversation" if is_chat else "prompt"
         return [
-            Asked(prompt, _with_stop(one, stop), name, is_chat, f"{what} {index}: ")
+            PromptRequest(prompt, _with_stop(one, stop), name, is_chat, f"{what} {index}: ")
             for index, (prompt, one, name) in enumerate(zip(given, all_params, all_adapters, strict=True))
         ]
 
-    def _stream(self, asked: Sequence[Asked]) -> Stream:
+    def _stream(self, asked: Sequence[PromptRequest]) -> Stream:
         (one,) = asked
         if (one.params.n or 1) > 1:
             raise InvalidRequest("n", f"n is {one.params.n}, and a stream has one answer; leave n out")

@@ -58,12 +58,12 @@ class ContentStore:
             _remove_unless_written(left)
         self.recount()
 
-    def draft(self, expected: int = 0) -> Draft:
+    def draft(self, expected: int = 0) -> StagedUpload:
         """An empty draft, for a `with` block. expected: bytes that it has room for from the start, so that drafts that
         are written at once don't take it from each other. StoreFull.
         """
         self.reserve(expected)
-        return Draft(self, expected)
+        return StagedUpload(self, expected)
 
     def directories(self) -> list[Path]:
         """Directories that are whole."""
@@ -163,7 +163,7 @@ class ContentStore:
         self._used = max(0, value)
 
 
-class Draft:
+class StagedUpload:
     """Files that are being written, in a `with` block; without `seal` they are gone at its end, and with it they are
     kept that long at least, though nothing uses them yet. Calls follow each other.
     """
@@ -184,7 +184,7 @@ class Draft:
         self._busy = threading.Lock()
         self.num_bytes = 0
 
-    def __enter__(self) -> Draft:
+    def __enter__(self) -> StagedUpload:
         return self
 
     def __exit__(

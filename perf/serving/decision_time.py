@@ -26,8 +26,8 @@ from ...server.cluster.cluster_view import NOTHING
 from ...server.cluster.dispatcher import Dispatcher
 from ...server.cluster.in_flight_table import OpenRequest
 from ...server.cluster.link import Link
-from ...server.cluster.placer import Wanted
-from ...server.cluster.report import Hello, Identity, Report
+from ...server.cluster.placer import RoutedRequest
+from ...server.cluster.report import Hello, ModelIdentity, Report
 from ...server.cluster.router import POLICIES, Estimates
 from ..bench.machine import processor
 from ..report.command import judge, parser
@@ -43,7 +43,7 @@ _RANKS = (8, 16, 32, 64)
 _PROMPT = [1] * 100
 _NUM_BYTES = 1 << 20
 _WARM, _LOOPS, _PARTS = 100, 200, 5
-_HELLO = Hello(Identity("model", "bfloat16", "cuda", "1"), ModelInfo(32000, 4096, (2,)), _SEATS, _SEATS, 16, 1)
+_HELLO = Hello(ModelIdentity("model", "bfloat16", "cuda", "1"), ModelInfo(32000, 4096, (2,)), _SEATS, _SEATS, 16, 1)
 _STATS = replace(NOTHING, num_pages=4096, num_free_pages=2000, num_kv_pages=1500, num_cached_pages=500)
 
 
@@ -74,7 +74,7 @@ class ApiServer:
         """Return the policy's decision about a request."""
         record, rank = self._next()
         _, replicas = self._dispatcher.fleet.candidates(OpenRequest("none", record))
-        return partial(self._policy, Wanted(record["content_hash"], len(_PROMPT), rank), replicas)
+        return partial(self._policy, RoutedRequest(record["content_hash"], len(_PROMPT), rank), replicas)
 
     def _dispatch(self) -> Callable[[], Any]:
         record, rank = self._next()

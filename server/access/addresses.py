@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
 
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 @lru_cache(4096)
-def parse_address(text: str) -> Address | None:
+def parse_address(text: str) -> IpAddress | None:
     """The address, as IPv4 where it is one in IPv6's form; None for what is none."""
     try:
         known = ipaddress.ip_address(text.partition("%")[0])
@@ -56,7 +56,7 @@ class Networks:
         return known is not None and any(known in network for network in self._networks)
 
 
-class Places:
+class ConnectionLimiter:
     """Counts the connections of each client address. `proxies` stand for many clients and have no limit."""
 
     def __init__(self, limit: int, proxies: Networks) -> None:

@@ -50,7 +50,7 @@ class Right(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class RequestIdentity:
     """The sender of a request. tenant: the name that the key was given, or a short one that can't be turned back into
     it; "" without a key. sees_tenants: may see the names of other tenants. grant: what it may use.
     """
@@ -98,12 +98,12 @@ class Keys:
             if one.grant.limited:
                 raise InvalidKey("an admin key may use every adapter; leave out adapters= and base=no")
             self._add(one._replace(grant=replace(one.grant, admin=True)), given, admins)
-        self._open = Identity(may_change_adapters=not admins, sees_tenants=not admins)
-        self._known: list[tuple[str, Identity]] = []
-        self._by_id: dict[str, tuple[str, Identity]] = {}
+        self._open = RequestIdentity(may_change_adapters=not admins, sees_tenants=not admins)
+        self._known: list[tuple[str, RequestIdentity]] = []
+        self._by_id: dict[str, tuple[str, RequestIdentity]] = {}
         for digest, one in sorted(given.items()):
             changes = digest in admins or not (admins or one.grant.limited)
-            known = digest, Identity(one.tenant or f"key-{digest[:16]}", changes, digest in admins, one.grant)
+            known = digest, RequestIdentity(one.tenant or f"key-{digest[:16]}", changes, digest in admins, one.grant)
             if one.id:
                 self._by_id[one.id] = known
             else:
@@ -131,14 +131,14 @@ class Keys:
         """Take the place of these keys: requests to come are held against `others`."""
         vars(self).update(vars(others))
 
-    def identify(self, authorization: str | None) -> Identity:
+    def identify(self, authorization: str | None) -> RequestIdentity:
         """The caller with this Authorization header. Raises an ApiError for a wrong key, or a missing one."""
         scheme, _, key = (authorization or "").partition(" ")
         key = key.strip() if scheme.lower() == "bearer" else ""
         given = _digest(NamedKey(key)) if key and not HASHED.fullmatch(key) else ""  # a hash is no key
         generated = _GENERATED.fullmatch(key)
         by_id = self._by_id.get(generated[1]) if generated else None
-        found: Identity | None = None
+        found: RequestIdentity | None = None
         candidates = self._known if by_id is None else (*self._known, by_id)
         for known, identity in candidates:  # all of them: how long it takes tells nothing about which one it is
             if hmac.compare_digest(known, given):

@@ -17,7 +17,7 @@ from .spent_slots import Spent, SpentSlots
 
 log = logging.getLogger(__name__)
 
-MOST_SEATS = 1 << 12
+MAX_SHARED_SLOTS = 1 << 12
 """Seats of a tenant that processes share, each of which takes 0.7 µs to find taken; a larger bound is each process's
 own."""
 
@@ -25,7 +25,7 @@ MERGE_SECONDS = 0.1
 """Seconds for which tokens that were spent here are unknown to the other processes."""
 
 
-class Seats:
+class RequestSlots:
     """Requests in progress of tenants that may have so many at once.
 
     Each holds a seat: the lock of one byte in a file, which has no content, of as many bytes as its tenant has seats.
@@ -42,17 +42,17 @@ class Seats:
         held = self._held[tenant]
         if len(held) >= most:
             return None
-        file = self._file if most <= MOST_SEATS else None
-        free = (seat for seat in range(most) if seat not in held)
-        found = next((seat for seat in free if file is None or _lock(file, _first(tenant) + seat)), None)
+        file = self._file if most <= MAX_SHARED_SLOTS else None
+        free = (slot for slot in range(most) if slot not in held)
+        found = next((slot for slot in free if file is None or _lock(file, _first(tenant) + slot)), None)
         if found is not None:
             held.add(found)
         return found
 
-    def give_back(self, tenant: str, seat: int) -> None:
-        if self._file is not None and seat < MOST_SEATS:
-            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _first(tenant) + seat)
-        self._held[tenant].discard(seat)
+    def give_back(self, tenant: str, slot: int) -> None:
+        if self._file is not None and slot < MAX_SHARED_SLOTS:
+            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _first(tenant) + slot)
+        self._held[tenant].discard(slot)
         if not self._held[tenant]:
             del self._held[tenant]
 
@@ -148,4 +148,4 @@ def _lock(file: int, byte: int) -> bool:
 
 def _first(tenant: str) -> int:
     """The first byte of a tenant's seats; of 2^51 places."""
-    return (int.from_bytes(blake2b(tenant.encode(), digest_size=8).digest(), "big") >> 13) * MOST_SEATS
+    return (int.from_bytes(blake2b(tenant.encode(), digest_size=8).digest(), "big") >> 13) * MAX_SHARED_SLOTS

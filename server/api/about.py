@@ -63,7 +63,7 @@ class Api:
         self._started = int(time.time())
 
     async def health(self, request: Request) -> Response:
-        """200 while the engine takes requests and gets on with them, 503 when it doesn't, or is about to end.
+        """200 while the engine takes requests and makes progress, 503 when it does not, or is about to end.
 
         Where keys are needed, a client without one, or with a key for some models, gets the status alone.
         """

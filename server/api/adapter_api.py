@@ -24,17 +24,17 @@ from ...memory.files.directory import MAX_PATH_BYTES, NO_GGUF
 from ...memory.files.error import AdapterFormatError, shown
 from ...memory.files.format import STEM
 from ..access.grants import NOWHERE
-from ..engine.adapter_loads import AdapterLoads
+from ..engine.adapter_loader import AdapterLoader
 from ..engine.backend import Backend
+from ..engine.backend_adapters import BackendAdapters
 from ..engine.engine_view import AdapterState
-from ..engine.served_adapters import ServedAdapters
 from ..engine.sourced_adapters import SourcedAdapters
-from ..errors import DISK_FAULTS, ApiError, Body, JsonResponse, clipped, read_body, validated
+from ..errors import DISK_FAULTS, ApiError, JsonResponse, T, clipped, read_body, validated
 from ..executors import DaemonPool
 from ..settings import AdapterName, Settings
 from .adapter_bytes import CONFIG, WEIGHTS, read_adapter
 from .adapter_header import ADAPTER, adapter_header
-from .upload import Upload
+from .upload import AdapterUpload
 
 audit = logging.getLogger("chorus.audit")
 
@@ -152,7 +152,7 @@ class AdapterApi:
     """Routes by which clients see and change the adapters."""
 
     def __init__(
-        self, worker: Backend, settings: Settings, loads: AdapterLoads, sourced: SourcedAdapters, threads: DaemonPool
+        self, worker: Backend, settings: Settings, loads: AdapterLoader, sourced: SourcedAdapters, threads: DaemonPool
     ) -> None:
         """threads: for the list of the adapters."""
         self._adapters = worker.adapters
@@ -269,12 +269,12 @@ class AdapterApi:
 
     # --- common ---
 
-    async def _read(self, kind: type[Body], request: Request) -> Body:
+    async def _read(self, kind: type[T], request: Request) -> T:
         async with read_body(request, self._settings.max_body_bytes) as body:
             return validated(kind, body)
 
     async def _load(
-        self, request: Request, asked: AddAdapter, upload: Upload | None, *, replace: bool
+        self, request: Request, asked: AddAdapter, upload: AdapterUpload | None, *, replace: bool
     ) -> tuple[AdapterState, bool]:
         """The adapter once requests may use it, and whether it took another's place. upload: its files, if they came
         along.
@@ -327,7 +327,7 @@ def checked_name(settings: Settings, full_name: str, field: str) -> tuple[str, s
     return name, label
 
 
-async def pin_adapter(adapters: ServedAdapters, name: str, seconds: float) -> None:
+async def pin_adapter(adapters: BackendAdapters, name: str, seconds: float) -> None:
     """Pin an adapter once it has been read. seconds: that may take. Raises an ApiError, and UnknownAdapter."""
     try:
         async with asyncio.timeout(seconds):
@@ -377,7 +377,7 @@ def shown_path(path: Path, request: Request) -> str:
 
 @contextmanager
 def _load_errors(name_field: str, path_field: str) -> Iterator[None]:
-    """Answer why a load failed, by the field that says what to mend."""
+    """Answer why a load failed, by the field to fix."""
     try:
         yield
     except AdapterFormatError as error:

@@ -14,15 +14,15 @@ from starlette.requests import Request
 from ...memory.files.content_store import StoreFull, TooLarge
 from ...memory.files.format import CONFIG_FILE, WEIGHTS_FILE
 from ..access.limits import check_json
-from ..engine.adapter_loads import LoadTimedOut
+from ..engine.adapter_loader import LoadTimedOut
 from ..errors import ApiError, validated
 from ..executors import PoolFull
 from ..http.form import boundary_of, pieces
 from ..http.json_strings import Base64, LongStrings
-from .upload import Upload
+from .upload import AdapterUpload
 
 if TYPE_CHECKING:
-    from ..engine.adapter_loads import AdapterLoads
+    from ..engine.adapter_loader import AdapterLoader
     from ..settings import Settings
 
 CONFIG, WEIGHTS = "adapter_config", "adapter_model"
@@ -35,14 +35,14 @@ WRITE_BYTES = 1 << 20
 
 @asynccontextmanager
 async def read_adapter(
-    request: Request, loads: AdapterLoads, settings: Settings
-) -> AsyncIterator[tuple[dict[str, Any], Upload | None]]:
+    request: Request, loads: AdapterLoader, settings: Settings
+) -> AsyncIterator[tuple[dict[str, Any], AdapterUpload | None]]:
     """The fields of a request that loads an adapter, and the files if it brings them: they stay within the block.
 
     Raises an ApiError for what is neither JSON nor a form, too large, or not taken here.
     """
     boundary = boundary_of(request.headers.get("content-type", ""))
-    upload, room, failed = Upload(loads), _Room(request), True
+    upload, room, failed = AdapterUpload(loads), _HeldBytes(request), True
     try:
         if boundary is not None:
             fields = await _read_form(request, upload, room, boundary)
@@ -72,7 +72,7 @@ def _length(request: Request) -> int:
     return int(length) if length.isdecimal() else 0
 
 
-class _Room:
+class _HeldBytes:
     """Bytes of a body that are in memory, as its tenant's."""
 
     def __init__(self, request: Request) -> None:
@@ -89,7 +89,7 @@ class _Room:
         self._taken = 0
 
 
-async def _read_form(request: Request, upload: Upload, room: _Room, boundary: bytes) -> dict[str, Any]:
+async def _read_form(request: Request, upload: AdapterUpload, room: _HeldBytes, boundary: bytes) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     buffer = bytearray()
     await upload.begin(_length(request))
@@ -110,7 +110,7 @@ async def _read_form(request: Request, upload: Upload, room: _Room, boundary: by
 
 
 async def _read_json(
-    request: Request, loads: AdapterLoads, upload: Upload, room: _Room, settings: Settings
+    request: Request, loads: AdapterLoader, upload: AdapterUpload, room: _HeldBytes, settings: Settings
 ) -> dict[str, Any]:
     """Read a body in which the weights are written as they come, and all else is small."""
     text, weights = LongStrings([WEIGHTS]), _Weights(upload)
@@ -142,7 +142,7 @@ async def _read_json(
 class _Weights:
     """The weights of a JSON body: base64 that is decoded and written as it comes, beside the event loop."""
 
-    def __init__(self, upload: Upload) -> None:
+    def __init__(self, upload: AdapterUpload) -> None:
         self._upload = upload
         self._text = bytearray()
         self._base64 = Base64()
@@ -176,7 +176,7 @@ def _json(body: bytes, settings: Settings) -> dict[str, Any]:
     return validated(RootModel[dict[str, Any]], body).root
 
 
-def _require(upload: Upload) -> None:
+def _require(upload: AdapterUpload) -> None:
     for field, file in FILES.items():
         if file not in upload.names:
             raise ApiError(400, f"{field}: it is missing; send {file} in it", param=field)

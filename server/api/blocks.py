@@ -7,14 +7,14 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..engine.generation import Choice, Delta, Generation
-from ..text.answer_reader import Part, PartKind
+from ..text.output_parser import Part, PartKind
 from .logprobs import LogprobFormat
 from .openai import GenerationRequest
-from .responses import AnswerFormat, Body, Echo
+from .responses import Body, BodyFormat, Echo
 
 
 @dataclass(slots=True)
-class Block:
+class ContentBlock:
     """A stretch of content or of reasoning, or a call of a tool. call_id, name: a call's.
 
     pieces: of its text, or of a call's arguments. scores: log-probabilities of content's tokens, as chat answers have.
@@ -32,7 +32,7 @@ class Block:
         return "".join(self.pieces)
 
 
-class BlockFormat(AnswerFormat):
+class BlockFormat(BodyFormat):
     """Makes blocks of the one choice of an answer, and events of the blocks."""
 
     end = b""
@@ -41,7 +41,7 @@ class BlockFormat(AnswerFormat):
         self, asked: GenerationRequest, generation: Generation, scores: LogprobFormat, echoes: Sequence[Echo]
     ) -> None:
         super().__init__(asked, generation, scores, echoes)
-        self._blocks: list[Block] = []
+        self._blocks: list[ContentBlock] = []
 
     def answer(self) -> Body:
         (choice,) = self._generation.choices
@@ -59,7 +59,7 @@ class BlockFormat(AnswerFormat):
                 block = yield from self._begun_block(Part(PartKind.CONTENT, ""))
             yield from self._closed(block)
 
-    def _with_part(self, block: Block | None, part: Part) -> Generator[Body, None, Block]:
+    def _with_part(self, block: ContentBlock | None, part: Part) -> Generator[Body, None, ContentBlock]:
         """Events of a part, and the block that it is in: the last one or a new one."""
         if block is None or part.kind is PartKind.CALL or part.kind not in (block.kind, PartKind.ARGUMENTS):
             if block is not None:
@@ -72,9 +72,9 @@ class BlockFormat(AnswerFormat):
             yield from self._added(block, part.text, scores)
         return block
 
-    def _begun_block(self, part: Part) -> Generator[Body, None, Block]:
+    def _begun_block(self, part: Part) -> Generator[Body, None, ContentBlock]:
         name = part.text if part.kind is PartKind.CALL else ""
-        block = Block(part.kind, len(self._blocks), part.id, name)
+        block = ContentBlock(part.kind, len(self._blocks), part.id, name)
         self._blocks.append(block)
         yield from self._opened(block)
         return block
@@ -84,13 +84,13 @@ class BlockFormat(AnswerFormat):
         """The whole answer."""
 
     @abstractmethod
-    def _opened(self, block: Block) -> Iterator[Body]:
+    def _opened(self, block: ContentBlock) -> Iterator[Body]:
         """Events with which a block begins."""
 
     @abstractmethod
-    def _added(self, block: Block, text: str, scores: list[Body]) -> Iterator[Body]:
+    def _added(self, block: ContentBlock, text: str, scores: list[Body]) -> Iterator[Body]:
         """Events of a piece of a block's text."""
 
     @abstractmethod
-    def _closed(self, block: Block) -> Iterator[Body]:
+    def _closed(self, block: ContentBlock) -> Iterator[Body]:
         """Events with which a block ends."""

@@ -16,7 +16,7 @@ from .openai import GenerationRequest, LogprobCount
 from .tool_fields import ToolFields
 
 
-class Message(BaseModel):
+class ChatMessage(BaseModel):
     """One message of a conversation; fields that are neither role nor content go to the chat template as they are."""
 
     model_config = ConfigDict(extra="allow")
@@ -38,13 +38,13 @@ class Message(BaseModel):
         return "\n".join(texts)
 
     @model_validator(mode="after")
-    def _has_content(self) -> Message:
+    def _has_content(self) -> ChatMessage:
         if self.content is None and self.role != "assistant":
             raise ValueError(f"content is missing; a {self.role} message needs it")
         return self
 
     @model_validator(mode="after")
-    def _arguments_are_objects(self) -> Message:
+    def _arguments_are_objects(self) -> ChatMessage:
         """Arguments of earlier calls are JSON in the API, and values in templates."""
         calls = (self.model_extra or {}).get("tool_calls")
         for index, call in enumerate(calls if isinstance(calls, list) else ()):
@@ -68,10 +68,10 @@ class Message(BaseModel):
         return {**shown, "role": self.role, "content": self.content or ""}
 
 
-class Messages(BaseModel):
+class ConversationBody(BaseModel):
     """The messages of a conversation."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1)
 
     @field_validator("messages", mode="before")
     @classmethod
@@ -80,7 +80,7 @@ class Messages(BaseModel):
         return messages
 
 
-class ChatCompletionRequest(Messages, ToolFields, GenerationRequest):
+class ChatCompletionRequest(ConversationBody, ToolFields, GenerationRequest):
     """A conversation to continue."""
 
     max_completion_tokens: int | None = None
@@ -113,7 +113,7 @@ class ChatCompletionRequest(Messages, ToolFields, GenerationRequest):
     def with_messages(self, messages: Any, limits: RequestLimits) -> ChatCompletionRequest:
         """The same asked of another conversation; only its messages are read."""
         check_counts({"messages": messages}, limits)
-        other = self.model_copy(update={"messages": validated(Messages, {"messages": messages}).messages})
+        other = self.model_copy(update={"messages": validated(ConversationBody, {"messages": messages}).messages})
         other.check_last_message()
         return other
 
@@ -148,7 +148,7 @@ class ChatCompletionRequest(Messages, ToolFields, GenerationRequest):
         begins = self.add_generation_prompt
         return Conversation(
             [message.for_template() for message in self.messages],
-            begins_answer=not self.continue_final_message if begins is None else begins,
+            begins_output=not self.continue_final_message if begins is None else begins,
             continues_last=self.continue_final_message,
             tools=self.tools,
             variables={**self._effort(), **self.chat_template_kwargs},

@@ -47,7 +47,7 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
     @property
-    def num_prompt_scores(self) -> int | None:
+    def num_prompt_logprobs(self) -> int | None:
         asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
         return max((count for count in asked if count is not None), default=None)
 

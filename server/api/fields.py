@@ -144,7 +144,7 @@ INSTEAD = {
     "api_token": "adapters are loaded with POST /v1/adapters",
     "guided_decoding_backend": "there is one, llguidance",
     "guided_whitespace_pattern": "JSON has one blank at most between its tokens",
-    "do_sample": "use temperature 0 to take the likeliest tokens",
+    "do_sample": "use temperature 0 for greedy decoding",
     "lora": "name one adapter in lora_path",
     "merged_adapters": "name one adapter in lora_path",
     "n_probs": "use logprobs",

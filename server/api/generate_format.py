@@ -9,10 +9,10 @@ from ...core.requests.types import TokenLogprobs
 from ..engine.generation import Choice, Delta
 from .generate_request import GenerateRequest
 from .logprobs import LOWEST
-from .responses import AnswerFormat, Body
+from .responses import Body, BodyFormat
 
 
-class GenerateFormat(AnswerFormat):
+class GenerateFormat(BodyFormat):
     """One answer to one text."""
 
     end = b""

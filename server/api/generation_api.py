@@ -1,4 +1,6 @@
-"""The routes that generate: each reads its own kind of request, and has the same calls made of it."""
+"""The routes that generate text. Each parses its own request format; `GenerationBuilder` and `Responder` do the
+rest.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,15 @@ from starlette.responses import Response
 
 from ..access.limits import RequestLimits, check_json
 from . import generate_request, messages_request, responses_request
-from .answers import Answers, MakeFormat
 from .caller import Caller
-from .calls import Calls
 from .chat_request import ChatBatch, ChatCompletionRequest, Conversations, has_messages
 from .completion_request import CompletionRequest
 from .generate_format import GenerateFormat
 from .generate_request import GenerateBody, GenerateRequest
+from .generation_builder import GenerationBuilder
 from .messages_format import MessagesFormat
 from .messages_request import MessagesBody
+from .responder import MakeFormat, Responder
 from .responses import ChatFormat, CompletionFormat
 from .responses_format import ResponsesFormat
 from .responses_request import ResponsesBody, ResponsesRequest
@@ -32,7 +34,7 @@ CHAT_NAMES = {"prompt": "messages"}
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ParsedRequest:
     """A request that was read, and the form of its answer. prefix: of the answer's id. names: the client's names of
     fields, for errors.
     """
@@ -43,43 +45,45 @@ class Call:
     names: Mapping[str, str]
 
 
-def _completion(body: bytes, limits: RequestLimits) -> Call:
-    return Call(CompletionRequest.parse(body, limits), CompletionFormat, "cmpl-", {})
+def _completion(body: bytes, limits: RequestLimits) -> ParsedRequest:
+    return ParsedRequest(CompletionRequest.parse(body, limits), CompletionFormat, "cmpl-", {})
 
 
-def _chat(body: bytes, limits: RequestLimits) -> Call:
-    return Call(ChatBatch.of(ChatCompletionRequest.parse(body, limits)), ChatFormat, "chatcmpl-", CHAT_NAMES)
+def _chat(body: bytes, limits: RequestLimits) -> ParsedRequest:
+    return ParsedRequest(ChatBatch.of(ChatCompletionRequest.parse(body, limits)), ChatFormat, "chatcmpl-", CHAT_NAMES)
 
 
-def _chat_batch(body: bytes, limits: RequestLimits) -> Call:
+def _chat_batch(body: bytes, limits: RequestLimits) -> ParsedRequest:
     """vLLM's: a choice, or `n` of them, for each of several conversations."""
-    return Call(ChatBatch.parse(body, limits), ChatFormat, "chatcmpl-", CHAT_NAMES)
+    return ParsedRequest(ChatBatch.parse(body, limits), ChatFormat, "chatcmpl-", CHAT_NAMES)
 
 
-def _invocation(body: bytes, limits: RequestLimits) -> Call:
+def _invocation(body: bytes, limits: RequestLimits) -> ParsedRequest:
     """SageMaker's: a chat completion where the body has messages, else a completion."""
     check_json(body, limits.max_json_values)
     return (_chat if has_messages(body) else _completion)(body, limits)
 
 
-def _response(body: bytes, limits: RequestLimits) -> Call:
+def _response(body: bytes, limits: RequestLimits) -> ParsedRequest:
     """OpenAI's Responses, of which none is stored."""
     asked = ResponsesRequest.parse(body, limits)
-    return Call(ChatBatch.of(asked.chat), partial(ResponsesFormat, asked.told), "resp_", responses_request.NAMES)
+    return ParsedRequest(
+        ChatBatch.of(asked.chat), partial(ResponsesFormat, asked.told), "resp_", responses_request.NAMES
+    )
 
 
-def _message(body: bytes, limits: RequestLimits) -> Call:
+def _message(body: bytes, limits: RequestLimits) -> ParsedRequest:
     """Anthropic's messages."""
-    return Call(ChatBatch.of(MessagesBody.parse(body, limits)), MessagesFormat, "msg_", messages_request.NAMES)
+    return ParsedRequest(ChatBatch.of(MessagesBody.parse(body, limits)), MessagesFormat, "msg_", messages_request.NAMES)
 
 
-def _generate(body: bytes, limits: RequestLimits, stream: bool | None = False) -> Call:
+def _generate(body: bytes, limits: RequestLimits, stream: bool | None = False) -> ParsedRequest:
     """TGI's and LoRAX's."""
     asked = GenerateRequest.parse(body, limits, stream=stream)
-    return Call(asked.completion, partial(GenerateFormat, asked), "cmpl-", generate_request.NAMES)
+    return ParsedRequest(asked.completion, partial(GenerateFormat, asked), "cmpl-", generate_request.NAMES)
 
 
-ROUTES: dict[str, tuple[Callable[[bytes, RequestLimits], Call], type[BaseModel] | None]] = {
+ROUTES: dict[str, tuple[Callable[[bytes, RequestLimits], ParsedRequest], type[BaseModel] | None]] = {
     "/v1/completions": (_completion, CompletionRequest),
     "/v1/chat/completions": (_chat, ChatCompletionRequest),
     "/v1/chat/completions/batch": (_chat_batch, Conversations),
@@ -95,29 +99,35 @@ ROUTES: dict[str, tuple[Callable[[bytes, RequestLimits], Call], type[BaseModel] 
 
 @dataclass(slots=True)
 class GenerationApi:
-    """Completions and chat completions, in the forms of several servers; `Calls` and `Answers` do what they share."""
+    """Completions and chat completions, in the forms of several servers; `GenerationBuilder` and `Responder` do what
+    they share.
+    """
 
-    calls: Calls
-    answers: Answers
+    builder: GenerationBuilder
+    responder: Responder
 
     def endpoint(self, path: str) -> Callable[[Request], Awaitable[Response]]:
         read, _ = ROUTES[path]
 
         async def answer(request: Request) -> Response:
             arrival = time.monotonic()
-            call = await self.calls.parse(read, request)
-            with renaming(call.names):
-                if isinstance(call.asked, ChatBatch):
-                    return await self._converse(request, call, call.asked, arrival)
-                return await self._complete(request, call, call.asked, arrival)
+            parsed = await self.builder.parse(read, request)
+            with renaming(parsed.names):
+                if isinstance(parsed.asked, ChatBatch):
+                    return await self._converse(request, parsed, parsed.asked, arrival)
+                return await self._complete(request, parsed, parsed.asked, arrival)
 
         answer.__doc__ = getattr(read, "func", read).__doc__
         return answer
 
-    async def _complete(self, request: Request, call: Call, asked: CompletionRequest, arrival: float) -> Response:
-        generation, shown = await self.calls.complete(Caller.of(request), asked, call.prefix, arrival)
-        return await self.answers.to(request, asked, generation, call.make_format, shown if asked.echo else ())
+    async def _complete(
+        self, request: Request, parsed: ParsedRequest, asked: CompletionRequest, arrival: float
+    ) -> Response:
+        generation, shown = await self.builder.complete(Caller.of(request), asked, parsed.prefix, arrival)
+        return await self.responder.to(request, asked, generation, parsed.make_format, shown if asked.echo else ())
 
-    async def _converse(self, request: Request, call: Call, batch: ChatBatch, arrival: float) -> Response:
-        asked, generation = batch.asked, await self.calls.converse(Caller.of(request), batch, call.prefix, arrival)
-        return await self.answers.to(request, asked, generation, call.make_format, batch.begun if asked.echo else ())
+    async def _converse(self, request: Request, parsed: ParsedRequest, batch: ChatBatch, arrival: float) -> Response:
+        asked, generation = batch.asked, await self.builder.converse(Caller.of(request), batch, parsed.prefix, arrival)
+        return await self.responder.to(
+            request, asked, generation, parsed.make_format, batch.begun if asked.echo else ()
+        )

@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from ..text.answer_reader import PartKind
-from .blocks import Block, BlockFormat
+from ..text.output_parser import PartKind
+from .blocks import BlockFormat, ContentBlock
 from .responses import Body
 
 _BEGINNINGS: dict[PartKind, Body] = {
@@ -37,18 +37,18 @@ class MessagesFormat(BlockFormat):
     def whole(self) -> Body:
         return {**self._message([self._block(block) for block in self._blocks]), **self._ended()}
 
-    def _opened(self, block: Block) -> Iterator[Body]:
+    def _opened(self, block: ContentBlock) -> Iterator[Body]:
         begun = _BEGINNINGS.get(block.kind) or self._call(block, {})
         yield {"type": "content_block_start", "index": block.index, "content_block": begun}
 
-    def _added(self, block: Block, text: str, scores: list[Body]) -> Iterator[Body]:
+    def _added(self, block: ContentBlock, text: str, scores: list[Body]) -> Iterator[Body]:
         kind, name = _DELTAS[block.kind]
         yield {"type": "content_block_delta", "index": block.index, "delta": {"type": kind, name: text}}
 
-    def _closed(self, block: Block) -> Iterator[Body]:
+    def _closed(self, block: ContentBlock) -> Iterator[Body]:
         yield {"type": "content_block_stop", "index": block.index}
 
-    def _block(self, block: Block) -> Body:
+    def _block(self, block: ContentBlock) -> Body:
         """The block with all of its text."""
         if block.kind is not PartKind.CALL:
             return {**_BEGINNINGS[block.kind], _DELTAS[block.kind][1]: block.text}
@@ -58,7 +58,7 @@ class MessagesFormat(BlockFormat):
             arguments = {}
         return self._call(block, arguments)
 
-    def _call(self, block: Block, arguments: Any) -> Body:
+    def _call(self, block: ContentBlock, arguments: Any) -> Body:
         return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
 
     def _ended(self) -> Body:

@@ -12,7 +12,7 @@ from ..errors import ApiError, no_model
 
 if TYPE_CHECKING:
     from ..access.grants import Grant
-    from ..engine.served_adapters import ServedAdapters
+    from ..engine.backend_adapters import BackendAdapters
     from ..executors import DaemonPool
 
 MAX_COMPARED = 64
@@ -26,7 +26,7 @@ ENDS = 2
 
 
 async def no_model_like(
-    name: str, adapters: ServedAdapters, base: str, grant: Grant, threads: DaemonPool
+    name: str, adapters: BackendAdapters, base: str, grant: Grant, threads: DaemonPool
 ) -> ApiError:  # fmt: skip
     """The answer to a model's name that there is not, with the one that is meant if the key may use it.
 

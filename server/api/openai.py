@@ -15,9 +15,9 @@ from ...core.requests.grammar import Grammar
 from ...core.requests.sampling_params import MAX_LOGPROBS, SamplingParams
 from ..access.limits import RequestLimits, check_counts, check_json
 from ..errors import ApiError, clipped, validated
-from ..text.answer_reader import AnswerReader
-from ..text.call_formats import AnswerSyntax
+from ..text.output_parser import OutputParser
 from ..text.tokenizer import Tokenizer
+from ..text.tool_call_formats import OutputSyntax
 from .fields import own_fields
 from .grammar_fields import GrammarFields
 from .sampling_defaults import SamplingDefaults
@@ -167,16 +167,16 @@ class GenerationRequest(GrammarFields):
         """Fields that the answer does not depend on, because the model's chat template does not know them."""
         return [] if self.reasoning_effort is None else ["reasoning_effort"]
 
-    def syntax(self, tokenizer: Tokenizer) -> AnswerSyntax:
+    def syntax(self, tokenizer: Tokenizer) -> OutputSyntax:
         """What the answer is read for."""
-        return AnswerSyntax()
+        return OutputSyntax()
 
-    def reader(self, syntax: AnswerSyntax) -> AnswerReader | None:
+    def reader(self, syntax: OutputSyntax) -> OutputParser | None:
         """A reader for one answer; None if its text is all that the answer has."""
         return None
 
-    def answer_grammars(
-        self, content: tuple[str, Grammar] | None, syntax: AnswerSyntax, tokenizer: Tokenizer, limits: RequestLimits
+    def output_grammars(
+        self, content: tuple[str, Grammar] | None, syntax: OutputSyntax, tokenizer: Tokenizer, limits: RequestLimits
     ) -> list[tuple[str, Grammar]]:
         """Grammars that can be obeyed, each with its field; the answer matches the last one.
 
@@ -185,13 +185,15 @@ class GenerationRequest(GrammarFields):
         return [] if content is None else [content]
 
     def explained(self, message: str) -> str:
-        """What is wrong with a grammar of `answer_grammars`, with the path of what it is about in the request."""
+        """What is wrong with a grammar of `output_grammars`, with the path of what it is about in the request."""
         return message
 
     @property
     @abstractmethod
     def asked_logprobs(self) -> int | None:
-        """Number of likeliest tokens that the client asks for with each generated token; None: no log-probabilities."""
+        """Number of top log-probabilities that the client asks for with each generated token; None: no
+        log-probabilities.
+        """
 
     @property
     def num_logprobs(self) -> int | None:
@@ -200,7 +202,7 @@ class GenerationRequest(GrammarFields):
         return asked if asked is None or not named else named + 1  # the token itself is one of them
 
     @property
-    def num_prompt_scores(self) -> int | None:
+    def num_prompt_logprobs(self) -> int | None:
         """The same of prompt tokens."""
         return self.prompt_logprobs
 
@@ -256,7 +258,7 @@ class GenerationRequest(GrammarFields):
             stop_token_ids=tuple(self.stop_token_ids),
             bad_words=bad_words,
             logprobs=self.asked_logprobs,
-            prompt_logprobs=self.num_prompt_scores,
+            prompt_logprobs=self.num_prompt_logprobs,
             allowed_token_ids=tuple(self.allowed_token_ids) or None,
             logprob_token_ids=tuple(self.logprob_token_ids),
             grammar=grammar,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
-from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
@@ -17,10 +16,9 @@ from .absent import ABSENT
 from .adapter_api import AddAdapter, ChangeAdapter, DrainAdapter, LoadLoraAdapter, UnloadLoraAdapter
 from .generation_api import ROUTES
 from .json_text import dumps
+from .logprobs import Body
 from .messages_request import MessagesToCount
 from .text_api import ChatToTokens, TextToTokens, TokensToText
-
-Body = dict[str, Any]
 
 _REF = "#/components/schemas/{model}"
 _TEXT = {"type": "string"}

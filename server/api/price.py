@@ -46,7 +46,7 @@ def unasked_limit(
     Raises InvalidRequest for a call with more prompt tokens or more log-probabilities than are taken.
     """
     tokens = _prompt_tokens(asked, prompts, limits)
-    of_prompts = 0 if asked.num_prompt_scores is None else tokens * (asked.num_prompt_scores + 1)
+    of_prompts = 0 if asked.num_prompt_logprobs is None else tokens * (asked.num_prompt_logprobs + 1)
     each = 0 if asked.num_logprobs is None else asked.num_logprobs + 1
     if of_prompts + each == 0:
         return None

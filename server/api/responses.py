@@ -6,20 +6,17 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ...core.requests.types import StepInfo, TokenLogprobs
 from ..engine.generation import Choice, Delta, Generation
 from ..errors import ApiError
-from ..text.answer_reader import Message, Part, PartKind
-from .logprobs import LogprobFormat
+from ..text.output_parser import ParsedMessage, Part, PartKind
+from .logprobs import Body, LogprobFormat
 from .openai import GenerationRequest
 from .sse import DONE
 
-Body = dict[str, Any]
-
-TOKENS_PER_SCORE = 16
-TEXT_PER_SCORE = 1024
+TOKENS_PER_LOGPROB = 16
+TEXT_PER_LOGPROB = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +27,7 @@ class Echo:
     offsets: Sequence[int] = ()
 
 
-class AnswerFormat(ABC):
+class BodyFormat(ABC):
     """Builds the answer, or the chunks of a streamed answer, to one call."""
 
     end = DONE
@@ -75,17 +72,17 @@ class AnswerFormat(ABC):
         return error.body(path)
 
     @property
-    def num_scores(self) -> float:
-        """Amount to write of the whole answer, see `scores_of`."""
-        return sum(map(self.scores_of, self._generation.choices))
+    def num_logprobs(self) -> float:
+        """Amount to write of the whole answer, see `logprobs_of`."""
+        return sum(map(self.logprobs_of, self._generation.choices))
 
-    def scores_of(self, part: Delta | Choice) -> float:
+    def logprobs_of(self, part: Delta | Choice) -> float:
         """Amount to write of a choice or of a delta's chunks: alternatives of all tokens, and some for the tokens
         themselves and for text.
         """
         asked, choice = self._asked, self._generation.choices[part.index]
-        count, of_ids = (self._logprobs or 0) + 1, asked.return_token_ids / TOKENS_PER_SCORE
-        scores = len(part.logprobs) * count + len(part.token_ids) * of_ids + len(part.text) / TEXT_PER_SCORE
+        count, of_ids = (self._logprobs or 0) + 1, asked.return_token_ids / TOKENS_PER_LOGPROB
+        scores = len(part.logprobs) * count + len(part.token_ids) * of_ids + len(part.text) / TEXT_PER_LOGPROB
         if part.index not in self._begun:
             of_prompt = max((asked.prompt_logprobs or 0) + 1, count if self._echoes else 0)
             scores += len(part.prompt_logprobs or ()) * of_prompt + len(choice.prompt_token_ids) * of_ids
@@ -102,7 +99,7 @@ class AnswerFormat(ABC):
         }
 
 
-class ChoiceFormat(AnswerFormat):
+class ChoiceFormat(BodyFormat):
     """An answer that lists its choices."""
 
     object: str
@@ -278,7 +275,7 @@ class ChatFormat(ChoiceFormat):
         return {**super().answer(), **NOTHING_OF_PROMPT, **self._about_prompt(self._generation.choices[0])}
 
     def _choice(self, choice: Choice) -> Body:
-        said = Message()
+        said = ParsedMessage()
         said.add(choice.parts)
         begun = self._begun_with(choice.index)
         message = {"role": "assistant", "content": begun + said.content, **NOTHING_ELSE, **NO_REASONING}
@@ -293,12 +290,12 @@ class ChatFormat(ChoiceFormat):
         return {
             "index": choice.index,
             "message": message,
-            "logprobs": self._named(self._shown_scores(choice)),
+            "logprobs": self._named(self._shown_logprobs(choice)),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
 
-    def _shown_scores(self, choice: Choice) -> Sequence[TokenLogprobs]:
+    def _shown_logprobs(self, choice: Choice) -> Sequence[TokenLogprobs]:
         """Log-probabilities of the content's tokens; of all tokens, where the answer has these."""
         if self._asked.return_token_ids:
             return choice.logprobs

@@ -9,8 +9,8 @@ from typing import Any
 from orjson import Fragment
 
 from ..errors import ApiError
-from ..text.answer_reader import PartKind
-from .blocks import Block, BlockFormat
+from ..text.output_parser import PartKind
+from .blocks import BlockFormat, ContentBlock
 from .responses import Body
 
 _PREFIXES = {PartKind.CONTENT: "msg_", PartKind.REASONING: "rs_", PartKind.CALL: "fc_"}
@@ -52,16 +52,16 @@ class ResponsesFormat(BlockFormat):
             response["completed_at"] = int(time.time())
         return response
 
-    def _opened(self, block: Block) -> Iterator[Body]:
+    def _opened(self, block: ContentBlock) -> Iterator[Body]:
         yield self._event("output_item.added", output_index=block.index, item=self._item(block, done=False))
         if block.kind is not PartKind.CALL:
             yield self._event("content_part.added", part=self._part(block, ""), **self._place(block))
 
-    def _added(self, block: Block, text: str, scores: list[Body]) -> Iterator[Body]:
+    def _added(self, block: ContentBlock, text: str, scores: list[Body]) -> Iterator[Body]:
         more = {"logprobs": scores} if block.kind is PartKind.CONTENT else {}
         yield self._event(f"{self._field(block)}.delta", delta=text, **self._place(block), **more)
 
-    def _closed(self, block: Block) -> Iterator[Body]:
+    def _closed(self, block: ContentBlock) -> Iterator[Body]:
         text, place = block.text, self._place(block)
         if block.kind is PartKind.CALL:
             yield self._event("function_call_arguments.done", name=block.name, arguments=text, **place)
@@ -75,24 +75,24 @@ class ResponsesFormat(BlockFormat):
         number, self._num_events = self._num_events, self._num_events + 1
         return {"type": f"response.{name}", "sequence_number": number, **fields}
 
-    def _field(self, block: Block) -> str:
+    def _field(self, block: ContentBlock) -> str:
         """The name by which events tell of the block's text."""
         return _PARTS.get(block.kind, "function_call_arguments")
 
-    def _place(self, block: Block) -> Body:
+    def _place(self, block: ContentBlock) -> Body:
         place = {"item_id": self._id(block), "output_index": block.index}
         return place if block.kind is PartKind.CALL else {**place, "content_index": 0}
 
-    def _id(self, block: Block) -> str:
+    def _id(self, block: ContentBlock) -> str:
         return f"{_PREFIXES[block.kind]}{self._generation.id.removeprefix('resp_')}_{block.index}"
 
-    def _part(self, block: Block, text: str) -> Body:
+    def _part(self, block: ContentBlock, text: str) -> Body:
         part: Body = {"type": _PARTS[block.kind], "text": text}
         if block.kind is PartKind.CONTENT:
             part |= {"annotations": [], "logprobs": block.scores if text else []}
         return part
 
-    def _item(self, block: Block, *, done: bool) -> Body:
+    def _item(self, block: ContentBlock, *, done: bool) -> Body:
         """The block as an item. done: whether all of its text has come; else it is shown without any."""
         text = block.text if done else ""
         cut = block is self._blocks[-1] and self._generation.choices[0].finish_reason == "length"

@@ -72,7 +72,7 @@ class SamplingDefaults:
         try:
             SamplingParams(top_k=top_k, **numbers)
         except ValueError as error:
-            raise ValueError(f"{path}: {error}; mend it, or set generation_config to vllm") from None
+            raise ValueError(f"{path}: {error}; fix it, or set generation_config to vllm") from None
         has_limit = config.raw.get("max_new_tokens") is not None
         return cls(top_k=top_k, max_tokens=config.integer("max_new_tokens") if has_limit else None, **numbers)
 

@@ -16,8 +16,8 @@ from ..executors import DaemonPool
 from ..text.tokenizer import Tokenizer
 from . import messages_request
 from .caller import Caller
-from .calls import Calls
 from .chat_request import ChatCompletionRequest, has_messages
+from .generation_builder import GenerationBuilder
 from .json_text import encode
 from .messages_request import MessagesToCount
 from .openai import Name
@@ -56,18 +56,18 @@ def tokenize_request(body: bytes, limits: RequestLimits) -> TextToTokens | ChatT
 class TextApi:
     """vLLM's /tokenize and /detokenize."""
 
-    def __init__(self, worker: Backend, tokenizer: Tokenizer, calls: Calls, threads: DaemonPool) -> None:
+    def __init__(self, worker: Backend, tokenizer: Tokenizer, builder: GenerationBuilder, threads: DaemonPool) -> None:
         self._worker = worker
         self._tokenizer = tokenizer
-        self._calls = calls
+        self._builder = builder
         self._threads = threads
 
     async def tokenize(self, request: Request) -> Response:
-        asked = await self._calls.parse(tokenize_request, request)
-        await self._calls.require(Caller.of(request), asked.model, getattr(asked, "lora_path", None))
+        asked = await self._builder.parse(tokenize_request, request)
+        await self._builder.require(Caller.of(request), asked.model, getattr(asked, "lora_path", None))
         limit = self._worker.model.max_model_len
         if isinstance(asked, ChatToTokens):
-            tokenizer = await self._calls.tokenizer_of(Caller.of(request), asked.model, asked.lora_path)
+            tokenizer = await self._builder.tokenizer_of(Caller.of(request), asked.model, asked.lora_path)
             tokens = await tokenizer.encode_chat(asked.conversation(), limit)
         else:
             specials = asked.add_special_tokens
@@ -77,8 +77,8 @@ class TextApi:
         return Response(await self._threads.run(encode, body), media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
-        asked = await self._calls.parse(TokensToText.read, request)
-        await self._calls.require(Caller.of(request), asked.model)
+        asked = await self._builder.parse(TokensToText.read, request)
+        await self._builder.require(Caller.of(request), asked.model)
         vocab = self._worker.model.vocab_size
         if asked.tokens and max(asked.tokens) >= vocab:
             raise InvalidRequest("tokens", f"token id {max(asked.tokens)} is outside the vocabulary of {vocab}")
@@ -91,10 +91,10 @@ class TextApi:
 
     async def count_tokens(self, request: Request) -> Response:
         """Anthropic's: the length of a conversation's prompt."""
-        asked = await self._calls.parse(MessagesToCount.parse, request)
-        await self._calls.require(Caller.of(request), asked.model, asked.lora_path)
+        asked = await self._builder.parse(MessagesToCount.parse, request)
+        await self._builder.require(Caller.of(request), asked.model, asked.lora_path)
         with renaming(messages_request.NAMES):
-            tokenizer = await self._calls.tokenizer_of(Caller.of(request), asked.model, asked.lora_path)
+            tokenizer = await self._builder.tokenizer_of(Caller.of(request), asked.model, asked.lora_path)
             tokens = await tokenizer.encode_chat(asked.conversation(), self._worker.model.max_model_len)
         return JsonResponse({"input_tokens": len(tokens)})
 

@@ -13,10 +13,10 @@ from pydantic import BaseModel, Field
 from ...core.requests.grammar import Grammar, GrammarKind
 from ...core.requests.json_schemas import check_optional, located, relaxed
 from ..errors import ApiError, clipped
-from ..text.answer_reader import AnswerReader
-from ..text.call_formats import HARMONY, AnswerSyntax, call_format_of, reasoning_format_of
-from .call_grammar import answer_grammar
+from ..text.output_parser import OutputParser
+from ..text.tool_call_formats import HARMONY, OutputSyntax, reasoning_format_of, tool_call_format_of
 from .grammar_fields import check_size
+from .output_grammar import output_grammar
 
 if TYPE_CHECKING:
     from ..access.limits import RequestLimits
@@ -37,7 +37,7 @@ NAMED = "named"
 """The mode in which one function is called, once."""
 
 
-class Choice(NamedTuple):
+class ToolChoice(NamedTuple):
     """What tool_choice says. mode: none, auto, required or named. names: functions that may be called; None: all."""
 
     mode: str
@@ -79,15 +79,15 @@ class ToolFields(BaseModel):
         return bool(self.tools) and self._chosen.mode != "none"
 
     @property
-    def _chosen(self) -> Choice:
+    def _chosen(self) -> ToolChoice:
         choice = self.tool_choice
         if not isinstance(choice, dict):
-            return Choice("auto" if choice is None else choice, None)
+            return ToolChoice("auto" if choice is None else choice, None)
         kind, inside = choice.get("type", "function"), choice.get("allowed_tools")
         if kind == "function":
-            return Choice(NAMED, _names([choice]))
+            return ToolChoice(NAMED, _names([choice]))
         if kind == "allowed_tools" and isinstance(inside, dict) and inside.get("mode") in ("auto", "required"):
-            return Choice(inside["mode"], _names(inside.get("tools")))
+            return ToolChoice(inside["mode"], _names(inside.get("tools")))
         raise _wrong_choice()
 
     @property
@@ -128,7 +128,7 @@ class ToolFields(BaseModel):
         callable_tools = self.tools if self._may_call else []  # others may be anything
         return {tool["function"]["name"] for tool in callable_tools if not tool["function"].get("strict")}
 
-    def syntax(self, tokenizer: Tokenizer) -> AnswerSyntax:
+    def syntax(self, tokenizer: Tokenizer) -> OutputSyntax:
         """What the answer is to be read for."""
         template, own = tokenizer.chat_template, tokenizer.declared_syntax
         if HARMONY in template:
@@ -138,8 +138,8 @@ class ToolFields(BaseModel):
             )
             raise ApiError(400, message, param="messages", code="unsupported_format")
         reasoning = own.reasoning or reasoning_format_of(template, tokenizer.is_token)
-        return AnswerSyntax(
-            own.calls or call_format_of(template) if self._may_call else None,
+        return OutputSyntax(
+            own.calls or tool_call_format_of(template) if self._may_call else None,
             reasoning if self.separate_reasoning else None,
         )
 
@@ -150,8 +150,8 @@ class ToolFields(BaseModel):
             return None
         return None if self.thinking_token_budget == -1 else self.thinking_token_budget
 
-    def reader(self, syntax: AnswerSyntax) -> AnswerReader:
-        return AnswerReader(
+    def reader(self, syntax: OutputSyntax) -> OutputParser:
+        return OutputParser(
             syntax.calls,
             syntax.reasoning,
             self._schemas() if syntax.calls is not None else None,
@@ -160,8 +160,8 @@ class ToolFields(BaseModel):
             parallel=self._parallel,
         )
 
-    def answer_grammars(
-        self, content: tuple[str, Grammar] | None, syntax: AnswerSyntax, tokenizer: Tokenizer, limits: RequestLimits
+    def output_grammars(
+        self, content: tuple[str, Grammar] | None, syntax: OutputSyntax, tokenizer: Tokenizer, limits: RequestLimits
     ) -> list[tuple[str, Grammar]]:
         """Return grammars that can be obeyed, each with its field; the answer matches the last one.
 
@@ -176,14 +176,14 @@ class ToolFields(BaseModel):
             content = None
         elif content is None and budget is None and schemas.keys() <= self._loose:
             return []
-        elif syntax == AnswerSyntax():
+        elif syntax == OutputSyntax():
             return [] if content is None else [content]
         text = json.dumps(list(schemas.values()), ensure_ascii=False)
         check_size("tools", Grammar(GrammarKind.JSON_SCHEMA, text), limits)
         self._check_optional(schemas)
         if syntax.reasoning is not None:
             syntax = replace(syntax, reasoning=replace(syntax.reasoning, most=budget))
-        lark = answer_grammar(
+        lark = output_grammar(
             syntax, schemas, tokenizer.specials_in(syntax.marks), forced=forced, parallel=self._parallel,
             content=content is not None,
         )  # fmt: skip

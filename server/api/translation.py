@@ -25,7 +25,7 @@ CHATS_OWN = frozenset(
 )  # fmt: skip
 """Fields of chat that ask for what other APIs' answers have no room for, or that these name otherwise."""
 
-Refused = Mapping[str, tuple[tuple[Any, ...], str]]
+RefusedFields = Mapping[str, tuple[tuple[Any, ...], str]]
 """Fields that can't be obeyed: the values that ask for nothing, and what to do instead."""
 
 
@@ -37,7 +37,7 @@ class OtherBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    refused: ClassVar[Refused] = {}
+    refused: ClassVar[RefusedFields] = {}
     harmless: ClassVar[Collection[str]] = ()
     """Fields on which no answer depends."""
 

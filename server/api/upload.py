@@ -9,24 +9,24 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ...memory.files.content_store import Draft
-from ..engine.adapter_loads import LoadTimedOut
+from ...memory.files.content_store import StagedUpload
+from ..engine.adapter_loader import LoadTimedOut
 from ..errors import ApiError
 
 if TYPE_CHECKING:
-    from ..engine.adapter_loads import AdapterLoads
+    from ..engine.adapter_loader import AdapterLoader
 
 T = TypeVar("T")
 
 
-class Upload:
+class AdapterUpload:
     """A draft of a request, on its event loop. Each look at the disk has a load's deadline, and raises LoadTimedOut
     after it; what hangs is ended once the disk answers.
     """
 
-    def __init__(self, loads: AdapterLoads) -> None:
+    def __init__(self, loads: AdapterLoader) -> None:
         self._loads = loads
-        self._beginning: Future[Draft] | None = None
+        self._beginning: Future[StagedUpload] | None = None
         self._latest: Future[Any] | None = None
         self.load: Future[Any] | None = None
         """The load that needs the files until it is done."""
@@ -63,7 +63,7 @@ class Upload:
         await self._wait_for(self._loads.on_uploads(write))
 
     def seal(self) -> Path:
-        """See `Draft.seal`; not on the loop."""
+        """See `StagedUpload.seal`; not on the loop."""
         return self._draft.seal()
 
     async def end(self, *, failed: bool) -> None:
@@ -81,7 +81,7 @@ class Upload:
                     await asyncio.shield(asyncio.wrap_future(ended))
 
     @property
-    def _draft(self) -> Draft:
+    def _draft(self) -> StagedUpload:
         assert self._beginning is not None
         return self._beginning.result(0)
 

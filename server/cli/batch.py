@@ -35,7 +35,7 @@ CAN_PASS = (429, 500, 503, 504)
 JSON = {"content-type": "application/json"}
 
 
-class Asked(NamedTuple):
+class BatchLine(NamedTuple):
     """A line of the input."""
 
     custom_id: str
@@ -67,7 +67,7 @@ def run(settings: Settings, given: Path, output: Path, open_backend: OpenBackend
     return 1 if counts.keys() & set(CAN_PASS) else 0
 
 
-def _read(path: Path) -> Iterator[Asked]:
+def _read(path: Path) -> Iterator[BatchLine]:
     """The requests of a file. Raises UsageError that names the line."""
     lines: dict[str, int] = {}
     with path.open("rb") as file:
@@ -76,7 +76,7 @@ def _read(path: Path) -> Iterator[Asked]:
                 continue
             try:
                 line = json.loads(text)
-                asked = Asked(line["custom_id"], line["url"], line["body"])
+                asked = BatchLine(line["custom_id"], line["url"], line["body"])
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise _wrong(path, number, f"no JSON object with custom_id, url and body ({error!r:.80})") from None
             if not isinstance(asked.custom_id, str) or not isinstance(asked.body, dict):
@@ -112,7 +112,7 @@ def _keep_answers(output: Path) -> set[str]:
 
 
 async def _answer(
-    app: Starlette, requests: Iterator[Asked], out: IO[bytes], total: int, console: Console
+    app: Starlette, requests: Iterator[BatchLine], out: IO[bytes], total: int, console: Console
 ) -> dict[int, int]:
     """Writes an answer for each request as it comes; returns how many had which status."""
     counts, pending = dict[int, int](), set[asyncio.Task[dict[str, Any]]]()
@@ -140,7 +140,7 @@ async def _answer(
     return counts
 
 
-async def _ask(client: httpx.AsyncClient, asked: Asked) -> dict[str, Any]:
+async def _ask(client: httpx.AsyncClient, asked: BatchLine) -> dict[str, Any]:
     """The line of an answer. Raises EngineUnavailable when there will be none."""
     content = json.dumps(asked.body)
     answer = await client.post(asked.url, content=content, headers=JSON)

@@ -165,7 +165,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     # on the CPU the engine computes on the same processors, and what a second process costs, the rate loses
     wants = settings.kv_events_endpoint is None and may_use_gpu(settings.device)
     if choice == "on" or (choice == "auto" and (many or wants)):
-        return _up(arguments, settings, plan.Plan(replicas=1, api_servers=arguments.api_servers))
+        return _up(arguments, settings, plan.ClusterPlan(replicas=1, api_servers=arguments.api_servers))
     from ..start.launch import serve
 
     return serve(settings)
@@ -218,10 +218,10 @@ def _cluster(arguments: argparse.Namespace) -> int:
 
 
 def _cluster_up(arguments: argparse.Namespace) -> int:
-    return _up(arguments, _serve_settings(arguments), plan.Plan.of(arguments))
+    return _up(arguments, _serve_settings(arguments), plan.ClusterPlan.of(arguments))
 
 
-def _up(arguments: argparse.Namespace, settings: Settings, wanted: plan.Plan) -> int:
+def _up(arguments: argparse.Namespace, settings: Settings, wanted: plan.ClusterPlan) -> int:
     from ..cluster.up import up
 
     given = {name.removeprefix("setting_"): value for name, value in vars(arguments).items() if "setting_" in name}

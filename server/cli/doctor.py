@@ -34,24 +34,24 @@ _NAMED = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", 
 
 def run(out: TextIO) -> None:
     """Print what is found, a line each, then what would make it faster."""
-    mends: list[str] = []
+    fixes: list[str] = []
     rows = [
         ("chorus", f"{VERSION}, Python {platform.python_version()}, torch {torch.__version__}"),
         ("system", f"{platform.system()} {platform.machine()}"),
         ("processor", _processor()),
         ("threads", str(available_cpus())),
         ("memory", f"{_gib(total_bytes())}, {_gib(available_bytes())} available; {_bandwidth()}"),
-        ("CPU kernels", _kernels(mends)),
+        ("CPU kernels", _kernels(fixes)),
         ("compiler", _compiler() or "none"),
-        ("GPU", _gpu(mends)),
-        ("FlashInfer", _flashinfer(mends)),
+        ("GPU", _gpu(fixes)),
+        ("FlashInfer", _flashinfer(fixes)),
     ]
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:{width}}  {value}", file=out)
-    print("\nfaster with:" if mends else "\nnothing that is missing would make it faster", file=out)
-    for mend in mends:
-        print(f"  - {mend}", file=out)
+    print("\nfaster with:" if fixes else "\nnothing that is missing would make it faster", file=out)
+    for fix in fixes:
+        print(f"  - {fix}", file=out)
 
 
 def _processor() -> str:
@@ -70,26 +70,26 @@ def _bandwidth() -> str:
     return f"reads {rate:.1f} GB/s"
 
 
-def _kernels(mends: list[str]) -> str:
+def _kernels(fixes: list[str]) -> str:
     try:
         level = native_library.level()
     except ValueError as error:
-        mends.append(f"another {native_library.ISA}: {error}")
+        fixes.append(f"another {native_library.ISA}: {error}")
         return "none: the environment asks for a level that is not there"
     here = native_library.levels()
     if level is not None:
         if here and level != here[0]:
-            mends.append(f"{native_library.ISA} unset: this processor has {here[0]}")
+            fixes.append(f"{native_library.ISA} unset: this processor has {here[0]}")
         if not FAST_PRODUCTS["bfloat16"] & features():
-            mends.append("a processor with bfloat16 products (AVX-512-BF16, AMX-BF16 or ARM's BF16)")
+            fixes.append("a processor with bfloat16 products (AVX-512-BF16, AMX-BF16 or ARM's BF16)")
         return f"the native decoder, {level}" + (f" (of {', '.join(here)})" if len(here) > 1 else "")
     reason = native_library.why_unavailable(torch.float32)
     if platform.system() == "Linux" and not here and _compiler() is None:
-        mends.append(
+        fixes.append(
             "a C++ compiler (g++ or clang++), then Chorus installed again; or a wheel of Chorus for this system"
         )
     else:
-        mends.append(f"the native decoder: {reason}")
+        fixes.append(f"the native decoder: {reason}")
     dtypes = [name for name in FAST_PRODUCTS if has_fast_products(name)]
     computes = f"fast in {' and '.join(dtypes)}" if dtypes else "weights in 16 bits are kept as float32 too"
     return f"torch's operators ({torch.backends.cpu.get_cpu_capability()}; {computes}): {reason}"
@@ -104,19 +104,19 @@ def _compiler() -> str | None:
     return None
 
 
-def _gpu(mends: list[str]) -> str:
+def _gpu(fixes: list[str]) -> str:
     if not torch.cuda.is_available():
         built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
         return f"none; {built}"
     if not uses_gpu("auto"):
-        mends.append("Triton, without which the GPU is not used: " + _extra())
+        fixes.append("Triton, without which the GPU is not used: " + _extra())
     free, total = torch.cuda.mem_get_info()
     capability = ".".join(map(str, torch.cuda.get_device_capability()))
     name = f"{torch.cuda.get_device_name()}, compute capability {capability}, {_gib(free)} of {_gib(total)} free"
     return name if uses_gpu("auto") else f"{name}; not used: Triton is not installed"
 
 
-def _flashinfer(mends: list[str]) -> str:
+def _flashinfer(fixes: list[str]) -> str:
     try:
         found = version("flashinfer-python")
     except PackageNotFoundError:
@@ -125,7 +125,7 @@ def _flashinfer(mends: list[str]) -> str:
         return f"{found}; it needs a GPU"
     obstacle = flashinfer_obstacle(GROUP, HEAD_DIM, torch.bfloat16, torch.device("cuda"))
     if obstacle is not None:
-        mends.append(f"FlashInfer for attention: {obstacle}")
+        fixes.append(f"FlashInfer for attention: {obstacle}")
         return f"{found}; our decode kernel and torch serve attention"
     return f"{found}, its modules for heads of {HEAD_DIM} elements in bfloat16 are there or can be built"
 

@@ -16,7 +16,7 @@ BESIDE_BYTES = 512 << 20
 MAX_TENSORS = 1 << 13
 
 
-class Refused(Exception):
+class UnpickleRefused(Exception):
     """The file is not an adapter's weights; the text says why."""
 
 
@@ -30,19 +30,19 @@ def main(pickle: Path, weights: Path) -> None:
     try:
         found = torch.load(pickle, map_location="cpu", weights_only=True)
     except MemoryError:
-        raise Refused(f"takes more memory than {3 * size} bytes, three times its size, to read") from None
+        raise UnpickleRefused(f"takes more memory than {3 * size} bytes, three times its size, to read") from None
     except Exception as error:  # whatever the library says of a stranger's file
-        raise Refused(f"is not read as weights only: {' '.join(str(error).split())[:300]}") from None
+        raise UnpickleRefused(f"is not read as weights only: {' '.join(str(error).split())[:300]}") from None
     if not isinstance(found, dict) or len(found) > MAX_TENSORS:
-        raise Refused(f"does not hold a mapping of at most {MAX_TENSORS} tensors")
+        raise UnpickleRefused(f"does not hold a mapping of at most {MAX_TENSORS} tensors")
     tensors: dict[str, torch.Tensor] = {}
     left = size
     for name, value in found.items():
         if not isinstance(name, str) or type(value) not in (torch.Tensor, torch.nn.Parameter):
-            raise Refused(f"holds {type(value).__name__} under {name!r:.80}, not a tensor under its name")
+            raise UnpickleRefused(f"holds {type(value).__name__} under {name!r:.80}, not a tensor under its name")
         left -= value.numel() * value.element_size()
         if left < 0:
-            raise Refused("has tensors that are larger than the file, of the same bytes several times")
+            raise UnpickleRefused("has tensors that are larger than the file, of the same bytes several times")
         tensors[name] = value.detach().contiguous().clone()
     save_file(tensors, weights, {"format": "pt"})
 
@@ -62,6 +62,6 @@ def _limit_memory(more: int) -> None:
 if __name__ == "__main__":
     try:
         main(Path(sys.argv[1]), Path(sys.argv[2]))
-    except (Refused, OSError) as error:
+    except (UnpickleRefused, OSError) as error:
         print(error, file=sys.stderr)
         sys.exit(1)

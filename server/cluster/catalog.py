@@ -19,8 +19,8 @@ from ...memory.adapters.adapter import check_name
 from ...memory.adapters.store import UnknownAdapter
 from ...memory.adapters.versions import VersionNames, split_version, versioned
 from ...memory.files.error import LoadFailure
+from ..engine.backend_adapters import AdapterTable, BackendAdapters, done, is_current
 from ..engine.engine_view import AdapterState
-from ..engine.served_adapters import AdapterTable, ServedAdapters, done, is_current
 
 if TYPE_CHECKING:
     from ...core.engine_stats import EngineStats
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CatalogEntry:
     """One version of a name. version: its number within this API server. label: the version as clients see it. pinned:
     whether replicas are to keep it resident.
     """
@@ -56,7 +56,7 @@ class Cluster:
     dispatcher: Dispatcher
     soon: Callable[..., None]
     call: Callable[..., Future[Any]]
-    learn: Callable[[Entry], Future[bool]]
+    learn: Callable[[CatalogEntry], Future[bool]]
     stats: Callable[[], EngineStats]
 
     @property
@@ -69,13 +69,13 @@ class Cluster:
         return self.call(self.dispatcher.end_users, name, reason, LoadFailure.REMOVED, otherwise=0)
 
 
-class Catalog(ServedAdapters):
+class Catalog(BackendAdapters):
     """The adapters of a cluster, by name, and its own `AdapterTable`."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._lock = threading.RLock()
-        self._entries: VersionNames[Entry] = VersionNames()
+        self._entries: VersionNames[CatalogEntry] = VersionNames()
         self._versions = itertools.count(1)
         self.paused: set[str] = set()
         self._pins: dict[str, Path] = {}
@@ -92,7 +92,7 @@ class Catalog(ServedAdapters):
         label: str | None = None,
         keep: int | None = 1,
         pinned: bool | None = None,
-    ) -> Entry:
+    ) -> CatalogEntry:
         """Make a manifest the adapter of a name, for requests to come. AdapterFormatError for what is no name.
 
         image: left out, as the replicas read it. label, keep: as of `AdapterStore.register`; a name may itself be a
@@ -107,7 +107,7 @@ class Catalog(ServedAdapters):
                 pinned = before is not None and before.pinned
             if before is not None and before.pinned:  # what is kept of it is not pinned
                 self._entries.put(name, replace(before, pinned=False), None)
-            entry = Entry(plain if own and own == label else name, number, manifest, label, pinned)
+            entry = CatalogEntry(plain if own and own == label else name, number, manifest, label, pinned)
             gone = self._entries.put(name, entry, keep)
             self.quarantine.pop(name, None)
             if pinned or (before is not None and before.pinned):
@@ -118,7 +118,7 @@ class Catalog(ServedAdapters):
                 self._cluster.soon(self._cluster.dispatcher.revive, manifest.content_hash)
         return entry
 
-    def unregister(self, name: str) -> Entry:
+    def unregister(self, name: str) -> CatalogEntry:
         with self._lock:
             entry = self.get(name)
             if name not in self._entries:
@@ -129,7 +129,7 @@ class Catalog(ServedAdapters):
             self._left(entry)
         return entry
 
-    def _unregister_newest(self, entry: Entry) -> None:
+    def _unregister_newest(self, entry: CatalogEntry) -> None:
         """Forget the newest version of a name; it then means the latest kept one, if there is one."""
         self._entries.promote(entry.name)
         if entry.pinned:
@@ -139,18 +139,18 @@ class Catalog(ServedAdapters):
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
-    def registered(self) -> list[tuple[str, Entry]]:
+    def registered(self) -> list[tuple[str, CatalogEntry]]:
         """Every version under its name, in no order; an earlier one under `name@version`."""
         with self._lock:
             return list(self._entries.items())
 
     @contextmanager
-    def using(self, name: str) -> Iterator[Entry]:
+    def using(self, name: str) -> Iterator[CatalogEntry]:
         """The same, and that it stays so within the block."""
         with self._lock:
             yield self.find(name)
 
-    def find(self, name: str) -> Entry:
+    def find(self, name: str) -> CatalogEntry:
         """What a request's adapter is now. Raises InvalidRequest, as an engine does."""
         entry = self._entries.find(name)
         if entry is not None:
@@ -161,7 +161,7 @@ class Catalog(ServedAdapters):
             raise NotServed("model", f"adapter {name!r} is not served: {aside.reason}")
         raise InvalidRequest("model", f"adapter {name!r} is not registered")
 
-    def get(self, name: str) -> Entry:
+    def get(self, name: str) -> CatalogEntry:
         """What a name means, paused or not. UnknownAdapter."""
         entry = self._entries.find(name)
         if entry is None:
@@ -270,7 +270,7 @@ class Catalog(ServedAdapters):
 
     # --- common ---
 
-    def _set_pinned(self, entry: Entry, *, pinned: bool) -> Future[bool]:
+    def _set_pinned(self, entry: CatalogEntry, *, pinned: bool) -> Future[bool]:
         """Pin a version or unpin it, unless it has been replaced; False: it has to be seen what becomes of it."""
         with self._lock:
             if self._entries.find(entry.name) == entry:
@@ -285,13 +285,13 @@ class Catalog(ServedAdapters):
             self._pins = pins
             self._cluster.soon(self._cluster.fleet.pin, pins)
 
-    def _left(self, entry: Entry) -> None:
+    def _left(self, entry: CatalogEntry) -> None:
         """A version is no name's any more; its content may still be another's."""
         content = entry.manifest.content_hash
         if content is not None and not self.names_of(content):
             self._cluster.soon(self._cluster.dispatcher.retire, content)
 
-    def state_of(self, name: str, entry: Entry) -> AdapterState:
+    def state_of(self, name: str, entry: CatalogEntry) -> AdapterState:
         content = entry.manifest.content_hash
         pinned = entry.pinned and self._cluster.fleet.is_pinned(content)
         paused = split_version(name)[0] in self.paused or name in self.paused

@@ -25,13 +25,13 @@ from ...memory.files.error import AdapterFormatError, LoadFailure
 from ...memory.files.format import AdapterManifest, inspect_adapter
 from ...memory.files.identity import with_content
 from ..engine.backend import SHUTTING_DOWN, OnOutput
+from ..engine.backend_adapters import done
 from ..engine.engine_view import EngineView, Picture
-from ..engine.served_adapters import done
 from ..engine.subscribers import Subscribers
 from ..errors import EngineUnavailable
 from ..executors import DaemonPool, PoolFull
 from .address import Address
-from .catalog import Catalog, Cluster, Entry, failed
+from .catalog import Catalog, CatalogEntry, Cluster, failed
 from .cluster_view import (
     NOTHING,
     ClusterCollector,
@@ -158,7 +158,7 @@ class ClusterWorker:
                 return
             self._stopping = True
         self.failure = self.failure or SHUTTING_DOWN
-        self.give_up(SHUTTING_DOWN)
+        self.cancel_all(SHUTTING_DOWN)
         if self._thread.is_alive():  # no server has taken the loop
             loop = self.take_loop()
             with asyncio.Runner(loop_factory=lambda: loop):
@@ -167,7 +167,7 @@ class ClusterWorker:
             self.soon(self._cancel)
         self._on_stop()
 
-    def give_up(self, reason: str) -> int:
+    def cancel_all(self, reason: str) -> int:
         ended, _ = self._subscribers.end_all(FinishReason.ABORT, reason)
         self.soon(self.dispatcher.end_all)
         return len(ended)
@@ -231,7 +231,7 @@ class ClusterWorker:
         try:
             with self.adapters.using(request.adapter_name) as newest:
                 bound = request.sibling and request.sibling.bound
-                entry = bound if isinstance(bound, Entry) else newest
+                entry = bound if isinstance(bound, CatalogEntry) else newest
                 if entry.manifest.content_hash is not None:
                     self._add(request, entry, on_output, loop, accepted)
                 else:  # it has not been asked for before
@@ -302,7 +302,7 @@ class ClusterWorker:
         manifest = inspect_adapter(path, self._config.module_dims, self._config.num_layers, roots)
         return with_base(manifest, self._base_names, strict=self._settings.strict_base)
 
-    def _learn(self, entry: Entry) -> Future[bool]:
+    def _learn(self, entry: CatalogEntry) -> Future[bool]:
         def learn() -> bool:
             self.adapters.note(entry.name, entry.version, with_content(entry.manifest))
             return False
@@ -310,7 +310,7 @@ class ClusterWorker:
         return self._hashes.submit(learn)
 
     def _hash_and_add(
-        self, request: Request, entry: Entry, on_output: OnOutput, loop: asyncio.AbstractEventLoop | None,
+        self, request: Request, entry: CatalogEntry, on_output: OnOutput, loop: asyncio.AbstractEventLoop | None,
         accepted: Future[None],
     ) -> None:  # fmt: skip
         try:
@@ -330,7 +330,7 @@ class ClusterWorker:
             self.soon(self.dispatcher.retire, known.content_hash)  # it was replaced meanwhile
 
     def _add(
-        self, request: Request, entry: Entry | None, on_output: OnOutput, loop: asyncio.AbstractEventLoop | None,
+        self, request: Request, entry: CatalogEntry | None, on_output: OnOutput, loop: asyncio.AbstractEventLoop | None,
         accepted: Future[None],
     ) -> None:  # fmt: skip
         record = to_record(request, time.monotonic())

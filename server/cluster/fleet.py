@@ -22,7 +22,7 @@ class Fleet(Placements):
 
     def __init__(self, links: Sequence[Link]) -> None:
         self.links = links
-        self._loads = {link.name: _Load(link) for link in links}
+        self._loads = {link.name: _ReplicaLoad(link) for link in links}
         self._holders = Holders()
         self._pins: Mapping[str, Path] = {}
         self._candidates: dict[str | None, tuple[Sequence[Link], Replicas]] = {}  # by content, for new requests
@@ -172,7 +172,7 @@ class Fleet(Placements):
     def note_down(self, link: Link) -> None:
         """A replica is gone, and this API server's requests have left it."""
         self._holders.remove(link.name, self._loads[link.name].held)
-        self._loads[link.name] = _Load(link)
+        self._loads[link.name] = _ReplicaLoad(link)
         self.changed()
 
     def note_report(self, link: Link) -> None:
@@ -194,7 +194,7 @@ class Fleet(Placements):
             self.changed()
 
 
-class _Load:
+class _ReplicaLoad:
     """A replica's state, and what it is made of.
 
     num_others: requests of other API servers. adapters: how many of this API server's requests are for each. resident,

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from ...core.engine_stats import EngineStats
 from .address import Address
 from .replica import FROM_REPLICA
-from .report import Hello, Identity, Report
+from .report import Hello, ModelIdentity, Report
 from .stream import FrameStream, PlannedEnd, connect, stay_connected
 from .wire import Frame, Malformed, WireError
 
@@ -71,7 +71,7 @@ class Link:
         return self.hello is not None and not self.draining
 
     @property
-    def identity(self) -> Identity | None:
+    def identity(self) -> ModelIdentity | None:
         return None if self.hello is None else self.hello.identity
 
     @property

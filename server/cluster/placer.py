@@ -17,7 +17,7 @@ from .router import Policy, Replicas
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RoutedRequest:
     """A request as a routing policy sees it; adapters are content hashes."""
 
     adapter: str | None
@@ -64,7 +64,7 @@ class Placer:
         if target is None or target not in links:
             if self._is_held:  # first come, first served
                 return
-            index = self._choose(Wanted(content, len(request.record["tokens"]), request.rank), request, replicas)
+            index = self._choose(RoutedRequest(content, len(request.record["tokens"]), request.rank), request, replicas)
             if index is None:
                 self._is_held = True
                 return
@@ -74,7 +74,7 @@ class Placer:
         request.record["num_paid_tokens"] = len(request.record["tokens"]) - 1 if request.num_output_tokens else 0
         target.send("submit", request.record, attempt)
 
-    def _choose(self, wanted: Wanted, request: OpenRequest, replicas: Replicas) -> int | None:
+    def _choose(self, wanted: RoutedRequest, request: OpenRequest, replicas: Replicas) -> int | None:
         """The index of the policy's choice. A call's requests have a prompt prefix in common, so a further request
         goes where the one before it went, as long as there is room. A request that finds no room even at a replica
         without requests never will: it is sent there, and the replica says why.

@@ -19,7 +19,7 @@ from .router.scale import STEADY_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ClusterPlan:
     """A cluster. policy: a name of `POLICIES`. slo_tpot: seconds per token that it keeps to; None: by the costs.
 
     replicas: at the start; then from `min_replicas` to `max_replicas`, None: as many, by hints that have held for
@@ -49,7 +49,7 @@ class Plan:
     preload: bool = False
 
     @classmethod
-    def of(cls, arguments: argparse.Namespace) -> Plan:
+    def of(cls, arguments: argparse.Namespace) -> ClusterPlan:
         """The plan of flags. UsageError."""
         given = {name: getattr(arguments, name) for name in cls.__slots__ if hasattr(arguments, name)}
         plan = cls(**{**given, "migration_setting": tuple(given.get("migration_setting", ()))})
@@ -80,11 +80,11 @@ class Plan:
         return _PLAN.dump_python(self, mode="json")
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Plan:
+    def from_json(cls, data: dict[str, Any]) -> ClusterPlan:
         return _PLAN.validate_python(data)
 
 
-_PLAN = TypeAdapter(Plan)
+_PLAN = TypeAdapter(ClusterPlan)
 
 
 def add_up_flags(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:

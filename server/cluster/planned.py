@@ -14,7 +14,7 @@ from ..executors import DaemonPool
 from .dispatcher import Dispatcher
 from .link import Link
 from .placement.migration import AnswerSeconds, Migration, Movable, Task
-from .placement.plan import Plan, plan_moves
+from .placement.plan import PlacementPlan, plan_moves
 from .placement.preloading import ArrivalRates, burst_tolerance
 from .placement.settings import MigrationSettings
 
@@ -62,7 +62,7 @@ class Planned(ABC, Generic[T]):
         return max(1, round(pages / max(1, sum(len(link.resident) for link in self._links))))
 
 
-class Mover(Planned[Plan]):
+class Mover(Planned[PlacementPlan]):
     """Migration: requests of this API server go on at other replicas where the load is uneven."""
 
     def __init__(
@@ -83,7 +83,7 @@ class Mover(Planned[Plan]):
         self._task: Task | None = None
         dispatcher.on_end = self._answers.note
 
-    def _begin(self, now: float) -> Future[Plan] | None:
+    def _begin(self, now: float) -> Future[PlacementPlan] | None:
         if not self._migration.is_due(now):
             return None
         dispatcher = self._dispatcher
@@ -105,7 +105,7 @@ class Mover(Planned[Plan]):
         plan.add_done_callback(lambda _: self._soon(self.look))  # at the next look most requests might have ended
         return plan
 
-    def _carry_out(self, plan: Plan) -> None:
+    def _carry_out(self, plan: PlacementPlan) -> None:
         moves = [] if self._task is None else self._task.moves(plan)
         moved = [
             move

@@ -18,7 +18,7 @@ from .address import AddressError, AddressFile, TcpSocket, UnixSocket, parse_add
 from .child import STOP_SECONDS, Child
 from .directory import ClusterDirectory
 from .listener import Listener
-from .plan import Plan
+from .plan import ClusterPlan
 from .replica_process import ReplicaSettings
 from .stream import LAST_RETRY_SECONDS, read_secret
 
@@ -41,7 +41,7 @@ class Kept(Protocol):
     def join(self, seconds: float) -> None: ...
 
 
-class Launcher(Protocol):
+class ReplicaLauncher(Protocol):
     """Makes replicas' processes. threads: of each of so many replicas, where the settings do not say."""
 
     def threads(self, count: int) -> int: ...
@@ -57,7 +57,7 @@ class Launcher(Protocol):
 class LocalLauncher:
     """Replicas as children of this process."""
 
-    def __init__(self, directory: ClusterDirectory, plan: Plan) -> None:
+    def __init__(self, directory: ClusterDirectory, plan: ClusterPlan) -> None:
         self._directory = directory
         self._plan = plan
         base = None if plan.listen is None else parse_address(plan.listen, plan.tls)
@@ -82,7 +82,7 @@ class LocalLauncher:
 class Processes:
     """The children of a cluster's first process; see `stop`."""
 
-    def __init__(self, plan: Plan, settings: Settings) -> None:
+    def __init__(self, plan: ClusterPlan, settings: Settings) -> None:
         """OSError, AddressError and TlsError among them, or ValueError for a plan that can't be carried out."""
         self.directory = directory = ClusterDirectory.new(plan.secret_file)
         self.replicas: list[Kept] = []
@@ -93,7 +93,7 @@ class Processes:
         self._registry: list[Child] = []
         self._stopping = threading.Event()
         self._changing = threading.Lock()  # see `is_changing`
-        self._launcher: Launcher | None = None
+        self._launcher: ReplicaLauncher | None = None
         try:
             read_secret(directory.secret_file)
             if plan.tls is not None:
@@ -239,7 +239,7 @@ class Processes:
         shutil.rmtree(self.directory.path, ignore_errors=True)
 
 
-def _launcher_of(plan: Plan, directory: ClusterDirectory) -> Launcher:
+def _launcher_of(plan: ClusterPlan, directory: ClusterDirectory) -> ReplicaLauncher:
     if plan.ray is None:
         return LocalLauncher(directory, plan)
     from .ray_actors import RayLauncher
@@ -247,7 +247,7 @@ def _launcher_of(plan: Plan, directory: ClusterDirectory) -> Launcher:
     return RayLauncher(directory, plan)
 
 
-def _registry_of(plan: Plan, directory: ClusterDirectory, settings: Settings) -> list[Child]:
+def _registry_of(plan: ClusterPlan, directory: ClusterDirectory, settings: Settings) -> list[Child]:
     """The registry's process, unless it runs elsewhere or none is needed.
 
     Where adapters are uploaded, their names lie beside them, so that the cluster has both again after a restart.

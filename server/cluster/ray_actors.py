@@ -24,7 +24,7 @@ from ..start.checks import LaunchError
 from .address import LOOPBACK, AddressFile
 from .child import STOP_SECONDS
 from .directory import ClusterDirectory
-from .plan import Plan
+from .plan import ClusterPlan
 from .replica_process import ReplicaSettings
 
 log = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ class RayReplica:
 class RayLauncher:
     """Replicas as actors of a Ray cluster; LaunchError where there is none."""
 
-    def __init__(self, directory: ClusterDirectory, plan: Plan) -> None:
+    def __init__(self, directory: ClusterDirectory, plan: ClusterPlan) -> None:
         import_ray()
         import ray
 

@@ -21,10 +21,10 @@ from ...memory.adapters.registry_store import Entry as Registered
 from ...memory.adapters.store import UnknownAdapter
 from ...memory.adapters.versions import versioned
 from ...memory.files.error import AdapterFormatError
+from ..engine.backend_adapters import RegistryNames, done
 from ..engine.engine_view import AdapterState
-from ..engine.served_adapters import RegistryNames, done
 from .address import Address
-from .catalog import Catalog, Cluster, Entry, failed
+from .catalog import Catalog, CatalogEntry, Cluster, failed
 from .registry import EXISTS, TAKEN, UNKNOWN
 from .registry_client import RegistryClient, RegistryRefusal
 
@@ -71,7 +71,7 @@ class RegisteredCatalog(Catalog):
         label: str | None = None,
         keep: int | None = None,
         pinned: bool | None = None,
-    ) -> Entry:
+    ) -> CatalogEntry:
         return super().register(name, manifest, image, label=label or START, keep=None, pinned=pinned)
 
     def put(
@@ -163,12 +163,12 @@ class RegisteredCatalog(Catalog):
         path, paused = str(manifest.path.absolute()), name in self.paused
         return Registered(name, content, path, 0, manifest.rank, manifest.file_size, pinned, label, paused)
 
-    def _set_pinned(self, entry: Entry, *, pinned: bool) -> Future[bool]:
+    def _set_pinned(self, entry: CatalogEntry, *, pinned: bool) -> Future[bool]:
         if entry.pinned == pinned:
             return done(False)
         return self._soon(self._write_pinned(entry, pinned))
 
-    async def _write_pinned(self, entry: Entry, pinned: bool) -> bool:
+    async def _write_pinned(self, entry: CatalogEntry, pinned: bool) -> bool:
         await self._put(entry.name, await self._hashed(entry.manifest), label=entry.label, pinned=pinned)
         return False
 
@@ -223,6 +223,6 @@ class RegisteredCatalog(Catalog):
 
 
 def _exists(refusal: RegistryRefusal, name: str) -> Exception:
-    """A refusal to load, as `ServedAdapters.put` says it."""
+    """A refusal to load, as `BackendAdapters.put` says it."""
     kinds = {EXISTS: FileExistsError(name), TAKEN: LabelTaken(refusal.message)}
     return kinds.get(refusal.reason, refusal)

@@ -264,7 +264,7 @@ class RegistryClient:
         if len(rest) != (3 if frame.kind == "done" else 2) or type(number) is not int:
             raise Malformed(f"the registry sent {frame.kind} with {len(frame.fields)} fields")
         if done is None or done.done():
-            return  # its caller has given up
+            return  # its caller has timed out
         if frame.kind == "done":
             done.set_result((int(rest[0]), bool(rest[1]), str(rest[2])))
         else:

@@ -65,7 +65,7 @@ _Model = Annotated[
 
 
 @dataclass(frozen=True, slots=True)
-class Identity(Told):
+class ModelIdentity(Told):
     """What a replica computes with. model: hash of its files. level: of the kernels. version: Chorus's."""
 
     model: str
@@ -74,12 +74,12 @@ class Identity(Told):
     version: str
 
 
-def identity_of(engine: Engine) -> Identity:
+def identity_of(engine: Engine) -> ModelIdentity:
     """The identity of an engine that has a model."""
     config = engine.config
     model = model_hash(config.model, dummy=config.load_format == "dummy")
     dtype = ModelConfig.read(config.model).dtype if config.dtype == "auto" else config.dtype
-    return Identity(model, dtype, _level(config.cpu_kernels, config.device), VERSION)
+    return ModelIdentity(model, dtype, _level(config.cpu_kernels, config.device), VERSION)
 
 
 def _level(cpu_kernels: str, device: str) -> str:
@@ -114,7 +114,7 @@ def model_hash(directory: Path, *, dummy: bool = False) -> str:
 class Hello(Told):
     """A replica's first words."""
 
-    identity: Identity
+    identity: ModelIdentity
     model: _Model
     max_num_seqs: int
     max_adapters: int

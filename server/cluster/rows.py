@@ -57,7 +57,7 @@ def _scores(scores: tuple[TokenLogprobs, ...]) -> list[Any]:
     ]
 
 
-def _read_scores(scores: Any) -> tuple[TokenLogprobs, ...]:
+def _read_logprobs(scores: Any) -> tuple[TokenLogprobs, ...]:
     return tuple(
         TokenLogprobs(token, logprob, tuple((t, p) for t, p in top), *rank) for token, logprob, top, *rank in scores
     )
@@ -70,8 +70,8 @@ _REST: tuple[tuple[str, str, Callable[[Any], Any], Callable[[Any], Any]], ...] =
     ("failure", "failure", attrgetter("value"), LoadFailure),
     ("cached", "num_cached_tokens", int, int),
     ("queued", "queue_seconds", float, float),
-    ("logprobs", "logprobs", _scores, _read_scores),
-    ("prompt", "prompt_logprobs", _scores, _read_scores),
+    ("logprobs", "logprobs", _scores, _read_logprobs),
+    ("prompt", "prompt_logprobs", _scores, _read_logprobs),
     ("preempted", "num_preemptions", int, int),
 )
 """Of what a row may tell beside tokens the key, the output's field, and how it is written and read."""

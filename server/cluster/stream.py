@@ -39,7 +39,7 @@ class WrongSecret(WireError):
     """The peer does not have this process's secret."""
 
 
-class Refused(WireError):
+class PeerRefused(WireError):
     """The peer ended the connection and said why."""
 
 
@@ -78,7 +78,9 @@ class FrameStream:
                 return None
             self._frames.feed(data)
         if frame.kind == "bye":
-            raise Refused(f"the peer ended the connection: {frame.fields[0] if frame.fields else 'no reason given'}")
+            raise PeerRefused(
+                f"the peer ended the connection: {frame.fields[0] if frame.fields else 'no reason given'}"
+            )
         return frame
 
     def send(self, kind: str, *fields: Any) -> None:
@@ -159,7 +161,7 @@ async def _opened(
     except BaseException as error:
         # a peer of another version can't read the reason; it finds out by itself
         stream.close(
-            str(error) if isinstance(error, WireError) and not isinstance(error, OtherVersion | Refused) else None
+            str(error) if isinstance(error, WireError) and not isinstance(error, OtherVersion | PeerRefused) else None
         )
         raise
     return stream
@@ -196,7 +198,7 @@ def _trouble(error: OSError, stream: FrameStream | None) -> str:
     if isinstance(error, PlannedEnd):
         return str(error)
     trouble = f"{type(error).__name__}: {error}"
-    if stream is not None and isinstance(error, WireError) and not isinstance(error, Refused):
+    if stream is not None and isinstance(error, WireError) and not isinstance(error, PeerRefused):
         stream.close(trouble)
     return trouble
 

@@ -29,7 +29,7 @@ from .directory_files import DirectoryFiles
 from .link import Link
 from .placement.plan import NEED_HIGHS, has_highs
 from .placement.settings import MigrationSettings
-from .plan import Plan
+from .plan import ClusterPlan
 from .planned import Mover, Preloader
 from .processes import Processes
 from .router import POLICIES, Estimates
@@ -41,7 +41,7 @@ READY_POLL_SECONDS = 0.1
 STUCK_POLL_SECONDS = 1.0
 
 
-def up(plan: Plan, settings: Settings, given: dict[str, Any]) -> int:
+def up(plan: ClusterPlan, settings: Settings, given: dict[str, Any]) -> int:
     """Serve a cluster until a signal; the exit code. given: the settings of flags, by name, for API servers."""
     check_model(settings)
     if plan.migration in NEED_HIGHS and not has_highs():
@@ -64,7 +64,7 @@ def api_server(directory: ClusterDirectory, index: int) -> int:
     """Be one of several API servers of a cluster, until a signal."""
     end_with_parent()
     given = json.loads(directory.given_file.read_text())
-    plan, settings = Plan.from_json(given["plan"]), read_settings(Namespace(**given["settings"]))
+    plan, settings = ClusterPlan.from_json(given["plan"]), read_settings(Namespace(**given["settings"]))
     log_to_stderr(settings.log_level, settings.log_format)
     ready = directory.ready_file(index)
     was_whole = ready.exists()
@@ -72,7 +72,7 @@ def api_server(directory: ClusterDirectory, index: int) -> int:
     return serve(settings, open_api_server, shares_port=True, on_listening=ready.touch)
 
 
-def _open_one(plan: Plan, settings: Settings) -> tuple[Backend, Tokenizer]:
+def _open_one(plan: ClusterPlan, settings: Settings) -> tuple[Backend, Tokenizer]:
     """Start all but API servers; the backend's `stop` ends it."""
     # until the server takes the signal over: its default would leave the children to find out by themselves
     signal.signal(signal.SIGTERM, _interrupt)
@@ -89,7 +89,7 @@ def _open_one(plan: Plan, settings: Settings) -> tuple[Backend, Tokenizer]:
 
 
 def _open_api_server(
-    directory: ClusterDirectory, index: int, plan: Plan, was_whole: bool, settings: Settings
+    directory: ClusterDirectory, index: int, plan: ClusterPlan, was_whole: bool, settings: Settings
 ) -> tuple[Backend, Tokenizer]:  # fmt: skip
     """was_whole: an earlier process of this API server has served the cluster."""
     files = DirectoryFiles(directory)
@@ -100,7 +100,7 @@ def _open_api_server(
     return worker, tokenizer
 
 
-def _start(plan: Plan, settings: Settings) -> Processes:
+def _start(plan: ClusterPlan, settings: Settings) -> Processes:
     """Start replicas, and the registry. Raises LaunchError."""
     try:
         processes = Processes(plan, settings)
@@ -121,7 +121,7 @@ class _Owner(NamedTuple):
 
 def _open(
     directory: ClusterDirectory,
-    plan: Plan,
+    plan: ClusterPlan,
     settings: Settings,
     registry: AddressFile | None,
     owner: _Owner,
@@ -157,7 +157,7 @@ def _open(
     return worker, tokenizer
 
 
-def _supervise(plan: Plan, settings: Settings, given: dict[str, Any]) -> int:
+def _supervise(plan: ClusterPlan, settings: Settings, given: dict[str, Any]) -> int:
     """Keep the processes of a cluster with several API servers running, until SIGTERM or SIGINT."""
     told = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

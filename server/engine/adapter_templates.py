@@ -16,8 +16,8 @@ from ..text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from ..executors import DaemonPool
+    from .backend_adapters import BackendAdapters
     from .engine_view import AdapterState
-    from .served_adapters import ServedAdapters
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class AdapterTemplates:
     run on one event loop.
     """
 
-    def __init__(self, tokenizer: Tokenizer, adapters: ServedAdapters, threads: DaemonPool, *, used: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, adapters: BackendAdapters, threads: DaemonPool, *, used: bool) -> None:
         self._tokenizer = tokenizer
         self._adapters = adapters
         self._threads = threads

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ...core.requests.types import RequestOutput
+from .backend_adapters import BackendAdapters
 from .engine_view import EngineView
-from .served_adapters import ServedAdapters
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
@@ -28,24 +28,24 @@ SHUTTING_DOWN = "the server is shutting down"
 
 
 class Backend(Protocol):
-    """What the app needs of an engine; methods may be called from any thread."""
+    """The interface that the app uses. Methods may be called from any thread."""
 
     progress: int | None
-    """Number that changes with every step; None while there is nothing to do, or while others watch over it."""
+    """Changes with every step; None while idle, or if the watchdog need not watch this backend."""
     stalled: str | None
-    """Reason why the engine can't be asked just now; the watchdog's."""
+    """Why the engine does not respond at the moment; set by the watchdog."""
     failure: str | None
-    """Reason why no more requests are taken, for good."""
+    """Why no more requests are accepted, for good."""
     shared: Path | None
-    """Directory of all processes that serve the same clients; None: this one is alone."""
+    """Directory shared by all processes that serve the same clients; None: there is one process."""
 
     @property
     def collector(self) -> Collector | None:
-        """Metrics beside the engine's."""
+        """Metrics in addition to the engine's."""
         ...
 
     @property
-    def adapters(self) -> ServedAdapters: ...
+    def adapters(self) -> BackendAdapters: ...
     @property
     def model(self) -> ModelInfo: ...
     @property
@@ -54,16 +54,16 @@ class Backend(Protocol):
     def healthy(self) -> bool: ...
     @property
     def trouble(self) -> str | None:
-        """Reason why it is not healthy."""
+        """Why it is not healthy."""
         ...
 
     def take_loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop to serve the app on, once the app is there; the caller runs it, and closes it at the end."""
+        """The event loop on which to serve the app. The caller runs it and closes it at the end."""
         ...
 
     def stop(self, timeout: float | None = 10.0) -> None: ...
 
-    def give_up(self, reason: str) -> int:
+    def cancel_all(self, reason: str) -> int:
         """End all requests in progress; returns how many."""
         ...
 
@@ -83,7 +83,7 @@ class Backend(Protocol):
         ...
 
     def freeze(self, *, frozen: bool) -> Future[None]:
-        """Begin no step, or go on. The future's error: InvalidRequest where that can't be."""
+        """Stop stepping, or continue. The future fails with InvalidRequest if the backend does not support it."""
         ...
 
     def view(self) -> Future[EngineView]:
@@ -95,7 +95,10 @@ class Backend(Protocol):
         ...
 
     def check_adapter(self, path: Path, roots: Sequence[Path] = (), image: HostImage | None = None) -> AdapterManifest:
-        """Read and check an adapter on the caller's thread. AdapterFormatError. image: takes the weights, for `put`."""
+        """Read and check an adapter on the caller's thread. image: receives the weights, for `put`.
+
+        Raises AdapterFormatError.
+        """
         ...
 
     def check_weights(self, manifest: AdapterManifest) -> AdapterManifest: ...

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ...core.requests.sampling_params import InvalidRequest
 from ...memory.adapters.adapter import Tier
 from ...memory.files.error import AdapterFormatError
+from .backend_adapters import AdapterTable, BackendAdapters, is_current
 from .engine_view import AdapterState
-from .served_adapters import AdapterTable, ServedAdapters, is_current
 
 if TYPE_CHECKING:
     from ...core.engine import Engine
@@ -64,7 +64,7 @@ class EngineNames:
         self._store.note(self.get(name), manifest)
 
     def set_aside(self, one: Quarantined, version: int, *, in_use: bool) -> bool:
-        """See `ServedAdapters.set_aside`."""
+        """See `BackendAdapters.set_aside`."""
         if not is_current(self, one.name, version):
             return True
         adapter = self.get(one.name)
@@ -88,7 +88,7 @@ class EngineNames:
             log.warning("adapter %s was pinned, its new version is not: %s", name, reason)
 
 
-class EngineAdapters(ServedAdapters):
+class EngineAdapters(BackendAdapters):
     """The adapters of an engine, by name. call: runs a function of the engine between two steps. tell_ended: has
     clients learn of requests that were ended, also while no step runs.
     """

@@ -13,16 +13,16 @@ from ...core.requests.request import Request
 from ...core.requests.sampling_params import InvalidRequest
 from ...core.requests.types import ALL_BANNED, FinishReason, RequestOutput, StepInfo, TokenLogprobs
 from ..errors import EngineUnavailable, GenerationFailed
-from ..text.answer_reader import AnswerReader, Part
 from ..text.detokenizer import TextStream
-from .call_metrics import Ended
-from .content_scores import ContentScores
-from .telemetry import CallRecords
+from ..text.output_parser import OutputParser, Part
+from .content_logprobs import ContentLogprobs
+from .request_metrics import Ended
+from .telemetry import RequestRecords
 
 if TYPE_CHECKING:
     from .backend import Backend
 
-_UNRECORDED = CallRecords()
+_UNRECORDED = RequestRecords()
 
 TURN_SECONDS = 0.0005
 """Seconds that one call's outputs are worked on before others have their turn on the event loop."""
@@ -68,7 +68,7 @@ class Choice:
         prompt_token_ids: list[int] | None = None,
         prompt_only: bool = False,
         keeps_all: bool = True,
-        reader: AnswerReader | None = None,
+        reader: OutputParser | None = None,
     ) -> None:
         """prompt_token_ids: the request's, if the caller has them: they are not copied then. prompt_only: discard
         generated tokens. keeps_all: keep the text and scores of all deltas. reader: makes parts of the text.
@@ -92,7 +92,7 @@ class Choice:
         self.stop_reason: int | str | None = None
         self.parts: list[Part] = []
         self._reader = reader
-        self._scores = ContentScores()
+        self._scores = ContentLogprobs()
         self._keeps_all = keeps_all
         self._stream = text_stream
         self._prompt_only = prompt_only
@@ -182,7 +182,7 @@ class Generation:
         *,
         id: str,
         model: str,
-        records: CallRecords = _UNRECORDED,
+        records: RequestRecords = _UNRECORDED,
         per_prompt: int = 1,
         in_bulk: bool = False,
     ) -> None:
@@ -339,7 +339,7 @@ class Generation:
         if self._metrics is not None:
             self._metrics.ended(self.model, finish_reason, self._ended(choice))
             if not self._open:
-                self._metrics.call_ended(self._per_prompt, max(len(choice.token_ids) for choice in self.choices))
+                self._metrics.request_ended(self._per_prompt, max(len(choice.token_ids) for choice in self.choices))
         if self._recorder is not None:
             self._recorder.note(choice.request, len(choice.prompt_token_ids), len(choice.token_ids))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...memory.adapters.registry_store import Entry, RegistryStore
-from ...memory.files.content_store import Draft
+from ...memory.files.content_store import StagedUpload
 from ...memory.files.error import AdapterFormatError
 from ...memory.files.identity import with_content
 from ...memory.files.owned_store import OwnedStore, Owner
@@ -17,7 +17,7 @@ from ...memory.host.image import HostImage
 if TYPE_CHECKING:
     from ..settings import Settings
     from .backend import Backend
-    from .served_adapters import RegistryNames, ServedAdapters
+    from .backend_adapters import BackendAdapters, RegistryNames
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class LoadedAdapters:
         self.names = names
 
     @classmethod
-    def of(cls, settings: Settings, adapters: ServedAdapters) -> LoadedAdapters | None:
+    def of(cls, settings: Settings, adapters: BackendAdapters) -> LoadedAdapters | None:
         """None without a directory. Raises OSError, RegistryError and OtherOwner for one that can't be used."""
         if (root := settings.adapter_uploads) is None:
             return None
@@ -64,7 +64,7 @@ class LoadedAdapters:
         """Most bytes of one adapter."""
         return self._files.max_bytes
 
-    def draft(self, expected: int) -> Draft:
+    def draft(self, expected: int) -> StagedUpload:
         """Files to write; see `ContentStore.draft`."""
         return self._files.draft(expected)
 
@@ -99,7 +99,7 @@ class LoadedAdapters:
         """Have the files of versions go that lost their names; nothing happens where another name means them."""
         self._files.retire(Path(entry.path) for entry in entries)
 
-    def sweep(self, adapters: ServedAdapters) -> None:
+    def sweep(self, adapters: BackendAdapters) -> None:
         """Remove the files of retired versions that no name means and no request holds, and set orphans aside."""
         registry = adapters.registry().result()
         if registry is None:

@@ -14,9 +14,9 @@ from prometheus_client.registry import Collector
 
 from ...core.engine_stats import METRICS, STEP_SIZES
 from .adapter_metrics import adapter_families
-from .call_metrics import CallMetrics, Ended
 from .engine_view import EngineView
 from .metric_families import ENGINE, MODEL_LABELS, histogram, label, with_samples
+from .request_metrics import Ended, RequestMetrics
 from .shared_counts import SharedCounts
 
 if TYPE_CHECKING:
@@ -84,8 +84,8 @@ class Metrics:
         self._ttft = _Seconds("time_to_first_token", "From arrival to the first token", TTFT_BUCKETS, self)
         self._itl = _Seconds("inter_token_latency", "Between two tokens of a request", ITL_BUCKETS, self)
         self._e2e = _Seconds("request", "From arrival to the end", E2E_BUCKETS, self, "e2e_request_latency")
-        self._calls = CallMetrics(self.everything, registry)
-        self.call_ended = self._calls.call_ended
+        self._calls = RequestMetrics(self.everything, registry)
+        self.request_ended = self._calls.request_ended
 
     def start(self) -> None:
         """Begin to tell the other processes, if there are any, what is counted here."""

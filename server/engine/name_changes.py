@@ -21,8 +21,8 @@ from ..errors import ApiError
 if TYPE_CHECKING:
     from ...memory.files.format import AdapterManifest
     from ...memory.host.image import HostImage
+    from .backend_adapters import BackendAdapters
     from .engine_view import AdapterState
-    from .served_adapters import ServedAdapters
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class NameChanges:
     """The one way to change names; of any thread, one change at a time. Each call may wait for the disk."""
 
     def __init__(
-        self, adapters: ServedAdapters, names: RegistryStore | None, seconds: float,
+        self, adapters: BackendAdapters, names: RegistryStore | None, seconds: float,
         on_retired: Callable[[list[Entry]], None] = lambda _: None,
     ) -> None:  # fmt: skip
         """names: the file; None where a cluster's registry writes changes down. seconds: that its disk may take.
@@ -208,7 +208,7 @@ class NameChanges:
         self._names.change(done.before, retires=False)
 
 
-def _newest_or(adapters: ServedAdapters, name: str, label: str) -> AdapterState:
+def _newest_or(adapters: BackendAdapters, name: str, label: str) -> AdapterState:
     """The state of a version: under the name itself if it is the newest."""
     newest = adapters.state(name).result()
     return newest if newest.label == label else adapters.state(versioned(name, label)).result()

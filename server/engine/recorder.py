@@ -19,7 +19,7 @@ from ..executors import Repeating
 
 if TYPE_CHECKING:
     from ...core.requests.request import Request
-    from .served_adapters import ServedAdapters
+    from .backend_adapters import BackendAdapters
 
 log = logging.getLogger(__name__)
 
@@ -64,9 +64,9 @@ class Recorder(Repeating):
         self._num_dropped = 0
         self._epoch = time.time() - time.monotonic()
         self._ranks: dict[str, int] = {}
-        self._adapters: ServedAdapters | None = None
+        self._adapters: BackendAdapters | None = None
 
-    def start(self, adapters: ServedAdapters | None = None) -> None:
+    def start(self, adapters: BackendAdapters | None = None) -> None:
         """adapters: knows their ranks."""
         self._adapters = adapters
         super().start()

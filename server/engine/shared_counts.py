@@ -13,7 +13,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from ..access.shared_bounds import Seats
+from ..access.shared_bounds import RequestSlots
 from ..executors import Repeating
 
 log = logging.getLogger(__name__)
@@ -42,12 +42,12 @@ class SharedCounts(Repeating, Collector):
     def __init__(self, counted: CollectorRegistry, directory: Path) -> None:
         """RuntimeError if no seat is free."""
         super().__init__("counts", PUBLISH_SECONDS, PUBLISH_SECONDS)
-        self._seats = Seats(directory / "count_seats")
-        seat = self._seats.take("", MOST_PROCESSES)
-        if seat is None:
+        self._slots = RequestSlots(directory / "count_seats")
+        slot = self._slots.take("", MOST_PROCESSES)
+        if slot is None:
             raise RuntimeError(f"more than {MOST_PROCESSES} processes count requests in {directory}")
         self._counted, self._directory = counted, directory
-        self._file = directory / f"counts-{seat}"
+        self._file = directory / f"counts-{slot}"
         self._before = _read(self._file)
         self._published: _Counts | None = None
         self._kept: frozenset[str] | None = None

@@ -26,9 +26,9 @@ from ..stores.cache import Cache
 from ..stores.download import download
 from ..stores.errors import CacheFull, NotInStore, StoreAway, StoreError, StoreRefused
 from ..stores.rules import Location
-from .adapter_loads import AdapterLoads, LoadTimedOut
+from .adapter_loader import AdapterLoader, LoadTimedOut
+from .backend_adapters import BackendAdapters
 from .generation import Generation
-from .served_adapters import ServedAdapters
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class _Failure:
 class SourcedAdapters:
     """Adapters by rule. Its coroutines run on one event loop; all that asks a disk or a store runs on threads."""
 
-    def __init__(self, settings: Settings, adapters: ServedAdapters, loads: AdapterLoads) -> None:
+    def __init__(self, settings: Settings, adapters: BackendAdapters, loads: AdapterLoader) -> None:
         self._settings = settings
         self._adapters = adapters
         self._loads = loads
@@ -132,7 +132,7 @@ class SourcedAdapters:
     async def start(self, generation: Generation, until: Until = _awaited) -> None:
         """Have the engine accept a call, once its adapter has been brought if it is not registered.
 
-        until: awaits that, or gives up when the client has gone. Raises as `Generation.start` does, and ApiError.
+        until: awaits that, or stops when the client has disconnected. Raises as `Generation.start` does, and ApiError.
         """
         name = generation.choices[0].request.adapter_name
         try:

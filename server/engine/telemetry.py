@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .tracing import CallTrace, Tracer
 
 
-class CallRecords(NamedTuple):
+class RequestRecords(NamedTuple):
     """Records of one call. spend: called with the tokens of prompts that are taken, and then of answers."""
 
     metrics: Metrics | None = None
@@ -32,10 +32,10 @@ class Telemetry(NamedTuple):
 
     def call(
         self, headers: Mapping[str, str], model: str, num_choices: int, spend: Callable[[int], None] | None
-    ) -> CallRecords:
+    ) -> RequestRecords:
         """The records of a call that begins."""
         trace = None if self.tracer is None else self.tracer.call(headers, model, num_choices)
-        return CallRecords(self.metrics, self.recorder, trace, spend)
+        return RequestRecords(self.metrics, self.recorder, trace, spend)
 
     @contextmanager
     def counting_rejections(self) -> Iterator[None]:

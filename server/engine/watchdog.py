@@ -1,4 +1,4 @@
-"""Watching an engine that may hang: /health says so, and requests that would wait for ever are ended."""
+"""Detects an engine that hangs: /health reports it, and its requests are ended."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.5
 
 MOST_SECONDS = 2 * POLL_SECONDS
-"""Most seconds that count between two looks: in the rest the watchdog did not run, nor, probably, did the engine."""
+"""Most seconds that count between two checks. After a longer gap the whole process was probably stopped."""
 
 
 class Watchdog(Repeating):
-    """Looks twice a second whether the engine's thread gets on with its step.
+    """Checks every `POLL_SECONDS` that the engine's thread makes progress.
 
-    A step that takes longer than `stall_seconds` makes the worker unhealthy until it ends; one that takes longer than
-    `give_up_seconds` ends the requests with an error. So do requests for which no step runs, though nothing is being
-    read for them. Reads of adapters have deadlines of their own, and only time in which the watchdog ran counts: that
-    of a stopped process or machine does not.
+    A step that takes longer than `stall_seconds` makes the worker unhealthy until the step ends. A step that takes
+    longer than `give_up_seconds` ends all requests with an error. The same applies if requests wait, no step runs and
+    no adapter is being read for them; reads have their own deadlines.
+
+    Only time in which the watchdog ran counts: a stopped process or a suspended machine is not a hanging engine.
     """
 
     def __init__(
@@ -44,10 +45,10 @@ class Watchdog(Repeating):
         self._seen: object = None
         self._looked = clock()
         self._hang = 0.0
-        self._gave_up = False
+        self._has_cancelled = False
 
     def look(self) -> None:
-        """Hold the worker's progress against the limits, once."""
+        """Compare the worker's progress with the limits, once."""
         worker, now, seen = self._worker, self._clock(), self._worker.progress
         if seen is None or seen != self._seen:
             self._hang = 0.0
@@ -58,13 +59,13 @@ class Watchdog(Repeating):
         if stalled is not None and worker.stalled is None:
             log.error("%s; /health is 503 until it has", stalled)
         elif stalled is None and worker.stalled is not None:
-            log.warning("the engine gets on again")
+            log.warning("the engine makes progress again")
         worker.stalled = stalled
         if hang <= self._give_up_seconds:
-            self._gave_up = False
-        elif not self._gave_up:
-            self._gave_up = True
-            log.error("%s; ending %d requests", stalled, worker.give_up(f"{stalled}; this request was given up"))
+            self._has_cancelled = False
+        elif not self._has_cancelled:
+            self._has_cancelled = True
+            log.error("%s; ending %d requests", stalled, worker.cancel_all(f"{stalled}; this request was cancelled"))
 
     def _turn(self) -> None:
         if not self._stopping.is_set():

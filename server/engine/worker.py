@@ -1,4 +1,4 @@
-"""The thread that owns the engine, and the way in and out of it."""
+"""The thread that owns the engine, and the queue by which other threads reach it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from enum import Enum, auto
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -42,44 +43,61 @@ MAX_FAILED_STEPS = 5
 """Steps that may fail one after another before the engine counts as broken."""
 
 
-class EngineWorker:
-    """Runs an engine on a thread of its own; all methods may be called from any thread.
+class WorkerState(Enum):
+    """What the engine's thread is doing."""
 
-    A step that raises ends the requests in progress with an error output, and the worker goes on. When the engine
-    can't even be cleared, steps go on failing, its device is lost or its books don't match, the worker is unhealthy for
-    good: `failure` says why. What hangs is seen from outside, see `Watchdog`: `progress` stays as it is, and `give_up`
-    ends the requests.
+    STARTING = auto()
+    """It builds the engine."""
+    RUNNING = auto()
+    """It steps whenever there is work."""
+    FROZEN = auto()
+    """It begins no step; requests keep their resources and new ones wait."""
+    BROKEN = auto()
+    """It begins no step and refuses everything, as `failure` says, until it is stopped."""
+    STOPPING = auto()
+    """It ends after the current turn."""
+    ENDED = auto()
+    """It has ended."""
+
+
+class EngineWorker:
+    """Runs an engine on its own thread. All methods may be called from any thread.
+
+    A step that raises ends the requests in progress with an error, and the worker continues. The worker becomes
+    unhealthy for good, with the reason in `failure`, if the engine can't be cleared after such a step, if
+    `MAX_FAILED_STEPS` steps in a row fail, if the device is lost, or if an accounting invariant is violated.
+
+    `Watchdog` detects a hanging engine from outside: `progress` no longer changes. It then calls `cancel_all`.
     """
 
     collector: Collector | None = None
     shared: Path | None = None
 
     def __init__(self, build: Callable[[], Engine]) -> None:
-        """`build` makes the engine; it is called on the worker's thread, the only one that ever touches the engine
-        (but for `check_adapter` and `check_weights`).
+        """`build` makes the engine. Only the worker's thread touches the engine, and it also calls `build`; the
+        exceptions are `check_adapter` and `check_weights`.
         """
         self._build = build
         self.adapters = EngineAdapters(self.call, self._tell_ended)
         self.progress: int | None = None
-        """Number that changes with every step, and while adapters are being read; None while there is nothing to do."""
+        """Changes with every step and while adapters are being read; None while the engine is idle."""
         self.stalled: str | None = None
-        """Reason why the engine can't be asked just now; set and cleared by the watchdog."""
+        """Why the engine does not respond at the moment; the watchdog sets and clears it."""
         self._marks = itertools.count()
         self._steps = 0  # at the end of the latest turn
         self._wake = threading.Condition()
         self._inbox: list[Callable[..., None]] = []
-        self._stopping = False
+        self._state = WorkerState.STARTING
         self._subscribers = Subscribers()
-        self._given_up: deque[str] = deque()  # requests to abort once the engine answers
+        self._cancelled: deque[str] = deque()  # requests to abort once the engine responds
         self._failed_steps = 0
-        self._frozen = False
         self._thread = threading.Thread(target=self._run, name="chorus-engine", daemon=True)
         self._started: Future[None] = Future()
         self._lost: ExecutorLost | None = None  # raised in an action; ends the thread
         self.failure: str | None = None
-        """Reason why the engine takes no more requests; None as long as it does."""
+        """Why the engine accepts no more requests; None while it does."""
         self.model: ModelInfo
-        """Model that the engine serves; set once started."""
+        """The model that the engine serves; set once started."""
         self.stats: EngineStats
         """The engine's state after its latest step; set once started."""
 
@@ -91,23 +109,24 @@ class EngineWorker:
 
     @property
     def trouble(self) -> str | None:
-        """Reason why it is not healthy."""
+        """Why it is not healthy."""
         return self.failure or self.stalled
 
     def start(self) -> None:
-        """Builds the engine and begins to step; returns when it is ready, raises what building it raised."""
-        atexit.register(self.stop)  # C++ calls abort() where the interpreter is torn down below a step
+        """Builds the engine and begins to step. Returns when it is ready; raises the error of `build`."""
+        atexit.register(self.stop)  # C++ calls abort() if the interpreter is torn down during a step
         self._thread.start()
         self._started.result()
 
     def take_loop(self) -> asyncio.AbstractEventLoop:
-        """Any loop: the engine has a thread of its own."""
+        """A new event loop: the engine needs none."""
         return asyncio.new_event_loop()
 
     def stop(self, timeout: float | None = 10.0) -> None:
         """Ends the requests in progress, closes the engine and waits for the thread, at most `timeout` seconds."""
         with self._wake:
-            self._stopping = True
+            if self._state is not WorkerState.ENDED:
+                self._state = WorkerState.STOPPING
             self._wake.notify()
         if self._thread.is_alive():
             self._thread.join(timeout)
@@ -115,17 +134,17 @@ class EngineWorker:
             atexit.unregister(self.stop)
             return
         log.warning("the engine did not end within %s s", timeout)
-        self.give_up(SHUTTING_DOWN)
+        self.cancel_all(SHUTTING_DOWN)
 
-    def give_up(self, reason: str) -> int:
-        """End all requests in progress and all waiting calls of an engine that does not answer; return their number.
+    def cancel_all(self, reason: str) -> int:
+        """End all requests in progress and all waiting calls of an engine that does not respond; return their number.
 
-        Once the engine answers again, it aborts the requests.
+        Once the engine responds again, it aborts the requests.
         """
         with self._wake:
             calls, self._inbox = self._inbox, []
         ended, _ = self._subscribers.end_all(FinishReason.ABORT, reason)
-        self._given_up.extend(ended)
+        self._cancelled.extend(ended)
         for call in calls:
             call(reason)
         return len(ended) + len(calls)
@@ -133,37 +152,39 @@ class EngineWorker:
     def submit(
         self, request: Request, on_output: OnOutput, loop: asyncio.AbstractEventLoop | None = None
     ) -> Future[None]:
-        """Gives a request to the engine; the future ends when it is accepted, or with the engine's InvalidRequest.
+        """Gives a request to the engine. The future completes when the engine accepts it, or with its InvalidRequest.
 
-        `on_output` is then called with every output, on `loop`, or on the worker's thread when there is none. All
-        outputs of a step reach a loop in one go.
+        `on_output` is then called with every output: on `loop`, or on the worker's thread if `loop` is None. All
+        outputs of a step reach a loop in one call.
         """
         return self._enqueue(partial(self._submit, request, on_output, loop))
 
     def resume(
         self, record: Mapping[str, Any], on_output: OnOutput, loop: asyncio.AbstractEventLoop | None = None
     ) -> Future[NotHere | None]:
-        """Gives a request to the engine that another process exported, as `submit` does; NotHere as `Engine.resume`."""
+        """Gives the engine a request that another process exported; otherwise like `submit`. NotHere: see
+        `Engine.resume`.
+        """
         return self._enqueue(partial(self._resume, record, on_output, loop))
 
     def check_room(self, tenant: str, adapter_name: str | None, count: int) -> None:
-        """Raises Overloaded when `count` more requests would not be accepted now, before they are made."""
+        """Raises Overloaded if `count` more requests would not be accepted now."""
         self._engine.check_room(tenant, adapter_name, count)
 
     def abort(self, request_id: str) -> Future[bool]:
-        """Ends a request; at the latest the step in progress still counts it. The future says if it was running.
+        """Ends a request; only the current step may still include it. The future's result: whether it was running.
 
-        It is never refused: an engine that hangs aborts the request once it answers, one that ended runs none.
+        An abort is never refused. An engine that hangs aborts the request once it responds; one that ended runs none.
         """
         return self._enqueue(partial(self._abort, request_id), unless_running=False)
 
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
-        """Runs `function(engine)` between two steps."""
+        """Runs `function(engine)` between two steps; the future has its result."""
         return self._enqueue(lambda: function(self._engine))
 
     def freeze(self, *, frozen: bool) -> Future[None]:
-        """Begin no step, or go on; requests in progress keep what they hold meanwhile, and new ones wait."""
-        return self._enqueue(partial(setattr, self, "_frozen", frozen))
+        """Stop stepping, or continue. Meanwhile requests in progress keep their resources, and new ones wait."""
+        return self._enqueue(partial(self._freeze, frozen))
 
     def view(self) -> Future[EngineView]:
         return self.call(EngineView.of)
@@ -172,23 +193,27 @@ class EngineWorker:
         return self.call(Picture.of)
 
     def check_adapter(self, path: Path, roots: Sequence[Path] = (), image: HostImage | None = None) -> AdapterManifest:
-        """Reads and checks an adapter on the caller's thread, beside the steps. Raises AdapterFormatError.
+        """Reads and checks an adapter on the caller's thread, while steps go on. Raises AdapterFormatError.
 
-        roots: directories below which its files must lie; none: anywhere. image: takes the weights, for `register`.
+        roots: directories that must contain its files; empty: any. image: receives the weights, for `register`.
         """
         if self.failure is not None:
             raise EngineUnavailable(self.failure)
         return self._engine.adapters.check(path, roots, image)
 
     def check_weights(self, manifest: AdapterManifest) -> AdapterManifest:
-        """Reads and checks the weights of an adapter that was inspected, as `check_adapter` does."""
+        """Reads and checks the weights of an adapter whose header was checked before; otherwise like
+        `check_adapter`.
+        """
         if self.failure is not None:
             raise EngineUnavailable(self.failure)
         return self._engine.adapters.check_weights(manifest)
 
     def _enqueue(self, action: Callable[[], T], unless_running: T | None = None) -> Future[T]:
-        """Have the engine's thread do something. unless_running: its result where the engine does not, instead of an
-        EngineUnavailable; then it waits for one that hangs.
+        """Run an action on the engine's thread.
+
+        unless_running: the result if the engine has ended, instead of an EngineUnavailable. With it, the action also
+        waits for an engine that hangs.
         """
         future: Future[T] = Future()
 
@@ -210,7 +235,7 @@ class EngineWorker:
 
         with self._wake:
             stalled = self.stalled if unless_running is None else None
-            trouble = self.failure or stalled or (SHUTTING_DOWN if self._stopping else None)
+            trouble = self.failure or stalled or (SHUTTING_DOWN if self._state is WorkerState.STOPPING else None)
             if trouble is None:
                 self._inbox.append(run)
                 self._wake.notify()
@@ -228,9 +253,13 @@ class EngineWorker:
             self.stats = self._engine.stats()
         except BaseException as error:
             self.failure = f"the engine could not be built: {error}"
+            self._state = WorkerState.ENDED
             self._started.set_exception(error)
             return
         self._engine.watch_executor(self._executor_lost)
+        with self._wake:
+            if self._state is WorkerState.STARTING:  # else it was stopped meanwhile
+                self._state = WorkerState.RUNNING
         self._started.set_result(None)
         ending = FinishReason.ERROR
         try:
@@ -238,8 +267,8 @@ class EngineWorker:
                 pass
             ending = FinishReason.ABORT
         except IntegrityError as error:
-            log.critical("the engine's books don't match, so it stops: %s", error)
-            self.failure = "the engine's books don't match; the server ends and has to be started again"
+            log.critical("accounting invariant violated, so the engine stops: %s", error)
+            self.failure = "accounting invariant violated; the server ends and has to be started again"
         except ExecutorLost as error:
             log.critical("the engine stops", exc_info=True)
             self.failure = f"{error}; the server ends and has to be started again"
@@ -247,7 +276,7 @@ class EngineWorker:
             log.exception("the engine's thread ended")
             self.failure = "the engine broke down"
         with self._wake:
-            self._stopping = True
+            self._state = WorkerState.ENDED
             rest, self._inbox = self._inbox, []
         self.failure = self.failure or SHUTTING_DOWN
         for run in rest:
@@ -260,7 +289,7 @@ class EngineWorker:
             log.exception("closing the engine failed")
 
     def _executor_lost(self, error: ExecutorLost) -> None:
-        """End the thread, which may be waiting for something to do; from any thread."""
+        """End the worker's thread, even if it is idle. Called from any thread."""
 
         def fail() -> None:
             raise error
@@ -268,30 +297,30 @@ class EngineWorker:
         self._enqueue(fail)
 
     def _turn(self) -> bool:
-        """Waits for something to do and does it; False once the worker is to end."""
+        """Waits for work and does it; False once the worker must end."""
         with self._wake:
-            while not (self._inbox or self._stopping or self._has_work()):
+            while not (self._inbox or self._state is WorkerState.STOPPING or self._has_work()):
                 self._wake.wait()
-            if self._stopping:
+            if self._state is WorkerState.STOPPING:
                 return False
             actions, self._inbox = self._inbox, []
         if self.progress is None:
             self.progress = next(self._marks)
         for action in actions:
             action()
-        if self._lost is not None:  # by an action; its caller has the error, too
+        if self._lost is not None:  # by an action, whose caller has the error, too
             raise self._lost
         if self._has_work():
             self._step()
         elif actions:
             self.stats = self._engine.stats()
-        if self._given_up:
-            self._forget_given_up()
+        if self._cancelled:
+            self._abort_cancelled()
         self._note_progress()
         return True
 
     def _note_progress(self) -> None:
-        """Have the watchdog see steps and reads; without work there is nothing for it to see."""
+        """Show the watchdog that steps or reads make progress; None when idle."""
         if self._has_work():
             if self.stats.num_steps != self._steps or self.stats.num_reads:
                 self.progress = next(self._marks)
@@ -301,16 +330,21 @@ class EngineWorker:
             self.progress = None
         self._steps = self.stats.num_steps
 
-    def _forget_given_up(self) -> None:
-        """Abort in the engine the requests that were ended while it hung."""
-        given_up = self._given_up
-        log.warning("the engine answers again; aborting %d requests that were ended meanwhile", len(given_up))
-        while given_up:
-            self._engine.abort(given_up.popleft())
+    def _abort_cancelled(self) -> None:
+        """Abort, in the engine, the requests that were cancelled while it hung."""
+        cancelled = self._cancelled
+        log.warning("the engine responds again; aborting %d requests that were ended meanwhile", len(cancelled))
+        while cancelled:
+            self._engine.abort(cancelled.popleft())
         self.stats = self._engine.stats()
 
     def _has_work(self) -> bool:
-        return self.failure is None and not self._frozen and self._engine.has_work()
+        return self.failure is None and self._state is WorkerState.RUNNING and self._engine.has_work()
+
+    def _freeze(self, frozen: bool) -> None:
+        with self._wake:
+            if self._state in (WorkerState.RUNNING, WorkerState.FROZEN):
+                self._state = WorkerState.FROZEN if frozen else WorkerState.RUNNING
 
     def _step(self) -> None:
         try:
@@ -339,6 +373,9 @@ class EngineWorker:
             stuck = True
         if stuck or self._failed_steps >= MAX_FAILED_STEPS:
             self.failure = "the engine broke down and has to be restarted"
+            with self._wake:
+                if self._state is not WorkerState.STOPPING:
+                    self._state = WorkerState.BROKEN
             log.critical(self.failure)
         else:
             self.stats = self._engine.stats()
@@ -364,8 +401,8 @@ class EngineWorker:
         return self._engine.abort(request_id)
 
     def _tell_ended(self, engine: Engine) -> None:
-        """Deliver the outputs of requests that ended outside of a step; the next step would, but it may be far away."""
-        if self._frozen:
+        """While frozen, deliver the outputs of requests that ended outside a step; otherwise the next step does."""
+        if self._state is WorkerState.FROZEN:
             self._deliver(engine.take_ended())
 
     def _deliver(self, outputs: Iterable[RequestOutput]) -> None:

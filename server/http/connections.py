@@ -7,7 +7,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Protocol
 
-from ..access.addresses import Networks, Places
+from ..access.addresses import ConnectionLimiter, Networks
 from .accepted import Accepted, Limits
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ LOG_SECONDS = 10.0
 
 
 class Connection(Protocol):
-    """Accepted, or begun. place: see `Places`."""
+    """Accepted, or begun. place: see `ConnectionLimiter`."""
 
     place: str | None
 
@@ -53,7 +53,7 @@ class Connections:
     def __init__(self, count: int, settings: Settings) -> None:
         """count: most connections."""
         self.count = count
-        self.places = Places(
+        self.places = ConnectionLimiter(
             settings.max_connections_per_address or count // 2, Networks(settings.trusted_proxies or ())
         )
         self.num_made = 0

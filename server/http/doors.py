@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..access.addresses import Networks, forwarded_client, place_of
 from ..access.hosts import Hosts
-from ..access.keys import Identity, Keys, Right
+from ..access.keys import Keys, RequestIdentity, Right
 from ..errors import REQUEST_ID, ApiError, clipped
 from ..log_lines import note_request
 from .gate import Gate
@@ -125,7 +125,7 @@ class Doors:
             peer = (scope.get("client") or ("",))[0]
             self._find_client(scope, headers)
             identity = self._admit(scope, headers)
-            known = identity or Identity(may_change_adapters=False, sees_tenants=False)
+            known = identity or RequestIdentity(may_change_adapters=False, sees_tenants=False)
             caller = known.tenant or place_of((scope.get("client") or ("",))[0])
             tenant = (self.tenants and self.tenants.tenant(headers, peer, known.tenant)) or caller
             note_request(tenant=tenant)
@@ -161,7 +161,7 @@ class Doors:
     def _route(self, scope: Scope) -> GuardedRoute | None:
         return next((one for one in self.routes if one.matches(scope)[0] is Match.FULL), None)
 
-    def _admit(self, scope: Scope, headers: Headers) -> Identity | None:
+    def _admit(self, scope: Scope, headers: Headers) -> RequestIdentity | None:
         """Return the caller; None at an open route without a good key. Raises an ApiError for what may not come in."""
         if CONTROL.search(scope["path"]):
             raise ApiError(400, "the path holds a control character", code="invalid_path")
@@ -184,7 +184,7 @@ class Doors:
             message = f"pages of {clipped(origin)!r} may not call this server; --cors-origins allows them"
             raise ApiError(403, message, code="origin_not_allowed")
 
-    def _identify(self, headers: Headers, right: Right) -> Identity | None:
+    def _identify(self, headers: Headers, right: Right) -> RequestIdentity | None:
         anthropics = headers.get("x-api-key")
         try:
             identity = self.keys.identify(headers.get("authorization", anthropics and f"Bearer {anthropics}"))

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ..access.grants import ALL, Grant
-from ..access.shared_bounds import Seats, TokenBudgets
+from ..access.shared_bounds import RequestSlots, TokenBudgets
 from ..errors import GENERATES, ApiError
 
 ALWAYS_OPEN = ("/health", "/ping")
@@ -64,7 +64,7 @@ class Gate:
         """
         self.requests = Room("requests")
         """Requests in progress that ask for work; looking is not counted."""
-        self.seats = Seats(shared and shared / "seats")
+        self.request_slots = RequestSlots(shared and shared / "seats")
         """The same of keys that may have so many, by the tenant of the key, not by one that a gateway names within."""
         self.tokens = TokenBudgets(file=shared and shared / "tokens")
         self.bodies = Room("bytes of bodies", most_body_bytes)
@@ -114,10 +114,10 @@ class Gate:
         if generates and grant.tokens_per_minute is not None:
             self.tokens.check(caller, grant.tokens_per_minute)
         if (most := grant.requests) is not None:
-            if (seat := self.seats.take(caller, most)) is None:
+            if (slot := self.request_slots.take(caller, most)) is None:
                 text = f"{most} of your requests are in progress, your key allows {most} at once; try again later"
                 raise ApiError(429, text, code="rate_limit_exceeded", retry_after=1)
-            held.callback(self.seats.give_back, caller, seat)
+            held.callback(self.request_slots.give_back, caller, slot)
         self.requests.take(tenant)
         held.callback(self.requests.give_back, tenant)
 

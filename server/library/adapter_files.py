@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from ...core.requests.sampling_params import InvalidRequest
-from ...memory.files.content_store import Draft, StoreFull, TooLarge
+from ...memory.files.content_store import StagedUpload, StoreFull, TooLarge
 from ...memory.files.format import CONFIG_FILE, WEIGHTS_FILE
+from ..engine.backend_adapters import BackendAdapters
 from ..engine.loaded_adapters import LoadedAdapters
-from ..engine.served_adapters import ServedAdapters
 from ..settings import Settings
 
 
 class AdapterFiles:
     """A directory for adapters that have none: `adapter_uploads`, or one that is gone when the LLM is closed."""
 
-    def __init__(self, settings: Settings, adapters: ServedAdapters) -> None:
+    def __init__(self, settings: Settings, adapters: BackendAdapters) -> None:
         self._made: tempfile.TemporaryDirectory[str] | None = None
         if settings.adapter_uploads is None:
             self._made = tempfile.TemporaryDirectory(prefix="chorus-adapters-", ignore_cleanup_errors=True)
@@ -30,7 +30,7 @@ class AdapterFiles:
         self.loaded = loaded
 
     @contextmanager
-    def draft(self, config: Any, weights: Any) -> Iterator[Draft]:
+    def draft(self, config: Any, weights: Any) -> Iterator[StagedUpload]:
         """The files of an adapter, for a load within the block. Raises InvalidRequest."""
         files = {CONFIG_FILE: _config_bytes(config), WEIGHTS_FILE: _weight_bytes(weights)}
         try:

@@ -12,9 +12,9 @@ from typing import Any
 from ...core.requests.sampling_params import AdapterPaused, InvalidRequest, NotServed
 from ...core.scheduling.overload import Overloaded
 from ..api.caller import Caller
-from ..api.calls import Calls
 from ..api.chat_request import ChatBatch, ChatCompletionRequest
 from ..api.completion_request import CompletionRequest
+from ..api.generation_builder import GenerationBuilder
 from ..api.near import nearest
 from ..engine.generation import Generation
 from ..engine.sourced_adapters import SourcedAdapters
@@ -34,7 +34,7 @@ MAX_LISTED = 8
 
 
 @dataclass(slots=True)
-class Asked:
+class PromptRequest:
     """A prompt, or a conversation, and how it is to be answered. where: in front of errors about it."""
 
     prompt: Any
@@ -65,18 +65,18 @@ class Asked:
 
 @dataclass(slots=True)
 class Asking:
-    """Answers prompts with the calls of one LLM; its coroutines run on one event loop.
+    """Answers the prompts of one LLM; its coroutines run on one event loop.
 
     most: answers that the engine is given at once; the others follow as these end.
     """
 
-    calls: Calls
+    builder: GenerationBuilder
     sourced: SourcedAdapters
     most: int
     _held: int = 0
     _freed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
-    async def all(self, asked: Sequence[Asked]) -> list[Completion]:
+    async def all(self, asked: Sequence[PromptRequest]) -> list[Completion]:
         """Answers in the order of the prompts; the first error takes the others with it."""
         tasks: list[asyncio.Task[Completion]] = []
         try:
@@ -90,16 +90,16 @@ class Asking:
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def _encode(self, asked: Sequence[Asked]) -> None:
+    async def _encode(self, asked: Sequence[PromptRequest]) -> None:
         """Make tokens of short texts, many at once: each call of the tokenizer waits for the interpreter's lock."""
         for specials in (True, False):
             plain = [one for one in asked if one.is_plain and one.adds_specials == specials]
             texts = [one.prompt for one in plain]
-            encoded = await self.calls.tokenizer.encode(texts, add_special_tokens=specials)
+            encoded = await self.builder.tokenizer.encode(texts, add_special_tokens=specials)
             for one, tokens in zip(plain, encoded, strict=True):
                 one.prompt = tokens or one.prompt
 
-    async def _one(self, asked: Asked) -> Completion:
+    async def _one(self, asked: PromptRequest) -> Completion:
         """An answer; its room was taken."""
         try:
             while True:
@@ -115,7 +115,7 @@ class Asking:
         finally:
             await self._give_back(asked.params.n or 1)
 
-    async def pieces(self, asked: Asked, ended: list[Completion]) -> AsyncGenerator[str, None]:
+    async def pieces(self, asked: PromptRequest, ended: list[Completion]) -> AsyncGenerator[str, None]:
         """An answer's text as it comes; at its end all of it is put into `ended`."""
         collected = Collected()
         async with self._begun(asked, stream=True) as (generation, begun):
@@ -127,7 +127,7 @@ class Asking:
             ended.append(streamed_completion(generation, collected, begun))
 
     @asynccontextmanager
-    async def _begun(self, asked: Asked, *, stream: bool) -> AsyncIterator[tuple[Generation, str]]:
+    async def _begun(self, asked: PromptRequest, *, stream: bool) -> AsyncIterator[tuple[Generation, str]]:
         """A call that the engine has accepted, and what its answer begins with; closed at the block's end."""
         with python_errors(asked.where):
             try:
@@ -144,24 +144,26 @@ class Asking:
                     raise await self._no_adapter(asked.adapter) from None
                 raise
 
-    async def _call(self, asked: Asked, *, stream: bool) -> tuple[Generation, str]:
-        calls, arrival = self.calls, time.monotonic()
-        body = {**asked.body(calls.worker.model.max_model_len), "stream": stream}
+    async def _call(self, asked: PromptRequest, *, stream: bool) -> tuple[Generation, str]:
+        builder, arrival = self.builder, time.monotonic()
+        body = {**asked.body(builder.worker.model.max_model_len), "stream": stream}
         if asked.is_chat:
-            batch = ChatBatch.of(ChatCompletionRequest.of(body, calls.settings))
-            generation = await calls.converse(PROGRAM, batch, PREFIX, arrival)
+            batch = ChatBatch.of(ChatCompletionRequest.of(body, builder.settings))
+            generation = await builder.converse(PROGRAM, batch, PREFIX, arrival)
             return generation, batch.begun[0] if batch.asked.echo else ""
         if asked.prompt == []:
             raise InvalidRequest("prompt", "the prompt has no tokens; give one at least")
-        request = CompletionRequest.of(body, calls.settings)
-        generation, (shown,) = await calls.complete(PROGRAM, request, PREFIX, arrival)
+        request = CompletionRequest.of(body, builder.settings)
+        generation, (shown,) = await builder.complete(PROGRAM, request, PREFIX, arrival)
         if not request.echo:
             return generation, ""
         skip = request.skip_special_tokens
-        return generation, shown if isinstance(shown, str) else calls.tokenizer.decode(shown, skip_special_tokens=skip)
+        return generation, shown if isinstance(shown, str) else builder.tokenizer.decode(
+            shown, skip_special_tokens=skip
+        )
 
     async def _no_adapter(self, name: str) -> InvalidRequest:
-        names = sorted(await asyncio.wrap_future(self.calls.worker.adapters.names()))
+        names = sorted(await asyncio.wrap_future(self.builder.worker.adapters.names()))
         if (near := nearest(name, names)) is not None:
             hint = f"did you mean {near!r}?"
         elif names:

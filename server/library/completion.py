@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from ...core.requests.types import TokenLogprobs
 from ...memory.adapters.versions import versioned
 from ..engine.generation import Choice, Delta, Generation
-from ..text.answer_reader import Message, Part, PartKind, ToolCall
+from ..text.output_parser import ParsedMessage, Part, PartKind, ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +72,9 @@ def streamed_completion(generation: Generation, collected: Collected, begun: str
 def _completion(
     choice: Choice, begun: str, text: str, parts: Iterable[Part], logprobs: Sequence[TokenLogprobs]
 ) -> Completion:
-    said = Message(content=text)
+    said = ParsedMessage(content=text)
     if choice.reads:
-        said = Message()
+        said = ParsedMessage()
         said.add(parts)
     bound, scored = choice.request.bound, choice.prompt_logprobs
     return Completion(

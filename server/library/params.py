@@ -118,7 +118,7 @@ class SamplingFields(TypedDict, total=False):
 
 
 class SamplingParams:
-    """How answers are drawn, where they end, what they match and what is reported of them.
+    """How completions are sampled, where they end, what they match and what is reported of them.
 
     Takes the fields of POST /v1/completions and /v1/chat/completions by their names, and other servers' names for them;
     each is obeyed or refused as over HTTP. Fields that are left out have the model's defaults, and else OpenAI's. Where

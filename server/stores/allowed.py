@@ -7,7 +7,7 @@ import re
 import socket
 from collections.abc import Iterable
 
-from ..access.addresses import Address, parse_address
+from ..access.addresses import IpAddress, parse_address
 from ..access.hosts import plain
 from .errors import StoreAway, StoreRefused
 
@@ -87,7 +87,7 @@ class Allowed:
             self._networks.append(ipaddress.ip_network(address))
 
 
-def _is_of_the_internet(address: Address) -> bool:
+def _is_of_the_internet(address: IpAddress) -> bool:
     """False for private, loopback, link-local and other special addresses, also in IPv6 forms that hold an IPv4 one."""
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.sixtofour or (address.teredo or (None, None))[1]

@@ -17,7 +17,7 @@ import zipfile
 from collections.abc import Iterator
 from typing import IO, Any, BinaryIO
 
-from ...memory.files.content_store import Draft, TooLarge
+from ...memory.files.content_store import StagedUpload, TooLarge
 from .deadline import Deadline
 from .errors import StoreError, StoreRefused
 from .tar_headers import CheckedHeaders
@@ -34,7 +34,7 @@ _ZIP64_END, _ZIP64_LOCATOR, _ZIP64_LOCATOR_BYTES = b"PK\6\6", b"PK\6\7", 20
 
 
 def unpack(
-    archive: BinaryIO, kind: str, names: tuple[str, ...], draft: Draft, max_bytes: int, deadline: Deadline
+    archive: BinaryIO, kind: str, names: tuple[str, ...], draft: StagedUpload, max_bytes: int, deadline: Deadline
 ) -> None:
     """Write the files `names` of an archive, all from one of its directories, into a draft. Raises StoreRefused for
     whatever is wrong with it.
@@ -65,7 +65,7 @@ def unpack(
         raise StoreRefused(f"its archive does not have {' and '.join(names)} in one directory")
 
 
-def _write(draft: Draft, name: str, content: IO[bytes] | None, deadline: Deadline) -> None:
+def _write(draft: StagedUpload, name: str, content: IO[bytes] | None, deadline: Deadline) -> None:
     if content is None:
         raise StoreRefused(f"{name} in its archive is no regular file")
     while chunk := content.read(_CHUNK_BYTES):

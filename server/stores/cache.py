@@ -17,12 +17,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...memory.files.content_store import ContentStore, Draft, bytes_of
+from ...memory.files.content_store import ContentStore, StagedUpload, bytes_of
 from .rules import Location
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CacheEntry:
     """A name's adapter in the cache."""
 
     name: str
@@ -48,7 +48,7 @@ class Cache:
         entry = self._read(self._index_file(name, location))
         return None if entry is None else entry.path
 
-    def publish(self, draft: Draft, name: str, location: Location) -> Path:
+    def publish(self, draft: StagedUpload, name: str, location: Location) -> Path:
         """Make a whole download the adapter of a name; returns its directory."""
         with self._locked():
             path = draft.seal()
@@ -62,7 +62,7 @@ class Cache:
         """Have the adapter downloaded anew the next time; its files stay until their room is needed."""
         self._index_file(name, location).unlink(missing_ok=True)
 
-    def remove(self, entries: list[Entry]) -> None:
+    def remove(self, entries: list[CacheEntry]) -> None:
         """Remove the adapters of names, and all files that are no name's."""
         with self._locked():
             for entry in entries:
@@ -78,17 +78,17 @@ class Cache:
         with suppress(OSError):
             os.utime(self._index_file(name, location))
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CacheEntry]:
         """All names, the least recently used one first."""
         found = (self._read(index) for index in self._index.glob("*.json"))
         return sorted((entry for entry in found if entry is not None), key=lambda entry: entry.used)
 
-    def _read(self, index: Path) -> Entry | None:
+    def _read(self, index: Path) -> CacheEntry | None:
         with suppress(OSError, ValueError, KeyError):
             text = json.loads(index.read_bytes())
             path = self.directory / text["content"]
             if path.is_dir():
-                return Entry(text["name"], path, index, index.stat().st_mtime)
+                return CacheEntry(text["name"], path, index, index.stat().st_mtime)
         return None
 
     def _index_file(self, name: str, location: Location) -> Path:

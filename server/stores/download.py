@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from ...memory.files.content_store import ContentStore, Draft, TooLarge
+from ...memory.files.content_store import ContentStore, StagedUpload, TooLarge
 from ...memory.files.format import CONFIG_FILE, WEIGHTS_FILE
 from .allowed import Allowed
 from .archive import SUFFIXES, unpack
@@ -46,7 +46,7 @@ def missing_package(location: Location) -> str | None:
     return package if package is not None and importlib.util.find_spec(package) is None else None
 
 
-def download(location: Location, content: ContentStore, draft: Draft, allowed: Allowed, seconds: float) -> None:
+def download(location: Location, content: ContentStore, draft: StagedUpload, allowed: Allowed, seconds: float) -> None:
     """Write an adapter's two files into an empty draft of a content store. Raises StoreError."""
     deadline = Deadline(seconds)
     try:
@@ -69,7 +69,7 @@ def download(location: Location, content: ContentStore, draft: Draft, allowed: A
         raise StoreRefused(_TOO_LONG) from None
 
 
-def _write_files(store: Store, location: Location, draft: Draft, otherwise: Store | None = None) -> None:
+def _write_files(store: Store, location: Location, draft: StagedUpload, otherwise: Store | None = None) -> None:
     """Write the two files. The configuration is read before and after the weights: if it is still the same, the two
     belong together. otherwise: asked instead if the store is away.
     """
@@ -197,7 +197,7 @@ class _HubCache:
                 yield chunk
 
 
-def _download_from_hub(location: Location, draft: Draft, allowed: Allowed, deadline: Deadline) -> None:
+def _download_from_hub(location: Location, draft: StagedUpload, allowed: Allowed, deadline: Deadline) -> None:
     """Write the files of `hf://ORG/REPO[@REVISION]`; from the Hub's cache on this machine if the Hub is away."""
     from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers

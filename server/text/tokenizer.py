@@ -17,9 +17,9 @@ from jinja2 import Environment, TemplateSyntaxError
 from ...core.requests.sampling_params import InvalidRequest
 from ..errors import clipped, too_long
 from ..executors import DaemonPool
-from .call_formats import AnswerSyntax, declared
 from .detokenizer import ByteDetokenizer, Decoder, Detokenizer, TextStream
 from .spelt_specials import SpeltSpecials, new_mark
+from .tool_call_formats import OutputSyntax, declared
 from .vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -61,13 +61,13 @@ RESERVED_FOR_TEMPLATE = frozenset(
 class Conversation:
     """Messages to continue.
 
-    begins_answer: whether the prompt ends with the beginning of an answer. continues_last: whether the answer continues
+    begins_output: whether the prompt ends with the beginning of an answer. continues_last: whether the answer continues
     the last message. tools: definitions for the template. variables: the template's own, such as `enable_thinking`.
     add_special_tokens: whether the tokenizer adds its special tokens to the template's.
     """
 
     messages: list[dict[str, Any]]
-    begins_answer: bool = True
+    begins_output: bool = True
     continues_last: bool = False
     tools: list[dict[str, Any]] = field(default_factory=list)
     variables: Mapping[str, Any] = field(default_factory=dict)
@@ -179,7 +179,7 @@ class Tokenizer:
         return template if isinstance(template, str) else "\n".join(map(str, template.values()))
 
     @cached_property
-    def declared_syntax(self) -> AnswerSyntax:
+    def declared_syntax(self) -> OutputSyntax:
         """What the checkpoint itself declares of answers."""
         return declared(getattr(self._tokenizer, "response_template", None))
 
@@ -283,7 +283,7 @@ class Tokenizer:
                 conversation.messages,
                 tools=conversation.tools or None,  # pyright: ignore[reportArgumentType]  # a list of either
                 tokenize=False,
-                add_generation_prompt=conversation.begins_answer,
+                add_generation_prompt=conversation.begins_output,
                 continue_final_message=conversation.continues_last,
                 **conversation.variables,
             )

@@ -132,7 +132,7 @@ class FakeEngine:
         self.step_error: Exception | None = None  # of every step, if any
         self.refuse_from: int | None = None
         self.fail_aborts = False
-        self.books_match = True
+        self.accounts_match = True
         self.closed = False
         self.woken = threading.Event()
         self.step_seconds = 0.0
@@ -188,7 +188,7 @@ class FakeEngine:
         """Nothing: there is no other process."""
 
     def check_when_idle(self) -> None:
-        if not self.books_match and not self.running:
+        if not self.accounts_match and not self.running:
             raise IntegrityError("page 7 has two owners")
 
     def step(self) -> list[RequestOutput]:

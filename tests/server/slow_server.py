@@ -1,5 +1,5 @@
-"""`chorus serve` over an engine that does what a test wants: hang, be slow, or keep wrong books. Run as a process,
-forked from one that has imported all of this.
+"""`chorus serve` over an engine that does what a test wants: hang, be slow, or violate an accounting invariant. Run as
+a process, forked from one that has imported all of this.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def load(settings):
     )
     engine = FakeEngine(["alice"], max_model_len=1 << 20)
     engine.step_seconds = 0.01
-    if MODE == "books":
+    if MODE == "invariant":
         add_request = engine.add_request
 
         def add_and_lose_a_page(request):
             add_request(request)
-            engine.books_match = False
+            engine.accounts_match = False
 
         engine.add_request = add_and_lose_a_page
     if MODE == "engine":

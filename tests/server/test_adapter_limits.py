@@ -349,7 +349,7 @@ def test_tokens_of_which_none_may_be_drawn_are_refused(make_live):
 
 def test_a_slow_load_delays_no_other(make_live, monkeypatch, root):
     live = make_live(settings={"stall_seconds": 0.5})
-    monkeypatch.setattr("chorus.server.engine.adapter_loads.SLOW_SECONDS", 0.05)
+    monkeypatch.setattr("chorus.server.engine.adapter_loader.SLOW_SECONDS", 0.05)
     go_on, slow, check = threading.Event(), threading.Event(), live.engine.adapters.check
 
     def checked(path, roots, image):

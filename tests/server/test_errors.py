@@ -197,7 +197,7 @@ def test_who_waited_for_an_engine_that_hangs_is_told_to_come_again(start, fake_e
     fake_engine.gate.clear()
     answer = live.post(model="base", prompt="a")
     assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_unavailable"
-    assert "given up" in answer.json()["error"]["message"]
+    assert "cancelled" in answer.json()["error"]["message"]
     fake_engine.gate.set()
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.memory.files.content_store import ContentStore, Draft
+from chorus.memory.files.content_store import ContentStore, StagedUpload
 from chorus.server.http.doors import GuardedRoute
 
 from ..attacks.swaps import FILES, NAME
@@ -118,7 +118,12 @@ def test_no_route_asks_the_disk_on_the_event_loop(serve, reference, tmp_path, mo
 def hanging(monkeypatch):
     """Once set, every look at the disk of uploads hangs until it is cleared."""
     hangs, go_on = threading.Event(), threading.Event()
-    for kind, name in ((ContentStore, "draft"), (ContentStore, "directories"), (Draft, "write"), (Draft, "end")):
+    for kind, name in (
+        (ContentStore, "draft"),
+        (ContentStore, "directories"),
+        (StagedUpload, "write"),
+        (StagedUpload, "end"),
+    ):
         plain = getattr(kind, name)
 
         def slow(*arguments, plain=plain, **named):

@@ -17,7 +17,7 @@ from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.identity import with_content
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 from chorus.server.demo.skills import SKILLS
-from chorus.server.engine.adapter_loads import LoadTimedOut
+from chorus.server.engine.adapter_loader import LoadTimedOut
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GREEDY = SamplingParams(temperature=0, max_tokens=40)

@@ -189,13 +189,13 @@ def test_nothing_that_hangs_keeps_the_process(server, mode):
         assert time.monotonic() - began < 1 + 5 + BUSY
 
 
-def test_books_that_do_not_match_end_the_process_with_an_error(server):
-    with server("books") as made:
+def test_a_violated_accounting_invariant_ends_the_process_with_an_error(server):
+    with server("invariant") as made:
         answer = made.post(model="base", prompt="abc")
         assert answer.json()["choices"][0]["text"] == "abc", "nobody's answer is lost"
         deadline = time.monotonic() + BUSY
         while (health := httpx.get(f"{made.url}/health", timeout=BUSY)).status_code == 200:
             assert time.monotonic() < deadline
-        assert "books" in health.json()["reason"]
+        assert "invariant" in health.json()["reason"]
         assert made.post(model="base", prompt="abc").status_code == 503
         assert made.ended() == 1

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..router.replicas import ReplicaState
-from .plan import Plan
+from .plan import PlacementPlan
 from .problem import Problem
 from .settings import MigrationSettings
 
@@ -69,7 +69,7 @@ class Task:
     requests: list[Movable]
     replicas: list[int]
 
-    def moves(self, plan: Plan) -> list[Move]:
+    def moves(self, plan: PlacementPlan) -> list[Move]:
         where = zip(self.requests, self.problem.home.tolist(), plan.place.tolist(), strict=True)
         return [
             Move(each.id, self.replicas[home], self.replicas[place], each.adapter)

@@ -20,7 +20,7 @@ def has_highs() -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PlacementPlan:
     """place: int64 [n]. objective: its own; before: that of staying. bound: no place is below it; None: not known."""
 
     place: np.ndarray
@@ -45,8 +45,8 @@ def planned(problem: Problem, planner: str, settings: MigrationSettings) -> np.n
     return program.best(start, settings) if planner == "ilp" else program.rounded(start, settings)
 
 
-def plan_moves(problem: Problem, planner: str, settings: MigrationSettings) -> Plan:
+def plan_moves(problem: Problem, planner: str, settings: MigrationSettings) -> PlacementPlan:
     """planner: a name of `PLANNERS`. The bound needs highspy."""
     place = planned(problem, planner, settings)
     bound = Program(problem).bound() if has_highs() else None
-    return Plan(place, problem.objective(place), problem.objective(problem.home), bound)
+    return PlacementPlan(place, problem.objective(place), problem.objective(problem.home), bound)

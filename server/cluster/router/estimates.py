@@ -101,15 +101,15 @@ class Estimates:
             seconds = self._queues[queue] = self.costs.queue_seconds(*queue)
         return seconds
 
-    def load_of(self, adapter: str | None) -> Load:
+    def load_of(self, adapter: str | None) -> AdapterLoad:
         """The load of an adapter, which is priced once for a decision among several replicas."""
         if adapter is None:
-            return Load("", 0.0, 0.0)
+            return AdapterLoad("", 0.0, 0.0)
         num_bytes = self.adapter_bytes(adapter)
-        return Load(adapter, self.costs.disk.seconds(num_bytes), self.costs.link.seconds(num_bytes))
+        return AdapterLoad(adapter, self.costs.disk.seconds(num_bytes), self.costs.link.seconds(num_bytes))
 
 
-class Load(NamedTuple):
+class AdapterLoad(NamedTuple):
     """An adapter, and the seconds that its read and its copy over the link take by themselves; "": the base model."""
 
     adapter: str

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import pytest
 
 from chorus.server.access.grants import Grant
-from chorus.server.access.shared_bounds import MERGE_SECONDS, MOST_SEATS, Seats, TokenBudgets
+from chorus.server.access.shared_bounds import MAX_SHARED_SLOTS, MERGE_SECONDS, RequestSlots, TokenBudgets
 from chorus.server.errors import ApiError
 from chorus.server.http.gate import Gate
 
@@ -42,7 +42,7 @@ def another_process(file, tenant, most, count):
 
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_a_tenant_has_so_many_seats_and_those_it_gives_back(tmp_path, is_shared):
-    seats = Seats(tmp_path / "seats" if is_shared else None)
+    seats = RequestSlots(tmp_path / "seats" if is_shared else None)
     taken = [seats.take("a", 2) for _ in range(3)]
     assert taken == [0, 1, None] and seats.take("b", 1) == 0
     seats.give_back("a", 0)
@@ -51,7 +51,7 @@ def test_a_tenant_has_so_many_seats_and_those_it_gives_back(tmp_path, is_shared)
 
 
 def test_processes_share_seats_and_the_seats_of_one_that_is_killed_are_free(tmp_path):
-    seats = Seats(tmp_path / "seats")
+    seats = RequestSlots(tmp_path / "seats")
     assert seats.take("a", 3) == 0
     with another_process(tmp_path / "seats", "a", 3, 3) as (taken, process):
         assert taken == [1, 2, None]
@@ -62,9 +62,9 @@ def test_processes_share_seats_and_the_seats_of_one_that_is_killed_are_free(tmp_
 
 
 def test_a_bound_that_is_too_large_to_share_is_each_process_s_own(tmp_path):
-    most = MOST_SEATS + 1
+    most = MAX_SHARED_SLOTS + 1
     with another_process(tmp_path / "seats", "a", most, 2) as (taken, _):
-        seats = Seats(tmp_path / "seats")
+        seats = RequestSlots(tmp_path / "seats")
         assert taken == [0, 1] == [seats.take("a", most) for _ in range(2)]
 
 

@@ -5,7 +5,7 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
 from chorus.core.requests.sampling_params import SamplingParams
-from chorus.server.api.chat_request import ChatCompletionRequest, Message
+from chorus.server.api.chat_request import ChatCompletionRequest, ChatMessage
 from chorus.server.api.completion_request import CompletionRequest
 from chorus.server.api.fields import ALIASES, HARMLESS, INSTEAD, NEUTRAL, REFUSED_INSIDE
 
@@ -133,7 +133,7 @@ def test_other_fields_of_messages_are_the_templates_and_the_header_names_what_it
 def test_fields_of_messages_reach_the_template_in_their_order():
     """Not in that of a set, which differs from process to process: a template may write them as JSON."""
     given = dict.fromkeys(("thinking", "name", "tool_call_id", "reasoning", "reasoning_content"), "a")
-    assert [*Message(role="tool", content="", **given).for_template()][: len(given)] == [*given]
+    assert [*ChatMessage(role="tool", content="", **given).for_template()][: len(given)] == [*given]
 
 
 def test_what_answers_bring_along_may_be_sent_back(shared):

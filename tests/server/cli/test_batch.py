@@ -90,7 +90,7 @@ def test_an_engine_that_ends_ends_the_batch(ask):
     """Requests that it leaves have no answer, so that another run asks for them."""
     ask.engine.step_error = MemoryError("broken for good")
     ask.engine.fail_steps = 10**6
-    ask.engine.books_match = False
+    ask.engine.accounts_match = False
     with pytest.raises(EngineUnavailable):
         ask(*(line(f"n{number}") for number in range(40)))
     assert all(answer["status_code"] == 500 for answer in ask.answers().values()) and len(ask.answers()) < 40

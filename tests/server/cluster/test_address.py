@@ -27,7 +27,7 @@ from chorus.server.cluster.address import (
 )  # fmt: skip
 from chorus.server.cluster.registry import serve
 from chorus.server.cluster.registry_client import RegistryClient
-from chorus.server.cluster.stream import FrameStream, Refused, accept, connect
+from chorus.server.cluster.stream import FrameStream, PeerRefused, accept, connect
 from chorus.server.cluster.wire import WireError
 from chorus.server.rare_log import RareLog
 
@@ -87,7 +87,7 @@ def test_members_of_a_cluster_talk_and_the_secret_is_needed_all_the_same(ours):
             stream = await connect(address, SECRET, KINDS)
             big = b"x" * (1 << 20)  # more than a socket's buffers
             assert [await ask(stream, "hello"), await ask(stream, big)] == ["hello", big]
-            with pytest.raises(Refused, match="does not have this cluster's secret"):
+            with pytest.raises(PeerRefused, match="does not have this cluster's secret"):
                 await connect(address, b"w" * 32, KINDS)
             stream.close()
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from chorus.server.cli.command import make_parser
-from chorus.server.cluster.plan import Plan
+from chorus.server.cluster.plan import ClusterPlan
 from chorus.server.settings import Settings
 
 ROOT = Path(__file__).parents[3]
@@ -20,13 +20,13 @@ DEPLOY = ROOT / "docs" / "deploy"
 KUSTOMIZE = DEPLOY / "kustomize"
 
 
-def plan_of(command: list[str]) -> tuple[Plan, set[str]]:
+def plan_of(command: list[str]) -> tuple[ClusterPlan, set[str]]:
     """The plan of a `chorus cluster up`, and the names of the settings that it gives."""
     assert command[0] == "chorus"
     arguments = make_parser().parse(command[1:])
     given = {name.removeprefix("setting_") for name in vars(arguments) if name.startswith("setting_")}
     assert given <= set(Settings.model_fields)
-    return Plan.of(arguments), given
+    return ClusterPlan.of(arguments), given
 
 
 def test_compose_starts_a_cluster():

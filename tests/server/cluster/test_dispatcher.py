@@ -15,13 +15,13 @@ from chorus.memory.files.error import LoadFailure
 from chorus.server.cluster.address import UnixSocket
 from chorus.server.cluster.dispatcher import DIED_TWICE, Dispatcher
 from chorus.server.cluster.link import Link
-from chorus.server.cluster.report import Hello, Identity
+from chorus.server.cluster.report import Hello, ModelIdentity
 from chorus.server.cluster.router import Consolidate, Estimates, FirstFit, LeastDelay, MostIdle
 from chorus.server.cluster.router.scale import STEADY_SECONDS
 from chorus.server.cluster.wire import Frame
 
-SAME = Identity("model", "float32", "avx512", "1")
-OTHER = Identity("model", "float32", "avx512", "2")
+SAME = ModelIdentity("model", "float32", "avx512", "1")
+OTHER = ModelIdentity("model", "float32", "avx512", "2")
 
 
 class Wired(Link):

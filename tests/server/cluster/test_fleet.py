@@ -15,10 +15,10 @@ from chorus.server.cluster.cluster_view import NOTHING
 from chorus.server.cluster.fleet import Fleet
 from chorus.server.cluster.in_flight_table import InFlightTable
 from chorus.server.cluster.link import Link
-from chorus.server.cluster.report import Hello, Identity, Report
+from chorus.server.cluster.report import Hello, ModelIdentity, Report
 from chorus.server.cluster.router import ReplicaState
 
-HELLO = Hello(Identity("model", "float32", "avx512", "1"), ModelInfo(300, 512, (2,)), 8, 8, 16, 1)
+HELLO = Hello(ModelIdentity("model", "float32", "avx512", "1"), ModelInfo(300, 512, (2,)), 8, 8, 16, 1)
 COUNT = 3
 
 acts = st.tuples(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from chorus.server.cluster.plan import Plan, add_up_flags
+from chorus.server.cluster.plan import ClusterPlan, add_up_flags
 from chorus.server.cluster.up import up
 from chorus.server.demo.builtin import BUILTIN_MODEL
 from chorus.server.settings import Settings
@@ -16,12 +16,12 @@ from chorus.server.start.checks import LaunchError
 
 
 def test_a_front_is_told_what_the_plan_says_of_it():
-    plan = Plan(
+    plan = ClusterPlan(
         replicas=3, policy="first-fit", tls=Path("/tls"), migration="greedy", preload=True,
         migration_setting=("interval_seconds=5", "kv_share=0.8"),
     )  # fmt: skip
-    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
-    assert Plan.from_json(json.loads(json.dumps(Plan().to_json()))) == Plan()
+    assert ClusterPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert ClusterPlan.from_json(json.loads(json.dumps(ClusterPlan().to_json()))) == ClusterPlan()
 
 
 def test_times_are_seconds_or_have_a_unit():
@@ -36,6 +36,6 @@ def test_times_are_seconds_or_have_a_unit():
 
 
 def test_settings_of_a_migration_that_is_off_are_refused(tmp_path):
-    plan = Plan(migration_setting=("interval_seconds=5",))
+    plan = ClusterPlan(migration_setting=("interval_seconds=5",))
     with pytest.raises(LaunchError, match="interval_seconds=5 changes nothing while --migration is off; give"):
         up(plan, Settings(model=BUILTIN_MODEL), {})

@@ -17,7 +17,7 @@ from chorus.server.cluster import processes as module
 from chorus.server.cluster.address import AddressFile
 from chorus.server.cluster.child import Child
 from chorus.server.cluster.directory import ClusterDirectory
-from chorus.server.cluster.plan import Plan, add_up_flags
+from chorus.server.cluster.plan import ClusterPlan, add_up_flags
 from chorus.server.cluster.processes import Processes
 from chorus.server.settings import Settings
 from chorus.server.start.flags import Parser, UsageError
@@ -34,14 +34,14 @@ def _directory(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("plan", "text"),
     [
-        (Plan(listen="tcp://0.0.0.0:0"), "not loopback"),
-        (Plan(listen="127.0.0.1:7000"), "no address"),
-        (Plan(listen="unix:/run/r0.sock"), "leave --listen out"),
-        (Plan(registry="tcp://127.0.0.1:7000"), "--secret-file"),
-        (Plan(tls=Path("/nowhere")), r"/nowhere must hold tls\.crt, tls\.key and ca\.crt"),
-        (Plan(secret_file=Path("/nowhere/secret")), "No such file"),
-        (Plan(secret_file=Path(__file__)), "holds no secret"),
-        (Plan(ray="127.0.0.1:6379"), "--secret-file"),
+        (ClusterPlan(listen="tcp://0.0.0.0:0"), "not loopback"),
+        (ClusterPlan(listen="127.0.0.1:7000"), "no address"),
+        (ClusterPlan(listen="unix:/run/r0.sock"), "leave --listen out"),
+        (ClusterPlan(registry="tcp://127.0.0.1:7000"), "--secret-file"),
+        (ClusterPlan(tls=Path("/nowhere")), r"/nowhere must hold tls\.crt, tls\.key and ca\.crt"),
+        (ClusterPlan(secret_file=Path("/nowhere/secret")), "No such file"),
+        (ClusterPlan(secret_file=Path(__file__)), "holds no secret"),
+        (ClusterPlan(ray="127.0.0.1:6379"), "--secret-file"),
     ],
 )
 def test_a_plan_that_can_t_be_carried_out_leaves_nothing(tmp_path, plan, text):
@@ -111,7 +111,7 @@ class Replica:
         return None
 
 
-class Launcher:
+class ReplicaLauncher:
     def threads(self, count: int) -> int:
         return 1
 
@@ -124,7 +124,7 @@ class Launcher:
 
 @pytest.fixture
 def make(monkeypatch):
-    monkeypatch.setattr(module, "_launcher_of", lambda plan, directory: Launcher())
+    monkeypatch.setattr(module, "_launcher_of", lambda plan, directory: ReplicaLauncher())
     monkeypatch.setattr(module, "LAST_RETRY_SECONDS", 0.01)
     with ExitStack() as stack:
 
@@ -138,7 +138,7 @@ def make(monkeypatch):
 
 @pytest.fixture
 def processes(make):
-    return make(Plan(replicas=3))
+    return make(ClusterPlan(replicas=3))
 
 
 def wait_until(condition):
@@ -168,7 +168,7 @@ def test_the_process_of_a_replica_that_hangs_for_a_front_is_ended_once(processes
 
 
 def test_replicas_come_and_go_by_hints_about_as_many_as_there_are_within_bounds(make):
-    processes = make(Plan(replicas=2, min_replicas=1, max_replicas=3))
+    processes = make(ClusterPlan(replicas=2, min_replicas=1, max_replicas=3))
     directory, (_, last) = processes.directory, processes.replicas
     processes.scale(0, 2)
     processes.scale(1, 1)  # it is late: there are two
@@ -198,7 +198,7 @@ def test_replicas_come_and_go_by_hints_about_as_many_as_there_are_within_bounds(
 
 
 def test_one_front_is_enough_to_ask_for_a_replica_and_all_must_agree_to_give_one_back(make):
-    processes = make(Plan(replicas=2, min_replicas=1, max_replicas=3))
+    processes = make(ClusterPlan(replicas=2, min_replicas=1, max_replicas=3))
     processes.api_servers = [Replica(), Replica()]
     directory = processes.directory
 
@@ -229,5 +229,5 @@ def test_bounds_hold_the_number_that_a_cluster_starts_with(flags, text):
     parser = Parser(prog="chorus cluster up")
     add_up_flags(parser, int)
     with pytest.raises(UsageError, match=text):
-        Plan.of(parser.parse(flags))
-    assert Plan.of(parser.parse([])).most == Plan.of(parser.parse([])).least == 2
+        ClusterPlan.of(parser.parse(flags))
+    assert ClusterPlan.of(parser.parse([])).most == ClusterPlan.of(parser.parse([])).least == 2

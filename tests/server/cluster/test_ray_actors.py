@@ -13,7 +13,7 @@ import pytest
 
 from chorus.server.cluster import ray_actors
 from chorus.server.cluster.directory import ClusterDirectory
-from chorus.server.cluster.plan import Plan
+from chorus.server.cluster.plan import ClusterPlan
 from chorus.server.start.checks import LaunchError
 from tests.server.cluster.conftest import SECONDS, cluster_up
 from tests.server.cluster.test_cluster import read
@@ -22,7 +22,7 @@ from tests.server.cluster.test_cluster import read
 def test_without_ray_it_is_said_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(LaunchError, match=r"chorus-lora\[ray\]"):
-        ray_actors.RayLauncher(ClusterDirectory(tmp_path), Plan(ray="local"))
+        ray_actors.RayLauncher(ClusterDirectory(tmp_path), ClusterPlan(ray="local"))
     with pytest.raises(LaunchError, match=r"chorus-lora\[ray\]"):
         ray_actors.join("127.0.0.1:6379", None, None)
 

@@ -21,7 +21,7 @@ from chorus.server.cluster import registry as registries
 from chorus.server.cluster.address import UnixSocket
 from chorus.server.cluster.registry import FROM_REGISTRY, TO_REGISTRY, serve
 from chorus.server.cluster.registry_client import RegistryAway, RegistryClient, RegistryCopy, RegistryRefusal
-from chorus.server.cluster.stream import Refused, accept, connect, new_secret
+from chorus.server.cluster.stream import PeerRefused, accept, connect, new_secret
 from chorus.server.cluster.wire import Frame, Malformed
 
 SECRET = b"s" * 32
@@ -115,7 +115,7 @@ def test_a_write_waits_for_a_front_that_has_not_seen_it(tmp_path, monkeypatch):
             assert await write == (1, False)
             monkeypatch.setattr(registries, "SEEN_SECONDS", 0.05)
             assert await one.put(entry("bob")) == (2, False), "one that never answers is left behind"
-            with pytest.raises(Refused, match="has not seen generation 2"):
+            with pytest.raises(PeerRefused, match="has not seen generation 2"):
                 while await lazy.read() is not None:
                     pass
 
@@ -225,7 +225,7 @@ def test_a_peer_that_breaks_the_protocol_loses_its_connection_and_nothing_else(t
             hostile = await connect(UnixSocket(tmp_path / "socket"), SECRET, FROM_REGISTRY)
             for frame in frames:
                 hostile.send(*frame)
-            with pytest.raises(Refused):
+            with pytest.raises(PeerRefused):
                 while await hostile.read() is not None:
                     pass
             assert await one.put(entry("alice")) == (1, False)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from chorus.server.cluster import stream as streams
 from chorus.server.cluster import wire
 from chorus.server.cluster.address import UnixSocket
-from chorus.server.cluster.stream import FrameStream, Refused, WrongSecret, accept, connect, new_secret, read_secret
+from chorus.server.cluster.stream import FrameStream, PeerRefused, WrongSecret, accept, connect, new_secret, read_secret
 from chorus.server.cluster.wire import Frame, FrameReader, FrameWriter
 
 KINDS = ("out", "stats")
@@ -154,7 +154,7 @@ def test_two_that_share_a_secret_talk(tmp_path):
 def test_a_client_with_a_wrong_secret_is_refused_and_told(tmp_path):
     seen, did = run(tell, tmp_path / "s", b"t" * 32)
     assert isinstance(seen, WrongSecret)
-    assert isinstance(did, Refused)
+    assert isinstance(did, PeerRefused)
 
 
 def raw(*data: bytes) -> Callable[[Path], Awaitable[bytes]]:

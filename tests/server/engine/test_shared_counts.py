@@ -9,10 +9,10 @@ import sys
 import pytest
 from prometheus_client import Gauge, generate_latest
 
-from chorus.server.access.shared_bounds import Seats
-from chorus.server.engine.call_metrics import Ended
+from chorus.server.access.shared_bounds import RequestSlots
 from chorus.server.engine.engine_view import EngineView
 from chorus.server.engine.metrics import Metrics
+from chorus.server.engine.request_metrics import Ended
 from tests.server.conftest import FakeEngine
 
 
@@ -21,7 +21,7 @@ def make(tmp_path, monkeypatch):
     """`make(seat)`: the metrics of a process; None for one that is alone."""
 
     def make(seat: int | None) -> Metrics:
-        monkeypatch.setattr(Seats, "take", lambda *_: seat)  # the system's lock is of a process
+        monkeypatch.setattr(RequestSlots, "take", lambda *_: seat)  # the system's lock is of a process
         engine = FakeEngine(["alice", "bob"])
         return Metrics(engine.stats, EngineView, "base", None if seat is None else tmp_path)
 

@@ -282,14 +282,14 @@ def test_a_closed_loop_does_not_stop_the_worker(worker, fake_engine):
     assert worker.call(lambda engine: engine.has_work()).result(5) is False
 
 
-def test_books_that_do_not_match_cost_no_token_and_stop_the_worker(worker, fake_engine):
+def test_a_violated_accounting_invariant_costs_no_token_and_stops_the_worker(worker, fake_engine):
     """The answer whose end made the engine idle is told first; then nothing more is promised."""
-    fake_engine.books_match = False
+    fake_engine.accounts_match = False
     last = run(worker, request()).outputs[-1]
     assert last.finish_reason is FinishReason.STOP and last.stop_token_id == 257
     worker.stop()
-    assert not worker.healthy and "books" in worker.trouble
-    with pytest.raises(EngineUnavailable, match="books"):
+    assert not worker.healthy and "invariant" in worker.trouble
+    with pytest.raises(EngineUnavailable, match="invariant"):
         worker.submit(request("late"), Receiver()).result(5)
     assert fake_engine.closed
 
@@ -333,15 +333,15 @@ def test_a_step_that_hangs_is_seen_and_its_requests_end(worker, watch, fake_engi
         worker.call(lambda engine: 1).result(5)
     watch.look(22)
     output = receiver.done.result(5)
-    assert output.finish_reason is FinishReason.ABORT and "given up" in output.error
-    with pytest.raises(EngineUnavailable, match="given up"):
+    assert output.finish_reason is FinishReason.ABORT and "cancelled" in output.error
+    with pytest.raises(EngineUnavailable, match="cancelled"):
         waiting.result(5)
     fake_engine.gate.set()  # it answers after all
     wait_for(lambda: not fake_engine.running and worker.progress is None)
     watch.look(0.5)
     assert worker.healthy
     assert run(worker, request("next")).outputs[-1].finish_reason is FinishReason.STOP
-    assert len(receiver.outputs) == 1, "what was given up is told once"
+    assert len(receiver.outputs) == 1, "a cancelled request ends once"
 
 
 def test_an_abort_is_never_refused(worker, watch, fake_engine):
@@ -358,7 +358,7 @@ def test_an_abort_is_never_refused(worker, watch, fake_engine):
     fake_engine.gate.clear()
     worker.submit(request("hung", ignore_eos=True, max_tokens=10**6), Receiver()).result(5)
     aborted = worker.abort("hung")
-    worker.give_up("it hangs")
+    worker.cancel_all("it hangs")
     assert aborted.result(5) is False, "it has ended as all others"
     fake_engine.gate.set()
     wait_for(lambda: not fake_engine.running)
@@ -394,7 +394,7 @@ def test_a_slow_read_is_not_a_hung_step(worker, watch, fake_engine, monkeypatch)
         wait_for(lambda mark=mark: worker.progress != mark)
         watch.look(0.5)
         assert worker.healthy
-    assert not receiver.outputs, "nothing was given up"
+    assert not receiver.outputs, "nothing was cancelled"
     assert worker.abort("r").result(5) is True
 
 

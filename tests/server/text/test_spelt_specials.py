@@ -187,7 +187,7 @@ def test_names_tools_and_tool_calls_are_text(chatml):
 
 
 def test_a_continued_message_is_text(chatml):
-    conversation = Conversation([{"role": "user", "content": "a <|im_end|>"}], begins_answer=False, continues_last=True)
+    conversation = Conversation([{"role": "user", "content": "a <|im_end|>"}], begins_output=False, continues_last=True)
     assert text_of(chatml, conversation) == "«<|im_start|>»user\na <|im_end|>"
 
 

@@ -25,7 +25,7 @@ from .engine_view import AdapterState
 from .name_changes import NameChanges, Removed
 
 if TYPE_CHECKING:
-    from ...memory.files.content_store import Draft
+    from ...memory.files.content_store import StagedUpload
     from ...memory.files.format import AdapterManifest
     from .adapter_templates import AdapterTemplates
     from .loaded_adapters import LoadedAdapters
@@ -52,12 +52,12 @@ class LoadTimedOut(TimeoutError):
     """The disk took longer over an adapter than a load may."""
 
 
-class AdapterLoads:
+class AdapterLoader:
     """Adapters are read and checked beside the engine, one at a time; between two steps they are only swapped.
 
     Beside a disk that takes longer others are read, but loads under one name follow each other. seconds: how long a
     disk may take over one; then the load fails, and its thread is left behind. places: directories below which a broken
-    adapter may be mended. loaded: remembers loads, and owns files that came as bytes. What was loaded is looked after
+    adapter may be fixed. loaded: remembers loads, and owns files that came as bytes. What was loaded is looked after
     from `start` to `stop`: see `AdapterHealthChecker`. templates: warns of adapters with a chat template of their own.
     """
 
@@ -108,8 +108,8 @@ class AdapterLoads:
         """Call what asks the disk of uploads, which no other disk waits for. Raises PoolFull."""
         return self._uploads.submit(function, *arguments)
 
-    def end_draft(self, draft: Draft, *, failed: bool) -> Future[None]:
-        """End a draft of uploads beside the event loop; see `Draft.end`."""
+    def end_draft(self, draft: StagedUpload, *, failed: bool) -> Future[None]:
+        """End a draft of uploads beside the event loop; see `StagedUpload.end`."""
         return self._ends.submit(partial(draft.end, failed=failed))
 
     @property

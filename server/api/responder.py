@@ -25,13 +25,13 @@ from .json_text import dumps, encode
 from .logprobs import LogprobFormat
 from .near import no_model_like
 from .openai import GenerationRequest, StreamOptions
-from .responses import AnswerFormat, Echo
+from .responses import BodyFormat, Echo
 from .sse import EventStream, event, while_connected
 
 log = logging.getLogger(__name__)
 access = logging.getLogger("chorus.access")
 
-MakeFormat = Callable[[GenerationRequest, Generation, LogprobFormat, Sequence[Echo]], AnswerFormat]
+MakeFormat = Callable[[GenerationRequest, Generation, LogprobFormat, Sequence[Echo]], BodyFormat]
 
 IGNORED = "x-ignored-fields"
 """Header of an answer: fields that it does not depend on, because the model's chat template does not know them."""
@@ -39,12 +39,12 @@ IGNORED = "x-ignored-fields"
 LOAD, LOAD_FORMAT = "endpoint-load-metrics", "endpoint-load-metrics-format"
 """ORCA's headers: an answer's with the server's load, for balancers, and a request's that asks for it."""
 
-THREAD_SCORES = 500
+THREAD_LOGPROBS = 500
 """Log-probabilities of an answer, or of a part of one, above which it is written beside the event loop."""
 
 
 @dataclass(slots=True)
-class Answers:
+class Responder:
     """Has the engine accept a call, and answers it in the form that its route asks for, whole or as a stream.
 
     threads: write long answers. sourced: brings adapters that are not registered.
@@ -141,13 +141,13 @@ class Answers:
             text = ", ".join(f"named_metrics.{name}={value}" for name, value in load.items())
         return {LOAD: f"{kind} {text}"}
 
-    async def _written(self, answer: AnswerFormat) -> bytes:
+    async def _written(self, answer: BodyFormat) -> bytes:
         """The whole answer; a long one is written beside the event loop, which must not make way for others there."""
-        if answer.num_scores > THREAD_SCORES:
+        if answer.num_logprobs > THREAD_LOGPROBS:
             return await self.threads.run(lambda: encode(answer.answer()))
         return dumps(answer.answer())
 
-    async def _events(self, generation: Generation, answer: AnswerFormat, request: Request) -> AsyncIterator[bytes]:
+    async def _events(self, generation: Generation, answer: BodyFormat, request: Request) -> AsyncIterator[bytes]:
         """A call's deltas as events; what is there together is sent together.
 
         The status line is gone by now, so an error is an event, too.
@@ -155,7 +155,7 @@ class Answers:
         ready = list(map(event, answer.opening()))
         try:
             async for delta in generation:
-                heavy = answer.scores_of(delta) > THREAD_SCORES
+                heavy = answer.logprobs_of(delta) > THREAD_LOGPROBS
                 if heavy:
                     ready += [await self.threads.run(event, chunk, encode) for chunk in answer.chunks(delta)]
                 else:
@@ -180,6 +180,6 @@ def _versions(generation: Generation) -> str:
     return ", ".join(dict.fromkeys(told))
 
 
-async def _read(generation: Generation, answer: AnswerFormat) -> None:
+async def _read(generation: Generation, answer: BodyFormat) -> None:
     async for delta in generation:
         answer.note(delta)

@@ -25,8 +25,8 @@ from ..errors import clipped, not_served, read_body, too_long
 from ..executors import DaemonPool
 from ..log_lines import note_request
 from ..settings import Settings
-from ..text.call_formats import AnswerSyntax
 from ..text.tokenizer import Tokenizer
+from ..text.tool_call_formats import OutputSyntax
 from .caller import Caller
 from .chat_request import ChatBatch
 from .completion_request import CompletionRequest
@@ -45,7 +45,7 @@ THREAD_BODY = 16 << 10
 
 
 @dataclass(slots=True)
-class Calls:
+class GenerationBuilder:
     """Checks what a request asks for, and makes the requests that the engine runs for it.
 
     threads: read long bodies, and compile grammars. templates: of adapters that bring their own.
@@ -89,7 +89,7 @@ class Calls:
         encoded = iter(await self.tokenizer.encode(texts, add_special_tokens=specials, most=most))
         prompts = [next(encoded) if isinstance(prompt, str) else prompt for prompt in given]
         kept = [asked.cut(prompt, self.worker.model.max_model_len) for prompt in prompts]
-        generation = await self.make(prefix, caller, asked, kept, arrival, self.tokenizer)
+        generation = await self.make(prefix, caller, asked, kept, arrival=arrival, tokenizer=self.tokenizer)
         shown = [one if after is before else after for one, before, after in zip(given, prompts, kept, strict=True)]
         return generation, shown
 
@@ -101,7 +101,7 @@ class Calls:
         tokenizer = await self.tokenizer_of(caller, asked.model, asked.lora_path)
         encoded = [await tokenizer.encode_chat(one, most) for one in batch.conversations]
         prompts = [asked.cut(prompt, context) for prompt in encoded]
-        return await self.make(prefix, caller, asked, prompts, arrival, tokenizer)
+        return await self.make(prefix, caller, asked, prompts, arrival=arrival, tokenizer=tokenizer)
 
     async def tokenizer_of(self, caller: Caller, model: str | None, lora_path: str | None) -> Tokenizer:
         """The tokenizer of conversations with a model, which may have a template of its own."""
@@ -148,6 +148,7 @@ class Calls:
         caller: Caller,
         asked: GenerationRequest,
         prompts: list[list[int]],
+        *,
         arrival: float,
         tokenizer: Tokenizer,
     ) -> Generation:
@@ -214,10 +215,10 @@ class Calls:
         generation.ignored = asked.ignored(tokenizer)
         return generation
 
-    async def _grammar(self, asked: GenerationRequest, syntax: AnswerSyntax, tokenizer: Tokenizer) -> Grammar | None:
+    async def _grammar(self, asked: GenerationRequest, syntax: OutputSyntax, tokenizer: Tokenizer) -> Grammar | None:
         """What the answer must match, compiled beside the event loop. Raises InvalidRequest for what can't be."""
         content, model = asked.asked_grammar(self.settings), self.worker.model
-        asked_for = asked.answer_grammars(content, syntax, tokenizer, self.settings)
+        asked_for = asked.output_grammars(content, syntax, tokenizer, self.settings)
         grammar = None
         for name, grammar in asked_for:
             grammars = grammars_of(self.settings.tokenizer_dir, model.vocab_size, tuple(model.eos_token_ids))

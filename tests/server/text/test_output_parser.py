@@ -9,26 +9,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chorus.server.text.answer_reader import AnswerReader, Message, Part, PartKind
-from chorus.server.text.call_formats import (
-    CALL_FORMATS,
+from chorus.server.text.output_parser import OutputParser, ParsedMessage, Part, PartKind
+from chorus.server.text.tool_call_formats import (
     HERMES,
     REASONING_FORMATS,
-    AnswerSyntax,
-    call_format_of,
+    TOOL_CALL_FORMATS,
+    OutputSyntax,
     declared,
     reasoning_format_of,
+    tool_call_format_of,
     wide,
 )
 
-FORMATS = {each.name: each for each in CALL_FORMATS}
+FORMATS = {each.name: each for each in TOOL_CALL_FORMATS}
 THINK = REASONING_FORMATS[-1]
 TOOLS = {"f": {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}, "g": {}}
 
 
 def message(text, pieces=None, tools=TOOLS, **options):
-    reader = AnswerReader(tools=tools, **options)
-    whole = Message()
+    reader = OutputParser(tools=tools, **options)
+    whole = ParsedMessage()
     for piece, final in [*((piece, False) for piece in ([text] if pieces is None else pieces)), ("", True)]:
         parts = reader.read(piece, final=final)
         assert all(text.startswith(p.text, p.at) for p in parts if p.kind is PartKind.CONTENT)
@@ -103,12 +103,12 @@ def test_what_only_looks_like_a_call_is_content(name, text):
 
 def test_reasoning():
     text = "\n<think>\nSo: <tool_call>\n\n</think>\n\nYes <think> "
-    assert message(text, reasoning=THINK)[0] == Message("Yes <think> ", "So: <tool_call>")
-    assert message("\nSo\n</think>\n\nYes", reasoning=THINK, reasons_already=True)[0] == Message("Yes", "So")
-    assert message("\nSo </thin", reasoning=THINK, reasons_already=True)[0] == Message("", "So </thin")
-    assert message(text, reasoning=THINK, shows_reasoning=False)[0] == Message("Yes <think> ")
-    assert message(" No", reasoning=THINK)[0] == Message(" No")
-    assert message(text)[0] == Message(text)
+    assert message(text, reasoning=THINK)[0] == ParsedMessage("Yes <think> ", "So: <tool_call>")
+    assert message("\nSo\n</think>\n\nYes", reasoning=THINK, reasons_already=True)[0] == ParsedMessage("Yes", "So")
+    assert message("\nSo </thin", reasoning=THINK, reasons_already=True)[0] == ParsedMessage("", "So </thin")
+    assert message(text, reasoning=THINK, shows_reasoning=False)[0] == ParsedMessage("Yes <think> ")
+    assert message(" No", reasoning=THINK)[0] == ParsedMessage(" No")
+    assert message(text)[0] == ParsedMessage(text)
     bare = '<think>a</think>\n{"name": "g", "parameters": {}}'
     whole, called = message(bare, calls=FORMATS["llama3"], reasoning=THINK)
     assert (whole.reasoning, whole.content, [call.name for call in whole.calls], called) == ("a", "", ["g"], True)
@@ -120,7 +120,7 @@ def test_only_one_call_where_they_must_not_be_parallel():
 
 
 def test_parts_come_in_order_and_as_soon_as_they_are_certain():
-    reader = AnswerReader(HERMES, tools=TOOLS)
+    reader = OutputParser(HERMES, tools=TOOLS)
     assert reader.read("Well <tool") == [Part(PartKind.CONTENT, "Well")]
     assert reader.read('_call>{"name": "f", ') == []
     assert reader.read('"arguments": ') == []
@@ -138,7 +138,7 @@ def test_parts_come_in_order_and_as_soon_as_they_are_certain():
 
 
 def test_a_string_among_tags_is_given_as_it_comes():
-    reader = AnswerReader(FORMATS["qwen3_coder"], tools=TOOLS)
+    reader = OutputParser(FORMATS["qwen3_coder"], tools=TOOLS)
     reader.read("<tool_call><function=f><parameter=a>")
     assert reader.read('one "two') == [Part(PartKind.ARGUMENTS, '"one \\"two', 0)]
     assert reader.read("\n</para") == []
@@ -167,7 +167,7 @@ WORDS = st.sampled_from(
 def test_any_split_gives_the_same_and_nothing_raises(data):
     text = "".join(data.draw(st.lists(WORDS, max_size=14)))
     options = {
-        "calls": data.draw(st.sampled_from(CALL_FORMATS)),
+        "calls": data.draw(st.sampled_from(TOOL_CALL_FORMATS)),
         "reasoning": data.draw(st.sampled_from([None, THINK])),
         "reasons_already": data.draw(st.booleans()),
         "parallel": data.draw(st.booleans()),
@@ -199,7 +199,7 @@ def test_any_split_gives_the_same_and_nothing_raises(data):
     ],
 )
 def test_a_template_tells_the_family(template, name):
-    assert call_format_of(template).name == name
+    assert tool_call_format_of(template).name == name
 
 
 def test_a_checkpoint_declares_its_own_marks():
@@ -218,8 +218,8 @@ def test_a_checkpoint_declares_its_own_marks():
         {"open": "<call>", "close": "</call>", "content": "xml-inline", "transform": {"function": {"name": "{name}"}}},
         "<call>",
     ):
-        assert declared({"fields": {"tool_calls": other}}) == AnswerSyntax()
-    assert declared(None) == declared({}) == declared({"fields": {"thinking": 1}}) == AnswerSyntax()
+        assert declared({"fields": {"tool_calls": other}}) == OutputSyntax()
+    assert declared(None) == declared({}) == declared({"fields": {"thinking": 1}}) == OutputSyntax()
 
 
 def test_a_template_or_a_token_tells_of_reasoning():

@@ -38,7 +38,7 @@ class Ended:
     num_preemptions: int = 0
 
 
-class CallMetrics:
+class RequestMetrics:
     """Observes each request once, when it ends, and each call."""
 
     def __init__(self, everything: tuple[str, str], registry: CollectorRegistry) -> None:
@@ -86,7 +86,7 @@ class CallMetrics:
             self._prefill.observe(prefill)
             self._inference.observe(prefill + decode)
 
-    def call_ended(self, n: int, num_generated_tokens: int) -> None:
+    def request_ended(self, n: int, num_generated_tokens: int) -> None:
         """All answers of a call have ended. n: to each prompt. num_generated_tokens: of the longest."""
         self._n.observe(n)
         self._most.observe(num_generated_tokens)

@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Sequence
 
 from ...core.requests.types import TokenLogprobs
-from ..text.answer_reader import Part, PartKind
+from ..text.output_parser import Part, PartKind
 
 
-class ContentScores:
+class ContentLogprobs:
     """Gives each piece of content the log-probabilities of its tokens, once it is certain that it is content.
 
     A token belongs to the first piece that any of its text is in. Tokens without text (parts of a character, the end of
@@ -33,7 +33,7 @@ class ContentScores:
         ends. final: no tokens follow.
         """
         self._waiting.extend(zip(offsets, (*offsets[1:], position), scores, strict=False))
-        scored = [self._with_scores(part) if part.kind is PartKind.CONTENT else part for part in parts]
+        scored = [self._with_logprobs(part) if part.kind is PartKind.CONTENT else part for part in parts]
         if scored:
             self._ends_with = scored[-1].kind
         if final and self._waiting and self._ends_with is PartKind.CONTENT:
@@ -41,7 +41,7 @@ class ContentScores:
             scored.append(last._replace(scores=(*last.scores, *(score for _, _, score in self._waiting))))
         return scored
 
-    def _with_scores(self, part: Part) -> Part:
+    def _with_logprobs(self, part: Part) -> Part:
         """A piece of content with the scores of its tokens; what stands in front of it is none of content's."""
         waiting, scores = self._waiting, []
         while waiting and waiting[0][0] < part.at + len(part.text):

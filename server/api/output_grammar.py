@@ -8,14 +8,14 @@ from typing import Any
 
 from ...core.requests.grammars import JSON_OPTIONS
 from ...core.requests.speller import ANY_TEXT, Speller
-from ..text.call_arguments import XmlArguments
-from ..text.call_formats import AnswerSyntax, CallFormat
+from ..text.tool_call_arguments import XmlArguments
+from ..text.tool_call_formats import OutputSyntax, ToolCallFormat
 
 _END_OF_VALUE = f"\n{XmlArguments.CLOSE}\n"
 
 
-def answer_grammar(
-    syntax: AnswerSyntax,
+def output_grammar(
+    syntax: OutputSyntax,
     tools: Mapping[str, dict[str, Any]],
     specials: Mapping[str, int],
     *,
@@ -53,7 +53,7 @@ def answer_grammar(
 
 
 def _calls(
-    form: CallFormat, tools: Mapping[str, dict[str, Any]], rules: list[str], spelt: Speller, *, parallel: bool
+    form: ToolCallFormat, tools: Mapping[str, dict[str, Any]], rules: list[str], spelt: Speller, *, parallel: bool
 ) -> str:
     """What an answer of nothing but calls is; adds its rules, of which `calls` is what follows a form's `open`."""
     for index, (name, schema) in enumerate(tools.items()):
@@ -69,7 +69,7 @@ def _calls(
     return f"{opening} calls" + (f" ({spelt(form.between)} {opening} calls)*" if several else "")
 
 
-def _reasoning(syntax: AnswerSyntax, rules: list[str], spelt: Speller, *, always: bool) -> str:
+def _reasoning(syntax: OutputSyntax, rules: list[str], spelt: Speller, *, always: bool) -> str:
     """What the start rule begins with where an answer may reason, or goes on reasoning.
 
     always: free text, which could be reasoning, does not follow.

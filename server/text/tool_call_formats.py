@@ -1,4 +1,4 @@
-"""How families of models write calls of tools and reasoning, as data for `AnswerReader` and for grammars."""
+"""How families of models write calls of tools and reasoning, as data for `OutputParser` and for grammars."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NAMED = r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:arguments|parameters)
 
 
 @dataclass(frozen=True, slots=True)
-class CallFormat:
+class ToolCallFormat:
     """A way to write calls: `open`, then calls with `separator` between them, then `close`.
 
     signs: what a chat template of the family contains, all of it. head: from behind `open` to a call's arguments.
@@ -49,10 +49,10 @@ class ReasoningFormat:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerSyntax:
+class OutputSyntax:
     """What an answer is read for; None: not for that. reasons_already: the prompt ended within reasoning."""
 
-    calls: CallFormat | None = None
+    calls: ToolCallFormat | None = None
     reasoning: ReasoningFormat | None = None
     reasons_already: bool = False
 
@@ -63,7 +63,7 @@ class AnswerSyntax:
         return " ".join((*calls, *(() if self.reasoning is None else (self.reasoning.open, self.reasoning.close))))
 
 
-HERMES = CallFormat(  # Hermes, Qwen2.5, Qwen3, and all models whose template says nothing of tools
+HERMES = ToolCallFormat(  # Hermes, Qwen2.5, Qwen3, and all models whose template says nothing of tools
     "hermes", ("<tool_call>",), "<tool_call>", re.compile(r"\s*" + _NAMED), wrapped=True,
     begin='\n{{"name": "{name}", "arguments": ', end="}\n", close="</tool_call>", between="\n",
 )  # fmt: skip
@@ -83,35 +83,35 @@ _DEEPSEEK: dict[str, Any] = {
 }  # fmt: skip
 _DEEPSEEK_NAME = wide(r"\s*(?:<|tool_call_begin|>)?%s(?P<name>[^\s<`{]{1,64})%s\s*(?=\{)")
 
-CALL_FORMATS = (
-    CallFormat(
+TOOL_CALL_FORMATS = (
+    ToolCallFormat(
         "deepseek_v3", (wide("<|tool_calls_begin|>"), "```json"), **_DEEPSEEK,
         head=re.compile(_DEEPSEEK_NAME % (wide("function<|tool_sep|>"), r"\s*```json")), between="\n",
         begin=wide("<|tool_call_begin|>function<|tool_sep|>{name}\n```json\n"), end=wide("\n```<|tool_call_end|>"),
     ),
-    CallFormat(
+    ToolCallFormat(
         "deepseek_v31", (wide("<|tool_calls_begin|>"),), **_DEEPSEEK,
         head=re.compile(_DEEPSEEK_NAME % ("", wide("<|tool_sep|>"))),
         begin=wide("<|tool_call_begin|>{name}<|tool_sep|>"), end=wide("<|tool_call_end|>"),
     ),
-    CallFormat(
+    ToolCallFormat(
         "seed_oss", ("<seed:tool_call>",), "<seed:tool_call>", _XML_HEAD, xml=True,
         begin="\n<function={name}>\n", end="</function>\n", close="</seed:tool_call>", between="\n",
     ),
-    CallFormat(
+    ToolCallFormat(
         "qwen3_coder", ("<tool_call>", "<function="), "<tool_call>", _XML_HEAD, xml=True,
         begin="\n<function={name}>\n", end="</function>\n", close="</tool_call>", between="\n",
     ),
-    CallFormat(
+    ToolCallFormat(
         "mistral", ("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]", **_MISTRAL_IDS,
         head=re.compile(r"\s*(?P<name>[^\[\]{}\s]{1,64})\[ARGS\]\s*(?=\{)"), begin="{name}[ARGS]",
     ),
-    CallFormat(
+    ToolCallFormat(
         "mistral_list", ("[TOOL_CALLS]",), "[TOOL_CALLS]", **_MISTRAL_IDS,
         head=re.compile(r"\s*(?:\[\s*)?" + _NAMED), wrapped=True, listed=True,
         begin='{{"name": "{name}", "arguments": ', end="}", separator=",", close="]", first="[", between=", ",
     ),
-    CallFormat(
+    ToolCallFormat(
         "llama3", ("<|python_tag|>",), "<|python_tag|>", re.compile(r"\s*" + _NAMED), wrapped=True, bare=True,
         begin='{{"name": "{name}", "parameters": ', end="}", separator=";", between="; ",
     ),
@@ -140,7 +140,7 @@ _LITERAL = re.compile(r"(?:\\s\*)?((?:[^\\.^$*+?{}\[\]|()]|\\\W)+)")
 """A regular expression that matches one text, with blanks in front of it or not."""
 
 
-def declared(template: Any) -> AnswerSyntax:
+def declared(template: Any) -> OutputSyntax:
     """What a checkpoint's own `response_template` (transformers') says of reasoning between marks, and of calls as
     JSON of a name and arguments between marks. The chat template tells of what else there is.
     """
@@ -150,8 +150,8 @@ def declared(template: Any) -> AnswerSyntax:
     reasoning = next((ReasoningFormat(*marks[name]) for name in _REASONING_FIELDS if name in marks), None)
     calls, how = marks.get("tool_calls"), known.get("tool_calls", {})
     if calls is None or not _CALL.items() <= how.items() or how.get("content_args"):
-        return AnswerSyntax(None, reasoning)
-    return AnswerSyntax(replace(HERMES, name="declared", open=calls[0], close=calls[1]), reasoning)
+        return OutputSyntax(None, reasoning)
+    return OutputSyntax(replace(HERMES, name="declared", open=calls[0], close=calls[1]), reasoning)
 
 
 def _mark(field: Mapping[str, Any], name: str) -> str:
@@ -162,11 +162,11 @@ def _mark(field: Mapping[str, Any], name: str) -> str:
     return "" if found is None else re.sub(r"\\(.)", r"\1", found[1])
 
 
-def call_format_of(template: str) -> CallFormat:
+def tool_call_format_of(template: str) -> ToolCallFormat:
     """The way in which the model of a chat template calls tools."""
     if LLAMA_3_2 in template:
-        return next(each for each in CALL_FORMATS if each.bare)
-    return next((each for each in CALL_FORMATS if all(sign in template for sign in each.signs)), HERMES)
+        return next(each for each in TOOL_CALL_FORMATS if each.bare)
+    return next((each for each in TOOL_CALL_FORMATS if all(sign in template for sign in each.signs)), HERMES)
 
 
 def reasoning_format_of(template: str, is_token: Callable[[str], bool]) -> ReasoningFormat | None:

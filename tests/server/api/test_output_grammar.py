@@ -12,14 +12,14 @@ from tokenizers import AddedToken
 
 from chorus.core.requests.grammar import Grammar
 from chorus.core.requests.grammars import Grammars
-from chorus.server.api.call_grammar import answer_grammar
-from chorus.server.text.answer_reader import AnswerReader, Message
-from chorus.server.text.call_formats import CALL_FORMATS, HERMES, REASONING_FORMATS, AnswerSyntax, wide
+from chorus.server.api.output_grammar import output_grammar
+from chorus.server.text.output_parser import OutputParser, ParsedMessage
 from chorus.server.text.tokenizer import Tokenizer
+from chorus.server.text.tool_call_formats import HERMES, REASONING_FORMATS, TOOL_CALL_FORMATS, OutputSyntax, wide
 
 from ...tiny_tokenizer import save_tokenizer
 
-FORMATS = {each.name: each for each in CALL_FORMATS}
+FORMATS = {each.name: each for each in TOOL_CALL_FORMATS}
 TOOLS = {
     "f": {
         "type": "object",
@@ -59,7 +59,7 @@ def accepts(tokenizer, syntax, text, tools=TOOLS, *, forced=True, parallel=True,
     backend, grammars = tokenizer
     specials = {mark: backend.token_to_id(mark) for mark in MARKS if mark in syntax.marks}
     syntax = replace(syntax, reasons_already=reasons_already)
-    lark = answer_grammar(syntax, tools, specials, forced=forced, parallel=parallel)
+    lark = output_grammar(syntax, tools, specials, forced=forced, parallel=parallel)
     matcher = grammars.compile(Grammar("grammar", lark))
     tokens = backend.encode(text, add_special_tokens=False).ids
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
@@ -82,7 +82,7 @@ def written(form, *calls):
 
 
 def read(syntax, text):
-    reader, said = AnswerReader(syntax.calls, syntax.reasoning, TOOLS), Message()
+    reader, said = OutputParser(syntax.calls, syntax.reasoning, TOOLS), ParsedMessage()
     said.add(reader.read(text, final=True))
     return [(call.name, json.loads(call.arguments)) for call in said.calls]
 
@@ -90,7 +90,7 @@ def read(syntax, text):
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_forced_is_what_is_read(tokenizer, name):
     form = FORMATS[name]
-    syntax = AnswerSyntax(form)
+    syntax = OutputSyntax(form)
     ok = partial(accepts, tokenizer, syntax)
     one, two = written(form, F), written(form, F, G)
     for text, calls in ((one, [F]), (two, [F, G])):
@@ -107,7 +107,7 @@ def test_what_is_forced_is_what_is_read(tokenizer, name):
 @pytest.mark.parametrize(("name", "reasoning"), [("hermes", 2), ("mistral", 1), ("seed_oss", 0)])
 def test_reasoning_comes_before_forced_calls(tokenizer, name, reasoning):
     marks = REASONING_FORMATS[reasoning]
-    syntax = AnswerSyntax(FORMATS[name], marks)
+    syntax = OutputSyntax(FORMATS[name], marks)
     one = written(FORMATS[name], F)
     ok = partial(accepts, tokenizer, syntax)
     assert ok(one) and ok(f"{marks.open}\nSo {{.\n{marks.close}\n\n{one}")
@@ -127,9 +127,9 @@ def test_marks_that_are_tokens_are_taken_as_these_tokens(tmp_path, special, forc
     backend.add_tokens([AddedToken(mark, special=special, normalized=False) for mark in QWEN3_MARKS])
     backend.save(str(tmp_path / "tokenizer.json"))
     grammars = Grammars(tmp_path, backend.get_vocab_size(), [backend.token_to_id("</s>")])
-    syntax = AnswerSyntax(HERMES, REASONING_FORMATS[-1])
+    syntax = OutputSyntax(HERMES, REASONING_FORMATS[-1])
     specials = Tokenizer.load(tmp_path).specials_in(syntax.marks)
-    lark = answer_grammar(syntax, TOOLS, specials, forced=forced, parallel=True)
+    lark = output_grammar(syntax, TOOLS, specials, forced=forced, parallel=True)
     matcher = grammars.compile(Grammar("grammar", lark))
     tokens = backend.encode(f"<think>\nhm\n</think>\n\n{written(HERMES, F)}", add_special_tokens=False).ids
     assert {backend.token_to_id(mark) for mark in QWEN3_MARKS} <= set(tokens)
@@ -167,28 +167,28 @@ def test_content_that_matches_has_reasoning_or_calls_beside_it(tokenizer, conten
 
     def ok(answer, syntax, tools, reasons_already=False):
         syntax = replace(syntax, reasons_already=reasons_already)
-        lark = answer_grammar(syntax, tools, {}, forced=False, parallel=True, content=True)
+        lark = output_grammar(syntax, tools, {}, forced=False, parallel=True, content=True)
         matcher = grammars.compile(replace(content, around=lark))
         tokens = backend.encode(answer, add_special_tokens=False).ids
         return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
     thinks = REASONING_FORMATS[-1]
-    hermes = CALL_FORMATS[-1]
-    both = AnswerSyntax(hermes, thinks)
+    hermes = TOOL_CALL_FORMATS[-1]
+    both = OutputSyntax(hermes, thinks)
     call = written(hermes, G)
-    for syntax, tools in ((AnswerSyntax(None, thinks), {}), (both, TOOLS)):
+    for syntax, tools in ((OutputSyntax(None, thinks), {}), (both, TOOLS)):
         assert ok(text, syntax, tools) and ok(f"<think>\nhm</think>\n\n{text}", syntax, tools)
         assert ok(f"hm</think>\n\n{text}", syntax, tools, reasons_already=True)
         if content.kind != "structural_tag":
             assert not ok("hm" + text, syntax, tools) and not ok(text + call, syntax, tools)
     assert (
-        ok(call, both, TOOLS) and ok(f"<think>hm</think>{call}", both, TOOLS) and ok(call, AnswerSyntax(hermes), TOOLS)
+        ok(call, both, TOOLS) and ok(f"<think>hm</think>{call}", both, TOOLS) and ok(call, OutputSyntax(hermes), TOOLS)
     )
 
 
 @pytest.mark.parametrize("reasons_already", [False, True])
 def test_a_budget_bounds_reasoning_in_tokens(tokenizer, reasons_already):
-    syntax = AnswerSyntax(None, REASONING_FORMATS[1])
+    syntax = OutputSyntax(None, REASONING_FORMATS[1])
     backend, _ = tokenizer
     thought, begin = "a, b and c", "" if reasons_already else "[THINK]"
     used = len(backend.encode(thought, add_special_tokens=False).ids)
@@ -198,7 +198,7 @@ def test_a_budget_bounds_reasoning_in_tokens(tokenizer, reasons_already):
     assert ok(f"{begin}[/THINK]x", budget=0) and not ok(f"{begin}a[/THINK]x", budget=0)
     assert not ok(f"{answer}[THINK]{thought}[/THINK]", budget=used), "reasoning is at the beginning"
     assert ok("No thought at all", budget=1) is not reasons_already
-    calls = AnswerSyntax(FORMATS["mistral"], REASONING_FORMATS[1])
+    calls = OutputSyntax(FORMATS["mistral"], REASONING_FORMATS[1])
     call = f"{begin}{thought}[/THINK]{written(FORMATS['mistral'], F)}"
     for forced in (True, False):
         call_ok = partial(accepts, tokenizer, calls, call, forced=forced, reasons_already=reasons_already)

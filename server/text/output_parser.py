@@ -1,6 +1,6 @@
 """From an answer's text to its parts while it comes: reasoning, content, and calls of tools.
 
-`AnswerReader` is the one reader of all families of models; what differs between them is data, see `call_formats`.
+`OutputParser` is the one reader of all families of models; what differs between them is data, see `tool_call_formats`.
 transformers' `ResponseParser` (5.23) was tried for it: it loses what it has read when a call is no JSON, ends a call at
 a delimiter inside of a string, gives arguments at a call's end only, and keeps and copies the whole answer.
 """
@@ -17,9 +17,9 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from ...core.requests.types import TokenLogprobs
-from .call_arguments import SPACE, JsonArguments, JsonEnd, XmlArguments, refuse_constant
-from .call_formats import CallFormat, ReasoningFormat
 from .detokenizer import overlap
+from .tool_call_arguments import SPACE, JsonArguments, JsonEnd, XmlArguments, refuse_constant
+from .tool_call_formats import ReasoningFormat, ToolCallFormat
 
 MAX_HEAD = 256
 """Characters in which a call that is no JSON object must have named its function."""
@@ -41,7 +41,7 @@ class Part(NamedTuple):
 
     text: reasoning, content, the name of the function of a call that begins, or a piece of its arguments' JSON. call:
     the number of the call, from 0. id: the call's, where it begins. at: where in the answer's text content begins.
-    scores: log-probabilities of content's tokens, see `ContentScores`.
+    scores: log-probabilities of content's tokens, see `ContentLogprobs`.
     """
 
     kind: PartKind
@@ -62,7 +62,7 @@ class ToolCall:
 
 
 @dataclass(slots=True)
-class Message:
+class ParsedMessage:
     """A whole answer."""
 
     content: str = ""
@@ -81,7 +81,7 @@ class Message:
                 self.calls[part.call].arguments += part.text
 
 
-class AnswerReader:
+class OutputParser:
     """Reads one answer. Any split of a text into pieces gives the same parts, but for where they are divided.
 
     Text that only looks like a call (no function of that name, no JSON) is content. Blanks around reasoning and calls
@@ -90,7 +90,7 @@ class AnswerReader:
 
     def __init__(
         self,
-        calls: CallFormat | None = None,
+        calls: ToolCallFormat | None = None,
         reasoning: ReasoningFormat | None = None,
         tools: Mapping[str, Mapping[str, Any]] | None = None,
         *,

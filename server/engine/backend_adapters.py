@@ -73,7 +73,7 @@ class AdapterTable(Protocol):
     def stats(self) -> EngineStats: ...
 
 
-class ServedAdapters(ABC):
+class BackendAdapters(ABC):
     """Adapters by name. Methods may be called from any thread; UnknownAdapter for a name that is not registered."""
 
     def registry(self) -> Future[RegistryNames | None]:
