@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -94,7 +95,7 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
     own = rng.random() < 0.3
     biased = rng.random() < 0.5
 
-    def vector(width: int, wanted: bool = True, centre: float = 1.0) -> torch.Tensor | None:
+    def vector(width: int, wanted: bool = True, centre: float = 1.0) -> Any:
         return centre + 0.1 * torch.randn(width, generator=generator) if wanted else None
 
     def bias(width: int) -> torch.Tensor | None:
@@ -152,7 +153,7 @@ def _parts(rng: random.Random, num_layers: int) -> list[AdapterPart]:
     return [AdapterPart(rng.choice(RANKS), rng.choice((0.5, 1.0, 2.0)), layers, share) for share in shares]
 
 
-def _rows(part: AdapterPart, place: object, pages: list[int]) -> AdapterRows:
+def _rows(part: AdapterPart, place: Any, pages: list[int]) -> AdapterRows:
     slabs = place.slabs
     return AdapterRows(
         pages, part.rank, part.scale / part.rank**0.5, slabs.slab_elems, slabs.a_offset, slabs.b_offset,
@@ -239,8 +240,9 @@ def compute(decoder: native.NativeDecoder, world: World, rows: Sequence[Row]) ->
     width = max(map(len, tables))
     plan = native.NativeRows()
     plan.plan(indptr, torch.tensor([table + [0] * (width - len(table)) for table in tables]), lengths)
-    tensors = (torch.tensor(values) for values in (ids, positions, page, offset))
-    return decoder.forward(*tensors, plan, torch.arange(len(ids)), segments).clone()  # the next step overwrites them
+    tokens, at, pages, offsets = (torch.tensor(values) for values in (ids, positions, page, offset))
+    answer = decoder.forward(tokens, at, pages, offsets, plan, torch.arange(len(ids)), segments)
+    return answer.clone()  # the next step overwrites them
 
 
 def _close(segments: Segments, world: World, entries: list[int] | None, begin: int, end: int) -> None:

@@ -204,9 +204,9 @@ def strike(server: AttackedServer, attack: Attack, beside: dict[int, float], can
     alone = (before + rate(tokens, end, time.monotonic())) / 2
     plain = beside[min((count for count in COMPANY if count >= num_answers(attack)), default=COMPANY[-1])]
     meanwhile, delay = rate(tokens, begin, end), worst_delay(server.health.answers, begin, end)
-    shares = [meanwhile / other if other else 1.0 for other in (alone, plain)]
+    of_alone, of_plain = (meanwhile / other if other else 1.0 for other in (alone, plain))
     gap, went_out = worst_gap(tokens, begin, end), canary.count()
-    return Row(attack.name, status, len(attack.body), took, delay, growth, *shares, gap, went_out)
+    return Row(attack.name, status, len(attack.body), took, delay, growth, of_alone, of_plain, gap, went_out)
 
 
 def long_model(directory: Path) -> Path:

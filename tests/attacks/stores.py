@@ -188,7 +188,7 @@ def _measure(where: Path, args: argparse.Namespace) -> int:
             table.add(args.adapters, served, aside, *took.values())
             table.show()
             seen, spent = run_rounds(server, store, args)
-    found = {kind: spread(1e3 * seconds for seconds in took) for kind, took in seen.items()}
+    found = {kind: ms for kind, took in seen.items() if (ms := spread(1e3 * seconds for seconds in took))}
     columns = ["hung reads", "requests", "p50", "p99", "max", "server's CPU seconds"]
     times = Table("TTFT of the base model, ms", columns)
     for kind, ms in found.items():

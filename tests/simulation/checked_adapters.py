@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from chorus.memory.files.format import AdapterFormatError, AdapterManifest
 from chorus.memory.host.image import HostImage, LayerStream
@@ -114,7 +115,8 @@ class CheckedAdapters:
 
     def save(self, layout: AdapterLayout, pages: list[int]) -> HostImage:
         held = [self._memory[page][0] for page in pages]
-        content = held[0][0]
+        content: Any = held[0]
+        content = content[0]
         promise(held == [(content, index, layout.num_layers) for index in range(len(pages))], "not whole, yet saved")
         image = HostImage()
         image.data = content

@@ -40,6 +40,7 @@ class CheckedEngine:
         }  # fmt: skip
         self.config = EngineConfig(model=Path("made-up"), **{**defaults, **config})
         self.clock, self.asked, self.plans = VirtualClock(), dict[str, Asked](), list[list[tuple[str, int]]]()
+        assert self.config.num_pages is not None
         memory = empty_memory(self.config.num_pages, self.config.block_tokens)
         rng, reached = random.Random(0), Counter[str]()
         self.disk = Disk(rng)
@@ -47,7 +48,7 @@ class CheckedEngine:
         swaps = CheckedSwaps(memory, self.clock, rng, reached, swap_seconds)
         shadow = CheckedShadow(memory, self.clock)
         self.executor = CheckedExecutor(self.config, backend, self.clock, memory, self.asked, reached, shadow, swaps)
-        executor = LateResults(self.executor) if is_ahead else self.executor
+        executor: Any = LateResults(self.executor) if is_ahead else self.executor
         self.engine = Engine(self.config, executor, self.clock, reads or InlineReads(), policies)
         self.executor.pool, self.executor.prefix = self.engine.pool, self.engine.prefix
         self.executor.on_plan = lambda plan: self.plans.append([(row.request_id, len(row.tokens)) for row in plan.rows])

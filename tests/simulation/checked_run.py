@@ -48,6 +48,7 @@ class CheckedRun(EngineRun):
         self.seeds = Seeds(config.seed)
         speed, trouble = rng.choice([0.0002, 0.002, 0.02, 0.2]), rng.choice([0.0, 0.0, 0.1, 0.3])
         self.disk = Disk(own, speed, config.adapter_read_seconds, trouble)
+        assert config.num_pages is not None
         memory = empty_memory(config.num_pages, config.block_tokens)
         is_inline = rng.random() < 0.1  # what is asked for in a step is there at once
         reads = InlineReads() if is_inline else VirtualReads(self.clock, rng.randint(1, 3))
@@ -202,6 +203,7 @@ class CheckedRun(EngineRun):
         self.disk.unlucky.add(self.disk.content[path])
 
     def _outweighs(self, adapter: Adapter) -> bool:
+        assert self.executor.shadow is not None
         return self.executor.shadow.outweighs(adapter)
 
     @property

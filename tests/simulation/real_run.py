@@ -128,7 +128,7 @@ class RealRun(EngineRun):
         self.calm, self.where, self.over = calm, where, over
         self.names = [name for name in calm.prompts if name is not None]
         self.broken: set[Path] = set()
-        self.has_hung = False
+        self._has_hung = False
         config = self._draw_config()
         inner = open_executor(config)
         self.executor: Any = Faulty(inner)
@@ -199,7 +199,7 @@ class RealRun(EngineRun):
             self.engine.config.adapter_read_seconds,
         )
         if fate < 0.05 and patience < 1:
-            self.has_hung = True
+            self._has_hung = True
             self.broken.add(path)
             self.over.wait(None if fate < 0.02 else self._draw.uniform(0, 3 * patience))
         elif fate < 0.15:
@@ -210,6 +210,10 @@ class RealRun(EngineRun):
         if seconds > patience:
             self.broken.add(path)
         return (lambda share: self.over.wait(seconds)) if 0.15 <= fate < 0.25 else None
+
+    @property
+    def has_hung(self) -> bool:
+        return self._has_hung
 
     def _break_files(self, path: Path) -> None:
         self.broken.add(path)
