@@ -75,7 +75,7 @@ def _beyond_pairs(items: list[pytest.Item]) -> set[pytest.Item]:
             tests.setdefault(test, []).append(
                 (item, {axis: tuple(id(params.params[n]) for n in axis) for axis in axes})
             )
-            alone[test] = (marker.kwargs.get("alone"),)
+            alone[test] = (str(marker.kwargs.get("alone")),)
     return {item for test, cases in tests.items() for item in _unneeded(cases, alone[test])}
 
 
@@ -251,14 +251,14 @@ def save_adapter(
     torch.manual_seed(seed)
     config = LoraConfig(
         r=rank,
-        lora_alpha=alpha,
+        lora_alpha=alpha,  # pyright: ignore[reportArgumentType] - peft takes fractions, too
         target_modules=targets,
         use_rslora=rslora,
         init_lora_weights=False,
         task_type="CAUSAL_LM",
         **more,
     )
-    get_peft_model(LlamaForCausalLM.from_pretrained(model), config).save_pretrained(path)
+    get_peft_model(LlamaForCausalLM.from_pretrained(model), config).save_pretrained(str(path))
 
 
 @dataclass

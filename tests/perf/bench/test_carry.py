@@ -81,7 +81,7 @@ class Machine:
     def source(self, script: Path, then: str) -> subprocess.CompletedProcess:
         environment = {"PATH": str(self.tools), "HOME": str(self.tree), "CHORUS_SITE": str(self.site)}
         return subprocess.run(
-            [shutil.which("bash"), "-c", f'. "{script}" || exit 3; cd /; {then}'],
+            [shutil.which("bash") or "bash", "-c", f'. "{script}" || exit 3; cd /; {then}'],
             cwd=self.tree, env=environment, capture_output=True, text=True, check=False,
         )  # fmt: skip
 

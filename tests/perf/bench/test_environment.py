@@ -74,5 +74,6 @@ def test_versions_that_cannot_interpret_are_named_with_their_mend(monkeypatch, t
     if can:
         assert obstacle is None
     else:
+        assert obstacle is not None
         assert f"Triton {triton}" in obstacle
         assert "'numpy<2.4' or 'triton>=3.7'" in obstacle

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -36,7 +37,7 @@ def log(monkeypatch) -> list[tuple]:
     def start(name: str):
         def peer(load, path, lora, stack):
             url = f"{name} {'lora' if lora else 'plain'}"
-            return Fake(SimpleNamespace(url=url, address=url), lambda index: {"index": index})
+            return Fake(cast(Any, SimpleNamespace(url=url, address=url)), lambda index: {"index": index})
 
         return peer
 

@@ -176,6 +176,7 @@ def test_aiperf_itself(scripted, capsys, tmp_path):
 
 def address(url: str) -> tuple[str, int]:
     parts = urlsplit(url)
+    assert parts.hostname is not None and parts.port is not None
     return parts.hostname, parts.port
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from chorus.core.config import EngineConfig
@@ -29,7 +31,7 @@ def terms(**values):
     return Terms(terms={name: Number(value=value, source="made up") for name, value in values.items()})
 
 
-def replica(*, change=None, pages=2000, seats=8, preemption="auto", host_cache_bytes=1 << 40, **options):
+def replica(*, change=None, pages=2000, seats=8, preemption: Any = "auto", host_cache_bytes=1 << 40, **options: Any):
     profile = PROFILE.model_copy(update=change or {})
     config = EngineConfig(
         model=MODEL, prefix_cache=False, num_pages=pages, max_num_seqs=seats, preemption=preemption,
@@ -42,7 +44,7 @@ def replica(*, change=None, pages=2000, seats=8, preemption="auto", host_cache_b
 
 
 def asked(number, arrival=0.0, output=10, adapter=None, prompt=20):
-    return TraceRequest(number, arrival, adapter, prompt, output, RANKS.get(adapter, 0))
+    return TraceRequest(number, arrival, adapter, prompt, output, RANKS.get(adapter or "", 0))
 
 
 def e2e(found, *requests):
@@ -62,7 +64,7 @@ class Always:
         return ModeChoice(next((each for each in state.eligible if each.name == self._name), state.merged))
 
 
-def always(name):
+def always(name) -> Any:
     return {"policies": Policies(mode=Always(name))}
 
 

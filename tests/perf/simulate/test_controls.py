@@ -70,8 +70,9 @@ def test_with_neither_ranks_nor_prompts_only_the_number_of_requests_is_left(shap
     replicas = Replicas(state for state in cluster(shapes, MEAN) if state.has_room(request))
     if replicas:
         control = rank_blind(rank_aware(profile, math.inf, mix=mix), MEAN)
-        chosen = replicas[control(request, replicas)].num_requests
-        assert chosen == replicas[MostIdle()(request, replicas)].num_requests
+        chosen, idle = control(request, replicas), MostIdle()(request, replicas)
+        assert chosen is not None and idle is not None
+        assert replicas[chosen].num_requests == replicas[idle].num_requests
 
 
 @given(shapes, asked, st.sampled_from(PROFILES), st.booleans())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -285,7 +286,8 @@ def test_a_plan_that_was_never_run_is_decided_again():
     run.add("x", 20, 5)
     run.step()
     run.add("y", 30, 5)
-    plans = [[(row.request_id, row.start, len(row.tokens)) for row in run.engine.begin_step().rows] for _ in range(2)]
+    steps: list[Any] = [run.engine.begin_step() for _ in range(2)]
+    plans = [[(row.request_id, row.start, len(row.tokens)) for row in step.rows] for step in steps]
     assert plans == [[("y", 0, 30), ("x", 20, 1)]] * 2
     while run.engine.has_work():
         run.step()
@@ -427,6 +429,7 @@ def test_a_step_has_no_more_rows_than_it_may_and_the_oldest_requests_take_them()
     def rows(only=None):
         scheduler.only = only and {scheduler.get(each).adapter for each in only}
         plan = run.engine.begin_step()
+        assert plan is not None
         run.engine.end_step(plan)
         return sorted(row.request_id for row in plan.rows)
 

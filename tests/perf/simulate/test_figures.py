@@ -247,7 +247,8 @@ def test_figures_name_what_there_is(name):
     assert len(set(rows)) == len(rows)
     for run in figure.runs.values():
         assert run.system is None or run.system in figure.systems
-        assert run.row is None or run.row in {row.name for row in load_study(figure.study).rows}
+        if run.row is not None:
+            assert figure.study is not None and run.row in {row.name for row in load_study(figure.study).rows}
     for row in figure.rows:
         assert row.unit in UNITS and figure.runs.keys() >= set(row.runs)
         assert (row.over is None) == (row.form == "value"), "a comparison has both"
@@ -295,8 +296,9 @@ def test_up_to_is_the_largest_of_all_pairs():
     )
     (result,) = compute(parsed(text), seeds=1)
     (plain,) = compute(parsed(TINY), seeds=1)
-    one, two = (line.ours.median for line in plain.lines[:2])
-    assert result.lines[1].ours.median == pytest.approx(two / one)
+    one, two, ratio = (line.ours for line in (*plain.lines[:2], result.lines[1]))
+    assert one is not None and two is not None and ratio is not None
+    assert ratio.median == pytest.approx(two.median / one.median)
 
 
 def test_results_do_not_depend_on_jobs():

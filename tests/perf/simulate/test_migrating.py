@@ -27,7 +27,7 @@ def crowded(**changes):
     catalogue = replicas[0]._adapters  # noqa: SLF001
     requests = [TraceRequest(index, 0.01 * index, None, 50, 200) for index in range(24)]
     controller = Migrating("greedy", MigrationSettings(**changes), PROFILE.costs(), catalogue) if changes else None
-    return simulate(requests, replicas, lambda request, states: 0, controller=controller)
+    return simulate(requests, replicas, lambda request, replicas: 0, controller=controller)
 
 
 def test_requests_leave_a_crowded_replica_and_all_are_answered():
