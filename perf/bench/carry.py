@@ -33,7 +33,7 @@ PACKAGES = (
     "markupsafe",
     "rich", "markdown-it-py", "mdurl", "pygments",
     "pytest", "pytest-timeout", "pytest-xdist", "execnet", "pluggy", "iniconfig", "hypothesis", "sortedcontainers",
-    "peft", "nvtx", "msgpack", "orjson", "llguidance", "python-multipart",
+    "peft", "nvtx", "msgpack", "orjson", "llguidance", "python-multipart", "shtab", "allpairspy",
 )  # fmt: skip
 
 #: Of the project's own needs: these stand on a machine with torch and transformers.
