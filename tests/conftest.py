@@ -21,6 +21,7 @@ import torch
 from allpairspy import AllPairs
 from hypothesis import HealthCheck, settings
 
+from .interpreted import InterpretedFile, is_interpreting
 from .llama_draft import LlamaDraft
 
 os.environ["CHORUS_CHECK_STEPS"] = "1"  # before anything of `chorus` is imported
@@ -44,6 +45,13 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS or torch.cuda.is_available():
         return 0
     return min(MAX_PROCESSES, len(os.sched_getaffinity(0)) + 1)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> InterpretedFile | None:
+    """Have files of interpreted tests run by processes that interpret."""
+    if module_path.stem.endswith("_interpreted") and not is_interpreting():
+        return InterpretedFile.from_parent(parent, path=module_path)
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,7 +1,8 @@
 """Prompts that assistants begin on the CUDA executor: kernels interpreted, streams of a driver that a test runs.
 
-Run by `test_cuda_assist.py` in a process that interprets. Compute is done as it is launched, as the interpreter does,
-and so is what is handed over; the adapters' copies when the test says, or when compute waits for them.
+Run in a process that interprets, see `tests/interpreted.py`. Compute is done as it is launched, as the
+interpreter does, and so is what is handed over; the adapters' copies when the test says, or when compute waits for
+them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 
 from chorus.core.cold_start import ColdStart
 from chorus.core.engine import Engine
@@ -21,12 +23,18 @@ from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.requests.types import StepPlan
 from chorus.memory.host.images import InlineReads
 from chorus.memory.transfers.cuda_copies import CudaCopies
+from chorus.ops import native_library
 
 from ...graphs.late_device import LateDevice
 from ...memory.fake_cuda import FakeDriver
 from ..conftest import Driver, RecordingExecutor, ticking
-from .interpreted_cuda import RECIPES, SPEC, ask, check, make_config, tiny  # noqa: F401 - a fixture
+from .test_cuda_interpreted import RECIPES, SPEC, ask, check, make_config, tiny  # noqa: F401 - a fixture
 from .thread_ranks import ThreadProcess
+
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.skipif(not native_library.available(torch.float32), reason="assistants run the native library"),
+]
 
 _MOST_SECONDS = 60.0
 
