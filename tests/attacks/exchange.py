@@ -50,8 +50,10 @@ class Answer:
         said = json.loads(self.body)
         if not isinstance(said, dict) or "choices" not in said:
             return said
-        texts = ((one["index"], one.get("text", (one.get("message") or {}).get("content")), one["finish_reason"])
-                 for one in said["choices"])  # fmt: skip
+        texts = (
+            (one["index"], one.get("text", (one.get("message") or {}).get("content")), one["finish_reason"])
+            for one in said["choices"]
+        )
         return sorted((index, text or "", ends) for index, text, ends in texts)
 
     def fault(self) -> str | None:

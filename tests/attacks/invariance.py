@@ -89,9 +89,14 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
     q, kv = heads * head_dim, kv_heads * head_dim
     layout = PageLayout(num_layers, kv_heads, head_dim, rng.choice((4, 16, 32)), dtype.itemsize)
     dims = {
-        "q_proj": (hidden, q), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (q, hidden),
-        "gate_proj": (hidden, ffn), "up_proj": (hidden, ffn), "down_proj": (ffn, hidden),
-    }  # fmt: skip
+        "q_proj": (hidden, q),
+        "k_proj": (hidden, kv),
+        "v_proj": (hidden, kv),
+        "o_proj": (q, hidden),
+        "gate_proj": (hidden, ffn),
+        "up_proj": (hidden, ffn),
+        "down_proj": (ffn, hidden),
+    }
     own = rng.random() < 0.3
     biased = rng.random() < 0.5
 
@@ -103,16 +108,21 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
 
     layers = [
         LayerWeights(
-            input_norm=vector(hidden), post_attention_norm=vector(hidden),
+            input_norm=vector(hidden),
+            post_attention_norm=vector(hidden),
             qkv=native.pack(weights(q + 2 * kv, hidden, scale=hidden**-0.5)),
             o=native.pack(weights(hidden, q, scale=q**-0.5)),
             gate_up=native.pack(weights(2 * ffn, hidden, scale=hidden**-0.5)),
             down=native.pack(weights(hidden, ffn, scale=ffn**-0.5)),
-            qkv_bias=bias(q + 2 * kv), q_norm=vector(head_dim, own), k_norm=vector(head_dim, own),
-            o_bias=bias(hidden), gate_up_bias=bias(2 * ffn), down_bias=bias(hidden),
+            qkv_bias=bias(q + 2 * kv),
+            q_norm=vector(head_dim, own),
+            k_norm=vector(head_dim, own),
+            o_bias=bias(hidden),
+            gate_up_bias=bias(2 * ffn),
+            down_bias=bias(hidden),
         )
         for _ in range(num_layers)
-    ]  # fmt: skip
+    ]
     longest = rng.random() < 0.15
     requests = [
         Request([rng.randrange(vocab) for _ in range(rng.randint(100, 260) if longest and not i else length)], [])
@@ -137,10 +147,22 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
         request.entries = _entries(rng, len(adapters))
     cos, sin = rotary_table(1e4 ** (-torch.arange(0, head_dim, 2) / head_dim), 1 + max(len(r.tokens) for r in requests))
     model = native.NativeModel(
-        hidden=hidden, ffn=ffn, heads=heads, kv_heads=kv_heads, head_dim=head_dim, vocab=vocab,
-        block_tokens=layout.block_tokens, eps=1e-5, layers=layers, embed=weights(vocab, hidden),
-        lm_head=native.pack(weights(vocab, hidden)), norm=vector(hidden), cos=cos, sin=sin, arena=arena,
-    )  # fmt: skip
+        hidden=hidden,
+        ffn=ffn,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=vocab,
+        block_tokens=layout.block_tokens,
+        eps=1e-5,
+        layers=layers,
+        embed=weights(vocab, hidden),
+        lm_head=native.pack(weights(vocab, hidden)),
+        norm=vector(hidden),
+        cos=cos,
+        sin=sin,
+        arena=arena,
+    )
     return World(model, layout, adapters, requests, [[free.pop() for _ in range(n)] for n in needed])
 
 
@@ -156,9 +178,14 @@ def _parts(rng: random.Random, num_layers: int) -> list[AdapterPart]:
 def _rows(part: AdapterPart, place: Any, pages: list[int]) -> AdapterRows:
     slabs = place.slabs
     return AdapterRows(
-        pages, part.rank, part.scale / part.rank**0.5, slabs.slab_elems, slabs.a_offset, slabs.b_offset,
+        pages,
+        part.rank,
+        part.scale / part.rank**0.5,
+        slabs.slab_elems,
+        slabs.a_offset,
+        slabs.b_offset,
         place.first_elem,
-    )  # fmt: skip
+    )
 
 
 def cancel(arena: torch.Tensor, rows: AdapterRows) -> None:

@@ -67,9 +67,15 @@ def run_round(slow_adapters: int, args: argparse.Namespace, seed: int, where: Pa
     """Times to first token of the ordinary requests, in seconds."""
     over, seconds = threading.Event(), args.megabytes * 1e6 / BYTES_PER_SECOND
     config = EngineConfig(
-        model=BUILTIN_MODEL, memory_bytes=64 << 20, max_num_seqs=args.seats, prefix_cache=False, threads=1, seed=seed,
-        device="cpu", max_waiting=None,
-    )  # fmt: skip
+        model=BUILTIN_MODEL,
+        memory_bytes=64 << 20,
+        max_num_seqs=args.seats,
+        prefix_cache=False,
+        threads=1,
+        seed=seed,
+        device="cpu",
+        max_waiting=None,
+    )
     sources = sorted(path for path in BUILTIN_ADAPTERS.iterdir() if path.is_dir())
     copies = [Path(shutil.copytree(sources[2], where / f"slow-{index}")) for index in range(slow_adapters)]
 

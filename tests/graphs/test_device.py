@@ -110,11 +110,13 @@ def test_a_first_capture_that_fails_spoils_no_other(monkeypatch):
     [
         ([], None),
         ([torch.AcceleratorError("CUDA error: out of memory")], None),  # left behind by an earlier call, told once
-        ([torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nSearch for …")] * 9,
-         "CUDA error: an illegal memory access was encountered"),
+        (
+            [torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nSearch for …")] * 9,
+            "CUDA error: an illegal memory access was encountered",
+        ),
         ([RuntimeError("CUDA error: device-side assert triggered")] * 9, "CUDA error: device-side assert triggered"),
     ],
-)  # fmt: skip
+)
 def test_a_device_that_only_repeats_its_error_has_failed(monkeypatch, errors, failure):
     """As CUDA does once a kernel has ended its context, whoever asks."""
     fake_graphs(monkeypatch)

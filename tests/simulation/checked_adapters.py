@@ -76,9 +76,14 @@ class CheckedAdapters:
     """
 
     def __init__(
-        self, disk: Disk, pause: Callable[[float], None], clock: VirtualClock, memory: Memory, rng: random.Random,
+        self,
+        disk: Disk,
+        pause: Callable[[float], None],
+        clock: VirtualClock,
+        memory: Memory,
+        rng: random.Random,
         reached: Counter[str],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._disk = disk
         self._pause = pause
         self._clock = clock
@@ -134,9 +139,14 @@ class CheckedTransfer:
     """Layers on their way into pages. After `cancel` a copy may still be writing, until `is_quiet`."""
 
     def __init__(
-        self, image: HostImage, layout: AdapterLayout, pages: list[int], memory: Memory, clock: VirtualClock,
+        self,
+        image: HostImage,
+        layout: AdapterLayout,
+        pages: list[int],
+        memory: Memory,
+        clock: VirtualClock,
         rng: random.Random,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._image = image
         self._num_layers = layout.num_layers
         self._pages = pages

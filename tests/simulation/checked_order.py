@@ -159,9 +159,7 @@ class CheckedOrder:
         gave = sum(request.adapter in new for request in self._scheduler.running)
         self._had_no_index = left_out
         self._check_adapters(plan, left_out)
-        alone = [
-            each for each in paused if not each.call and each.coming is None and each.adapter not in left_out
-        ]  # fmt: skip
+        alone = [each for each in paused if not each.call and each.coming is None and each.adapter not in left_out]
         waits = engine.swapped.frees_pages  # for pages that are being copied out
         preempted = (
             self._scheduler.lifecycle.num_preemptions - self._num_preemptions

@@ -42,9 +42,23 @@ class EngineRun(ABC):
     invariants: Invariants
 
     acts: Mapping[str, int] = {
-        "ask": 6, "step": 14, "abort": 1, "load": 2, "unload": 1, "pin": 1, "unpin": 1, "wait": 1, "break": 1,
-        "fault": 1, "reclaim": 1, "preempt": 1, "move": 1, "merge": 1, "merge_whole": 1, "unmerge": 1,
-    }  # fmt: skip
+        "ask": 6,
+        "step": 14,
+        "abort": 1,
+        "load": 2,
+        "unload": 1,
+        "pin": 1,
+        "unpin": 1,
+        "wait": 1,
+        "break": 1,
+        "fault": 1,
+        "reclaim": 1,
+        "preempt": 1,
+        "move": 1,
+        "merge": 1,
+        "merge_whole": 1,
+        "unmerge": 1,
+    }
     not_pinned: Collection[Tier] = (Tier.LOADING,)
     """Where an adapter's bytes may be when it can't be pinned yet."""
 

@@ -60,10 +60,18 @@ def run(begin_run: type[CheckedRun], seed: int, runs: int, *, shrinks: bool = Tr
     logging.disable(logging.CRITICAL)  # the engine logs each fault
     machine = seeded(seed)(type("Runs", (Machine,), {"begin_run": begin_run}))  # unseeded they are the same again
     phases = [each for each in Phase if shrinks or each is Phase.generate]
-    run_state_machine_as_test(machine, settings=settings(
-        max_examples=runs, stateful_step_count=NUM_ACTS, phases=phases, report_multiple_bugs=shrinks, deadline=None,
-        database=None, suppress_health_check=HEALTH_CHECKS,
-    ))  # fmt: skip
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=runs,
+            stateful_step_count=NUM_ACTS,
+            phases=phases,
+            report_multiple_bugs=shrinks,
+            deadline=None,
+            database=None,
+            suppress_health_check=HEALTH_CHECKS,
+        ),
+    )
 
 
 def runs_until_one_fails(most: int) -> int | None:

@@ -157,8 +157,11 @@ def test_ttft(context):
 def test_mixes(context):
     values = run(context, "mixes")
     assert [(row["popularity"], row["adapters"]) for row in values["rows"]] == [
-        ("distinct", 4), ("uniform", 2), ("zipf-1.5", 3), ("identical", 1)
-    ]  # fmt: skip
+        ("distinct", 4),
+        ("uniform", 2),
+        ("zipf-1.5", 3),
+        ("identical", 1),
+    ]
     assert values["base"]["tokens_per_s"] > 0
 
 

@@ -68,10 +68,13 @@ def needs(**replicas):
 def test_a_candidate_that_can_t_meet_the_slo_any_more_is_left_and_later_ones_only_try_to_be_cheaper(monkeypatch):
     tried, asked = run(monkeypatch, needs(first_fit=3, random=5))
     assert [(one.candidate.policy, one.candidate.replicas, one.meets, len(one.outcomes)) for one in tried] == [
-        ("first-fit", 1, False, 1), ("first-fit", 2, False, 1), ("first-fit", 4, True, 5), ("first-fit", 3, True, 5),
+        ("first-fit", 1, False, 1),
+        ("first-fit", 2, False, 1),
+        ("first-fit", 4, True, 5),
+        ("first-fit", 3, True, 5),
         ("random", 3, False, 1),
         ("first-fit", 3, True, 5),
-    ]  # fmt: skip
+    ]
     assert len(asked) == sum(len(one.outcomes) for one in tried)
     best = cheapest(tried)
     assert best is not None

@@ -22,9 +22,12 @@ PROFILE = load_profile("a100-llama2-7b")
 RANKS = {"a": 8, "b": 64}
 POLICIES = ("fastest", "dlora-1", "dlora-2", "dlora-3", "dlora-artifact")
 WORKLOAD = {
-    "requests": 5, "arrivals": {"process": "constant", "rate": 1.0}, "popularity": {"kind": "identical"},
-    "lengths": {"kind": "alpaca"}, "adapters": {"ranks": {"kind": "fixed", "rank": 8}},
-}  # fmt: skip
+    "requests": 5,
+    "arrivals": {"process": "constant", "rate": 1.0},
+    "popularity": {"kind": "identical"},
+    "lengths": {"kind": "alpaca"},
+    "adapters": {"ranks": {"kind": "fixed", "rank": 8}},
+}
 
 
 def terms(**values):
@@ -34,9 +37,13 @@ def terms(**values):
 def replica(*, change=None, pages=2000, seats=8, preemption: Any = "auto", host_cache_bytes=1 << 40, **options: Any):
     profile = PROFILE.model_copy(update=change or {})
     config = EngineConfig(
-        model=MODEL, prefix_cache=False, num_pages=pages, max_num_seqs=seats, preemption=preemption,
+        model=MODEL,
+        prefix_cache=False,
+        num_pages=pages,
+        max_num_seqs=seats,
+        preemption=preemption,
         host_cache_bytes=host_cache_bytes,
-    )  # fmt: skip
+    )
     adapters = SimAdapters(profile.geometry, config.block_tokens)
     for name, rank in RANKS.items():
         adapters.add(name, rank, profile.geometry.adapter_bytes(rank))

@@ -39,12 +39,10 @@ def asked(number, arrival, output=10, adapter=None):
 
 
 arrivals = st.lists(
-    st.tuples(
-        st.floats(0, 0.2, allow_subnormal=False), st.integers(1, 40), st.sampled_from([None, "a", "b"])
-    ),
+    st.tuples(st.floats(0, 0.2, allow_subnormal=False), st.integers(1, 40), st.sampled_from([None, "a", "b"])),
     min_size=1,
     max_size=30,
-)  # fmt: skip
+)
 
 
 @settings(max_examples=40)

@@ -43,11 +43,13 @@ def cluster(shapes, rank=None):
     """States of replicas; rank: in place of every adapter's own."""
     return Replicas(
         replica_state(
-            SEATS, [rank or each for each in running], [(tokens, rank or each) for tokens, each in queue],
+            SEATS,
+            [rank or each for each in running],
+            [(tokens, rank or each) for tokens, each in queue],
             name=str(index),
         )
         for index, (running, queue) in enumerate(shapes)
-    )  # fmt: skip
+    )
 
 
 def estimates(profile, tokens=50.0, *, mix=False):
@@ -103,11 +105,12 @@ def test_the_mean_is_that_of_the_requests_with_adapters(share, mean):
             "popularity": {"kind": "uniform"},
             "lengths": {"kind": "alpaca"},
             "adapters": {
-                "count": 4000, "base_share": share,
+                "count": 4000,
+                "base_share": share,
                 "ranks": {"kind": "choice", "ranks": [20, 60], "weights": [0.5, 0.5]},
             },
         }
-    )  # fmt: skip
+    )
     assert mean_rank(spec) == pytest.approx(mean, abs=2)
 
 

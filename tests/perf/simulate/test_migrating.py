@@ -39,14 +39,19 @@ def test_requests_leave_a_crowded_replica_and_all_are_answered():
 
 
 SETUP = {
-    "profile": "a10-llama2-7b-bgmv", "replicas": 3, "router": {"policy": "random"}, "targets": ["q_proj"],
+    "profile": "a10-llama2-7b-bgmv",
+    "replicas": 3,
+    "router": {"policy": "random"},
+    "targets": ["q_proj"],
     "engine": {"max_num_seqs": 8},
     "workload": {
-        "requests": 200, "arrivals": {"process": "poisson", "rate": 20.0},
-        "popularity": {"kind": "power_law", "exponent": 1.0}, "lengths": {"kind": "alpaca"},
+        "requests": 200,
+        "arrivals": {"process": "poisson", "rate": 20.0},
+        "popularity": {"kind": "power_law", "exponent": 1.0},
+        "lengths": {"kind": "alpaca"},
         "adapters": {"count": 12, "ranks": {"kind": "fixed", "rank": 8}},
     },
-}  # fmt: skip
+}
 
 
 MIGRATION = {"settings": {"interval_seconds": 3.0, "excess_requests": 3.0, "solve_nodes": 1}}

@@ -145,12 +145,12 @@ def test_workloads_of_shipped_studies_can_be_made(name):
 
 RUN_WRONG = {
     "workload": (changed("rate = 10.0", "rate = -1.0"), "arrivals.rate"),
-    "engine": (changed("replicas = 2\n", 'replicas = 2\nengine = { max_num_seqs = 0 }\n'), "engine: max_num_seqs is 0"),
+    "engine": (changed("replicas = 2\n", "replicas = 2\nengine = { max_num_seqs = 0 }\n"), "engine: max_num_seqs is 0"),
     "terms": (changed("replicas = 2\n", 'replicas = 2\nterms = { "speed.x" = 1.0 }\n'), "terms.speed.x: no such cost"),
     "ranks": (changed(', ranks = { kind = "fixed", rank = 8 }', ""), "adapters have no rank"),
     "warmup": (changed("replicas = 2\n", "replicas = 2\nwarmup = 99.0\n"), "warmup is 99 s and no request"),
     "a metric": (changed('"requests"', '"slo_attainment"'), "does not have slo_attainment"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", RUN_WRONG)
